@@ -22,4 +22,4 @@ for kind in tuple.__subclasses__():  # a NamedTuple's own methods are of no modu
 warnings.filterwarnings("ignore", r"Error parsing type annotation (?!ForwardRef)")
 pdoc.render.configure(docformat="google")
 # Of a package with __all__ those names are shown, the modules among them too.
-pdoc.pdoc("jaxmp", "jaxmp.inspect.plots", "jaxmp.inspect.targets", output_directory=Path("build/docs"))
+pdoc.pdoc("jaxmp", "jaxmp.inspect.plots", "jaxmp.inspect.program.targets", output_directory=Path("build/docs"))

@@ -24,7 +24,7 @@ from flax import linen as nn
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from jaxmp._jaxpr import reading
+from jaxmp._internals.jax import reading
 from jaxmp.engine import decide, graph
 from jaxmp.engine.classes import Kind
 from jaxmp.engine.rules import Rules

@@ -9,88 +9,103 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxmp import dtypes as dtypes
-    from jaxmp import float8 as float8
-    from jaxmp import formats as formats
-    from jaxmp import hardware as hardware
     from jaxmp import inspect as inspect
     from jaxmp import jmp as jmp
     from jaxmp import linen as linen
-    from jaxmp import loss_scale as loss_scale
     from jaxmp import losses as losses
     from jaxmp import nnx as nnx
-    from jaxmp import optimizer as optimizer
-    from jaxmp import policy as policy
     from jaxmp import sharding as sharding
-    from jaxmp import training as training
-    from jaxmp import tree as tree
+    from jaxmp.base import hardware as hardware
     from jaxmp.engine.autocast import autocast as autocast
+    from jaxmp.engine.marks import precision as precision
+    from jaxmp.engine.overrides import UnknownOperationError as UnknownOperationError
     from jaxmp.engine.plan import CastPlan as CastPlan
     from jaxmp.engine.plan import cast_plan as cast_plan
     from jaxmp.engine.rules import UnmatchedOverrideError as UnmatchedOverrideError
     from jaxmp.engine.trace import autocast_dtype as autocast_dtype
-    from jaxmp.evaluation import make_eval_step as make_eval_step
-    from jaxmp.float8 import Float8 as Float8
-    from jaxmp.loss_scale import DynamicLossScale as DynamicLossScale
-    from jaxmp.loss_scale import HeadroomLossScale as HeadroomLossScale
-    from jaxmp.loss_scale import LossScale as LossScale
-    from jaxmp.loss_scale import NoOpLossScale as NoOpLossScale
-    from jaxmp.loss_scale import StaticLossScale as StaticLossScale
-    from jaxmp.marks import precision as precision
-    from jaxmp.optimizer import LossScalingState as LossScalingState
-    from jaxmp.optimizer import get_loss_scale as get_loss_scale
-    from jaxmp.optimizer import keep_if_skipped as keep_if_skipped
-    from jaxmp.optimizer import loss_scaling as loss_scaling
-    from jaxmp.optimizer import scale_loss as scale_loss
-    from jaxmp.optimizer import unscale as unscale
-    from jaxmp.optimizer import value_and_grad as value_and_grad
-    from jaxmp.optimizer import wrap_opt_state as wrap_opt_state
-    from jaxmp.overrides import UnknownOperationError as UnknownOperationError
-    from jaxmp.policy import Policy as Policy
-    from jaxmp.policy import PolicyMap as PolicyMap
-    from jaxmp.policy import get_policy as get_policy
-    from jaxmp.rounding import low_precision as low_precision
-    from jaxmp.training import NonFiniteTrainingError as NonFiniteTrainingError
-    from jaxmp.training import TrainState as TrainState
-    from jaxmp.training import make_train_step as make_train_step
+    from jaxmp.optim.loss_scale import DynamicLossScale as DynamicLossScale
+    from jaxmp.optim.loss_scale import HeadroomLossScale as HeadroomLossScale
+    from jaxmp.optim.loss_scale import LossScale as LossScale
+    from jaxmp.optim.loss_scale import NoOpLossScale as NoOpLossScale
+    from jaxmp.optim.loss_scale import StaticLossScale as StaticLossScale
+    from jaxmp.optim.loss_scaling import LossScalingState as LossScalingState
+    from jaxmp.optim.loss_scaling import get_loss_scale as get_loss_scale
+    from jaxmp.optim.loss_scaling import keep_if_skipped as keep_if_skipped
+    from jaxmp.optim.loss_scaling import loss_scaling as loss_scaling
+    from jaxmp.optim.loss_scaling import scale_loss as scale_loss
+    from jaxmp.optim.loss_scaling import unscale as unscale
+    from jaxmp.optim.loss_scaling import value_and_grad as value_and_grad
+    from jaxmp.optim.loss_scaling import wrap_opt_state as wrap_opt_state
+    from jaxmp.optim.low_precision import low_precision as low_precision
+    from jaxmp.policy.float8 import Float8 as Float8
+    from jaxmp.policy.policies import Policy as Policy
+    from jaxmp.policy.policy_map import PolicyMap as PolicyMap
+    from jaxmp.policy.policy_map import get_policy as get_policy
+    from jaxmp.training.evaluation import make_eval_step as make_eval_step
+    from jaxmp.training.step import NonFiniteTrainingError as NonFiniteTrainingError
+    from jaxmp.training.step import TrainState as TrainState
+    from jaxmp.training.step import make_train_step as make_train_step
 
 __version__ = "0.1.0"
 
-# Name to the module that has it ("" for a module itself). Imported on first use: `import jaxmp` stays light, and flax
-# and optax are loaded by those who use them.
-_EXPORTS = {
-    **dict.fromkeys(("dtypes", "float8", "formats", "hardware", "inspect", "jmp", "linen"), ""),
-    **dict.fromkeys(("loss_scale", "losses", "nnx", "optimizer", "policy", "sharding", "training", "tree"), ""),
-    "autocast": "engine.autocast",
-    "UnknownOperationError": "overrides",
-    **dict.fromkeys(("CastPlan", "cast_plan"), "engine.plan"),
-    "precision": "marks",
-    "UnmatchedOverrideError": "engine.rules",
-    "Float8": "float8",
-    "autocast_dtype": "engine.trace",
-    **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "LossScale"), "loss_scale"),
-    **dict.fromkeys(("NoOpLossScale", "StaticLossScale"), "loss_scale"),
-    "low_precision": "rounding",
-    **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),
-    **dict.fromkeys(("keep_if_skipped", "unscale", "value_and_grad", "wrap_opt_state"), "optimizer"),
-    **dict.fromkeys(("Policy", "PolicyMap", "get_policy"), "policy"),
-    **dict.fromkeys(("NonFiniteTrainingError", "TrainState", "make_train_step"), "training"),
-    "make_eval_step": "evaluation",
+# Where each public name is defined. A module is imported when one of its names is first used, so that `import jaxmp`
+# stays light, and flax and optax are loaded only by those who use them.
+_MODULES = {
+    "hardware": "jaxmp.base.hardware",
+    "inspect": "jaxmp.inspect",
+    "jmp": "jaxmp.jmp",
+    "linen": "jaxmp.linen",
+    "losses": "jaxmp.losses",
+    "nnx": "jaxmp.nnx",
+    "sharding": "jaxmp.sharding",
 }
+_NAMES = {
+    "jaxmp.engine.autocast": ("autocast",),
+    "jaxmp.engine.plan": ("CastPlan", "cast_plan"),
+    "jaxmp.engine.marks": ("precision",),
+    "jaxmp.engine.rules": ("UnmatchedOverrideError",),
+    "jaxmp.engine.overrides": ("UnknownOperationError",),
+    "jaxmp.engine.trace": ("autocast_dtype",),
+    "jaxmp.policy.float8": ("Float8",),
+    "jaxmp.policy.policies": ("Policy",),
+    "jaxmp.policy.policy_map": ("PolicyMap", "get_policy"),
+    "jaxmp.optim.loss_scale": (
+        "DynamicLossScale",
+        "HeadroomLossScale",
+        "LossScale",
+        "NoOpLossScale",
+        "StaticLossScale",
+    ),
+    "jaxmp.optim.low_precision": ("low_precision",),
+    "jaxmp.optim.loss_scaling": (
+        "LossScalingState",
+        "get_loss_scale",
+        "keep_if_skipped",
+        "loss_scaling",
+        "scale_loss",
+        "unscale",
+        "value_and_grad",
+        "wrap_opt_state",
+    ),
+    "jaxmp.training.step": ("NonFiniteTrainingError", "TrainState", "make_train_step"),
+    "jaxmp.training.evaluation": ("make_eval_step",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-
-__all__ = sorted(_EXPORTS)
+__all__ = sorted([*_MODULES, *_MODULE_OF])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
+    if name not in __all__:
         raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")
-    import_module("jaxmp._contexts")  # before anything is jitted with what this name is
-    module = import_module(f"jaxmp.{_EXPORTS[name] or name}")
-    value = getattr(module, name) if _EXPORTS[name] else module
+    import_module("jaxmp.base.cache_keys")  # before anything is jitted with what this name is
+    if name in _MODULES:
+        value: Any = import_module(_MODULES[name])
+    else:
+        value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})
+    return sorted({*globals(), *__all__})

@@ -51,11 +51,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxmp import dtypes, loss_scale, policy
-from jaxmp import tree as _tree
-from jaxmp._scale_state import HUGE, is_concrete, require
-from jaxmp.loss_scale import LossScale, NoOpLossScale
-from jaxmp.tree import all_finite
+from jaxmp.base import dtypes
+from jaxmp.base import trees as _tree
+from jaxmp.base.trees import all_finite
+from jaxmp.optim import loss_scale
+from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
+from jaxmp.optim.loss_scale_state import HUGE, is_concrete, require
+from jaxmp.policy import policies, policy_map
 
 __all__ = (
     "DynamicLossScale",
@@ -88,7 +90,7 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
 }
 
 
-class Policy(policy.Policy):
+class Policy(policies.Policy):
     """A :class:`jaxmp.Policy` that is written as jmp writes it, and equal to any with the same dtypes.
 
     >>> print(Policy("float32", jnp.float16, jnp.float32))
@@ -96,9 +98,9 @@ class Policy(policy.Policy):
     """
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, policy.Policy) and dataclasses.astuple(self) == dataclasses.astuple(other)
+        return isinstance(other, policies.Policy) and dataclasses.astuple(self) == dataclasses.astuple(other)
 
-    __hash__ = policy.Policy.__hash__
+    __hash__ = policies.Policy.__hash__
 
     def __str__(self) -> str:
         named = {"p": self.param_dtype, "c": self.compute_dtype, "o": self.output_dtype}
@@ -126,8 +128,8 @@ def get_policy(policy_name: str) -> Policy:
     try:
         if "=" not in policy_name:
             return Policy(policy_name, policy_name, policy_name)
-        read = policy.get_policy(policy_name)
-        if isinstance(read, policy.PolicyMap):
+        read = policy_map.get_policy(policy_name)
+        if isinstance(read, policy_map.PolicyMap):
             raise ValueError(f"a policy of jmp's has no rules, got {policy_name!r}: jaxmp.get_policy reads it")
         return Policy(**vars(read))
     except ValueError as error:
@@ -141,17 +143,17 @@ def half_dtype() -> Any:
 
 
 def cast_to_full(tree: T) -> T:
-    """Casts the floating arrays of ``tree`` to float32 (see :func:`jaxmp.tree.cast`)."""
+    """Casts the floating arrays of ``tree`` to float32 (see :func:`jaxmp.base.trees.cast`)."""
     return _tree.cast(tree, jnp.float32)
 
 
 def cast_to_half(tree: T) -> T:
-    """Casts the floating arrays of ``tree`` to :func:`half_dtype` (see :func:`jaxmp.tree.cast`)."""
+    """Casts the floating arrays of ``tree`` to :func:`half_dtype` (see :func:`jaxmp.base.trees.cast`)."""
     return _tree.cast(tree, half_dtype())
 
 
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:
-    """``a`` where the bool scalar ``pred`` holds, else ``b`` (see :func:`jaxmp.tree.select_tree`).
+    """``a`` where the bool scalar ``pred`` holds, else ``b`` (see :func:`jaxmp.base.trees.select_tree`).
 
     Raises:
       AssertionError: ``pred`` is not a boolean scalar.

@@ -38,9 +38,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxmp._mesh_plan import Plan, on_auto_axes, spread
+from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
-from jaxmp.marks import precision
+from jaxmp.sharding.plan import Plan, on_auto_axes, spread
 
 _IGNORED = -1
 

@@ -17,9 +17,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Float8, Policy, PolicyMap, _loss_functions, float8, get_policy, hardware
-from jaxmp.inspect import targets
+from jaxmp import Float8, Policy, PolicyMap, get_policy, hardware
+from jaxmp.inspect.program import targets
+from jaxmp.policy import float8
 from jaxmp.sharding import Sharding
+from jaxmp.training import loss_function
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 PLAIN = (((1,), (0,)), ((), ()))
@@ -234,7 +236,7 @@ class TestTransformations:
 
     def test_remat_by_name_keeps_the_operands_in_float8_and_quantises_once(self, operands):
         x, w, _ = operands
-        policy = _loss_functions.REMAT["float8"]
+        policy = loss_function.REMAT["float8"]
         kept = jax.make_jaxpr(jax.grad(jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy), (0, 1)))(x, w)
         again = next(eqn for eqn in reversed(kept.eqns) if eqn.primitive.name == "remat2")
         sizes = [atom.aval for atom in again.invars if atom.aval.size > 1]

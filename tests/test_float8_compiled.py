@@ -13,10 +13,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Float8, _loss_functions, float8
-from jaxmp.hlo import NO_KERNEL, Program, is_end
-from jaxmp.inspect import targets
+from jaxmp import Float8
+from jaxmp.inspect.compiled.hlo import NO_KERNEL, Program, is_end
+from jaxmp.inspect.program import targets
+from jaxmp.policy import float8
 from jaxmp.sharding import Sharding
+from jaxmp.training import loss_function
 
 RECIPE = Float8()
 pytestmark = pytest.mark.skipif(targets.missing() is not None, reason="what compiles for a GPU is not installed")
@@ -142,7 +144,7 @@ class TestForAnH200:
             return jnp.sum(jax.lax.scan(lambda x, w: (dot(x, w), None), x, ws)[0].astype(jnp.float32))
 
         args = shape(2048, 1024), shape(3, 1024, 1024)
-        for fun in (loss, jax.checkpoint(loss, policy=_loss_functions.REMAT["float8"])):
+        for fun in (loss, jax.checkpoint(loss, policy=loss_function.REMAT["float8"])):
             text = targets.compiled(jax.jit(jax.grad(fun, (0, 1))), args, "h200").as_text()
             stacked = set(re.findall(r"(\w+)\[3,2048,1024\]", text))
             assert stacked and stacked <= {"f8e4m3fn", "u8"}

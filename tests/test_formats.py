@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp.formats import format_of, formats, ieee_format
+from jaxmp.base.formats import format_of, formats, ieee_format
 
 pytestmark = pytest.mark.once
 

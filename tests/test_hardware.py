@@ -8,7 +8,7 @@ import pytest
 
 import jaxmp
 from jaxmp import hardware
-from jaxmp.hardware import align_dim, detect, recommended_policy
+from jaxmp.base.hardware import align_dim, detect, recommended_policy
 
 pytestmark = pytest.mark.once
 

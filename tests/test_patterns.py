@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from jaxmp.patterns import check_pattern, is_class_pattern, matches, pattern_text
+from jaxmp.policy.patterns import check_pattern, is_class_pattern, matches, pattern_text
 
 pytestmark = pytest.mark.once
 

@@ -20,7 +20,7 @@ from linen_zoo import products
 
 import jaxmp
 from jaxmp import Policy, PolicyMap, get_policy
-from jaxmp.policy import PRESETS
+from jaxmp.policy.policy_map import PRESETS
 
 pytestmark = pytest.mark.once
 

@@ -27,7 +27,7 @@ def imports():
 @pytest.mark.parametrize(
     ("changed", "tests"),
     [
-        ("jaxmp/_loss_functions.py", ["training/test_errors.py"]),
+        ("jaxmp/training/loss_function.py", ["training/test_errors.py"]),
         ("experiments/benchmarks/shared/records.py", ["experiments/benchmarks/test_call_cost.py"]),
         ("experiments/benchmarks/shared/records.py", ["experiments/benchmarks/test_autocast.py"]),
         ("experiments/data/errors.py", ["experiments/data/test_data.py"]),
@@ -51,7 +51,7 @@ def test_every_file_of_the_library_has_tests_beside_those_that_always_run(import
     assert len(files) > 50 and all(quick.near([name], imports).keys() - set(quick.CORE) for name in files)
 
 
-@pytest.mark.parametrize("changed", ["jaxmp/dtypes.py", "jaxmp/__init__.py", "conftest.py", "tests/conftest.py"])
+@pytest.mark.parametrize("changed", ["jaxmp/base/dtypes.py", "jaxmp/__init__.py", "conftest.py", "tests/conftest.py"])
 def test_of_what_everything_imports_the_nearest_tests_run_up_to_the_budget(imports, changed):
     taken, left = quick.chosen([changed], imports)
     tests = re.findall(r"^def test_", "".join((ROOT / test).read_text() for test in taken), re.MULTILINE)

@@ -15,7 +15,8 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import sharding
-from jaxmp.inspect import memory, targets
+from jaxmp.inspect import memory
+from jaxmp.inspect.program import targets
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself

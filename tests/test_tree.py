@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optimizer_tools import same_bits
 
-from jaxmp import tree
+from jaxmp.base import trees
 
 pytestmark = pytest.mark.once
 
@@ -37,7 +37,7 @@ def test_cast_touches_floating_arrays_of_every_kind_and_nothing_else():
         "float": 0.1,
         "name": "text",
     }
-    got = tree.cast(mixed, jnp.float16)
+    got = trees.cast(mixed, jnp.float16)
     for name in ("jax", "numpy", "numpy_scalar", "half", "struct"):
         assert got[name].dtype == jnp.float16
     for name in ("int", "bool", "complex", "key", "none", "float", "name"):
@@ -48,33 +48,33 @@ def test_cast_touches_floating_arrays_of_every_kind_and_nothing_else():
 
 def test_casting_to_the_dtype_a_leaf_has_is_no_operation():
     mixed = {"a": jnp.ones(2, jnp.float16), "b": np.ones(2, np.float16), "c": jax.ShapeDtypeStruct((), jnp.float16)}
-    got = tree.cast(mixed, jnp.float16)
+    got = trees.cast(mixed, jnp.float16)
     assert all(got[name] is mixed[name] for name in mixed)
-    assert not jax.make_jaxpr(lambda x: tree.cast(x, jnp.float16))(mixed["a"]).eqns
+    assert not jax.make_jaxpr(lambda x: trees.cast(x, jnp.float16))(mixed["a"]).eqns
 
 
 def test_cast_rounds_to_nearest_even_and_overflows_to_infinity():
     x = np.array([1 + 2**-11, 1 + 3 * 2**-11, 65519.0, 65520.0, 2.0**-25, -(2.0**-24), np.nan], np.float32)
     with np.errstate(over="ignore"):
         expected = x.astype(np.float16)
-    np.testing.assert_array_equal(tree.cast(jnp.asarray(x), jnp.float16), expected)
+    np.testing.assert_array_equal(trees.cast(jnp.asarray(x), jnp.float16), expected)
 
 
 def test_cast_and_widen_keep_shardings_and_work_under_jit():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     x = jax.device_put(jnp.arange(8.0), sharding)
-    half = tree.cast(x, jnp.float16)
+    half = trees.cast(x, jnp.float16)
     assert half.sharding == sharding
-    assert tree.widen(half).sharding == sharding
-    assert jax.jit(tree.widen)(half).dtype == jnp.float32
-    assert tree.cast(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding), jnp.float16).sharding == sharding
+    assert trees.widen(half).sharding == sharding
+    assert jax.jit(trees.widen)(half).dtype == jnp.float32
+    assert trees.cast(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding), jnp.float16).sharding == sharding
 
 
 def test_widen_brings_narrow_floats_to_float32_exactly_and_leaves_the_rest():
     narrow = {str(d): jnp.array([1.5, -2.0], d) for d in (jnp.float16, jnp.bfloat16, jnp.float8_e5m2)}
     wide = {"f32": jnp.ones(2), "f64": np.ones(2), "int": jnp.arange(2), "bool": True, "c": jnp.array(1j), "none": None}
-    got = tree.widen({**narrow, **wide})
+    got = trees.widen({**narrow, **wide})
     for name in narrow:
         assert got[name].dtype == jnp.float32
         np.testing.assert_array_equal(got[name], [1.5, -2.0])
@@ -89,64 +89,64 @@ def test_widen_brings_narrow_floats_to_float32_exactly_and_leaves_the_rest():
 def test_one_bad_element_in_one_leaf_is_found(bad, dtype):
     make = np.asarray if dtype == np.float64 else jnp.asarray
     good = {"a": make(np.ones((2, 3)), dtype), "b": [make(np.zeros(5), dtype)]}
-    assert tree.all_finite(good)
+    assert trees.all_finite(good)
     for leaf in range(2):
         leaves = jax.tree.leaves(good)
         array = np.array(leaves[leaf])
         array.ravel()[-1] = bad
         leaves[leaf] = make(array, dtype)
-        assert not tree.all_finite(leaves)
+        assert not trees.all_finite(leaves)
 
 
 def test_a_bad_imaginary_part_is_found():
-    assert not tree.all_finite(jnp.array([1 + 1j * np.inf]))
-    assert not tree.all_finite(jnp.array([complex(1, np.nan)]))
+    assert not trees.all_finite(jnp.array([1 + 1j * np.inf]))
+    assert not trees.all_finite(jnp.array([complex(1, np.nan)]))
 
 
 def test_infinities_of_both_signs_do_not_cancel():
-    assert not tree.all_finite([jnp.array([jnp.inf, -jnp.inf]), jnp.array(-jnp.inf), jnp.array(jnp.inf)])
+    assert not trees.all_finite([jnp.array([jnp.inf, -jnp.inf]), jnp.array(-jnp.inf), jnp.array(jnp.inf)])
 
 
 def test_the_largest_and_smallest_finite_numbers_are_finite():
     for dtype in (jnp.float32, *HALF):
         info = jnp.finfo(dtype)
-        assert tree.all_finite([jnp.full(1000, info.max), jnp.full(1000, info.min), jnp.full(3, info.tiny)])
+        assert trees.all_finite([jnp.full(1000, info.max), jnp.full(1000, info.min), jnp.full(3, info.tiny)])
     with jax.enable_x64(True):
-        assert tree.all_finite(jnp.full(3, 1e308))  # finite in its own dtype, though not in float32
-    assert tree.all_finite(jnp.array(3e38 + 3e38j))
+        assert trees.all_finite(jnp.full(3, 1e308))  # finite in its own dtype, though not in float32
+    assert trees.all_finite(jnp.array(3e38 + 3e38j))
 
 
 def test_what_has_no_infinities_is_finite():
     for empty in ({}, None, [], jnp.zeros((0, 3)), {"n": jnp.arange(3), "k": jax.random.key(0), "b": True, "s": "x"}):
-        assert tree.all_finite(empty)
-        assert tree.all_finite(empty).shape == ()
-    assert not tree.all_finite({"python": float("nan")})
+        assert trees.all_finite(empty)
+        assert trees.all_finite(empty).shape == ()
+    assert not trees.all_finite({"python": float("nan")})
 
 
 def test_finiteness_is_a_bool_scalar_under_jit_and_one_per_member_under_vmap():
     x = jnp.array([[1.0, 2.0], [jnp.nan, 1.0], [0.0, -jnp.inf]])
-    np.testing.assert_array_equal(jax.vmap(tree.all_finite)({"x": x}), [True, False, False])
-    assert jax.jit(tree.all_finite)(x).dtype == jnp.bool_
+    np.testing.assert_array_equal(jax.vmap(trees.all_finite)({"x": x}), [True, False, False])
+    assert jax.jit(trees.all_finite)(x).dtype == jnp.bool_
 
 
 @given(st.lists(st.lists(st.floats(-(2.0**60), 2.0**60, width=32), max_size=4), max_size=3))
 def test_the_sum_of_squares_is_numpys(lists):
     expected = sum(float(x) ** 2 for values in lists for x in values)
-    total = tree.sum_of_squares([jnp.asarray(values, jnp.float32) for values in lists])
+    total = trees.sum_of_squares([jnp.asarray(values, jnp.float32) for values in lists])
     assert total.dtype == jnp.float32 and total.shape == ()
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-37)
 
 
 def test_the_sum_of_squares_takes_leaves_of_every_kind():
     leaves = {"n": jnp.arange(3), "k": jax.random.key(0), "b": True, "s": "x", "none": None}
-    assert tree.sum_of_squares({}) == tree.sum_of_squares(leaves) == 0
-    assert tree.sum_of_squares({**leaves, "c": jnp.array([3 + 4j]), "p": 5.0}) == 50
-    assert tree.sum_of_squares([jnp.full(4, 300, jnp.float16), jnp.full(4, 300, jnp.bfloat16)]) == 720000
-    assert np.isinf(tree.sum_of_squares([jnp.array([1.0, 2e19])]))
+    assert trees.sum_of_squares({}) == trees.sum_of_squares(leaves) == 0
+    assert trees.sum_of_squares({**leaves, "c": jnp.array([3 + 4j]), "p": 5.0}) == 50
+    assert trees.sum_of_squares([jnp.full(4, 300, jnp.float16), jnp.full(4, 300, jnp.bfloat16)]) == 720000
+    assert np.isinf(trees.sum_of_squares([jnp.array([1.0, 2e19])]))
     for bad in (np.nan, np.inf, -np.inf, complex(np.inf, np.nan)):
-        assert not np.isfinite(tree.sum_of_squares([jnp.ones(2), jnp.array([1, bad])]))
+        assert not np.isfinite(trees.sum_of_squares([jnp.ones(2), jnp.array([1, bad])]))
     with jax.enable_x64(True):
-        total = tree.sum_of_squares([jnp.full(2, 1e100), jnp.ones(2, jnp.float16)])
+        total = trees.sum_of_squares([jnp.full(2, 1e100), jnp.ones(2, jnp.float16)])
         assert total.dtype == jnp.float64 and total == 2e200
 
 
@@ -155,19 +155,19 @@ def test_finiteness_and_largest_magnitude_agree_with_numpy(lists):
     arrays = [np.array(values, np.float32) for values in lists]
     flat = np.concatenate([*arrays, np.zeros(1, np.float32)])
     leaves = [jnp.asarray(array) for array in arrays]
-    assert bool(tree.all_finite(leaves)) == np.isfinite(flat).all()
+    assert bool(trees.all_finite(leaves)) == np.isfinite(flat).all()
     largest = np.abs(flat).max()
     tiny = np.finfo(np.float32).tiny  # a CPU may flush what is smaller
-    np.testing.assert_allclose(tree.max_abs(leaves), largest if np.isnan(largest) or largest >= tiny else 0, atol=tiny)
+    np.testing.assert_allclose(trees.max_abs(leaves), largest if np.isnan(largest) or largest >= tiny else 0, atol=tiny)
 
 
 def test_max_abs_is_float32_ignores_integers_and_keeps_nan():
-    assert tree.max_abs({}) == 0 and tree.max_abs({}).dtype == jnp.float32
-    assert tree.max_abs([jnp.array([2.0, -3.0], jnp.float16), jnp.array([100]), jnp.zeros(0)]) == 3
-    assert tree.max_abs([jnp.array(3 + 4j), jnp.array(1.0)]) == 5
-    assert jnp.isnan(tree.max_abs([jnp.array([1.0, jnp.nan]), jnp.array(5.0)]))
-    assert jnp.isnan(tree.max_abs([jnp.array(5.0), jnp.array([jnp.nan, 1.0])]))
-    assert tree.max_abs(jnp.array([-jnp.inf])) == jnp.inf
+    assert trees.max_abs({}) == 0 and trees.max_abs({}).dtype == jnp.float32
+    assert trees.max_abs([jnp.array([2.0, -3.0], jnp.float16), jnp.array([100]), jnp.zeros(0)]) == 3
+    assert trees.max_abs([jnp.array(3 + 4j), jnp.array(1.0)]) == 5
+    assert jnp.isnan(trees.max_abs([jnp.array([1.0, jnp.nan]), jnp.array(5.0)]))
+    assert jnp.isnan(trees.max_abs([jnp.array(5.0), jnp.array([jnp.nan, 1.0])]))
+    assert trees.max_abs(jnp.array([-jnp.inf])) == jnp.inf
 
 
 # ---- select_tree
@@ -194,44 +194,44 @@ def special_tree(seed):
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_selection_is_bit_for_bit_for_every_kind_of_leaf(transform):
     a, b = special_tree(1), special_tree(2)
-    select = transform(tree.select_tree)
+    select = transform(trees.select_tree)
     assert same_bits(select(jnp.array(True), a, b), a)
     assert same_bits(select(jnp.array(False), a, b), b)
 
 
 def test_selection_keeps_the_dtypes_of_what_is_kept():
-    got = tree.select_tree(True, {"a": jnp.ones(2), "n": 3.0}, {"a": jnp.zeros(2, jnp.float16), "n": jnp.array(0)})
+    got = trees.select_tree(True, {"a": jnp.ones(2), "n": 3.0}, {"a": jnp.zeros(2, jnp.float16), "n": jnp.array(0)})
     assert got["a"].dtype == jnp.float16 and got["n"].dtype == jnp.int32 and got["n"] == 3
 
 
 def test_selection_passes_on_the_same_object_and_what_nobody_looks_at():
     marker = object()  # no array at all
-    assert tree.select_tree(jnp.array(True), {"a": marker}, {"a": marker})["a"] is marker
+    assert trees.select_tree(jnp.array(True), {"a": marker}, {"a": marker})["a"] is marker
 
 
 def test_selection_under_vmap_has_one_flag_per_member():
-    got = jax.vmap(tree.select_tree)(jnp.array([True, False]), jnp.ones((2, 3)), jnp.zeros((2, 3)))
+    got = jax.vmap(trees.select_tree)(jnp.array([True, False]), jnp.ones((2, 3)), jnp.zeros((2, 3)))
     np.testing.assert_array_equal(got, [[1, 1, 1], [0, 0, 0]])
 
 
 def test_trees_or_leaves_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="structure error"):
-        tree.select_tree(True, {"a": 1}, {"b": 1})
+        trees.select_tree(True, {"a": 1}, {"b": 1})
     with pytest.raises(TypeError, match="same shapes"):
-        tree.select_tree(True, jnp.ones(3), jnp.zeros(()))
+        trees.select_tree(True, jnp.ones(3), jnp.zeros(()))
     with pytest.raises(TypeError, match=r"got complex64 for float32; start with a complex leaf, or return its real"):
-        tree.select_tree(True, jnp.ones(3, jnp.complex64), jnp.zeros(3))
+        trees.select_tree(True, jnp.ones(3, jnp.complex64), jnp.zeros(3))
 
 
 def test_a_path_reads_as_users_write_it():
     paths = jax.tree_util.tree_leaves_with_path({"encoder": [{"kernel": 1}]})
-    assert tree.path_name(paths[0][0]) == "encoder/0/kernel"
+    assert trees.path_name(paths[0][0]) == "encoder/0/kernel"
 
 
 def test_select_tree_keeps_the_explicit_sharding_of_the_second_tree():
     mesh = jax.make_mesh((4,), ("m",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.sharding.set_mesh(mesh) if hasattr(jax.sharding, "set_mesh") else jax.set_mesh(mesh):
         new, old = jax.device_put(jnp.ones(4), jax.P("m")), jax.device_put(jnp.zeros(4), jax.P())
-        got = jax.jit(tree.select_tree)(jnp.array(True), new, old)
+        got = jax.jit(trees.select_tree)(jnp.array(True), new, old)
         assert jax.typeof(got).sharding.spec == jax.typeof(old).sharding.spec
         np.testing.assert_array_equal(got, np.ones(4))

@@ -27,7 +27,7 @@ from experiments.report.goals import Goal, share
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, times
 from experiments.training import cli
-from jaxmp import hlo
+from jaxmp.inspect.compiled import hlo
 
 BY_HAND, AUTOCAST = "by hand", "autocast"
 VARIANTS = (BY_HAND, "float32", "by hand, again", AUTOCAST)

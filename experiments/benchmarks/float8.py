@@ -44,7 +44,7 @@ from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread, titled
 from experiments.training import cli, kept
-from jaxmp import hlo
+from jaxmp.inspect.compiled import hlo
 
 Part = Literal["product", "layer", "block", "step"]
 Route = Literal["jaxmp", "autocast", "torch"]

@@ -26,7 +26,7 @@ from experiments.models import GPT2
 from experiments.report.goals import Goal
 from experiments.report.tables import Table, titled
 from experiments.training import cli
-from jaxmp import hlo
+from jaxmp.inspect.compiled import hlo
 
 REFERENCE = ("float32", "float32")
 VARIANTS = (REFERENCE, *itertools.product(("stochastic", "kahan", "nearest"), ("float32", "bfloat16", "float8")))

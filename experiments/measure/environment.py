@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 import jaxmp
-from jaxmp.inspect import targets
+from jaxmp.inspect.program import targets
 
 _PACKAGES = ("jaxmp", "jax", "jaxlib", "flax", "optax", "numpy")
 _FLOAT8 = "JAXMP_FLOAT8"
@@ -27,8 +27,9 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
 
     Args:
       packages: names of distributions.
-      target: the GPU that is not there for which all is compiled, by its name in :data:`jaxmp.inspect.targets.TARGETS`:
-        it comes first, and the packages that compile for it are among the versions.
+      target: the GPU that is not there for which all is compiled, by its name in
+        :data:`jaxmp.inspect.program.targets.TARGETS`: it comes first, and the packages that compile for it
+        are among the versions.
 
     Raises:
       ValueError: there are no figures of that GPU.

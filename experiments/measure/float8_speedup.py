@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 
 import jaxmp
-from jaxmp.hardware import Hardware, detect
+from jaxmp.base.hardware import Hardware, detect
 
 FLOAT8 = "float8_e4m3fn"
 WIDTHS = (768, 1024, 2048, 4096, 8192)

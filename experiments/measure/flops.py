@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 import jaxmp
-from jaxmp._jaxpr.walk import PRODUCTS
-from jaxmp.flops import flops_of
+from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.engine.flops import flops_of
 
 # What tensor cores multiply, from Volta to Blackwell; tensorfloat32 is how they take float32.
 TENSOR_CORE_DTYPES = ("float16", "bfloat16", "tensorfloat32", "float8_e4m3fn", "float8_e5m2")

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from experiments.models import attention
-from jaxmp.inspect import targets
-from jaxmp.training import TrainStep
+from jaxmp.inspect.program import targets
+from jaxmp.training.step import TrainStep
 
 NO_ROOM = sys.maxsize
 """What a step needs that could not even be compiled: nobody knows how much."""

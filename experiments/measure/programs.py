@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.measure import memory
-from jaxmp.hlo import NO_KERNEL, NO_WORK, Instruction, Program, is_end, product_kind
+from jaxmp.inspect.compiled.hlo import NO_KERNEL, NO_WORK, Instruction, Program, is_end, product_kind
 
 
 def facts(compiled: Any, program: Program) -> dict[str, Any]:

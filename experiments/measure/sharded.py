@@ -30,7 +30,7 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
 
     Args:
       model: its sizes.
-      target: a name of :data:`jaxmp.inspect.targets.TARGETS`.
+      target: a name of :data:`jaxmp.inspect.program.targets.TARGETS`.
       topology: of the cluster, as in ``"1x2x4"``.
       sizes: of the mesh, by the names of its axes; it is split along the axis ``"fsdp"``, the batch along all.
       way: the library's step on a mesh, of the model in Linen or NNX under a policy, or of that in Linen under

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from experiments.models.attention import attention
-from jaxmp import float8
-from jaxmp.hardware import align_dim
+from jaxmp.base.hardware import align_dim
 from jaxmp.losses import projected_cross_entropy
+from jaxmp.policy import float8
 
 Remat = Literal["none", "attention", "dots", "float8", "full"]
 NORMAL = nn.initializers.normal(0.02)

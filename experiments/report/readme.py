@@ -19,7 +19,7 @@ from pathlib import Path
 
 from experiments.benchmarks.gradient_sums import NOTE, sentence
 from experiments.report import headline, predictions
-from jaxmp.inspect.targets import TARGETS
+from jaxmp.inspect.program.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- results: written by `python -m experiments.report.readme` -->\n", "<!-- /results -->"

@@ -35,8 +35,8 @@ from etils import epath
 
 import jaxmp
 from experiments.training import processes
-from jaxmp.optimizer import LossScalingState
-from jaxmp.tree import path_name
+from jaxmp.base.trees import path_name
+from jaxmp.optim.loss_scaling import LossScalingState
 
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of the folder that Orbax is still writing
 _CHECKSUMS = "checksums.sha256"

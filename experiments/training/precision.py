@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp.dtypes import nearest
+from jaxmp.base.dtypes import nearest
 from jaxmp.engine.rules import UnmatchedOverrideError
 
 # The scale of each of Apex's opt levels; float16 params (O3) go without.

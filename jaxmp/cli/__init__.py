@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     word = next((word for word in words if not word.startswith("-")), None)
     if word is not None and word not in _COMMANDS:
-        from jaxmp import dtypes
+        from jaxmp.base import dtypes
 
         parser.error(f"there is no command {word!r}; commands, nearest first: {dtypes.nearest(word, _COMMANDS)}")
     options, rest = parser.parse_known_args(words)

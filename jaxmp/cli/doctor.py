@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
 
     Exit code 0 if a mixed-precision training step ran on the device and gave the right numbers, else 1.
     """
-    from jaxmp.doctor import diagnose
+    from jaxmp.cli.diagnosis import diagnose
 
     report = diagnose()
     if options.json:

@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     Everything is computed from the dtype's bit patterns. tensorfloat32 is no dtype (it is how tensor cores read float32
     operands): its column is computed from its layout, 1 sign, 8 exponent and 10 mantissa bits.
     """
-    from jaxmp.formats import formats as rows
+    from jaxmp.base.formats import formats as rows
 
     if options.json:
         print_json([dataclasses.asdict(row) for row in rows()])

@@ -17,7 +17,7 @@ def where(options: argparse.Namespace) -> dict[str, Any]:
 def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
     """A function under autocast with a policy, or as it is."""
     from jaxmp.engine.autocast import autocast
-    from jaxmp.inspect.targets import NNXStep, TrainStep
+    from jaxmp.inspect.program.targets import NNXStep, TrainStep
 
     if policy is not None and isinstance(fun, (TrainStep, NNXStep)):
         raise UsageError(
@@ -32,7 +32,7 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
     import jax
 
     from jaxmp.cli.loading import in_current_folder, load, told, traced
-    from jaxmp.inspect.targets import within_mesh_of
+    from jaxmp.inspect.program.targets import within_mesh_of
 
     if options.device is not None:
         jax.config.update("jax_platforms", "cpu")  # with its CUDA plugin JAX would look for a GPU

@@ -21,10 +21,10 @@ import numpy as np
 from jax.extend import source_info_util
 
 import jaxmp
-from jaxmp._functions import module_given
-from jaxmp._placement import is_of_jax
+from jaxmp.base.arguments import module_given
+from jaxmp.base.dtypes import canonical_dtype, nearest
 from jaxmp.cli.errors import UsageError
-from jaxmp.dtypes import canonical_dtype, nearest
+from jaxmp.sharding.placement import is_of_jax
 
 
 class Loaded(NamedTuple):

@@ -22,16 +22,16 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxmp._contexts import policies_off
-from jaxmp._functions import require_function, takes_a_function
-from jaxmp._jaxpr import reading
+from jaxmp._internals.jax import reading
+from jaxmp.base.arguments import require_function, takes_a_function
+from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import build
+from jaxmp.engine.marks import DECIDED, precision
+from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
-from jaxmp.marks import DECIDED, precision
-from jaxmp.overrides import level_of, policy_and_exceptions
-from jaxmp.policy import Policy, check_backend
+from jaxmp.policy.policies import Policy, check_backend
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,7 +97,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     """The results of one call of ``fun``, as the engine decides by ``rules``.
 
     Args:
-      fun: a function; the code of modules in it is marked (see :mod:`jaxmp.marks`).
+      fun: a function; the code of modules in it is marked (see :mod:`jaxmp.engine.marks`).
       rules: what is asked of its operations.
       args, kwargs: its arguments.
       policy: that of an autocast of the whole function; without one all is decided, whether it has products or not.

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._jaxpr.primitives import BROADCAST, COMBINES, MEETS, MONOTONE, PICKS
-from jaxmp._jaxpr.reading import size_of
-from jaxmp._jaxpr.walk import PRODUCTS, nested_cycles, turns, walk
+from jaxmp._internals.jax.primitives import BROADCAST, COMBINES, MEETS, MONOTONE, PICKS
+from jaxmp._internals.jax.reading import size_of
+from jaxmp._internals.jax.walk import PRODUCTS, nested_cycles, turns, walk
 from jaxmp.engine import groups
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, STRICT, Kind
 from jaxmp.engine.graph import Graph, Node, inputs_of, users_of

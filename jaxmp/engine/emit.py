@@ -9,20 +9,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.examples import Examples, Same, same_in_bodies
-from jaxmp._jaxpr.primitives import BROADCAST, COMPARISONS, MEETS
-from jaxmp._jaxpr.reading import Literal
-from jaxmp._jaxpr.rebind import in_place_of
-from jaxmp._jaxpr.rebuild import Rule, bound, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import MAY_SUM, cast_repeated, must_sum, must_widen, read_often, summed_in_float32, sums_half
-from jaxmp.dtypes import is_castable
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.bodies import Rule, bound, linear_solve, params_in_dtype, rebuilt
+from jaxmp._internals.jax.primitives import BROADCAST, COMPARISONS, MEETS
+from jaxmp._internals.jax.reading import Literal
+from jaxmp._internals.jax.rebind import in_place_of
+from jaxmp._internals.jax.repeated_casts import (
+    MAY_SUM,
+    cast_repeated,
+    must_sum,
+    must_widen,
+    read_often,
+    summed_in_float32,
+    sums_half,
+)
+from jaxmp._internals.jax.vmap_sharing import Examples, Same, same_in_bodies
+from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.classes import KEPT
 from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
+from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
-from jaxmp.marks import OF_POLICY, WITH_RULE, ours
 
 # Without jit, loops are compiled as one, and found compiled by the next call.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp import _float8_products
-from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.invariant import steps_in_time, unchanged
-from jaxmp._jaxpr.reading import Literal
-from jaxmp._jaxpr.walk import PRODUCTS
-from jaxmp.dtypes import is_castable, range_of
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.invariants import steps_in_time, unchanged
+from jaxmp._internals.jax.reading import Literal
+from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.base.dtypes import is_castable, range_of
+from jaxmp.engine import float8_products
 from jaxmp.engine.classes import CLEAR, JOIN, KEPT, SOURCE, STRICT, Kind
+from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
 from jaxmp.engine.rules import Decision, Rules
-from jaxmp.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class Node:
     has_epsilon: bool = False  # an operand is a constant below half's smallest normal number, which would vanish
     scale: Sequence[Node] = ()  # the one number that it multiplies or divides by
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
-    float8: _float8_products.Asked | None = None  # of a product, as its step has it
+    float8: float8_products.Asked | None = None  # of a product, as its step has it
 
     # What jaxmp.engine.decide finds out.
     after_product: bool = False  # a product, or a half argument, lies upstream
@@ -98,7 +98,7 @@ class Step:
     kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
-    float8: _float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
+    float8: float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
     bodies: reading.Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # what no turn of a scan changes of what it carries, by number
@@ -337,7 +337,7 @@ class _Builder:
             decision = form.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
         kind, reason, asked, has_epsilon = decision
         step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is CLEAR
-        step.float8 = _float8_products.asked(step, self.rules) if name in PRODUCTS else None
+        step.float8 = float8_products.asked(step, self.rules) if name in PRODUCTS else None
         for position, is_float in enumerate(form.are_floats):
             node: Any = None
             if is_float:

@@ -16,10 +16,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.primitives import COMBINES
-from jaxmp._jaxpr.searches import is_search
-from jaxmp._jaxpr.walk import PRODUCTS, walk
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.primitives import COMBINES
+from jaxmp._internals.jax.searches import is_search
+from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, SOURCE, STRICT, Class, primitives_of
 from jaxmp.engine.graph import Graph, Node, Step, users_of
 

@@ -12,21 +12,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp import tables
-from jaxmp._functions import require_function
-from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.walk import jaxprs_in, walk
-from jaxmp.dtypes import name_of
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.walk import jaxprs_in, walk
+from jaxmp.base import tables
+from jaxmp.base.arguments import require_function
+from jaxmp.base.dtypes import name_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.emit import evaluated
+from jaxmp.engine.flops import flops_of
 from jaxmp.engine.graph import Node, Step, build
+from jaxmp.engine.marks import path_of
+from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
-from jaxmp.flops import flops_of
-from jaxmp.marks import path_of
-from jaxmp.overrides import policy_and_exceptions
-from jaxmp.policy import check_backend
+from jaxmp.policy.policies import check_backend
 
 _HALF = {"float16", "bfloat16", "float8_e4m3fn"}
 _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")
@@ -46,7 +46,7 @@ class Row:
       result: the name of the dtype of its result; of several results their names with a comma between.
       why: the rule, the neighbour or the group that decided.
       source: the user's file and line, ``"package/module.py:12"``, of a file in no package its name; empty if unknown.
-      flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.flops`).
+      flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
       casts: casts added for it; a shared one is the first's, one of the author's that is put off is each reader's.
       cast_bytes: what these casts write, in bytes, over all trips of the loops around it.
       depth: the number of equations that it is a part of.

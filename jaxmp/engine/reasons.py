@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxmp._jaxpr.walk import nearest
+from jaxmp._internals.jax.walk import nearest
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.graph import Graph, Node, Step
 

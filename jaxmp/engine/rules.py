@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.primitives import PICKS
-from jaxmp.dtypes import CASTABLE, is_castable, is_other_float, nearest, range_of
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.primitives import PICKS
+from jaxmp.base.dtypes import CASTABLE, is_castable, is_other_float, nearest, range_of
 from jaxmp.engine.classes import Class, Kind, classify
-from jaxmp.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
-from jaxmp.patterns import EVERY, OPERATIONS, matches
+from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
+from jaxmp.policy.patterns import EVERY, OPERATIONS, matches
 
 _NO_SCOPES = "none: no scope is in it; jax.named_scope makes paths, and an NNX model has its own by jaxmp.nnx.autocast"
 
@@ -40,8 +40,8 @@ class Rules:
 
     Args:
       half: the compute dtype of code in no marked module; None if all of it is marked.
-      overrides: the levels of paths, primitives and classes, by :func:`jaxmp.overrides.levels_of`; of several paths the
-        first that matches wins, as in a PolicyMap.
+      overrides: the levels of paths, primitives and classes, by :func:`jaxmp.engine.overrides.levels_of`; of several
+        paths the first that matches wins, as in a PolicyMap.
       programs: what was made of parts of the program before, to be used again; None to make each part anew.
       float8: the recipe of float8 products of code in no marked module; None for products in half.
       decided: takes the graph once all is decided.

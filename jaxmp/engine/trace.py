@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.program import Program, arrays_in
-from jaxmp._jaxpr.stand_ins import stand_ins
-from jaxmp.dtypes import is_castable
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.patches import stand_ins
+from jaxmp._internals.jax.program import Program, arrays_in
+from jaxmp.base.dtypes import is_castable
+from jaxmp.engine.marks import SPECIAL, region_of
 from jaxmp.engine.rules import Rules
-from jaxmp.marks import SPECIAL, region_of
-from jaxmp.policy import Policy
+from jaxmp.policy.policies import Policy
 
 _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_autocast_tracing", default=None)
 
@@ -75,7 +75,7 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tup
     """The program of one call, on the dtypes that the author wrote, and the arrays of the call."""
     pure, arguments, write = lambda *call: (fun(*call[0], **call[1]), ()), (args, kwargs), lambda results, _: results
     if "flax.nnx" in sys.modules:  # there may be NNX objects, which change as by NNX's own transforms
-        from jaxmp.nnx.objects import of_arrays
+        from jaxmp._internals.flax.nnx_calls import of_arrays
 
         pure, arguments, write, _ = of_arrays(fun, args, kwargs)
     with tracing(rules):

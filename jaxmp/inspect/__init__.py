@@ -3,15 +3,15 @@
 Nothing else of jaxmp depends on it, and ``import jaxmp`` does not load it: ``import jaxmp.inspect``.
 """
 
-from jaxmp.formats import formats
+from jaxmp.base.formats import formats
 from jaxmp.inspect.auditing import Audit, AuditError, Product, audit
 from jaxmp.inspect.blame import Blame, first_nonfinite
 from jaxmp.inspect.comparing import Comparison, compare
-from jaxmp.inspect.findings import Finding
 from jaxmp.inspect.measuring import Numerics, numerics
 from jaxmp.inspect.memory_plan import Memory, memory
 from jaxmp.inspect.prediction import Roofline, roofline
-from jaxmp.inspect.statistics import Statistics
+from jaxmp.inspect.program.findings import Finding
+from jaxmp.inspect.program.statistics import Statistics
 from jaxmp.inspect.watch import Watch
 
 __all__ = [

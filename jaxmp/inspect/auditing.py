@@ -13,24 +13,25 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp import hardware, hlo, tables
-from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
-from jaxmp._specs import names_of as axes_of
-from jaxmp.dtypes import nearest
-from jaxmp.flops import flops_of
-from jaxmp.inspect import targets
-from jaxmp.inspect.calls import names_of_arguments
-from jaxmp.inspect.evidence import Argument, Audited, Sent
-from jaxmp.inspect.findings import FINDERS, Finding, findings
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
+from jaxmp.base import hardware, tables
+from jaxmp.base.dtypes import nearest
+from jaxmp.base.trees import path_name
+from jaxmp.engine.flops import flops_of
+from jaxmp.inspect.collectives import Collective
+from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.memory_plan import Memory, batch_axes, leaves_of, of_call, on_mesh
-from jaxmp.inspect.products import multiplied, unaligned, weights_in, work
-from jaxmp.inspect.values import Read, Value, same_turn, values_of
-from jaxmp.loss_scale import LossScale, NoOpLossScale
-from jaxmp.patterns import matches
-from jaxmp.policy import get_policy
-from jaxmp.sharding import Collective
-from jaxmp.tree import path_name
+from jaxmp.inspect.program import targets
+from jaxmp.inspect.program.calls import names_of_arguments
+from jaxmp.inspect.program.evidence import Argument, Audited, Sent
+from jaxmp.inspect.program.findings import FINDERS, Finding, findings
+from jaxmp.inspect.program.products import multiplied, unaligned, weights_in, work
+from jaxmp.inspect.program.values import Read, Value, same_turn, values_of
+from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
+from jaxmp.policy.patterns import matches
+from jaxmp.policy.policy_map import get_policy
+from jaxmp.sharding.specs import names_of as axes_of
 
 
 class AuditError(AssertionError):
@@ -191,7 +192,7 @@ def audit(
       policy: what the author declares, a PolicyMap with its overrides too; it changes nothing. None declares nothing,
         but where :func:`jaxmp.linen.apply_policy` and its like put a module under one.
       device: what to compile for: None for the attached one, or the name of a GPU that is not there, such as
-        ``"h200"`` (see :mod:`jaxmp.inspect.targets`).
+        ``"h200"`` (see :mod:`jaxmp.inspect.program.targets`).
       topology: of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
       compile: whether to compile; what needs the compiled program is None otherwise, and findings that do are left out.
 

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from jaxmp import tables
-from jaxmp._jaxpr.walk import PRODUCTS
-from jaxmp.inspect import stepping
-from jaxmp.inspect.calls import (
+from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.base import tables
+from jaxmp.base.trees import widen
+from jaxmp.inspect.program import stepping
+from jaxmp.inspect.program.calls import (
     StepCall,
     argument_paths,
     differentiated,
@@ -28,12 +29,11 @@ from jaxmp.inspect.calls import (
     require_own_settings,
     step_call,
 )
-from jaxmp.inspect.evaluate import is_whole
-from jaxmp.inspect.program import Key, program_of
-from jaxmp.inspect.values import Turns, Value, leading_to, values_of
-from jaxmp.loss_scale import StaticLossScale
-from jaxmp.optimizer import LossScalingState
-from jaxmp.tree import widen
+from jaxmp.inspect.program.equations import Key, program_of
+from jaxmp.inspect.program.evaluate import is_whole
+from jaxmp.inspect.program.values import Turns, Value, leading_to, values_of
+from jaxmp.optim.loss_scale import StaticLossScale
+from jaxmp.optim.loss_scaling import LossScalingState
 
 _ELEMENTWISE = """
 abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp convert_element_type copy copy_p

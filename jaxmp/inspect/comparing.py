@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp import tables
-from jaxmp._contexts import policies_off
-from jaxmp._gathering import Gathered
-from jaxmp._jaxpr.walk import PRODUCTS
-from jaxmp.dtypes import is_half
+from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.base import tables
+from jaxmp.base.cache_keys import policies_off
+from jaxmp.base.dtypes import is_half
+from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
-from jaxmp.inspect.calls import (
+from jaxmp.inspect.program.calls import (
     AS_WRITTEN,
     StepCall,
     argument_paths,
@@ -32,12 +32,12 @@ from jaxmp.inspect.calls import (
     require_own_settings,
     step_call,
 )
-from jaxmp.inspect.evaluate import evaluate, is_whole
-from jaxmp.inspect.products import multiplied
-from jaxmp.inspect.program import Key, program_of
-from jaxmp.inspect.values import AtBorder, Turns, Value, leading_to, passed_in, returned, values_of
-from jaxmp.training import TrainState, TrainStep
-from jaxmp.tree import widen
+from jaxmp.inspect.program.equations import Key, program_of
+from jaxmp.inspect.program.evaluate import evaluate, is_whole
+from jaxmp.inspect.program.products import multiplied
+from jaxmp.inspect.program.values import AtBorder, Turns, Value, leading_to, passed_in, returned, values_of
+from jaxmp.sharding.gathered_loss import Gathered
+from jaxmp.training.step import TrainState, TrainStep
 
 _REFERENCES = ("float32", "float64")
 

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmp import dtypes, formats, tables
-from jaxmp import tree as _tree
-from jaxmp._placement import require_not_deleted
+from jaxmp.base import dtypes, formats, tables
+from jaxmp.base import trees as _tree
 from jaxmp.engine.autocast import autocast
-from jaxmp.inspect import statistics
-from jaxmp.inspect.calls import is_step, require_own_settings, step_call
-from jaxmp.inspect.evaluate import evaluate
-from jaxmp.inspect.program import Key, places, program_of
-from jaxmp.inspect.statistics import Record, Statistics
-from jaxmp.inspect.values import returned
-from jaxmp.optimizer import get_loss_scale, require_loss, scaled_loss, with_loss
-from jaxmp.training import Metrics, S, TrainState, TrainStep
+from jaxmp.inspect.program import statistics
+from jaxmp.inspect.program.calls import is_step, require_own_settings, step_call
+from jaxmp.inspect.program.equations import Key, places, program_of
+from jaxmp.inspect.program.evaluate import evaluate
+from jaxmp.inspect.program.statistics import Record, Statistics
+from jaxmp.inspect.program.values import returned
+from jaxmp.optim.loss_scaling import get_loss_scale, require_loss, scaled_loss, with_loss
+from jaxmp.sharding.placement import require_not_deleted
+from jaxmp.training.step import Metrics, S, TrainState, TrainStep
 
 TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 
@@ -392,14 +392,14 @@ class _Taps:
         return sinks
 
     def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], given: Any) -> tuple[list[Any], Any]:
-        """See :class:`jaxmp.inspect.evaluate.Recorder`."""
+        """See :class:`jaxmp.inspect.program.evaluate.Recorder`."""
         if key not in self.positions:
             return results, None
         records = {n: statistics.record(results[n]) for n in self.positions[key]}
         return [_tap(x, given[n]) if given and n in given else x for n, x in enumerate(results)], records
 
     def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
-        """See :class:`jaxmp.inspect.evaluate.Recorder`."""
+        """See :class:`jaxmp.inspect.program.evaluate.Recorder`."""
         return {n: old[n].added(new[n]) for n in new}
 
     def found(self, kind: str, records: Mapping[Key, Any]) -> Seen:
@@ -436,7 +436,7 @@ class _Tree:
 def _arrays_of(params: Any) -> tuple[Any, Any]:
     """How the loss function takes params, and these as arrays."""
     if "flax.nnx" in sys.modules:
-        from jaxmp.inspect import nnx_models
+        from jaxmp.inspect.program import nnx_models
 
         if nnx_models.is_module(params):
             return nnx_models.arrays_of(params)

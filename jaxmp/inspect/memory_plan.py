@@ -16,12 +16,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxmp import sharding, tables
-from jaxmp._specs import names_of as axes_of
-from jaxmp.hlo import Array, Program, dtype_name
-from jaxmp.inspect import hlo_memory, targets
-from jaxmp.inspect.calls import names_of_arguments
-from jaxmp.tree import path_name
+from jaxmp.base import tables
+from jaxmp.base.trees import path_name
+from jaxmp.inspect.collectives import Collectives, collectives, ideal_wire
+from jaxmp.inspect.compiled import memory_of_hlo
+from jaxmp.inspect.compiled.hlo import Array, Program, dtype_name
+from jaxmp.inspect.program import targets
+from jaxmp.inspect.program.calls import names_of_arguments
+from jaxmp.sharding.specs import names_of as axes_of
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
 _NAMES = {
@@ -68,7 +70,7 @@ class Memory(tables.Shown):
       batch: the size of axis 0 of the batch, of all devices; None where there is no batch.
       devices: how many there are.
       collectives: what each of them sends.
-      ideal_wire: bytes that each has to send in a training step, see :func:`jaxmp.sharding.ideal_wire`; None where
+      ideal_wire: bytes that each has to send in a training step, see :func:`jaxmp.inspect.ideal_wire`; None where
         params or batch lie on no mesh.
       params: how many numbers the params are.
     """
@@ -81,7 +83,7 @@ class Memory(tables.Shown):
     batch: int | None
     _peak_with: Callable[[int], int] = dataclasses.field(repr=False, compare=False)
     devices: int = 1
-    collectives: sharding.Collectives = dataclasses.field(default_factory=lambda: sharding.Collectives(()))
+    collectives: Collectives = dataclasses.field(default_factory=lambda: Collectives(()))
     ideal_wire: float | None = None
     params: int = 0
     _parts: int = dataclasses.field(default=1, repr=False)
@@ -95,7 +97,7 @@ class Memory(tables.Shown):
         first one are scaled.
 
         Args:
-          limit: bytes, as of :attr:`jaxmp.inspect.targets.Target.memory_bytes`.
+          limit: bytes, as of :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
           multiple_of: only such sizes are tried: for a step that accumulates gradients, or for tensor cores. Where the
             batch is split over devices, those are tried that they divide, too.
 
@@ -218,7 +220,7 @@ def of_call(
     device: str | None,
     topology: str | None,
 ) -> Memory:
-    """The memory of a call, as :func:`jaxmp.inspect.targets.call_of` has it, that is compiled and read already."""
+    """Return the memory of a compiled call of :func:`jaxmp.inspect.program.targets.call_of`."""
     leaves = list(leaves_of(inputs, names_of_arguments(call)))
     first = next((leaf.value for leaf in leaves if leaf.kind == "batch" and np.shape(leaf.value)), None)
     batch = None if first is None else np.shape(first)[0]
@@ -245,8 +247,8 @@ def of_call(
     return dataclasses.replace(
         read,
         devices=program.partitions,
-        collectives=sharding.collectives(compiled, program),
-        ideal_wire=sharding.ideal_wire(params, axes) if is_known else None,
+        collectives=collectives(compiled, program),
+        ideal_wire=ideal_wire(params, axes) if is_known else None,
         params=sum(math.prod(np.shape(leaf)) for leaf in params),
         _parts=math.prod(axes.values()),
     )
@@ -332,7 +334,7 @@ def _results(compiled: Any, program: Program) -> Iterator[Held]:
 def _temporaries(program: Program, size: int) -> tuple[list[Held], int]:
     """The compiler's buffers at the peak, and how many of these ``size`` bytes none of them accounts for."""
     held = []
-    for buffer in hlo_memory.peak(program):
+    for buffer in memory_of_hlo.peak(program):
         if buffer.bytes <= size:  # they are an estimate, and may be a little too much
             size -= int(buffer.bytes)
             kind = "activations" if _is_kept(program, buffer) else "temporaries"
@@ -345,7 +347,7 @@ def _held(array: Array, kind: str, path: str, source: str = "") -> Held:
     return Held(int(array.bytes), dtype_name(array.dtype), array.shape, kind, path, source)
 
 
-def _is_kept(program: Program, buffer: hlo_memory.Buffer) -> bool:
+def _is_kept(program: Program, buffer: memory_of_hlo.Buffer) -> bool:
     """Whether a buffer is made in the forward pass and read after it, by the names that JAX gives to operations."""
     made, read = program.made_by(buffer.maker).op_name, program.made_by(buffer.last).op_name
     return _is_forward(made) and not _is_forward(read)

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp import dtypes, formats, tables
+from jaxmp.base import dtypes, formats, tables
 from jaxmp.engine.plan import CastPlan
 from jaxmp.engine.plan import Row as Operation
-from jaxmp.inspect import statistics
 from jaxmp.inspect.comparing import Comparison
 from jaxmp.inspect.measuring import TENSORS, Numerics
 from jaxmp.inspect.memory_plan import Memory
-from jaxmp.inspect.statistics import Statistics
+from jaxmp.inspect.program import statistics
+from jaxmp.inspect.program.statistics import Statistics
 from jaxmp.inspect.watch import Watch, line, metrics, read
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart (Wong 2011, Nature Methods 8, 441).

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmp import tables
-from jaxmp.inspect.calls import require_own_settings
+from jaxmp.base import tables
 from jaxmp.inspect.measuring import TENSORS, CountingStep, Found, Numerics, numerics
-from jaxmp.training import TrainStep
+from jaxmp.inspect.program.calls import require_own_settings
+from jaxmp.training.step import TrainStep
 
 FILE = "watch.jsonl"
 """What a run's folder calls the file with a :func:`line` for each step that was watched."""

@@ -25,8 +25,14 @@ import jax
 import numpy as np
 from flax.core import Scope
 
-from jaxmp import tree as _tree
-from jaxmp._adapters import (
+from jaxmp._internals.flax.linen import children_of
+from jaxmp._internals.jax.patches import keeping_carries
+from jaxmp._internals.jax.walk import equations
+from jaxmp.base import trees as _tree
+from jaxmp.base.dtypes import is_half
+from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.marks import computing
+from jaxmp.engine.module_border import (
     Mode,
     NotHalf,
     Reason,
@@ -38,12 +44,8 @@ from jaxmp._adapters import (
     reason_not_half,
     widen,
 )
-from jaxmp._jaxpr.stand_ins import keeping_carries
-from jaxmp._jaxpr.walk import equations
-from jaxmp.dtypes import is_half
-from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.overrides import level_of
 from jaxmp.engine.rules import Rules
-from jaxmp.linen.internals import children_of
 from jaxmp.linen.variables import (
     PARAMS,
     Variables,
@@ -54,10 +56,9 @@ from jaxmp.linen.variables import (
     own_leaves,
     store_params,
 )
-from jaxmp.marks import computing
-from jaxmp.overrides import level_of
-from jaxmp.patterns import Path, is_class_pattern
-from jaxmp.policy import Policy, PolicyMap
+from jaxmp.policy.patterns import Path, is_class_pattern
+from jaxmp.policy.policies import Policy
+from jaxmp.policy.policy_map import PolicyMap
 
 _ROOT_FLAG, _OUTER_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_outer", "jaxmp_policy", "_jaxmp_decision"
 

@@ -10,10 +10,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jaxmp import tree as _tree
-from jaxmp._adapters import Treatment, like, narrow, same_structure
-from jaxmp.linen.internals import children_of, mutable_collection
-from jaxmp.patterns import Path
+from jaxmp._internals.flax.linen import children_of, mutable_collection
+from jaxmp.base import trees as _tree
+from jaxmp.engine.module_border import Treatment, like, narrow, same_structure
+from jaxmp.policy.patterns import Path
 
 Variables = Mapping[str, Any]
 PARAMS = "params"

@@ -14,15 +14,14 @@ import optax
 from flax import nnx
 from flax.errors import TraceContextError
 
-from jaxmp import tree as _tree
-from jaxmp._adapters import full_class_name
-from jaxmp._functions import require_flag
-from jaxmp._placement import copied_if_seen
-from jaxmp.loss_scale import LossScale, NoOpLossScale
-from jaxmp.nnx.objects import value_of
+from jaxmp._internals.flax.nnx_calls import value_of
+from jaxmp._internals.flax.nnx_variables import is_module, is_node, is_object
+from jaxmp.base import trees as _tree
+from jaxmp.base.arguments import require_flag
+from jaxmp.engine.module_border import full_class_name
 from jaxmp.nnx.policy_check import needs_policy, require_policy
-from jaxmp.nnx.variables import is_module, is_node, is_object
-from jaxmp.optimizer import (
+from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
+from jaxmp.optim.loss_scaling import (
     get_loss_scale,
     global_norm,
     has_loss_scale,
@@ -35,8 +34,9 @@ from jaxmp.optimizer import (
     take_step,
     true_gradients,
 )
-from jaxmp.rounding import as_optimizer
-from jaxmp.training import TrainState
+from jaxmp.optim.low_precision import as_optimizer
+from jaxmp.sharding.placement import copied_if_seen
+from jaxmp.training.step import TrainState
 
 _Object: Any = nnx.Optimizer  # its type parameters are of no use here
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from jaxmp._internals.flax.nnx_variables import is_module, modules_in
 from jaxmp.nnx.run import decision_of
-from jaxmp.nnx.variables import is_module, modules_in
 
 _with_copies: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The models that have a copy under a policy, by their ids. A mark on the model itself would change its graphdef."""

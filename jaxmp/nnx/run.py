@@ -20,8 +20,14 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxmp import tree as _tree
-from jaxmp._adapters import (
+from jaxmp._internals.flax.nnx import is_pytree_class
+from jaxmp._internals.flax.nnx_calls import of_arrays
+from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in, own_variables
+from jaxmp._internals.jax.patches import keeping_carries
+from jaxmp.base import trees as _tree
+from jaxmp.base.cache_keys import float32_caller, policies_off
+from jaxmp.engine.autocast import computed
+from jaxmp.engine.module_border import (
     NotHalf,
     ProductsCheck,
     Treatment,
@@ -32,15 +38,9 @@ from jaxmp._adapters import (
     remembered,
     widen,
 )
-from jaxmp._contexts import float32_caller, policies_off
-from jaxmp._jaxpr.stand_ins import keeping_carries
-from jaxmp.engine.autocast import computed
 from jaxmp.engine.rules import Rules
-from jaxmp.nnx.internals import is_pytree_class
-from jaxmp.nnx.objects import of_arrays
-from jaxmp.nnx.variables import is_module, is_object, modules_in, own_variables
-from jaxmp.patterns import Path
-from jaxmp.policy import Policy, check_backend
+from jaxmp.policy.patterns import Path
+from jaxmp.policy.policies import Policy, check_backend
 
 # What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)

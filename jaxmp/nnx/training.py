@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmp import _loss_functions, training
-from jaxmp._jaxpr.invariant import passed_on
-from jaxmp._mesh_plan import Sharding
+from jaxmp._internals.flax.nnx_variables import PLAIN, items, modules_in
+from jaxmp._internals.jax.invariants import passed_on
+from jaxmp.base.trees import path_name, select_tree
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
-from jaxmp.nnx.variables import PLAIN, items, modules_in
-from jaxmp.optimizer import require_loss
-from jaxmp.tree import path_name, select_tree
+from jaxmp.optim.loss_scaling import require_loss
+from jaxmp.sharding.plan import Sharding
+from jaxmp.training import loss_function
+from jaxmp.training import step as train_step
 
 
 def make_train_step(
@@ -69,7 +70,7 @@ def make_train_step(
     """
     if isinstance(sharding, Sharding):
         sharding = dataclasses.replace(sharding, specs=nnx.as_pure(sharding.specs))
-    step = training.make_train_step(
+    step = train_step.make_train_step(
         _of_arrays(loss_fn),
         policy=policy,
         overrides=overrides,
@@ -86,11 +87,11 @@ def make_train_step(
 class TrainStep:
     """What :func:`make_train_step` returns; ``of_trees`` is the step that it runs, of a state of :func:`state_of`."""
 
-    def __init__(self, step: training.TrainStep, has_policy: bool = False) -> None:
+    def __init__(self, step: train_step.TrainStep, has_policy: bool = False) -> None:
         self.of_trees = step
         self._has_policy = has_policy
 
-    def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> training.Metrics:
+    def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> train_step.Metrics:
         """One step; see :func:`make_train_step`."""
         state = jax.tree.map(_as_array, self._state_of(model, optimizer))
         state, metrics = self.of_trees(state, batch)
@@ -99,7 +100,7 @@ class TrainStep:
         return metrics
 
     @staticmethod
-    def state_of(model: Any, optimizer: Optimizer) -> training.TrainState:
+    def state_of(model: Any, optimizer: Optimizer) -> train_step.TrainState:
         """The state that ``of_trees`` takes of a model and its optimizer."""
         return state_of(model, optimizer)
 
@@ -132,7 +133,7 @@ class _Form:
     wrt: Any
 
 
-class _State(training.TrainState):
+class _State(train_step.TrainState):
     """``model_state`` is the form of the model, its random number generators, and its other Variables.
 
     After a loss function that writes to what is trained there is a fourth: what it has written, by name.
@@ -210,9 +211,9 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
     )
 
 
-def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
+def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
     """``loss_fn`` of a model as one of its params and its other arrays."""
-    _loss_functions.require_arguments(loss_fn, "model, batch")
+    loss_function.require_arguments(loss_fn, "model, batch")
 
     def run(form: _Form, params: Any, others: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
         """What the loss function returns, and the model after it."""

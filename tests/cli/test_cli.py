@@ -14,9 +14,9 @@ import pytest
 from places import ROOT
 
 import jaxmp
-from jaxmp import cli, doctor, hardware
-from jaxmp.cli import main
-from jaxmp.formats import formats
+from jaxmp import cli, hardware
+from jaxmp.base.formats import formats
+from jaxmp.cli import diagnosis, main
 
 H200 = types.SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", compute_capability="9.0")
 
@@ -36,25 +36,25 @@ def healthy(monkeypatch):
     """A machine with nothing to fix, whatever this one has."""
     for variable in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(doctor, "nvidia_driver", lambda: False)
-    monkeypatch.setattr(doctor, "train_one_step", lambda policy: None)
+    monkeypatch.setattr(diagnosis, "nvidia_driver", lambda: False)
+    monkeypatch.setattr(diagnosis, "train_one_step", lambda policy: None)
 
 
 def versions_are(monkeypatch, **versions):
     """Every package has the oldest supported version, but for those named."""
-    found = {name: oldest for name, (oldest, _) in doctor.SUPPORTED.items()}
+    found = {name: oldest for name, (oldest, _) in diagnosis.SUPPORTED.items()}
     found |= {name.replace("_", "-"): version for name, version in versions.items()}
 
     def version(package):
         if found.get(package) is None:
-            raise doctor.metadata.PackageNotFoundError(package)
+            raise diagnosis.metadata.PackageNotFoundError(package)
         return found[package]
 
-    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(diagnosis.metadata, "version", version)
 
 
 def problems():
-    return [finding.problem for finding in doctor.diagnose().findings]
+    return [finding.problem for finding in diagnosis.diagnose().findings]
 
 
 # --- the command itself
@@ -189,7 +189,7 @@ def test_a_closed_output_is_one_line_and_exit_code_1():
 def test_doctor_trains_here_and_says_everything(capsys, monkeypatch):
     for variable in ("JAX_PLATFORMS", "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(doctor, "nvidia_driver", lambda: False)
+    monkeypatch.setattr(diagnosis, "nvidia_driver", lambda: False)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     for text in (
@@ -205,25 +205,25 @@ def test_doctor_trains_here_and_says_everything(capsys, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "bfloat16"])
 def test_the_step_that_doctor_trains_is_exact_under(policy):
-    doctor.train_one_step(policy)
+    diagnosis.train_one_step(policy)
 
 
 def test_a_step_with_wrong_numbers_is_told_apart_from_one_that_works(monkeypatch):
     monkeypatch.setattr(jax.numpy, "square", lambda x: x * x * 2)
     with pytest.raises(RuntimeError, match=r"should give a loss of 16 and weights of 0\.25, got 32\.0 and 0\.0"):
-        doctor.train_one_step("mixed_bfloat16")
+        diagnosis.train_one_step("mixed_bfloat16")
 
 
 def test_doctor_exits_with_1_when_training_fails_and_says_how_to_see_more(healthy, monkeypatch, capsys):
     def fails(policy):
         raise RuntimeError(f"no kernel for {policy}\nand a long trace")
 
-    monkeypatch.setattr(doctor, "train_one_step", fails)
+    monkeypatch.setattr(diagnosis, "train_one_step", fails)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "Training            does not work\n" in out
     assert "one training step under mixed_bfloat16 fails: RuntimeError: no kernel for mixed_bfloat16\n" in out
-    assert "jaxmp.doctor.train_one_step('mixed_bfloat16')" in out and "long trace" not in out
+    assert "jaxmp.cli.diagnosis.train_one_step('mixed_bfloat16')" in out and "long trace" not in out
 
 
 def test_a_device_that_trains_in_float32_only_trains_and_is_told_what_failed(healthy, monkeypatch):
@@ -231,8 +231,8 @@ def test_a_device_that_trains_in_float32_only_trains_and_is_told_what_failed(hea
         if policy != "float32":
             raise TypeError()
 
-    monkeypatch.setattr(doctor, "train_one_step", fails)
-    report = doctor.diagnose()
+    monkeypatch.setattr(diagnosis, "train_one_step", fails)
+    report = diagnosis.diagnose()
     assert report.trains and "works: one step under float32" in report.training
     assert report.findings[0].problem == "one training step under mixed_bfloat16 fails: TypeError"
 
@@ -275,28 +275,28 @@ def test_doctor_says_what_float8_does(healthy, monkeypatch, capsys):
     monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
     assert main(["doctor", "--json"]) == 0
     assert "products of weights from 1,536 × 1,536 on in float8" in json.loads(capsys.readouterr().out)["float8"]
-    assert "has no float8 products" in doctor.float8_on(hardware.detect("a100"))
+    assert "has no float8 products" in diagnosis.float8_on(hardware.detect("a100"))
 
 
 @pytest.mark.once
 def test_doctor_tells_of_a_gpu_that_jax_does_not_use(healthy, monkeypatch):
-    monkeypatch.setattr(doctor, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(diagnosis, "nvidia_driver", lambda: True)
     versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2")
-    (finding,) = doctor.diagnose().findings
+    (finding,) = diagnosis.diagnose().findings
     assert finding.problem == "an NVIDIA driver is there, and JAX has no CUDA support: it runs on the CPU"
     assert finding.remedy.startswith('pip install "jax[cuda13]==0.11.2" (before compute capability 7.5')
 
     versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2", jax_cuda13_plugin="0.11.2")
-    (finding,) = doctor.diagnose().findings
+    (finding,) = diagnosis.diagnose().findings
     assert finding.problem.startswith("an NVIDIA driver and JAX's CUDA plugin are there, and JAX runs on the CPU")
     assert "JAX_PLATFORMS=cuda python -c" in finding.remedy
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (finding,) = doctor.diagnose().findings
+    (finding,) = diagnosis.diagnose().findings
     assert finding.problem == "CUDA_VISIBLE_DEVICES='' hides the NVIDIA GPU, and JAX runs on the CPU"
 
     monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
-    assert doctor.diagnose().findings == ()
+    assert diagnosis.diagnose().findings == ()
 
 
 @pytest.mark.once
@@ -314,7 +314,7 @@ def test_doctor_tells_of_versions_that_do_not_go_together(healthy, monkeypatch):
     versions_are(monkeypatch, jax="0.12.0.1", jaxlib="0.11.2")
     assert problems() == ["jax 0.12.0.1 runs with jaxlib 0.11.2"]
     versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2", jax_cuda12_plugin="0.11.1")
-    (finding,) = doctor.diagnose().findings
+    (finding,) = diagnosis.diagnose().findings
     assert finding.problem.startswith("jax-cuda12-plugin 0.11.1 does not go with jaxlib 0.11.2")
     assert finding.remedy == 'pip install "jax[cuda12]==0.11.2"'
 
@@ -333,7 +333,7 @@ def test_doctor_tells_of_settings_that_change_what_a_policy_means(healthy, monke
     with jax.debug_nans(True):
         assert problems() == ["jax_debug_nans is True: a step that overflows raises, where loss scaling would skip it"]
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(doctor, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(diagnosis, "nvidia_driver", lambda: True)
     assert problems() == ["JAX_PLATFORMS=cpu is set: JAX looks at no other kind of device"]
 
 
@@ -358,16 +358,16 @@ def test_doctor_exits_with_1_when_a_package_is_missing(missing, text):
 def test_the_supported_versions_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     floors = dict(requirement.split(">=") for requirement in project["dependencies"])
-    for package, (oldest, _) in doctor.SUPPORTED.items():
+    for package, (oldest, _) in diagnosis.SUPPORTED.items():
         assert floors.get(package, oldest) == oldest
-    assert set(floors) - set(doctor.SUPPORTED) == {"rich", "scipy"}
-    assert doctor.SUPPORTED["jax"] == doctor.SUPPORTED["jaxlib"]
+    assert set(floors) - set(diagnosis.SUPPORTED) == {"rich", "scipy"}
+    assert diagnosis.SUPPORTED["jax"] == diagnosis.SUPPORTED["jaxlib"]
     assert project["scripts"] == {"jaxmp": "jaxmp.cli:main"}
 
 
 def test_the_tested_versions_are_those_of_the_pins():
     pins = re.findall(r"^(\w+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    for package, (oldest, newest) in doctor.SUPPORTED.items():
-        pinned = [doctor._release(version) for name, version in pins if name == package]
-        assert min(pinned) >= doctor._release(oldest)
-        assert newest is None or max(pinned)[:2] == doctor._release(newest)
+    for package, (oldest, newest) in diagnosis.SUPPORTED.items():
+        pinned = [diagnosis._release(version) for name, version in pins if name == package]
+        assert min(pinned) >= diagnosis._release(oldest)
+        assert newest is None or max(pinned)[:2] == diagnosis._release(newest)

@@ -48,7 +48,7 @@ from readme_tools import (
 )
 
 import jaxmp
-from jaxmp._jaxpr.walk import equations
+from jaxmp._internals.jax.walk import equations
 
 pytestmark = pytest.mark.once
 

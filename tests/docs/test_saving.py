@@ -93,7 +93,7 @@ def test_files_of_before_with_the_text_among_the_numbers_are_read(scope):
 def test_another_policy_and_scale_take_the_numbers_in_their_own_dtypes(scope):
     state, mixed, pure = scope["state"], scope["in_bfloat16"], scope["pure_bfloat16"]
     assert bits(mixed.params) == bits(state.params)
-    for new, rounded in ((mixed, state.params), (pure, jaxmp.tree.cast(state.params, jnp.bfloat16))):
+    for new, rounded in ((mixed, state.params), (pure, jaxmp.base.trees.cast(state.params, jnp.bfloat16))):
         assert isinstance(new.opt_state.loss_scale, jaxmp.NoOpLossScale) and bits(new.params) == bits(rounded)
         for name in ("ema_params", "step", "rng"):
             assert bits(getattr(new, name)) == bits(getattr(state, name))
@@ -114,7 +114,7 @@ def test_half_params_become_those_of_any_policy_and_a_new_scale_starts_afresh(sc
     )
     _, fresh = scope["fresh"](policy, jaxmp.DynamicLossScale(2.0**9))
     new = scope["from_dict"](numbers, text, fresh)
-    expected = jaxmp.tree.cast(
+    expected = jaxmp.base.trees.cast(
         jax.tree.map(lambda p: p.astype(jnp.float32), saved.params), jaxmp.get_policy(policy).param_dtype
     )
     assert bits(new.params) == bits(expected) and float(new.opt_state.loss_scale.loss_scale) == 2.0**9

@@ -9,7 +9,7 @@ import pytest
 from autocast_tools import HALVES, half, normal, products
 
 import jaxmp
-from jaxmp.inspect.targets import with_cudnn
+from jaxmp.inspect.program.targets import with_cudnn
 
 QUERY = normal(0, 2, 6, 2, 8)
 

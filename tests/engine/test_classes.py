@@ -19,15 +19,15 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 from primitive_tools import SKIPPED, installed_primitives
 
-from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.primitives import COMBINES, MONOTONE
-from jaxmp._jaxpr.walk import equations, jaxprs_in
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.primitives import COMBINES, MONOTONE
+from jaxmp._internals.jax.walk import equations, jaxprs_in
 from jaxmp.engine import classes
 from jaxmp.engine.classes import Class, classify, primitives_of
+from jaxmp.engine.marks import SPECIAL
+from jaxmp.engine.overrides import UnknownOperationError, primitives_named_by
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
-from jaxmp.marks import SPECIAL
-from jaxmp.overrides import UnknownOperationError, primitives_named_by
 
 ALL = frozenset().union(*map(primitives_of, Class))
 PATTERNS = {name for name in ALL if "*" in name}

@@ -8,7 +8,7 @@ import pytest
 from autocast_tools import HALVES, compiled, cosine, dtypes_of, half, layer_norm, normal, operations, products
 
 import jaxmp
-from jaxmp._jaxpr.walk import equations
+from jaxmp._internals.jax.walk import equations
 from jaxmp.engine.rules import Rules
 
 X, W, B = normal(0, 4, 8), normal(1, 8, 8), normal(2, 8)

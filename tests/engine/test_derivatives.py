@@ -12,7 +12,7 @@ from autocast_tools import compiled, cosine, half, in_turn, layer_norm, normal, 
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
-from jaxmp._jaxpr import places
+from jaxmp._internals.jax import places
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 

@@ -84,5 +84,5 @@ def test_a_plan_needs_numbers():
 def test_no_product_with_an_open_size_is_in_float8():
     lhs = jax.ShapeDtypeStruct(export.symbolic_shape("b, 2048"), jnp.bfloat16)
     rhs = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
-    why = jaxmp.float8.refusal(lhs, rhs, (((1,), (0,)), ((), ())), jaxmp.Float8())
+    why = jaxmp.policy.float8.refusal(lhs, rhs, (((1,), (0,)), ((), ())), jaxmp.Float8())
     assert why == "a dimension that jax.export leaves open"

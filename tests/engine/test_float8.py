@@ -19,9 +19,10 @@ import jaxmp
 from experiments.measure import programs
 from experiments.models import attention, gpt2
 from experiments.models.nnx import GPT2 as NNXGPT2
-from jaxmp import float8, hlo
-from jaxmp._jaxpr.walk import jaxprs_in
-from jaxmp.inspect import targets
+from jaxmp._internals.jax.walk import jaxprs_in
+from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.program import targets
+from jaxmp.policy import float8
 from tests.tools.autocast_tools import compiled, cosine, normal
 from tests.tools.plan_tools import doubled, plan, shape
 

@@ -16,7 +16,7 @@ from autocast_tools import compiled
 from autocast_zoo import PARTS, after_a_product, arguments, between_products, float64, gradient, table, ulps
 
 import jaxmp
-from jaxmp._jaxpr.walk import PRODUCTS, equations
+from jaxmp._internals.jax.walk import PRODUCTS, equations
 
 POLICIES = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 Function = Callable[[Case], Callable[..., Any]]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from linen_zoo import HALVES
 
 import jaxmp
-from jaxmp._jaxpr.walk import equations
+from jaxmp._internals.jax.walk import equations
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

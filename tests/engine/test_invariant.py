@@ -8,9 +8,9 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._jaxpr import invariant
-from jaxmp._jaxpr.invariant import hoisted, passed_on, steps_in_time
-from jaxmp._jaxpr.reading import bodies_of
+from jaxmp._internals.jax import invariants
+from jaxmp._internals.jax.invariants import hoisted, passed_on, steps_in_time
+from jaxmp._internals.jax.reading import bodies_of
 
 A, B = jnp.ones((3, 2)), jnp.zeros((3, 2))
 
@@ -56,8 +56,8 @@ def test_what_prints_does_so_in_each_turn_and_not_before(capfd):
 
 
 def test_bodies_of_loops_in_loops_are_looked_through_once_for_each_kind_of_operands(monkeypatch):
-    looked, interpreted = [], invariant.interpreted
-    monkeypatch.setattr(invariant, "interpreted", lambda *args: looked.append(args) or interpreted(*args))
+    looked, interpreted = [], invariants.interpreted
+    monkeypatch.setattr(invariants, "interpreted", lambda *args: looked.append(args) or interpreted(*args))
 
     def nested(loops, state):
         def turn(carry, _):

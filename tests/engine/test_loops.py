@@ -9,8 +9,8 @@ import pytest
 from autocast_tools import HALVES, compiled, cosine, half, in_turn, layer_norm, normal, products
 
 from jaxmp import cast_plan
-from jaxmp._jaxpr.reading import bodies_of
-from jaxmp._jaxpr.walk import equations
+from jaxmp._internals.jax.reading import bodies_of
+from jaxmp._internals.jax.walk import equations
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 # Each use of the weight adds 1 to each element of its gradient. (To contract one element would be no product.)

@@ -16,7 +16,7 @@ from autocast_tools import dtypes_of, half, normal, products
 from flax import nnx
 
 import jaxmp
-from jaxmp.overrides import UnknownOperationError
+from jaxmp.engine.overrides import UnknownOperationError
 
 pytestmark = pytest.mark.once
 

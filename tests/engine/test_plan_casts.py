@@ -15,7 +15,7 @@ from places import ROOT
 from plan_tools import custom, doubled, looped, plan, rows, shape
 
 import jaxmp
-from jaxmp._jaxpr import reading
+from jaxmp._internals.jax import reading
 
 
 def attention(x, w):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_steps import mesh_of, untyped
 
 import jaxmp
-from jaxmp._jaxpr.walk import PRODUCTS, equations
+from jaxmp._internals.jax.walk import PRODUCTS, equations
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

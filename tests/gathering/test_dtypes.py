@@ -34,7 +34,7 @@ from mesh_steps import (
 
 import jaxmp
 from jaxmp import sharding
-from jaxmp._jaxpr.walk import equations
+from jaxmp._internals.jax.walk import equations
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -15,7 +15,7 @@ import jaxmp
 from experiments.models import nnx as nnx_models
 from experiments.models.gpt2 import GPT2
 from jaxmp import sharding
-from jaxmp.inspect import targets
+from jaxmp.inspect.program import targets
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxmp
 from jaxmp.inspect import audit, compare, first_nonfinite, memory, numerics
-from jaxmp.inspect.calls import argument_paths, require_arguments_not_deleted
+from jaxmp.inspect.program.calls import argument_paths, require_arguments_not_deleted
 
 
 def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -16,13 +16,13 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp import hlo
 from jaxmp.cli import main
 from jaxmp.inspect import AuditError, audit
 from jaxmp.inspect.auditing import _ran, _Repeated
-from jaxmp.inspect.evidence import Audited
-from jaxmp.inspect.findings import findings
-from jaxmp.inspect.values import values_of
+from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.program.evidence import Audited
+from jaxmp.inspect.program.findings import findings
+from jaxmp.inspect.program.values import values_of
 
 pytestmark = pytest.mark.once
 

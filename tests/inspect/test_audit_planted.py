@@ -18,7 +18,7 @@ from flax.training import train_state
 
 import jaxmp
 from jaxmp.inspect import Audit, Finding, audit
-from jaxmp.inspect.findings import FINDERS
+from jaxmp.inspect.program.findings import FINDERS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

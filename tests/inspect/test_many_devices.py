@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import sharding
 from jaxmp.cli import main
-from jaxmp.inspect import audit, memory, targets
+from jaxmp.inspect import audit, memory
+from jaxmp.inspect.program import targets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
 compiles = pytest.mark.skipif(targets.missing() is not None, reason="what compiles for a GPU is not installed")

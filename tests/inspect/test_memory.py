@@ -16,8 +16,10 @@ from flax import nnx
 
 import jaxmp
 from jaxmp.cli import main
-from jaxmp.hlo import Program
-from jaxmp.inspect import hlo_memory, memory, targets
+from jaxmp.inspect import memory
+from jaxmp.inspect.compiled import memory_of_hlo
+from jaxmp.inspect.compiled.hlo import Program
+from jaxmp.inspect.program import targets
 
 KINDS = {"params", "optimizer", "model_state", "batch", "activations", "temporaries", "other"}
 F32 = jnp.float32
@@ -145,7 +147,7 @@ ENTRY %main (x: f32[]) -> f32[24] {
   ROOT %both = f32[24]{0} concatenate(%one, %two), dimensions={0}
 }
 """)
-    made_by = {str(buffer.array): buffer.made_by for buffer in hlo_memory.peak(program)}
+    made_by = {str(buffer.array): buffer.made_by for buffer in memory_of_hlo.peak(program)}
     assert made_by["f32[8]"] == "jit(f)/first" and made_by["f32[16]"] == "jit(f)/while"
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import jaxmp
 from jaxmp.inspect import numerics
-from jaxmp.inspect.statistics import statistics_of
+from jaxmp.inspect.program.statistics import statistics_of
 
 X = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxmp import formats
-from jaxmp.inspect import statistics
-from jaxmp.inspect.statistics import statistics_of
+from jaxmp.base import formats
+from jaxmp.inspect.program import statistics
+from jaxmp.inspect.program.statistics import statistics_of
 
 pytestmark = pytest.mark.once
 

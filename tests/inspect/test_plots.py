@@ -13,7 +13,7 @@ import pytest
 import jaxmp
 from jaxmp import cli
 from jaxmp.inspect import Memory, Watch, compare, memory, numerics, plots
-from jaxmp.inspect.statistics import statistics_of
+from jaxmp.inspect.program.statistics import statistics_of
 from jaxmp.inspect.watch import FILE, line
 
 pytestmark = pytest.mark.once

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from jaxmp import hlo
 from jaxmp.cli import main
-from jaxmp.inspect import targets
+from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.program import targets
 
 module = importlib.import_module("jaxmp.inspect.prediction")
 

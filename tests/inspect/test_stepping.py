@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp.inspect import first_nonfinite, stepping
-from jaxmp.inspect.program import program_of
+from jaxmp.inspect import first_nonfinite
+from jaxmp.inspect.program import stepping
+from jaxmp.inspect.program.equations import program_of
 
 
 def stepped(fun, *args):

@@ -22,7 +22,7 @@ from places import ROOT
 
 import jaxmp
 from jaxmp import jmp
-from jaxmp.loss_scale import as_loss_scale
+from jaxmp.optim.loss_scale import as_loss_scale
 
 pytestmark = pytest.mark.once
 

@@ -32,7 +32,7 @@ from linen_zoo import (
     standard_promotion,
 )
 
-from jaxmp import _adapters
+from jaxmp.engine import module_border
 from jaxmp.engine.rules import Rules
 from jaxmp.linen import apply_policy
 
@@ -293,7 +293,7 @@ def test_threads_drop_the_oldest_of_the_programs_of_one_model_one_after_the_othe
     programs = Programs()
 
     def call(key):
-        _adapters.remembered(programs, key, lambda: None, Rules(None), ())
+        module_border.remembered(programs, key, lambda: None, Rules(None), ())
 
     for key in range(65):
         call(key)

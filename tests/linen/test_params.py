@@ -36,10 +36,10 @@ from linen_zoo import (
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp._jaxpr.reading import names_of
-from jaxmp._jaxpr.walk import equations
+from jaxmp._internals.jax.reading import names_of
+from jaxmp._internals.jax.walk import equations
+from jaxmp.engine.marks import path_of
 from jaxmp.linen import apply_policy
-from jaxmp.marks import path_of
 
 X, IMAGE = data(2, 4), data(2, 4, 4, 3)
 normal = nn.initializers.normal(1.0)

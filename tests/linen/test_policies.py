@@ -28,7 +28,7 @@ from linen_zoo import (
 )
 
 import jaxmp
-from jaxmp._jaxpr.walk import PRODUCTS, equations
+from jaxmp._internals.jax.walk import PRODUCTS, equations
 from jaxmp.linen import apply_policy, autocast
 
 pytestmark = pytest.mark.once

@@ -14,12 +14,7 @@ import pytest
 from loss_scale_tools import TRACES, assert_same
 
 from jaxmp import loss_scaling
-from jaxmp.loss_scale import (
-    DynamicLossScale,
-    HeadroomLossScale,
-    LossScale,
-    StaticLossScale,
-)
+from jaxmp.optim.loss_scale import DynamicLossScale, HeadroomLossScale, LossScale, StaticLossScale
 
 pytestmark = pytest.mark.once
 

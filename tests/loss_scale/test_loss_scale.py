@@ -14,10 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loss_scale_tools import HUGE, TINY, TRACES, run
 
-from jaxmp.loss_scale import (
-    DynamicLossScale,
-    HeadroomLossScale,
-)
+from jaxmp.optim.loss_scale import DynamicLossScale, HeadroomLossScale
 
 pytestmark = pytest.mark.once
 

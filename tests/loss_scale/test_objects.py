@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from loss_scale_tools import ALL, HUGE, assert_same, every_scale
 
-from jaxmp.loss_scale import (
+from jaxmp.optim.loss_scale import (
     DynamicLossScale,
     HeadroomLossScale,
     LossScale,

@@ -14,13 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loss_scale_tools import ALL, HUGE, assert_same, run
 
-from jaxmp.loss_scale import (
-    DynamicLossScale,
-    HeadroomLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
+from jaxmp.optim.loss_scale import DynamicLossScale, HeadroomLossScale, LossScale, NoOpLossScale, StaticLossScale
 
 pytestmark = pytest.mark.once
 

@@ -15,8 +15,8 @@ from linen_zoo import HALVES, data, dtypes_of, same_bits
 from nnx_zoo import Net, Scale, outcome, rngs, values
 
 import jaxmp
-from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.walk import PRODUCTS, equations, product_dtypes
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.walk import PRODUCTS, equations, product_dtypes
 from jaxmp.nnx import apply_policy, autocast
 
 X = data(2, 6, 6, 3)

@@ -18,7 +18,7 @@ from linen_zoo import data, dtypes_of, same_bits
 from nnx_zoo import rngs, values
 
 import jaxmp
-from jaxmp.nnx.variables import modules_in
+from jaxmp._internals.flax.nnx_variables import modules_in
 
 BATCHES = data(3, 16, 8)
 X = BATCHES[0]

@@ -13,9 +13,9 @@ from jax import lax
 from linen_zoo import HALVES, data, of_dtype, same_bits, standard_promotion, with_inputs
 from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, is_close, model_products, outcome, rngs, values
 
-from jaxmp._jaxpr.reading import names_of
-from jaxmp._jaxpr.walk import equations
-from jaxmp.marks import path_of
+from jaxmp._internals.jax.reading import names_of
+from jaxmp._internals.jax.walk import equations
+from jaxmp.engine.marks import path_of
 from jaxmp.nnx import apply_policy
 
 SEQUENCE, IMAGE = data(2, 6, 8), data(2, 5, 5, 3)

@@ -22,7 +22,7 @@ from optimizer_tools import bits
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp._jaxpr.walk import product_dtypes
+from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
 from jaxmp.sharding import Sharding
 

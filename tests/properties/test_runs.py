@@ -16,7 +16,7 @@ from optimizer_tools import standard
 from properties_zoo import NNX, SEQUENCE, Linen, X, each_api, mixed, pure
 
 import jaxmp
-from jaxmp._jaxpr.walk import equations
+from jaxmp._internals.jax.walk import equations
 
 pytestmark = pytest.mark.once
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from jaxmp._jaxpr.walk import equations
+from jaxmp._internals.jax.walk import equations
 
 # One compilation for all that a test compares, in a fraction of the time; every rounding of the program is done.
 compiled = functools.partial(

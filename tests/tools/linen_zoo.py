@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-from jaxmp._jaxpr.primitives import BROADCAST, PICKS
-from jaxmp._jaxpr.walk import PRODUCTS, equations
+from jaxmp._internals.jax.primitives import BROADCAST, PICKS
+from jaxmp._internals.jax.walk import PRODUCTS, equations
 
 HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 INPUTS = ("float32", "bfloat16", "float16", "int32")

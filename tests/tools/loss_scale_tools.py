@@ -11,12 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp.loss_scale import (
-    DynamicLossScale,
-    HeadroomLossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
+from jaxmp.optim.loss_scale import DynamicLossScale, HeadroomLossScale, NoOpLossScale, StaticLossScale
 
 HUGE = float(np.finfo(np.float32).max)
 TINY = float(np.finfo(np.float32).tiny)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from linen_zoo import products, quick_jit, same_bits
 
-from jaxmp.tree import widen
+from jaxmp.base.trees import widen
 
 
 def rngs(seed: int = 0) -> nnx.Rngs:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._jaxpr.reading import bodies_of, in_dtype_of_scatter, is_literal, names_of, opened
-from jaxmp._jaxpr.walk import equations
+from jaxmp._internals.jax.reading import bodies_of, in_dtype_of_scatter, is_literal, names_of, opened
+from jaxmp._internals.jax.walk import equations
 
 FACTORS = frozenset({"mul", "div"})  # moves where the other operand is a number
 # Of a gather or a scatter the indices are operands too: they are integers, and the walk follows floats only.

@@ -16,7 +16,7 @@ from linen_zoo import data, dtypes_of, same_bits
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp._jaxpr.walk import equations, product_dtypes
+from jaxmp._internals.jax.walk import equations, product_dtypes
 
 
 class Net(nn.Module):

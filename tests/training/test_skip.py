@@ -16,7 +16,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_train_step
-from jaxmp.training import NonFiniteTrainingError
+from jaxmp.training.step import NonFiniteTrainingError
 
 pytestmark = pytest.mark.once
 
@@ -51,7 +51,7 @@ def linen_run(accumulate_steps=1, tx=None):
 
 def contents(state):
     """What a skipped step must not change."""
-    scaling = jaxmp.optimizer.get_loss_scaling_state(state.opt_state)
+    scaling = jaxmp.optim.loss_scaling.get_loss_scaling_state(state.opt_state)
     return state.params, scaling.inner_state, state.model_state, state.ema_params
 
 
@@ -258,7 +258,7 @@ def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
     seen = []
 
     def told(updates, state, params=None):
-        jax.debug.callback(lambda norm: seen.append(bool(np.isfinite(norm))), jaxmp.tree.sum_of_squares(updates))
+        jax.debug.callback(lambda norm: seen.append(bool(np.isfinite(norm))), jaxmp.base.trees.sum_of_squares(updates))
         return updates, state
 
     tx = optax.chain(optax.GradientTransformation(lambda params: (), told), standard(optax.sgd(0.1)))

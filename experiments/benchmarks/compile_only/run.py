@@ -35,8 +35,10 @@ from experiments.models.workloads import FULL, NAMES, SMOKE, Name, Workload, wor
 from experiments.report.progress import Progress
 from experiments.training import cli, kept
 from experiments.training.runs import run_folder
-from jaxmp import hardware, hlo
-from jaxmp.inspect import prediction, targets
+from jaxmp import hardware
+from jaxmp.inspect import prediction
+from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.program import targets
 
 VARIANTS = (
     "hand-fp32", "hand-tf32", "hand-fp16", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16",
@@ -56,7 +58,7 @@ class Config(records.Small):
     autocast-bf16, jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled, jaxmp-fp16,
     jmp-fp16 and flax-fp16. (default: all)"""
     target: str = "h200"
-    """GPU to compile for, as in jaxmp/inspect/targets.py. What is not for the H200 is not compared with torch."""
+    """GPU to compile for, as in jaxmp/inspect/program/targets.py. Only the H200 is compared with torch."""
     layers: int = 0
     """Blocks of a transformer; 0 for 12. With fewer nothing is compared with torch."""
     topology: Annotated[tuple[str, ...], tyro.conf.arg(metavar="1x2x4", help_behavior_hint="")] = ()

@@ -21,7 +21,7 @@ from experiments.benchmarks import autocast, gpu, loss_scaling, numerics, tracin
 from experiments.measure import programs
 from experiments.models import by_hand
 from experiments.models import nnx as nnx_models
-from jaxmp import hlo
+from jaxmp.inspect.compiled import hlo
 
 NAMES = autocast.Config().models
 SMALL = autocast.Config(batch_size=2, sequence=8, layers=1, width=64, vocabulary=64)

@@ -10,7 +10,7 @@ import pytest
 
 import jaxmp
 from experiments.benchmarks import float8
-from jaxmp.inspect import targets
+from jaxmp.inspect.program import targets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

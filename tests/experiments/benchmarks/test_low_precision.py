@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from experiments.benchmarks import low_precision
-from jaxmp.inspect import targets
+from jaxmp.inspect.program import targets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
 SMALL = {"smoke": True, "rows": 8, "rounds": 2, "block_ms": 0.1}

@@ -1,0 +1,1 @@
+"""Private names of Flax: the hooks of Linen modules, and the variables and calls of NNX models."""

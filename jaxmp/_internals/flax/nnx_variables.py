@@ -1,0 +1,142 @@
+"""What belongs to an NNX module and not to its submodules."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxmp._internals.flax.nnx import OWN, has_int_keys
+from jaxmp.base import trees as _tree
+from jaxmp.base.dtypes import CASTABLE
+
+
+def _instances_of(*classes: type) -> Callable[[Any], bool]:
+    """``isinstance`` that is asked once of a type: classes of NNX answer in Python, and of a tracer by its type."""
+    known: dict[type, bool] = {}
+
+    def is_instance(node: Any) -> bool:
+        kind = type(node.aval) if isinstance(node, jax.core.Tracer) else type(node)
+        if kind not in known:
+            known[kind] = isinstance(node, classes)
+        return known[kind]
+
+    return is_instance
+
+
+is_object = _instances_of(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
+"""Whether a value is an object of NNX, which is no tree of arrays although JAX could flatten it."""
+is_node = _instances_of(nnx.Pytree, nnx.Variable)
+"""Whether a value is a Variable, a module or what else NNX's transforms take and change."""
+is_variable = _instances_of(nnx.Variable)
+is_pytree = _instances_of(nnx.Pytree)
+"""Whether a value is a module, or what else of NNX has attributes."""
+_is_any_module = _instances_of(nnx.Module)
+
+
+@functools.cache
+def is_container_class(cls: Any) -> bool:
+    """Whether instances of ``cls`` only hold what belongs to the module around them, as an ``nnx.List`` does."""
+    holds = not issubclass(cls, nnx.Module) or issubclass(cls, (nnx.List, nnx.Dict))
+    return holds and not any("__call__" in vars(base) for base in cls.__mro__)
+
+
+def is_module(node: Any) -> bool:
+    """Whether ``node`` is a module, and not a container that happens to be one for Flax."""
+    cls: Any = type(node)
+    return _is_any_module(node) and not is_container_class(cls)
+
+
+def items(node: Any) -> Iterator[tuple[str, Any]]:
+    """The names and values in a module, or in a container of NNX, Python or any other that JAX knows as a tree."""
+    if is_pytree(node):
+        yield from ((str(name), value) for name, value in vars(node).items() if not name.startswith(OWN))
+    elif not is_object(node):
+        for path, value in jax.tree.leaves_with_path(node, is_leaf=lambda leaf: leaf is not node):
+            if path:
+                yield _tree.path_name(path), value
+
+
+# What a module has most: nothing is in them. Each dtype has a class of its own.
+PLAIN = frozenset({type(None), bool, int, float, str, types.FunctionType, *map(type, CASTABLE)})
+_LEAVES = PLAIN | {nnx.Param}
+
+
+def own(node: Any) -> Iterator[Any]:
+    """What belongs to a module itself, that in its containers included; its submodules, but not what they hold."""
+    for _, value in items(node):
+        yield value
+        if type(value) not in _LEAVES and not is_module(value):
+            yield from own(value)
+
+
+def own_variables(node: Any) -> list[nnx.Variable[Any]]:
+    """The Variables that belong to a module itself."""
+    found: list[nnx.Variable[Any]] = []
+    for name, value in vars(node).items() if is_pytree(node) else items(node):
+        if (kind := type(value)) in PLAIN or name.startswith(OWN):
+            continue
+        if kind is nnx.Param or is_variable(value):
+            found.append(value)
+        elif not is_module(value):
+            found += own_variables(value)
+    return found
+
+
+def submodules(node: Any, seen: set[int] | None = None) -> Iterator[nnx.Module]:
+    """All modules below a module, each once."""
+    seen = {id(node)} if seen is None else seen
+    for value in own(node):
+        if is_module(value) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            yield from submodules(value, seen)
+
+
+def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
+    """The modules in ``root``, itself included, each once and before those in it, without a look at what has none.
+
+    Paths are those of ``nnx.iter_modules``, which yields a module after those in it, but an index is a string, too.
+    """
+    stack: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    seen = set[int]()
+    while stack:
+        path, node = stack.pop()
+        # Flax sorts all by name, and wraps each.
+        is_plain = is_pytree(node) and not has_int_keys(node)
+        impl = None if is_plain else nnx.graphlib.get_node_impl(node)
+        if id(node) in seen or not (is_plain or impl):
+            continue
+        seen.add(id(node))
+        if _is_any_module(node):
+            yield path, node
+        within: dict[Any, Any] = vars(node) if impl is None else impl.node_dict(node)
+        below = [item for item in within.items() if type(item[1]) not in _LEAVES]
+        below = sorted([item for item in below if not item[0].startswith(OWN)]) if is_plain else below
+        stack += [((*path, str(key)), child) for key, child in reversed(below)]
+
+
+def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> None:
+    """Puts ``change`` of each Variable that belongs to a module itself in its place."""
+    containers = [value for value in own(node) if isinstance(value, nnx.Pytree) and not is_module(value)]
+    for container in (node, *containers):
+        for name, value in list(items(container)):
+            if isinstance(value, nnx.Variable):
+                vars(container)[name] = change(value)
+            elif not is_object(value):
+                leaves, structure = jax.tree.flatten(value, is_leaf=is_object)
+                changed = [change(leaf) if isinstance(leaf, nnx.Variable) else leaf for leaf in leaves]
+                if any(a is not b for a, b in zip(leaves, changed, strict=True)):
+                    vars(container)[name] = jax.tree.unflatten(structure, changed)
+
+
+def cast_variable(var: nnx.Variable[Any], dtype: Any) -> nnx.Variable[Any]:
+    """A Variable like ``var`` with its floating arrays in ``dtype``; ``var`` itself if they have it."""
+    value = var[...] if var.ref else var.get_raw_value()
+    cast = _tree.cast(value, dtype)
+    same = all(a is b for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(value), strict=True))
+    return var if same else var.copy(cast, ref=False)

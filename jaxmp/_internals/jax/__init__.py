@@ -1,0 +1,1 @@
+"""Private names of JAX: read programs, write them again, and bind their equations."""

@@ -1,0 +1,337 @@
+"""Equations with bodies, built again around other bodies.
+
+A body here is a Python function of flat values. Everything is built through JAX's public functions, of parameters read
+off the equation; only ``remat2`` is bound itself, for what it says of being differentiated has no public name. Private
+are the names of those parameters: ``jvp_jaxpr_fun``, ``fwd_jaxpr_thunk``, ``bwd`` and ``out_trees`` of custom rules,
+``newly_manual_axes`` of shard_map, ``compiler_options_kvs`` of jit. The tests of each meet them on every JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.dtypes import float0
+
+from jaxmp._internals.jax.reading import Bodies, Opened, asks_for_highest, in_dtype_of_scatter, opened, shape_of
+from jaxmp._internals.jax.walk import PRODUCTS
+
+Values = Sequence[Any]
+Body = Callable[..., list[Any]]
+
+
+class Rule(NamedTuple):
+    """How derivative rules are evaluated."""
+
+    # Takes an open jaxpr with its constants, its operands, and the dtypes of its results (None: as they come).
+    evaluate: Callable[[Opened, Values, Sequence[Any]], list[Any]]
+    tracing: Callable[[], contextlib.AbstractContextManager[None]]  # a context in which the author's rule is traced
+
+
+def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> Body:
+    """``eqn`` with ``functions`` for its bodies, as a function of its flat operands.
+
+    Args:
+      eqn: an equation that :func:`jaxmp._internals.jax.reading.bodies_of` knows.
+      bodies: what it says of it.
+      functions: for each body a function from all its flat inputs (constants first) to a list of its results.
+      rule: how the derivative rules of custom_jvp and custom_vjp are evaluated.
+
+    Returns:
+      A function that wants carries in the dtypes that the body returns. That of ``jit`` is jitted.
+    """
+    params, name = eqn.params, eqn.primitive.name
+    if name in _OPENED:
+        return functions[0]
+    if name == "jit":
+        return _jit(params, functions[0])
+    if name == "remat2":
+        return functools.partial(_remat, eqn, functions[0])
+    if name in _WITH_RULES:
+        return functools.partial(_WITH_RULES[name], eqn, functions[0], rule)
+    return functools.partial(_REBUILT[name], params, bodies, functions)
+
+
+def bound(eqn: Any, operands: Values, params: Any) -> list[Any]:
+    """An equation with other parameters on other operands, as one operation."""
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Values) -> list[Any]:
+    """A ``custom_linear_solve`` on operands of other dtypes than it was written with, its parts by a rule."""
+    jaxprs, consts, rest = eqn.params["jaxprs"], {}, list(operands)
+    for name, length in eqn.params["const_lengths"]._asdict().items():
+        consts[name], rest = rest[:length], rest[length:]
+    size, has_more = len(rest), len(eqn.outvars) > len(rest)
+
+    def body(name: str, args: Values) -> list[Any]:
+        jaxpr = opened(getattr(jaxprs, name))
+        more = [None] * (len(jaxpr[0].outvars) - size)
+        return evaluate(jaxpr, [*consts[name], *args], [*(value.dtype for value in rest), *more])
+
+    def solved(name: str) -> Any:
+        def solve(_: Any, values: Values) -> Any:
+            out = body(name, values)
+            return (out[:size], out[size:]) if has_more else out
+
+        return solve if getattr(jaxprs, name) is not None else None
+
+    out = jax.lax.custom_linear_solve(
+        lambda values: body("matvec", values), rest, solved("solve"), solved("transpose_solve"), has_aux=has_more
+    )
+    return [*out[0], *out[1]] if has_more else list(out)
+
+
+def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
+    """The parameters of an equation for another dtype; a float32 product is true float32 if it shall be exact."""
+    params = dict(eqn.params)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype
+    if params.get("update_jaxpr") is not None:
+        params["update_jaxpr"] = in_dtype_of_scatter(params["update_jaxpr"], dtype)
+    if eqn.primitive.name in PRODUCTS:
+        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes that it was chosen for.
+        if dtype != np.float32:
+            params["precision"] = None
+        elif is_exact and not asks_for_highest(params["precision"]):
+            params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    return params
+
+
+def is_body_alone(eqn: Any) -> bool:
+    """Whether an equation is its body and no more: such as a ``jit`` that says nothing but its name."""
+    return eqn.primitive.name in _OPENED or (eqn.primitive.name == "jit" and not _compiled_as(eqn.params))
+
+
+def _compiled_as(params: Any) -> dict[str, Any]:
+    """What a ``jit`` says of shardings and of the compiler."""
+    options: dict[str, Any] = {}
+    for option in ("in_shardings", "out_shardings"):
+        if not all(map(_is_unspecified, params[option])):
+            options[option] = tuple(None if _is_unspecified(sharding) else sharding for sharding in params[option])
+    if params["compiler_options_kvs"]:
+        options["compiler_options"] = dict(params["compiler_options_kvs"])
+    return options
+
+
+def _jit(params: Any, function: Body) -> Body:
+    options = {"keep_unused": params["keep_unused"], **_compiled_as(params)}
+    if params["inline"] is not False and getattr(params["inline"], "name", "") != "AUTO":  # an enum from 0.11.2 on
+        options["inline"] = params["inline"]
+    # A tuple, as the shardings of results are.
+    return jax.jit(named(lambda *args: tuple(function(*args)), params["name"]), **options)
+
+
+def _is_unspecified(sharding: Any) -> bool:
+    return type(sharding).__name__ == "UnspecifiedValue"
+
+
+def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``function`` under another name, which compiled programs and profiles show."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def function_name(eqn: Any) -> str:
+    """The name of the function that has a derivative rule."""
+    jaxpr, _ = opened(eqn.params["call_jaxpr"])
+    return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
+
+
+def _composite(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+    attributes = {name: jax.tree.unflatten(tree, leaves) for name, leaves, tree in params["attributes"]}
+
+    def decomposition(*args: Any, **_: Any) -> list[Any]:
+        return functions[0](*args)
+
+    composite = jax.lax.composite(decomposition, name=params["name"], version=params["version"])
+    return list(composite(*operands, **attributes))
+
+
+def _shard_map(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+    mapped = jax.shard_map(
+        lambda *args: tuple(functions[0](*args)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*operands))
+
+
+def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+    stop = bodies.start + bodies.carry
+    consts, init, xs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
+
+    def body(carry: Values, xs: Values) -> tuple[list[Any], list[Any]]:
+        results = functions[0](*consts, *carry, *xs)
+        return results[: bodies.carry], results[bodies.carry :]
+
+    # One that is open in `jax.export` is known by what the scan runs over alone.
+    length = None if xs else params["length"]
+    carry, ys = jax.lax.scan(body, list(init), list(xs), length, params["reverse"], params["unroll"])
+    return [*carry, *ys]
+
+
+def _while(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+    consts, body_consts = operands[: bodies.consts], operands[bodies.consts : bodies.start]
+    condition, _ = opened(bodies.jaxprs[0])
+    is_batched = bool(condition.outvars[0].aval.shape)
+
+    def runs(carry: Values) -> Any:
+        return functions[0](*consts, *carry)[0]
+
+    def turn(carry: Values) -> list[Any]:
+        return functions[1](*body_consts, *carry)
+
+    def turn_of_examples(carry: Values) -> list[Any]:
+        """Only the examples that still run change, as JAX has it when it lowers a batched condition."""
+        still_runs = runs(carry)
+
+        def select(new: Any, old: Any) -> Any:
+            of_examples = jax.lax.broadcast_in_dim(still_runs, new.shape, range(still_runs.ndim))
+            return jax.lax.select(of_examples, new, old)
+
+        return [select(new, old) for new, old in zip(turn(carry), carry, strict=True)]
+
+    if is_batched:
+        return jax.lax.while_loop(lambda carry: runs(carry).any(), turn_of_examples, list(operands[bodies.start :]))
+    return jax.lax.while_loop(runs, turn, list(operands[bodies.start :]))
+
+
+def _cond(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+    index, *rest = operands
+    if platforms := params.get("branches_platforms"):  # a branch for other devices may not compile for this one
+        named = {name: function for names, function in zip(platforms, functions, strict=True) for name in names or ()}
+        default = functions[platforms.index(None)] if None in platforms else None
+        return jax.lax.platform_dependent(*rest, default=default, **named)
+    return jax.lax.switch(index, list(functions), *rest)
+
+
+# Of `remat_opt` JAX then leaves out under checkpoint what nobody reads, equation by equation.
+_OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
+_REBUILT = {
+    "composite": _composite,
+    "shard_map": _shard_map,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
+
+
+def _remat(eqn: Any, function: Body, *operands: Any) -> list[Any]:
+    """Bound as it was: ``differentiated`` decides whether XLA is kept from sharing the recomputation again."""
+    jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
+    prevent_cse = eqn.params["prevent_cse"]
+    if isinstance(prevent_cse, tuple):
+        more = len(operands) - len(prevent_cse)  # operands that the equation did not have
+        prevent_cse = (*(False,) * len(consts), *prevent_cse, *(False,) * more)
+    if jaxpr.constvars:
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": prevent_cse}
+    return list(eqn.primitive.bind(*consts, *operands, **params))
+
+
+def _evaluate(rule: Rule, traced: Opened, args: Values, dtypes: Sequence[Any]) -> list[Any]:
+    """Evaluates a traced rule; the constants of one are its first arguments from JAX 0.11 on."""
+    jaxpr, consts = traced
+    if jaxpr.constvars:
+        return rule.evaluate((jaxpr, consts), args, dtypes)
+    return rule.evaluate((jaxpr, []), [*consts, *args], dtypes)
+
+
+def _custom_jvp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[Any]:
+    params = eqn.params
+    # The constants are what the function closed over; a custom_jvp has no derivative with respect to them.
+    count = params["num_consts"]
+    consts, primals = operands[:count], operands[count:]
+    call = jax.custom_jvp(named(lambda *args: function(*consts, *args), function_name(eqn)))
+
+    def jvp(primals: Values, tangents: Values) -> tuple[list[Any], list[Any]]:
+        zeros = [isinstance(tangent, SymbolicZero) for tangent in tangents]
+        with rule.tracing():
+            jaxpr, rule_consts, out_zeros = params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+        results = jax.eval_shape(lambda *args: function(*consts, *args), *primals)
+        dtypes = [result.dtype for result in results]
+        nonzero = [tangent for tangent in tangents if not isinstance(tangent, SymbolicZero)]
+        tangent_dtypes = [dtype for dtype, zero in zip(dtypes, out_zeros, strict=True) if not zero]
+        out = _evaluate(rule, (jaxpr, rule_consts), [*primals, *nonzero], [*dtypes, *tangent_dtypes])
+        primals_out, tangents_out = out[: len(dtypes)], iter(out[len(dtypes) :])
+        return primals_out, [
+            SymbolicZero(jax.typeof(primal).to_tangent_aval()) if zero else next(tangents_out)
+            for primal, zero in zip(primals_out, out_zeros, strict=True)
+        ]
+
+    call.defjvp(jvp, symbolic_zeros=params["symbolic_zeros"])
+    return list(call(*primals))
+
+
+def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[Any]:
+    params = eqn.params
+    count = params["num_consts"]
+    consts, primals = operands[:count], operands[count:]
+    dtypes = [jax.typeof(primal).dtype for primal in primals]  # a literal may be a Python bool
+    call = jax.custom_vjp(named(lambda *args: function(*consts, *args), function_name(eqn)))
+
+    symbolic = params["symbolic_zeros"]
+    perturbed = [True] * len(primals)
+
+    def forward() -> tuple[Any, list[Any]]:
+        with rule.tracing():
+            return params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+
+    def fwd(*args: Any) -> tuple[list[Any], list[Any]]:
+        if symbolic:
+            perturbed[:] = [arg.perturbed for arg in args]
+            args = tuple(arg.value for arg in args)
+        jaxpr = forward()  # before `out_trees`, which it fills
+        _, residual_tree, forwarded = params["out_trees"]()  # positions among the operands, constants included
+        saved = residual_tree.num_leaves - sum(position is not None for position in forwarded)
+        results = jax.eval_shape(lambda *args: function(*consts, *args), *args)
+        out = _evaluate(rule, jaxpr, args, [*[None] * saved, *(result.dtype for result in results)])
+        new = iter(out[:saved])
+        return out[saved:], [next(new) if position is None else args[position - count] for position in forwarded]
+
+    def bwd(residuals: Values, cotangents: Values) -> tuple[Any, ...]:
+        new = iter(var.aval for var in forward()[0].outvars)
+        _, _, forwarded = params["out_trees"]()
+        written = [next(new) if position is None else eqn.invars[position].aval for position in forwarded]
+        written += [var.aval.to_ct_aval() for var in eqn.outvars]
+        # Symbolic zeros, Python values and the cotangents of integers are no operands of a program.
+        given = [
+            SymbolicZero(aval) if isinstance(value, SymbolicZero) else value
+            for value, aval in zip([*residuals, *cotangents], written, strict=True)
+        ]
+        floating = [n for n, value in enumerate(given) if isinstance(value, jax.Array) and value.dtype != float0]
+        present: list[bool] = []
+
+        def flat(*args: Any) -> list[Any]:
+            filled = dict(zip(floating, args, strict=True))
+            result = params["bwd"].call_wrapped(*[filled.get(n, value) for n, value in enumerate(given)])
+            cts = result[0] if isinstance(result, tuple) else result  # from 0.11 on with what the rule logged
+            present[:] = [isinstance(ct, (jax.Array, np.ndarray)) for ct in cts]
+            return [ct for ct, here in zip(cts, present, strict=True) if here]
+
+        avals = [shape_of(written[n]) for n in floating]
+        with rule.tracing():
+            traced = opened(jax.make_jaxpr(flat)(*avals))
+        wanted = [dtype for dtype, here in zip(dtypes, present, strict=True) if here]
+        out = iter(rule.evaluate(traced, [given[n] for n in floating], wanted))
+        return tuple(next(out) if here else None for here in present)
+
+    call.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+    return list(call(*primals))
+
+
+_WITH_RULES = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}

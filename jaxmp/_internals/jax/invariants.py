@@ -1,0 +1,222 @@
+"""What a program does not change: from turn to turn of a loop, from example to example, from argument to result."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+from jax._src.interpreters.partial_eval import partial_eval_jaxpr_custom
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jaxmp._internals.jax.reading import Bodies, bodies_of, evaluate, is_literal, opened
+from jaxmp._internals.jax.walk import PRODUCTS, interpreted
+from jaxmp.base.dtypes import is_castable
+
+
+def hoisted(
+    fun: Callable[..., Any], fixed: Any, args: tuple[Any, ...], is_kept: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``fun(fixed, *args)`` for a loop over ``args``: what ``is_kept`` names of ``fixed`` alone is computed once, here.
+
+    It is found in calls, in scans and in what is computed again as well, but for what has a derivative rule around it.
+
+    Args:
+      fun: a function of arrays.
+      fixed: the argument that is the same in each turn. No derivative by it leads through what is computed here.
+      args: arguments like those of a turn.
+      is_kept: a policy, as ``jax.checkpoint`` takes it.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(fixed, *args)
+    (jaxpr, consts), known = opened(closed), jax.tree.leaves(fixed)
+    varies = [n >= len(known) for n in range(len(jaxpr.invars))]
+    before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, is_kept)
+    before = before.replace(eqns=[eqn for eqn in before.eqns if eqn.outvars])  # what prints does so in each turn
+    before, turn = (dce_jaxpr(each, [True] * len(each.outvars), True)[0] for each in (before, turn))
+    kept, tree = evaluate(before, consts, known), jax.tree.structure(shapes)
+    turn = turn if kept else jaxpr  # JAX's splitting marks what is computed again as differentiated
+    return lambda *args: jax.tree.unflatten(tree, evaluate(turn, consts, [*kept, *jax.tree.leaves(args)]))
+
+
+_ONE_BY_ONE = frozenset({"optimization_barrier", "device_put"})  # each result is the operand in its place
+
+
+def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
+    """Which results of an equation depend on no example; ``are_same`` says it of its operands."""
+    bodies = bodies_of(eqn)
+    if eqn.primitive.name in ("axis_index", "shard_map"):  # another on each device
+        return [False] * len(eqn.outvars)
+    if eqn.primitive.name in _ONE_BY_ONE:
+        return list(are_same)
+    if bodies is None:
+        return [all(are_same)] * len(eqn.outvars)
+    if bodies.kind == "while":
+        return list(same_inside(bodies, are_same)[1][-bodies.carry :])
+    if bodies.kind == "cond" and not are_same[0]:  # the index
+        return [False] * len(eqn.outvars)
+    return [all(each) for each in zip(*map(_same_ends, bodies.jaxprs, same_inside(bodies, are_same)), strict=True)]
+
+
+def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]]:
+    """For each body of an equation which of its operands depend on no example, in any turn."""
+    if bodies.kind == "while":
+        first, rest = are_same[: bodies.consts], are_same[bodies.consts :]
+        turned = same_in_turns(bodies, rest)
+        carry = turned[len(rest) - bodies.carry :]
+        if not all(_same_ends(bodies.jaxprs[0], [*first, *carry])):  # each has a number of turns of its own
+            carry = [False] * bodies.carry
+        return [[*first, *carry], [*rest[: -bodies.carry], *carry]]
+    if bodies.kind == "scan":
+        return [same_in_turns(bodies, are_same)]
+    if bodies.kind == "cond":  # where each example has an index of its own, each goes through all branches
+        are_same = [are_same[0] and each for each in are_same[1:]]
+    return [are_same] * len(bodies.jaxprs)
+
+
+def same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
+    """The variables of an open jaxpr that depend on no example; ``are_same`` says it of its arguments."""
+    return _known(_same_values, jaxpr, are_same)
+
+
+def _known(compute: Callable[..., Any], jaxpr: Any, operands: Sequence[Any]) -> Any:
+    """``compute(jaxpr, operands)``, worked out once: it is asked in each turn of each loop around an open jaxpr."""
+    found, key = _KNOWN.setdefault(jaxpr, {}), (compute, *operands)
+    if key not in found:
+        found[key] = compute(jaxpr, operands)
+    return found[key]
+
+
+_KNOWN: Any = weakref.WeakKeyDictionary()
+
+
+def _same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
+    known = {*jaxpr.constvars, *(var for var, is_same in zip(jaxpr.invars, are_same, strict=True) if is_same)}
+    for eqn in jaxpr.eqns:
+        ends = same_results(eqn, [is_literal(atom) or atom in known for atom in eqn.invars])
+        known.update(var for var, is_same in zip(eqn.outvars, ends, strict=True) if is_same)
+    return known
+
+
+def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
+    jaxpr, _ = opened(body)
+    same = same_values(jaxpr, are_same)
+    return [is_literal(atom) or atom in same for atom in jaxpr.outvars]
+
+
+def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
+    """Which operands of a loop's body depend on no example in any turn; what is carried may in later ones."""
+    before, now, start = list[bool](), list(are_same), bodies.start - bodies.consts * (bodies.kind == "while")
+    while now != before:
+        before, ends = now, _same_ends(bodies.jaxprs[-1], now)
+        stop = start + bodies.carry
+        carry = [a and b for a, b in zip(now[start:stop], ends, strict=False)]
+        now = [*now[:start], *carry, *now[stop:]]
+    return now
+
+
+def passed_on(program: Any) -> list[int | None]:
+    """For each result of a program the number of the argument that it is, untouched; None for what is none."""
+    jaxpr, _ = opened(program)
+    numbers = {var: n for n, var in enumerate(jaxpr.invars)}
+
+    def number_of(atom: Any) -> int | None:
+        return None if is_literal(atom) else numbers.get(atom)
+
+    for eqn in jaxpr.eqns:
+        for var, operand in zip(eqn.outvars, _operands_passed_on(eqn), strict=True):
+            if operand is not None and (number := number_of(eqn.invars[operand])) is not None:
+                numbers[var] = number
+    return [number_of(atom) for atom in jaxpr.outvars]
+
+
+_NEVER_PASSED_ON = frozenset({"shard_map", "custom_jvp_call", "custom_vjp_call", "remat_opt"})
+
+
+def unchanged(bodies: Bodies) -> Collection[int]:
+    """The numbers of what a scan carries that no turn changes, whatever calls it goes through."""
+    return _kept(bodies) if bodies.kind == "scan" else ()
+
+
+def _kept(bodies: Bodies) -> Collection[int]:
+    jaxpr, _ = opened(bodies.jaxprs[-1])
+    if (found := _KEPT.get(jaxpr)) is None:  # asked for each operand
+        ends, start = enumerate(passed_on(jaxpr)[: bodies.carry]), bodies.start - bodies.consts
+        found = _KEPT[jaxpr] = frozenset(n for n, operand in ends if operand == start + n)
+    return found
+
+
+_KEPT: Any = weakref.WeakKeyDictionary()
+
+
+def _operands_passed_on(eqn: Any) -> list[int | None]:
+    bodies = bodies_of(eqn)
+    # The body of a `shard_map` has parts of arrays, and a rule may make of an identity what is none in a derivative.
+    if bodies is None or eqn.primitive.name in _NEVER_PASSED_ON:
+        return [None] * len(eqn.outvars)
+    ends = [passed_on(body) for body in (bodies.jaxprs if bodies.kind == "cond" else bodies.jaxprs[-1:])]
+    if bodies.kind == "call":
+        return ends[0]
+    if bodies.kind == "cond":  # its first operand picks a branch
+        return [None if len({*end}) > 1 or end[0] is None else end[0] + 1 for end in zip(*ends, strict=True)]
+
+    def is_same(n: int, operand: int) -> bool:
+        """What is carried stays in its place in each turn; what a scan runs over comes out in the same order."""
+        return operand == bodies.start + n if n < bodies.carry else operand >= bodies.start + bodies.carry
+
+    turn = [None if end is None else end + bodies.consts for end in ends[-1]]
+    return [end if end is not None and is_same(n, end) else None for n, end in enumerate(turn)]
+
+
+# Of the values of a turn: made of no argument, the same in each turn, made of what this turn is given, made of what the
+# last one left, and that by a product with what is the same in each.
+_CONSTANT, _FIXED, _OWN, _CARRIED, _STEPPED = range(5)
+
+
+def steps_in_time(bodies: Bodies) -> Collection[int]:
+    """The numbers of what a loop carries that its turns step in time.
+
+    That is made of a product that takes what is carried, and what is fixed for all turns. The layers that a scan runs
+    over have weights of their own.
+    """
+    start, kept, (jaxpr, _) = bodies.start - bodies.consts, _kept(bodies), opened(bodies.jaxprs[-1])
+    # Integers that are carried count the turns, and give each its own.
+    kinds = [_CARRIED if is_castable(var.aval) else _OWN for var in jaxpr.invars[start : start + bodies.carry]]
+    carry = [_FIXED if n in kept else kind for n, kind in enumerate(kinds)]
+    own = [_OWN] * (len(jaxpr.invars) - start - bodies.carry)
+    counts = [n for n, kind in enumerate(kinds) if kind == _OWN]
+    results = _after_turns(jaxpr, [_FIXED] * start, carry, own, counts)
+    return [n for n, kind in enumerate(results[: bodies.carry]) if kind == _STEPPED]
+
+
+def _after_turns(
+    jaxpr: Any, before: list[int], carry: list[int], rest: list[int], counts: Collection[int] = ()
+) -> list[int]:
+    """The kinds of a loop's results; what it carries, but for ``counts``, is made of what its turns return, too."""
+    given: list[int] | None = None
+    results = list[int]()
+    while carry != given:
+        given, results = carry, _known(_results, jaxpr, [*before, *carry, *rest])
+        carry = [
+            old if n in counts else max(old, new) for n, (old, new) in enumerate(zip(carry, results, strict=False))
+        ]
+    return [*carry, *results[len(carry) :]]
+
+
+def _results(jaxpr: Any, kinds: Sequence[int]) -> list[int]:
+    """The kinds of the results of an open jaxpr."""
+
+    def equation(eqn: Any, operands: list[int]) -> list[int]:
+        inner, kind = bodies_of(eqn), max(operands, default=_CONSTANT)
+        if inner is None:
+            if eqn.primitive.name in PRODUCTS and kind == _CARRIED and _FIXED in operands:
+                kind = _STEPPED
+            return [kind] * len(eqn.outvars)
+        if inner.kind == "cond":
+            branches = [_known(_results, opened(each)[0], operands[1:]) for each in inner.jaxprs]
+            return [max(operands[0], *each) for each in zip(*branches, strict=True)]
+        stop = inner.start + inner.carry  # of a call all come after
+        before, carry, rest = operands[inner.consts : inner.start], operands[inner.start : stop], operands[stop:]
+        return _after_turns(opened(inner.jaxprs[-1])[0], before, carry, rest)
+
+    return interpreted(jaxpr, [_FIXED] * len(jaxpr.constvars), kinds, equation, lambda _: _CONSTANT)

@@ -1,0 +1,218 @@
+"""Replace JAX's attention, special functions and loops while a function is traced.
+
+``jax.nn.dot_product_attention`` chooses its implementation while a function is traced, by the dtypes it sees then, and
+cuDNN's takes half operands only: in the finished program it would be too late. And of a function of
+``jax.scipy.special`` or ``jax.scipy.stats`` only its polynomials and series are left there. So for as long as the
+engine traces a function, these names stand for functions that cast first, and that put a scope around theirs.
+
+A loop's body must return the carry in the dtypes it came in, and a module under a policy may return another dtype than
+its author wrote the loop for. Only the loop knows what the carry is, so the loop casts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.special
+import jax.scipy.stats
+import numpy as np
+
+from jaxmp.base.cache_keys import decided
+from jaxmp.base.dtypes import is_castable
+
+_deciding: ContextVar[tuple[Callable[[], np.dtype | None], str] | None] = ContextVar("jaxmp_stand_ins", default=None)
+_keeps_carries: ContextVar[bool] = ContextVar("jaxmp_keeps_carries", default=False)
+_lock = threading.Lock()
+_originals: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of modules, all and those that stand-ins stand for
+_depth = 0
+
+
+@contextlib.contextmanager
+def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Iterator[None]:
+    """Within it float32 calls of ``jax.nn.dot_product_attention`` run in half, on cuDNN where it can.
+
+    A call with ``implementation="xla"`` stays as it is. Special functions run in a scope. Other threads see the
+    functions that they know.
+
+    Args:
+      key: what ``dtype`` depends on, hashable.
+      dtype: asked by each call of the attention for the dtype to cast to; None leaves the call as it is.
+      scope: the name of the scope around special functions.
+    """
+    token = _deciding.set((dtype, scope))
+    try:
+        with _replacing(), decided(key):
+            yield
+    finally:
+        _deciding.reset(token)
+
+
+@contextlib.contextmanager
+def keeping_carries() -> Iterator[None]:
+    """Make JAX's loops cast each new carry to the dtypes of the old one.
+
+    ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` do so only where JAX would raise. Other threads see JAX's own.
+    """
+    token = _keeps_carries.set(True)
+    try:
+        with _replacing():
+            yield
+    finally:
+        _keeps_carries.reset(token)
+
+
+@contextlib.contextmanager
+def _replacing() -> Iterator[None]:
+    """Put the stand-ins in the place of JAX's functions; the last of several to end puts these back."""
+    global _depth
+    with _lock:
+        if _depth == 0:
+            _originals.clear()
+            for own, names, stand_in in _replaced():
+                originals = {name: own[name] for name in names}
+                _originals.append((own, originals))
+                own.update({name: stand_in(original) for name, original in originals.items()})
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                for own, originals in _originals:
+                    own.update(originals)
+
+
+@contextlib.contextmanager
+def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
+    """Within it JAX takes this version of cuDNN for the installed one.
+
+    JAX asks the library when it traces a fused attention, and the library is not needed to compile one.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused  # may move
+
+    original = fused.check_cudnn_version
+    major, minor, patch = version
+    fused.check_cudnn_version = lambda: 10_000 * major + 100 * minor + patch
+    try:
+        yield
+    finally:
+        fused.check_cudnn_version = original
+
+
+@functools.cache
+def _replaced() -> list[tuple[dict[str, Any], list[str], Callable[[Any], Any]]]:
+    """Return the functions to replace: what their modules hold, their names, and the maker of a stand-in."""
+    stats = (value for value in vars(jax.scipy.stats).values() if isinstance(value, types.ModuleType))
+
+    def functions_in(module: Any) -> list[str]:
+        public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+        return [name for name, value in public if callable(value) and not isinstance(value, type)]
+
+    special = [(vars(module), functions_in(module), _special) for module in (jax.scipy.special, *stats)]
+    return [(vars(jax.nn), ["dot_product_attention"], _attention), (vars(jax.lax), [*_BODIES], _loop), *special]
+
+
+_BODIES = {"scan": ("f", 0), "while_loop": ("body_fun", 0), "fori_loop": ("body_fun", 1)}
+"""For each loop, the parameter that holds its body, and the position of the carry among the body's arguments."""
+
+
+@functools.cache
+def _loop(original: Any) -> Any:
+    name, position = _BODIES[original.__name__]
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def loop(*args: Any, **kwargs: Any) -> Any:
+        if not _keeps_carries.get():
+            return original(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        call.arguments[name] = _keeping_carry(call.arguments[name], position, is_scan=original.__name__ == "scan")
+        return original(*call.args, **call.kwargs)
+
+    return loop
+
+
+def _keeping_carry(body: Callable[..., Any], position: int, is_scan: bool) -> Callable[..., Any]:
+    """Return ``body`` with its new carry in the dtypes of the old one.
+
+    The old carry is the argument at ``position``.
+    """
+
+    @functools.wraps(body)
+    def run(*args: Any) -> Any:
+        structure: Any = jax.tree.structure(args[position])
+        old = jax.tree.leaves(args[position])  # before the body, which may empty a container of Flax's
+
+        def in_old_dtypes(carry: Any) -> Any:
+            if jax.tree.structure(carry) != structure:
+                return carry  # an error of JAX
+            return jax.tree.unflatten(structure, map(_in_dtype_of, jax.tree.leaves(carry), old))
+
+        result = body(*args)
+        if not is_scan:
+            return in_old_dtypes(result)
+        if isinstance(result, (tuple, list)) and len(result) == 2:
+            return in_old_dtypes(result[0]), result[1]
+        return result  # an error of JAX
+
+    return run
+
+
+def _in_dtype_of(new: Any, old: Any) -> Any:
+    new_type, old_type = jax.typeof(new), jax.typeof(old)
+    if not (is_castable(new_type) and is_castable(old_type)) or old_type.weak_type:  # JAX itself casts a weak type
+        return new
+    return new if new_type.dtype == old_type.dtype else jax.lax.convert_element_type(new, old_type.dtype)
+
+
+@functools.cache
+def _special(original: Any) -> Any:
+    @functools.wraps(original)
+    def special(*args: Any, **kwargs: Any) -> Any:
+        deciding = _deciding.get()
+        with jax.named_scope(deciding[1]) if deciding else contextlib.nullcontext():
+            return original(*args, **kwargs)
+
+    return special
+
+
+@functools.cache
+def _attention(original: Any) -> Any:
+    @functools.wraps(original)
+    def dot_product_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        implementation, operands = kwargs.get("implementation"), (query, key, value)
+        written = {np.dtype(getattr(operand, "dtype", None)) for operand in operands}
+        wants = implementation == "cudnn" or (implementation is None and jax.default_backend() == "gpu")
+        deciding = _deciding.get() if wants and written == {np.dtype(np.float32)} else None
+        half = deciding[0]() if deciding else None
+        if half is None:
+            return original(*operands, *args, **kwargs)
+        arrays = [operand.astype(half) for operand in operands]  # whose derivative needs nothing of what was cast
+        rest, options = jax.tree.map(functools.partial(_cast_bias, half), (args, kwargs))
+        fused = functools.partial(original, *arrays, *rest, **{**options, "implementation": "cudnn"})
+        if implementation is None:
+            try:
+                jax.eval_shape(fused)
+            except (NotImplementedError, RuntimeError, ValueError):  # a head, mask or GPU that cuDNN has no kernel for
+                return original(*operands, *args, **kwargs)
+        return jax.tree.map(lambda leaf: leaf.astype(np.float32), fused())
+
+    return dot_product_attention
+
+
+def _cast_bias(half: np.dtype, leaf: Any) -> Any:
+    """``leaf`` in half if it is float32; what half cannot hold, as a bias that masks, at the end of its range."""
+    if getattr(leaf, "dtype", None) != np.float32:
+        return leaf
+    info = jnp.finfo(half)
+    return jnp.clip(leaf, float(info.min), float(info.max)).astype(half)

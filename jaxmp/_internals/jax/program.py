@@ -1,0 +1,97 @@
+"""The program of a function, of whose arguments and results some are arrays and the others Python values."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._internals.jax import reading
+
+
+class Program:
+    """The program of a function for arguments like these; of arrays only, what is none stays the Python value it is.
+
+    Args:
+      fun: a function.
+      args: its arguments, none of which is kept.
+      write: makes what a call returns of what ``fun`` returns.
+
+    Attributes:
+      jaxpr: an open jaxpr and its constants.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], write: Callable[..., Any] | None = None) -> None:
+        leaves, tree = jax.tree.flatten(args)
+        are_traced = [is_array(leaf) for leaf in leaves]
+
+        def flat(*operands: Any) -> list[Any]:
+            rest = iter(operands)
+            filled = [next(rest) if is_one else leaf for leaf, is_one in zip(leaves, are_traced, strict=True)]
+            results, self._tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
+            self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]  # tracers die with the trace
+            return arrays_in(results)
+
+        with _told():
+            self.jaxpr = reading.opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
+        self._write = write
+
+    @property
+    def returned(self) -> int:
+        """How many of the arrays are what the function returns; the rest is what it wrote to its arguments."""
+        results, _written = jax.tree.unflatten(self._tree, self._leaves)
+        return sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))
+
+    def unflatten(self, results: Sequence[Any]) -> Any:
+        """What the function returns, with ``results`` for its arrays, once what it wrote is written."""
+        rest = iter(results)
+        whole = jax.tree.unflatten(self._tree, [next(rest) if leaf is _ARRAY else leaf for leaf in self._leaves])
+        return self._write(*whole) if self._write else whole
+
+
+_ARRAY = object()
+_KEEP_ARRAY = "leave an array an array, and let numbers that a shape depends on be no arguments"
+_REMEDIES: dict[type[Exception], str] = {
+    jax.errors.TracerBoolConversionError: "write jnp.where or jax.lax.cond",
+    jax.errors.TracerArrayConversionError: "write jnp in place of np",
+    jax.errors.TracerIntegerConversionError: _KEEP_ARRAY,
+    jax.errors.ConcretizationTypeError: _KEEP_ARRAY,
+}
+
+
+def remedy_of(error: Exception, when: str) -> str | None:
+    """What helps where an error says that a traced array has no value yet; None of another error.
+
+    ``when`` names what the array is traced for.
+    """
+    remedy = next((remedy for kind, remedy in _REMEDIES.items() if isinstance(error, kind)), None)
+    return remedy and f"nothing is computed {when}, as under jax.jit: {remedy}"
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Notes what helps on an error of JAX that names the function above as what was traced, not one of the user's."""
+    is_outermost = not reading.is_tracing()
+    try:
+        yield
+    except Exception as error:
+        remedy = remedy_of(error, "while jaxmp traces a function")
+        if remedy and is_outermost and f" at {__file__}:" in str(error):
+            error.add_note(f"jaxmp: {remedy}")
+        raise
+
+
+def arrays_in(leaves: Sequence[Any]) -> list[Any]:
+    """Those leaves that are traced."""
+    return [leaf for leaf in leaves if is_array(leaf)]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether an argument or a result is traced; what is not stays the Python value that it is."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSUTMm"  # objects, texts, times
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))

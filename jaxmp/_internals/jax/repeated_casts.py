@@ -1,0 +1,223 @@
+"""What is repeated in half, a weight or an activation: its cotangents are summed before they are half.
+
+A bias is added to every row, and the derivative adds up what comes back. Where the cast stands before the broadcast,
+that sum is in half precision; where it stands behind it, XLA no longer finds the bias of a matrix product, and writes
+its result twice. So this is one linear operation: forwards it casts and repeats, backwards it widens and sums. Under
+``jax.vmap`` a weight takes on the batch of the activations that it meets, which repeats it as well: so these are
+operands too, of which nothing is computed.
+
+On its way to float32 the cotangent is rounded to the precision that it has, or XLA would drop both casts, sum what it
+was before it became half, and write all of that in float32. A rounding that changes nothing costs nothing: the sum is
+made in the kernel that computes the cotangent, beside its half copy.
+
+An activation that is half already goes the same way where it is repeated so often that half cannot hold the sum.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxmp._internals.jax.bodies import bound, params_in_dtype
+from jaxmp._internals.jax.invariants import unchanged
+from jaxmp._internals.jax.primitives import BROADCAST, PICKS
+from jaxmp._internals.jax.reading import bodies_of, has_explicit_axes, is_literal, opened, size_of
+from jaxmp._internals.jax.vmap_sharing import Examples
+from jaxmp.base.dtypes import is_castable
+
+_cast = Primitive("cast_repeated")
+MAX_TERMS = 64
+"""Of a sum in half: in bfloat16 it is some 1 % off then, and of 256 ones one more changes nothing."""
+_SCATTERED = frozenset({"scatter-max", "scatter-min"})
+REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile", *_SCATTERED})
+"""Equations that repeat an operand or look it up, or take extremes of updates, of which several may be equal."""
+_ADDS_UP = BROADCAST | REPEATS
+_JOINS = frozenset({"concatenate", "stack"})
+MAY_SUM = REPEATS | _JOINS
+"""Equations of which :func:`must_sum` may hold."""
+
+
+def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
+    """Whether half cannot hold the sums of the cotangents of ``value``, an operand of an equation, there the ``atom``.
+
+    They are long where it is repeated or looked up often, and where all examples of a ``jax.vmap`` read it beside what
+    is another for each. The derivative of an extreme of updates is shared by those that are equal, and counts them in
+    the dtype that they have.
+    """
+    return _is_long(eqn, value.shape) or (eqn.primitive.name not in _SCATTERED and examples.meets_batched(atom, value))
+
+
+def must_sum(eqn: Any, value: Any, examples: Examples) -> bool:
+    """Whether the cotangents of ``value``, the first operand of one of ``MAY_SUM``, are to be summed in float32."""
+    return _joins_often(eqn) if eqn.primitive.name in _JOINS else must_widen(eqn, eqn.invars[0], value, examples)
+
+
+def sums_half(eqn: Any) -> bool:
+    """Whether half cannot hold the sums of the cotangents of an operand of an equation that is half as written."""
+    if eqn.primitive.name not in _ADDS_UP:
+        return eqn.primitive.name in _JOINS and _joins_often(eqn)
+    avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
+    return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.shape) for aval in avals])
+
+
+def _joins_often(eqn: Any) -> bool:
+    """Whether an equation joins an array to itself more than ``MAX_TERMS`` times, as padding by wrapping does."""
+    return len(eqn.invars) > MAX_TERMS and max(collections.Counter(map(id, eqn.invars)).values()) > MAX_TERMS
+
+
+def read_often(eqn: Any, place: int) -> bool:
+    """Whether more than ``MAX_TERMS`` cotangents meet in an element of an operand that all turns of a loop share.
+
+    Its uses in each turn count, and how often each repeats it.
+    """
+    return _terms(eqn, place) > MAX_TERMS
+
+
+def _terms(eqn: Any, place: int) -> float:
+    """How many cotangents of an equation meet in an element of one of its operands."""
+    bodies = bodies_of(eqn)
+    if bodies is None:
+        return _repeats(eqn, eqn.invars[place].aval.shape) if eqn.primitive.name in _ADDS_UP else 1
+    # What is run over, or carried and changed, is another in each turn; a while loop has no cotangents.
+    varies = bodies.kind == "scan" and place >= bodies.start and place - bodies.start not in unchanged(bodies)
+    if bodies.kind == "while" or varies:
+        return 1
+    inside, jaxprs = place - (bodies.kind == "cond"), [opened(body)[0] for body in bodies.jaxprs]
+    each = max(_terms_in(jaxpr, jaxpr.invars[inside]) for jaxpr in jaxprs)
+    return max(each, 1) * (size_of([eqn.params["length"]]) if bodies.kind == "scan" else 1)
+
+
+def _terms_in(jaxpr: Any, var: Any) -> float:
+    """As :func:`_terms`, of all equations of a program that read a variable, or what is only moved of it."""
+    readers: Any = _READERS.get(jaxpr)
+    if readers is None:
+        readers = _READERS[jaxpr] = collections.defaultdict(list)
+        for eqn in jaxpr.eqns:
+            for place, atom in enumerate(eqn.invars):
+                if not is_literal(atom):
+                    readers[atom].append((eqn, place))
+    total = 0.0
+    for eqn, place in readers.get(var, ()):
+        is_moved = len(eqn.outvars) == 1 and eqn.primitive.name in PICKS
+        total += _terms(eqn, place) * (max(_terms_in(jaxpr, eqn.outvars[0]), 1) if is_moved else 1)
+    return total
+
+
+_READERS: Any = weakref.WeakKeyDictionary()
+
+
+def _repeats(eqn: Any, shape: Any) -> float:
+    """How often an equation of ``_ADDS_UP`` reads an element of an operand of this shape, at most."""
+    if eqn.primitive.name in _SCATTERED:
+        return size_of(eqn.invars[1].aval.shape[:-1])
+    if eqn.primitive.name == "gather":
+        batch = eqn.params["dimension_numbers"].start_indices_batching_dims
+        return size_of([size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch])
+    return size_of(eqn.outvars[0].aval.shape) / max(size_of(shape), 1)
+
+
+def _is_long(eqn: Any, shape: Any) -> bool:
+    """Whether more than ``MAX_TERMS`` cotangents meet in an element of an operand of this shape."""
+    return eqn.primitive.name in _ADDS_UP and _repeats(eqn, shape) > MAX_TERMS
+
+
+def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Bind an equation of ``MAY_SUM`` to other ``operands``, whose cotangents are summed in float32."""
+    value, float32 = operands[0], np.dtype(np.float32)
+    if value.dtype.itemsize != 2:
+        return bound(eqn, operands, _params(eqn, value.dtype))
+    if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
+        params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
+        return [_cast.bind(value, **params, sharding=None)]
+    wide_of: dict[int, Any] = {}  # an operand that stands in several places is cast once
+    for operand in operands:
+        if id(operand) not in wide_of:
+            is_half = operand.dtype == value.dtype
+            wide_of[id(operand)] = jax.lax.convert_element_type(operand, float32) if is_half else operand
+    wide = [wide_of[id(operand)] for operand in operands]
+    (result,) = bound(eqn, wide, _params(eqn, float32))
+    return [jax.lax.convert_element_type(result, value.dtype)]
+
+
+def _params(eqn: Any, dtype: np.dtype) -> Any:
+    """Those of an equation on operands of ``dtype``: an extreme's hold a program that compares two updates."""
+    is_other = eqn.primitive.name in _SCATTERED and eqn.outvars[0].aval.dtype != dtype
+    return params_in_dtype(eqn, dtype, False) if is_other else eqn.params
+
+
+def cast_repeated(value: Any, dtype: np.dtype, aval: Any, like: Sequence[Any]) -> Any:
+    """Return ``value`` in ``dtype``, repeated along leading axes and those of size 1 to the shape of ``aval``.
+
+    Args:
+      value: a floating array.
+      dtype: a floating dtype.
+      aval: a type with the shape of the result, and its sharding on a mesh with Explicit axes.
+      like: other operands of the reader. If a ``jax.vmap`` maps over one of these, the result is repeated for each
+        example.
+    """
+    axes = tuple(range(aval.ndim - value.ndim, aval.ndim))
+    sharding = aval.sharding if has_explicit_axes(value) else None
+    return _cast.bind(value, *like, dtype=dtype, shape=aval.shape, axes=axes, sharding=sharding)
+
+
+def _forward(value: Any, *_: Any, dtype: np.dtype, shape: Any, axes: Any, sharding: Any, **__: Any) -> Any:
+    return jax.lax.broadcast_in_dim(value.astype(dtype), shape, axes, out_sharding=sharding)
+
+
+def _derivative(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    value, *like = primals
+    out, tangent = _cast.bind(value, *like, **params), tangents[0]
+    if type(tangent) is ad.Zero:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _cast.bind(tangent, *like, **params)
+
+
+def _backward(
+    cotangent: Any,
+    value: Any,
+    *like: Any,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    sharding: Any,
+) -> list[Any]:
+    rest = [None] * len(like)
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(value.aval), *rest]
+    old = dict(zip(axes, value.aval.shape, strict=True))
+    summed = tuple(axis for axis, size in enumerate(shape) if old.get(axis) != size)
+    info = jnp.finfo(dtype)
+    cotangent = jax.lax.reduce_precision(cotangent, info.nexp, info.nmant)
+    total = jnp.sum(cotangent.astype(value.aval.dtype), summed)
+    ones = [n for n, axis in enumerate(axes) if axis in summed]
+    return [jnp.expand_dims(total, ones) if ones else total, *rest]
+
+
+def _batch(operands: Any, batched: Any, *, shape: Any, axes: Any, sharding: Any, **params: Any) -> Any:
+    size = next(x.shape[axis] for x, axis in zip(operands, batched, strict=True) if axis is not None)
+    value, *like = (x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, batched, strict=True))
+    first = () if batched[0] is None else (0,)
+    axes = (*first, *(axis + 1 for axis in axes))
+    sharding = sharding and sharding.update(spec=jax.sharding.PartitionSpec(None, *sharding.spec))
+    return _cast.bind(value, *like, shape=(size, *shape), axes=axes, sharding=sharding, **params), 0
+
+
+def _result_type(aval: Any, *_: Any, dtype: np.dtype, shape: Any, sharding: Any, **__: Any) -> Any:
+    there = {} if sharding is None else {"sharding": sharding}
+    return aval.update(dtype=dtype, shape=shape, weak_type=False, **there)
+
+
+_cast.def_impl(_forward)
+_cast.def_abstract_eval(_result_type)
+ad.primitive_jvps[_cast] = _derivative
+ad.primitive_transposes[_cast] = _backward
+mlir.register_lowering(_cast, mlir.lower_fun(_forward, multiple_results=False))
+batching.primitive_batchers[_cast] = _batch

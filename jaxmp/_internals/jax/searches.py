@@ -1,0 +1,101 @@
+"""Loops that run until what their products compute converges."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._internals.jax.primitives import PICKS
+from jaxmp._internals.jax.reading import Bodies, bodies_of, opened
+from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
+
+
+class _Origin(enum.IntEnum):
+    """How a value of a turn depends on products."""
+
+    FIXED = 0
+    """Not at all, or by way of integers, such as a token or a count."""
+    SUM = 1
+    """It is a carry, or a carry to which the turn adds something: time, to which it adds a step."""
+    ANEW = 2
+    """The turn computes it anew: a residual, a step, an error estimate."""
+
+
+FIXED, SUM, ANEW = _Origin
+_MOVES = PICKS | {"convert_element_type", "reduce_max", "reduce_min", "stop_gradient"}
+_BOUNDS = frozenset({"max", "min", "clamp", "concatenate", "pad"})
+_ADDS = frozenset({"add", "sub", "add_any"})
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+
+def is_search(bodies: Bodies) -> bool:
+    """Return whether a while loop runs until something that its products compute converges.
+
+    It does if the condition reads a value that each turn computes anew from a product, such as a residual. A carry
+    that each turn adds to is not computed anew: a condition that compares it with a number asks for time.
+    """
+    condition, turn = (opened(jaxpr)[0] for jaxpr in bodies.jaxprs)
+    carry = _of_carry(turn, bodies, [FIXED] * bodies.carry)  # ANEW where a product has a part in it, in any turn
+    sums = [SUM if origin is ANEW else FIXED for origin in carry]  # as if all of these were sums
+    carry = _of_carry(turn, bodies, sums)
+    return _origins(condition, [*[FIXED] * bodies.consts, *carry])[0] is ANEW
+
+
+def _of_carry(turn: Any, bodies: Bodies, carry: list[_Origin]) -> list[_Origin]:
+    """Return the origins of the carry, repeated until no turn raises one."""
+    consts = [FIXED] * (bodies.start - bodies.consts)
+    while True:
+        results = _origins(turn, [*consts, *carry])
+        raised = [max(old, new) for old, new in zip(carry, results, strict=True)]
+        if raised == carry:
+            return carry
+        carry = raised
+
+
+def _origins(jaxpr: Any, operands: Sequence[_Origin]) -> list[_Origin]:
+    """Return the origins of the results of an open jaxpr."""
+    return interpreted(jaxpr, [FIXED] * len(jaxpr.constvars), operands, _of_equation, lambda _: FIXED)
+
+
+def _of_equation(eqn: Any, operands: list[_Origin]) -> list[_Origin]:
+    bodies = bodies_of(eqn)
+    if bodies is None:
+        results = [_of_operation(eqn.primitive.name, operands)] * len(eqn.outvars)
+    elif bodies.kind == "call":
+        results = _origins(opened(bodies.jaxprs[0])[0], operands)
+    elif bodies.kind == "cond":
+        branches = [_origins(opened(branch)[0], operands[1:]) for branch in bodies.jaxprs]
+        results = [_selected(operands[0], ends) for ends in zip(*branches, strict=True)]
+    else:
+        inside = (inner.primitive.name for body in bodies.jaxprs for inner in equations(body))
+        is_computed = max(operands, default=FIXED) > FIXED or not PRODUCTS.isdisjoint(inside)
+        results = [ANEW if is_computed else FIXED] * len(eqn.outvars)
+    return [
+        FIXED if jax.numpy.issubdtype(var.aval.dtype, np.integer) else origin
+        for var, origin in zip(eqn.outvars, results, strict=True)
+    ]
+
+
+def _of_operation(name: str, operands: Sequence[_Origin]) -> _Origin:
+    highest = max(operands, default=FIXED)
+    if name in PRODUCTS:
+        return ANEW
+    if name == "select_n":
+        return _selected(operands[0], operands[1:])
+    if highest is FIXED or name in _MOVES or name in _BOUNDS:
+        return highest
+    if name in _ADDS and SUM in operands:
+        return SUM
+    if name in _COMPARISONS and highest is SUM:
+        return FIXED
+    return ANEW
+
+
+def _selected(which: _Origin, cases: Sequence[_Origin]) -> _Origin:
+    """The origin of one of several values: a step that is taken or not is one of a sum all the same."""
+    highest = max(cases)
+    return ANEW if which is ANEW and highest is FIXED else highest

@@ -1,0 +1,75 @@
+"""What of a program under ``jax.vmap`` is the same for all examples, and what is another for each.
+
+A program sees the batches of its own arguments only. In the bodies of its equations, which are traced for one example,
+it is known from what goes into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jaxmp._internals.jax.invariants import same_inside, same_values
+from jaxmp._internals.jax.reading import Bodies, batches_around, is_batched, is_literal
+
+Same = Sequence[Sequence[bool]]
+"""For each ``jax.vmap`` around, whether its examples share each of some operands or arguments."""
+
+
+class Examples:
+    """The examples of each ``jax.vmap`` around a program, which is read equation by equation.
+
+    Attributes:
+      are_many: whether anything is another for each.
+      same: which operands of the equation at hand they share.
+      others: the batched ones, of which some ``jax.vmap`` has another for each of its examples.
+    """
+
+    def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
+        """``same`` says of the arguments of an open jaxpr what they do not show if it is a body of another."""
+        self._batches = batches_around() if same is None else []
+        if same is None:
+            same = [[not is_batched(value, batch) for value in (*args, *consts)] for batch in self._batches]
+        self.are_many = not all(map(all, same))
+        self._same = [same_values(jaxpr, each) for each in same] if self.are_many and not self._batches else []
+        self.same: Same = ()
+        self.others: Sequence[Any] = ()
+
+    def at(self, eqn: Any, operands: Sequence[Any]) -> None:
+        """Goes to an equation."""
+        columns = [self._who_share(atom, value) for atom, value in zip(eqn.invars, operands, strict=True)]
+        self.same = tuple(zip(*columns, strict=True))
+        self.others = [value for value, same in zip(operands, columns, strict=True) if not all(same)]
+
+    def _who_share(self, atom: Any, value: Any) -> list[bool]:
+        """For each ``jax.vmap`` whether its examples share a value, there the ``atom``: as it shows, or is known."""
+        if self._batches:
+            return [not is_batched(value, batch) for batch in self._batches]
+        return [is_literal(atom) or atom in same for same in self._same]
+
+    def meets_batched(self, atom: Any, value: Any) -> bool:
+        """Whether all examples of one ``jax.vmap`` share this value, and the equation reads batched ones beside it."""
+        if not self.others:
+            return False
+        pairs = zip(self.same, self._who_share(atom, value), strict=True)
+        return any([own and False in same for same, own in pairs])
+
+    def repeated(self, bodies: Bodies | None) -> Collection[int]:
+        """The places of operands of the equation at hand, if it has bodies, that all share and JAX repeats for each.
+
+        That is what is carried, if it is batched after a turn; and all that branches read, if their index is batched.
+        """
+        if bodies is None or bodies.kind == "while":  # which has no cotangents
+            return ()
+        found = set[int]()
+        for same in self.same:
+            inside = same_inside(bodies, same)[0]
+            first = len(same) - len(inside)  # an index
+            found.update(n for n, stays in enumerate(inside, first) if same[n] and not stays)
+        return found
+
+
+def same_in_bodies(bodies: Bodies, same: Same) -> list[Same]:
+    """For each body of an equation which of its arguments examples share; ``same`` says it of the operands."""
+    each = [same_inside(bodies, of_one) for of_one in same]
+    return [[inside[number] for inside in each] for number in range(len(bodies.jaxprs))]

@@ -1,1 +1,0 @@
-"""The only room that touches JAX's internals."""

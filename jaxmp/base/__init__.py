@@ -1,0 +1,1 @@
+"""Dtypes, number formats, tables, hardware and pytrees: what every other folder reads."""

@@ -1,0 +1,144 @@
+"""The table of floating-point formats, read off their bit patterns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.base import dtypes
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """What one floating-point format can represent.
+
+    Attributes:
+      name: the dtype's name.
+      bits: width of a number, the sign bit included.
+      exponent_bits: width of the exponent field.
+      mantissa_bits: stored bits of the significand; a normal number has one more, which is always 1.
+      bias: what is subtracted from the exponent field.
+      min_exponent: binary exponent of the smallest normal number.
+      max_exponent: binary exponent of the largest finite number.
+      digits: decimal digits of a normal number, ``(mantissa_bits + 1) * log10(2)``.
+      largest: the largest finite number.
+      smallest_normal: the smallest positive number of full precision.
+      smallest_subnormal: the smallest positive number.
+      eps: the distance from 1 to the next larger number.
+      has_infinity: whether overflow can give an infinity.
+      has_nan: whether there is a NaN.
+    """
+
+    name: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    min_exponent: int
+    max_exponent: int
+    digits: float
+    largest: float
+    smallest_normal: float
+    smallest_subnormal: float
+    eps: float
+    has_infinity: bool
+    has_nan: bool
+
+
+def formats() -> tuple[Format, ...]:
+    """Every format that jaxmp knows, widest first. TensorFloat-32, which is not a dtype, comes from its bit layout.
+
+    >>> {row.name: row.largest for row in jaxmp.base.formats.formats()}["float16"]
+    65504.0
+    """
+    rows = [format_of(getattr(jnp, name)) for name in dtypes.NAMES]
+    # NVIDIA A100 architecture whitepaper (2020): the range of float32, the precision of float16
+    rows.append(ieee_format("tensorfloat32", exponent_bits=8, mantissa_bits=10))
+    return tuple(sorted(rows, key=lambda row: (-row.bits, -row.exponent_bits, -row.mantissa_bits)))
+
+
+def format_of(dtype: np.typing.DTypeLike) -> Format:
+    """The format of a floating dtype, found by decoding bit patterns: nothing is looked up.
+
+    Positive numbers are ordered as their bit patterns are, the finite ones first, so the limits are at known patterns
+    or found by bisection.
+
+    Raises:
+      ValueError: not a floating dtype, or one without a sign bit on top (float8_e8m0fnu, float4_e2m1fn).
+
+    >>> jaxmp.base.formats.format_of("float16").smallest_subnormal
+    5.960464477539063e-08
+    """
+    dtype = dtypes.canonical_dtype(dtype)
+    bits = 8 * dtype.itemsize
+
+    def decode(pattern: int) -> float:
+        return float(np.array(pattern, f"uint{bits}").view(dtype))
+
+    def is_finite(pattern: int) -> bool:
+        return math.isfinite(decode(pattern))
+
+    one = int(np.ones((), dtype).view(f"uint{bits}"))
+    if jnp.finfo(dtype).bits != bits or decode(one | 1 << (bits - 1)) != -1.0:
+        raise ValueError(
+            f"format_of reads formats of whole bytes whose top bit is the sign, got {dtype.name}; "
+            f"those of formats() are {', '.join(dtypes.NAMES)}"
+        )
+    eps = decode(one + 1) - 1.0
+    mantissa_bits = -round(math.log2(eps))
+    finite, beyond = one, 1 << (bits - 1)  # 1.0 is finite; `beyond` has the sign bit set
+    while beyond - finite > 1:
+        middle = (finite + beyond) // 2
+        finite, beyond = (middle, beyond) if is_finite(middle) else (finite, middle)
+    special = [decode(pattern) for pattern in (finite + 1, (1 << (bits - 1)) - 1, 1 << (bits - 1))]
+    return _format(
+        dtype.name,
+        bits - 1 - mantissa_bits,
+        mantissa_bits,
+        bias=one >> mantissa_bits,
+        largest=decode(finite),
+        smallest_normal=decode(1 << mantissa_bits),
+        smallest_subnormal=decode(1),
+        eps=eps,
+        has_infinity=any(math.isinf(value) for value in special),
+        has_nan=any(math.isnan(value) for value in special),
+    )
+
+
+def ieee_format(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
+    """The format with this layout by the rules of IEEE 754: the top exponent is kept for infinity and NaN.
+
+    >>> jaxmp.base.formats.ieee_format("binary16", 5, 10).largest
+    65504.0
+    """
+    bias = 2 ** (exponent_bits - 1) - 1
+    return _format(
+        name,
+        exponent_bits,
+        mantissa_bits,
+        bias=bias,
+        largest=math.ldexp(2.0 - 2.0**-mantissa_bits, bias),
+        smallest_normal=math.ldexp(1.0, 1 - bias),
+        smallest_subnormal=math.ldexp(1.0, 1 - bias - mantissa_bits),
+        eps=math.ldexp(1.0, -mantissa_bits),
+        has_infinity=True,
+        has_nan=True,
+    )
+
+
+def _format(name: str, exponent_bits: int, mantissa_bits: int, **measured: Any) -> Format:
+    """A row, with what follows from the others filled in."""
+    return Format(
+        name=name,
+        bits=1 + exponent_bits + mantissa_bits,
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
+        min_exponent=round(math.log2(measured["smallest_normal"])),
+        max_exponent=math.frexp(measured["largest"])[1] - 1,
+        digits=(mantissa_bits + 1) * math.log10(2.0),
+        **measured,
+    )

@@ -1,0 +1,252 @@
+"""What the attached device computes fast, and the policy that follows from it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import re
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxmp.base.cache_keys import assumed_hardware
+from jaxmp.base.dtypes import nearest
+
+# Tensor cores by compute capability, from the CUDA programming guide and the architecture whitepapers (Volta, Turing,
+# Ampere, Ada, Hopper, Blackwell). mxfp8 is float8 with one scale per block of 32 (the OCP microscaling formats).
+_SINCE = (
+    ((7, 0), ("float16",)),
+    ((7, 2), ("int8",)),
+    ((8, 0), ("bfloat16", "tensorfloat32")),
+    ((8, 9), ("float8_e4m3fn", "float8_e5m2")),
+    ((10, 0), ("mxfp8", "float4_e2m1fn")),
+)
+# Turing chips (TU116, TU117) that report compute capability 7.5 and have no tensor cores
+_TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
+
+_COLUMNS = (("float32",), ("tensorfloat32",), ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2"), ("int8",))
+# Peak rates by device kind, dense (no structured sparsity), with float32 accumulation: TFLOP/s for the dtypes of each
+# of _COLUMNS (int8: TOP/s), then GB/s of memory. Names are matched whole: a MIG slice or a laptop part has other rates.
+# These are the vendors' nominal figures as remembered, a few of them compared with third-party pages; none has been
+# checked against its datasheet. Good for orientation: for utilisation measure the device's own ceiling.
+_PEAKS: dict[str, tuple[float | None, ...]] = {
+    "Tesla V100-SXM2-16GB": (15.7, None, 125, None, None, 900),
+    "Tesla V100-SXM2-32GB": (15.7, None, 125, None, None, 900),
+    "Tesla V100-PCIE-16GB": (14, None, 112, None, None, 900),
+    "Tesla V100-PCIE-32GB": (14, None, 112, None, None, 900),
+    "Tesla T4": (8.1, None, 65, None, 130, 320),
+    "NVIDIA A10": (31.2, 62.5, 125, None, 250, 600),
+    "NVIDIA A30": (10.3, 82, 165, None, 330, 933),
+    "NVIDIA A100-SXM4-40GB": (19.5, 156, 312, None, 624, 1555),
+    "NVIDIA A100-SXM4-80GB": (19.5, 156, 312, None, 624, 2039),
+    "NVIDIA A100-PCIE-40GB": (19.5, 156, 312, None, 624, 1555),
+    "NVIDIA A100 80GB PCIe": (19.5, 156, 312, None, 624, 1935),
+    "NVIDIA GeForce RTX 3090": (35.6, 35.6, 71, None, 284, 936),
+    "NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2, 330.3, 660.6, 1008),
+    "NVIDIA GeForce RTX 5090": (104.8, 104.8, 209.5, 419, 838, 1792),
+    "NVIDIA L4": (30.3, 60, 121, 242.5, 242.5, 300),
+    "NVIDIA L40S": (91.6, 183, 362, 733, 733, 864),
+    "NVIDIA H100 80GB HBM3": (67, 494.7, 989.4, 1978.9, 1978.9, 3350),
+    "NVIDIA H100 NVL": (60, 417.5, 835.5, 1670.5, 1670.5, 3900),
+    "NVIDIA H100 PCIe": (51, 378, 756, 1513, 1513, 2000),
+    "NVIDIA H200": (67, 494.7, 989.4, 1978.9, 1978.9, 4800),
+    "NVIDIA B200": (75, 1100, 2250, 4500, 4500, 7700),
+    "TPU v4": (None, None, 275, None, 275, 1228),
+    "TPU v5 lite": (None, None, 197, None, 394, 819),
+    "TPU v5": (None, None, 459, None, 918, 2765),
+    "TPU v6 lite": (None, None, 918, None, 1836, 1640),
+}
+
+
+GPUS = {
+    "h200": ("NVIDIA H200", "9.0"),
+    "h100": ("NVIDIA H100 80GB HBM3", "9.0"),
+    "a100": ("NVIDIA A100-SXM4-80GB", "8.0"),
+    "b200": ("NVIDIA B200", "10.0"),
+    "l4": ("NVIDIA L4", "8.9"),
+    "t4": ("Tesla T4", "7.5"),
+}
+"""Short names of GPUs, which need not be there: the device kind, and the compute capability."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """One device, as far as precision is concerned.
+
+    Attributes:
+      name: the device kind, as JAX reports it.
+      platform: ``"gpu"``, ``"tpu"``, ``"cpu"`` or whatever the backend calls itself.
+      compute_capability: NVIDIA's, as in ``"9.0"``, or what another backend has there (``"gfx942"``); None without one.
+      tensor_cores: dtypes whose products run on tensor cores (a TPU's matrix unit); ``"tensorfloat32"`` is how float32
+        products may run there, ``"mxfp8"`` is block-scaled float8.
+      peak_tflops: the vendor's nominal TFLOP/s by dtype, dense, not checked here; empty where not known.
+      peak_bandwidth: bytes per second of the device's memory; None where not known.
+      recommended_policy: a name that :func:`jaxmp.get_policy` reads.
+      reason: why that policy, in one sentence.
+    """
+
+    name: str
+    platform: str
+    compute_capability: str | None
+    tensor_cores: tuple[str, ...]
+    peak_tflops: dict[str, float] = dataclasses.field(hash=False)
+    peak_bandwidth: float | None
+    recommended_policy: str
+    reason: str
+
+
+def detect(device: Any = None) -> Hardware:
+    """What ``device`` computes fast, and the policy to train with there.
+
+    It is a device of JAX, or the name of a GPU in :data:`GPUS`; by default the first local one, or the :func:`assumed`.
+
+    An unknown device is never an error: it gets float32, which is right everywhere, and a reason that says so.
+
+    Raises:
+      RuntimeError: from JAX, when no device was given and the backend cannot start.
+      ValueError: an unknown name.
+
+    >>> jaxmp.hardware.detect(jax.devices("cpu")[0]).recommended_policy
+    'float32'
+    """
+    device = assumed_hardware.value if device is None else device
+    device = jax.local_devices()[0] if device is None else gpu_named(device) if isinstance(device, str) else device
+    name, platform = str(device.device_kind), str(device.platform)
+    capability = getattr(device, "compute_capability", None)
+    cores = _tensor_cores(name, platform, capability)
+    policy, reason = _recommend(name, platform, capability, cores)
+    tflops, bandwidth = _peaks(name, cores)
+    return Hardware(
+        name=name,
+        platform=platform,
+        compute_capability=None if capability is None else str(capability),
+        tensor_cores=cores,
+        peak_tflops=tflops,
+        peak_bandwidth=bandwidth,
+        recommended_policy=policy,
+        reason=reason,
+    )
+
+
+@contextlib.contextmanager
+def assumed(name: str) -> Iterator[None]:
+    """A context in which programs are traced for a GPU of :data:`GPUS`, which need not be there.
+
+    What depends on the device while a function is traced, as float8 products and the update of a train step do, is then
+    as on that one: compiling for an absent GPU needs it. :mod:`jaxmp.inspect` does it by itself where it is given a
+    ``device``.
+
+    Raises:
+      ValueError: an unknown name.
+
+    >>> with jaxmp.hardware.assumed("h200"):
+    ...     jaxmp.hardware.recommended_policy()
+    'mixed_bfloat16'
+    """
+    gpu_named(name)
+    with assumed_hardware(name):
+        yield
+
+
+def gpu_named(name: str) -> Any:
+    """What stands for the device of that name in :data:`GPUS`.
+
+    Raises:
+      ValueError: there are no figures of it.
+    """
+    if name not in GPUS:
+        raise ValueError(
+            f"device is None, for the one that is attached, or one of {', '.join(GPUS)}, got {name!r}; nearest: "
+            f"{nearest(str(name), GPUS)}. Another GPU is a row here and in jaxmp/inspect/program/targets.py"
+        )
+    kind, capability = GPUS[name]
+    return types.SimpleNamespace(device_kind=kind, platform="gpu", compute_capability=capability)
+
+
+def recommended_policy(device: Any = None) -> str:
+    """The name of the policy to train with on ``device``, which :func:`detect` is given.
+
+    >>> jaxmp.hardware.recommended_policy(jax.devices("cpu")[0])
+    'float32'
+    """
+    return detect(device).recommended_policy
+
+
+def align_dim(n: int, divisor: int = 8) -> int:
+    """``n`` rounded up to a multiple of ``divisor``, which is what tensor cores want of the dimensions of a product.
+
+    8 suits 16-bit operands, 16 suits 8-bit ones, 64 wastes the least on an A100 and later (NVIDIA, "Matrix
+    Multiplication Background User's Guide").
+
+    Raises:
+      TypeError: ``n`` or ``divisor`` is not an integer.
+      ValueError: ``n`` or ``divisor`` is not positive.
+
+    >>> jaxmp.hardware.align_dim(50257)
+    50264
+    >>> jaxmp.hardware.align_dim(50257, 64)
+    50304
+    """
+    n, divisor = _positive("n", n), _positive("divisor", divisor)
+    return -(-n // divisor) * divisor
+
+
+def _positive(what: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"align_dim takes whole numbers, got {what}={value!r} of type {type(value).__name__}; write int({value!r}) "
+            "if that is the size meant"
+        )
+    number = operator.index(value)
+    if number <= 0:
+        raise ValueError(f"align_dim takes positive sizes, got {what}={number}; a dimension has at least one entry")
+    return number
+
+
+def _parse(capability: Any) -> tuple[int, int] | None:
+    """NVIDIA's compute capability as a pair; None for everything else (``"gfx942"``, None)."""
+    match = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(capability))
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _tensor_cores(name: str, platform: str, capability: Any) -> tuple[str, ...]:
+    if platform == "tpu":
+        return ("bfloat16", "int8") if name in _PEAKS else ("bfloat16",)
+    version = _parse(capability)
+    if version is None or _TURING_WITHOUT.search(name):
+        return ()
+    return tuple(dtype for since, dtypes in _SINCE if version >= since for dtype in dtypes)
+
+
+def _peaks(name: str, cores: tuple[str, ...]) -> tuple[dict[str, float], float | None]:
+    if name not in _PEAKS:
+        return {}, None
+    *rates, bandwidth = _PEAKS[name]
+    return {
+        dtype: float(rate)
+        for dtypes, rate in zip(_COLUMNS, rates, strict=True)
+        for dtype in dtypes
+        if rate is not None and (dtype == "float32" or dtype in cores)
+    }, None if bandwidth is None else bandwidth * 1e9
+
+
+def _recommend(name: str, platform: str, capability: Any, cores: tuple[str, ...]) -> tuple[str, str]:
+    if platform == "cpu":
+        return "float32", "a CPU computes half precision more slowly than float32"
+    if platform == "tpu" or "bfloat16" in cores:
+        unit = "the matrix unit multiplies" if platform == "tpu" else "tensor cores multiply"
+        return "mixed_bfloat16", f"{unit} bfloat16, whose range is float32's: no loss scale is needed"
+    if "float16" in cores:
+        return "mixed_float16", (
+            "tensor cores multiply float16 and not bfloat16; small gradients vanish in float16 without a loss scale: "
+            "wrap the optimizer, jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())"
+        )
+    if _parse(capability) is not None:
+        return "float32", f"{name} has no tensor cores: half precision would save memory and no time"
+    return "float32", (
+        f"what {name} computes fast is not known to jaxmp; float32 is right on every device. Where the vendor says "
+        "that bfloat16 is fast, mixed_bfloat16 is worth a measurement"
+    )

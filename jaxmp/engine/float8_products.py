@@ -1,0 +1,161 @@
+"""Which products of a program are float8: large ones of a weight, in code whose policy has a recipe.
+
+The engine asks when it reads a product, and is answered once it has decided which products are half.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.walk import PRODUCTS, walk
+from jaxmp.engine.classes import Class, Kind, primitives_of
+from jaxmp.engine.marks import DECIDED, WITH_RULE
+from jaxmp.policy import float8
+
+_recipe = functools.cache(float8.get_recipe)
+_MARK = re.compile(r"jaxmp\.(precision|compute)\([\w:]*(?:;recipe=(.+))?\)")
+_MOVES = primitives_of(Class.CLEAR) | {"convert_element_type", "concatenate", "stack", "carry", "branches"}
+_MASKING = _MOVES | {"select_n"}
+
+
+class Asked:
+    """A product in code whose policy has a recipe; true if it is float8.
+
+    Args:
+      step: of the engine's graph.
+      recipe: the policy's.
+    """
+
+    def __init__(self, step: Any, recipe: float8.Float8) -> None:
+        self._step, self._recipe = step, recipe
+
+    def __bool__(self) -> bool:
+        return self._answer[0] is not None
+
+    @property
+    def why(self) -> str:
+        """What the plan says of it: ``"; float8"``, ``"; no float8: 768 < 1536"``; nothing where it is float32."""
+        weight, reason = self._answer
+        return "; float8" if weight else reason and f"; no float8: {reason}"
+
+    @property
+    def decision(self) -> tuple[Any, ...]:
+        """What the product depends on that is written, besides its operands."""
+        return self._answer[0], self._recipe, self._is_fused, reading.may_be_skipped()
+
+    def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Its results, and the types of what it multiplies."""
+        (lhs, rhs), numbers = operands, self._step.eqn.params["dimension_numbers"]
+        weight, _ = self._answer
+        result = float8.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)
+        return [result], [jax.ShapeDtypeStruct(each.shape, self._recipe.forward) for each in operands]
+
+    @functools.cached_property
+    def _is_fused(self) -> bool:
+        """Whether XLA may add to the result in the product's kernel: it dies of a GELU in half there.
+
+        None is in sight, nor may there be one where a result of the program goes.
+        """
+
+        def follow(node: Any) -> list[Any]:
+            return [user for user in node.users if user.name not in PRODUCTS and not user.name.startswith("reduce_")]
+
+        readers = walk([self._step.node], follow)
+        return all(each.users and (each.name != "tanh" or each.dtype.itemsize > 2) for each in readers)
+
+    @functools.cached_property
+    def _answer(self) -> tuple[str | None, str]:
+        """Which operand is the weight, or None and why it is not float8."""
+        step, node, eqn = self._step, self._step.node, self._step.eqn
+        dtypes = [each and (node.compute or each.written) for each in step.operands[:2]] if node else []
+        if not dtypes or any(dtype is None or dtype.itemsize != 2 for dtype in dtypes):
+            return None, ""
+        if eqn.primitive.name != "dot_general":
+            return None, "a convolution" if "conv" in eqn.primitive.name else "a ragged product"
+        if node.dtype.itemsize != 2:
+            return None, "a float32 result"
+        if WITH_RULE in step.names:
+            return None, "in a function with a derivative rule"
+        if "transpose" in reading.scopes_and_transforms(eqn)[1]:
+            return None, "a derivative that is spelled out"
+        if any(eqn.params["dimension_numbers"][1]):
+            return None, "batched"
+        # Of two that may be the weight, in a function's first product say, it is the second, as most write it.
+        weight = "rhs" if (origins := _origins(step.operands[1])) else "lhs"
+        if not (origins := origins or _origins(step.operands[0])):
+            return None, "two activations"
+        if _is_mask(step.operands[0 if weight == "rhs" else 1]):
+            return None, "a mask or integers"
+        if _is_table(origins):
+            return None, "tied"
+        if float8.available() == "no":
+            return None, "not on this device"
+        lhs, rhs = (atom.aval for atom in eqn.invars)
+        reason = float8.refusal(lhs, rhs, eqn.params["dimension_numbers"], self._recipe, weight=weight)
+        return (None, reason) if reason else (weight, "")
+
+
+def asked(step: Any, rules: Any) -> Asked | None:
+    """The question whether a product is float8; None in code whose policy has no recipe.
+
+    Args:
+      step: of the engine's graph.
+      rules: of the whole program.
+    """
+    if DECIDED in step.names:
+        return None
+    recipe, marked = rules.float8, _marked(step.names)
+    if marked is None:
+        levels = [rules.overrides[key] for key in rules.keys_of(step.eqn.primitive.name, step.names)]
+        marked = next((level.partition("=")[2] for level in levels if "=" in level), None)
+    if marked is not None:
+        recipe = None if marked == "None" else _recipe(marked)
+    return None if recipe is None else Asked(step, recipe)
+
+
+@functools.lru_cache(maxsize=4096)
+def _marked(names: reading.Names) -> str | None:
+    """What the innermost mark that tells says: the text of a recipe, or ``"None"``; None if there is no such mark."""
+    marks = (mark for name in reversed(names) if (mark := _MARK.fullmatch(name)))
+    return next((mark[2] or "None" for mark in marks if mark[1] == "compute" or mark[2]), None)
+
+
+def _origins(node: Any) -> set[Any]:
+    """A value and all that it is made of by moves and casts of arguments and constants; nothing of another value."""
+
+    def is_moved(each: Any) -> bool:
+        # What was integers has no inputs here, and rows that were looked up belong to an example.
+        return each.inputs and each.name in _MOVES and not (each.is_looked_up and _has_rows(each))
+
+    path = {*walk([node], lambda each: each.inputs if each.name in _MOVES else ())}
+    return path if all(each.kind is Kind.SOURCE or is_moved(each) for each in path) else set()
+
+
+def _is_mask(node: Any) -> bool:
+    """Whether a value is made of integers and bools, and of numbers that these select: one-hot rows say."""
+    path = walk([node], lambda each: each.inputs if each.name in _MASKING else ())
+    is_made = any(each.name == "select_n" or not (each.inputs or each.kind is Kind.SOURCE) for each in path)
+    return is_made and all(each.name in _MASKING or not each.shape for each in path)
+
+
+def _is_table(weight: set[Any]) -> bool:
+    """Whether rows of what a weight is made of are looked up elsewhere, be it scaled before: it is an embedding."""
+
+    def follow(node: Any) -> list[Any]:
+        alike = (user for user in node.users if user.name in _MOVES or user.shape == node.shape)
+        return [user for user in alike if user.name not in PRODUCTS]
+
+    readers = {*walk(weight, follow)}
+    one_hot = any(user.name in PRODUCTS and any(map(_is_mask, user.inputs)) for each in readers for user in each.users)
+    return one_hot or any(map(_has_rows, readers - weight))
+
+
+def _has_rows(node: Any) -> bool:
+    """Whether a value is rows of a table, by indices; a single one of a stack may be the weight of a layer."""
+    return node.name == "gather" and len(node.shape) >= len(node.inputs[0].shape)

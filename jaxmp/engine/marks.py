@@ -1,0 +1,107 @@
+"""Marks on JAX's name stack: what code, or an adapter, asks of the operations that are traced within."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._internals.jax.reading import Names
+from jaxmp.engine.overrides import checked_level
+
+DECIDED = "jaxmp.decided"
+"""The scope around everything that the engine has written: an engine around it leaves it as it is."""
+_WIDENED = "jaxmp.widened"
+SPECIAL = "jaxmp.special"
+"""The scope around a special function, whose parts are polynomials and series that nobody would round."""
+OF_POLICY = "the policy of its module"
+WITH_RULE = "jaxmp.rule"
+"""The scope of the body of a function that has a derivative rule, and of the rule."""
+_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;.*)?\)")  # and the recipe of float8 products
+
+
+class Region(NamedTuple):
+    """What the marks around an operation ask of it."""
+
+    level: str | None = None  # one of LEVELS; "written" to leave it as it is; None leaves it to the engine
+    half: np.dtype | None = None  # the half dtype of the module around it; None for that of the whole program
+    asked_by: str = ""  # who asked for the level, in words
+    products: str = ""  # the matmul_precision of the module's policy, for derivative rules that are traced later
+
+
+def precision(level: str) -> contextlib.AbstractContextManager[None]:
+    """Marks the code it surrounds: within :func:`jaxmp.autocast` its operations compute in this precision.
+
+    Use it where an ``astype`` would leave no trace: in a function that autocast reads, everything is float32 already.
+    The mark is a scope on JAX's name stack, so that it holds in gradients, loops and jitted functions alike; outside of
+    autocast it changes nothing.
+
+    Args:
+      level: ``"float32"``, with products at the highest precision; ``"tensorfloat32"``, with products as JAX computes
+        them by itself; or ``"half"``, the compute dtype of the policy.
+
+    Raises:
+      ValueError: another level.
+
+    >>> def fun(x, w):
+    ...     with precision("float32"):
+    ...         return x @ w
+    >>> import jax.numpy as jnp
+    >>> from jaxmp.engine.autocast import autocast
+    >>> autocast(fun, "mixed_bfloat16")(jnp.full((1, 1), 1 / 3), jnp.ones((1, 1)))[0, 0]  # bfloat16 gives 0.33398438
+    Array(0.33333334, dtype=float32)
+    """
+    return jax.named_scope(f"jaxmp.precision({checked_level(level)})")
+
+
+def computing(
+    dtype: np.dtype | None, products: str | None = None, recipe: Any = None
+) -> contextlib.AbstractContextManager[None]:
+    """Marks the code of a module: decided on the graph in the compute dtype of its policy; None: left as written."""
+    suffix = f";recipe={recipe}" if recipe else ""
+    return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name}:{products or ''}{suffix})")
+
+
+def widened(value: jax.Array) -> jax.Array:
+    """A half ``value`` for code that is traced in float32: the engine sees through this cast to the half value."""
+    with jax.named_scope(_WIDENED):
+        return value.astype(jnp.float32)
+
+
+def is_widened(names: Names) -> bool:
+    """Whether an operation in these scopes is the cast of :func:`widened`."""
+    return bool(names) and names[-1] == _WIDENED
+
+
+@functools.lru_cache(maxsize=4096)
+def region_of(names: Names) -> Region:
+    """What the innermost marks among some scopes ask for; none outside of a module that is left as it is counts."""
+    marks = [mark.groups() for part in reversed(names) if (mark := _MARK.fullmatch(part))]
+    region = Region(products=next((products for kind, _, products in marks if kind == "compute"), ""))
+    for kind, text, _ in marks:
+        if kind == "precision" and region.level is None:
+            if text == "policy":  # it has the last word
+                return region
+            region = region._replace(level=text, asked_by=f"region jaxmp.precision({text!r})")
+        elif kind == "compute" and region.half is None:
+            if text in ("written", "float32"):
+                return region if region.level else region._replace(level=text, asked_by=OF_POLICY)
+            region = region._replace(half=np.dtype(jnp.dtype(text)))
+    return region
+
+
+@functools.lru_cache(maxsize=4096)
+def ours(names: Names) -> Names:
+    """The scopes that are jaxmp's: the marks, and what else tells how code is meant."""
+    return tuple([part for part in names if part.startswith("jaxmp.")])
+
+
+@functools.lru_cache(maxsize=4096)
+def path_of(names: Names) -> Names:
+    """The scopes without jaxmp's: modules and the author's own."""
+    return tuple(part for part in names if not part.startswith("jaxmp."))

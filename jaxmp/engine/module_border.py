@@ -1,0 +1,360 @@
+"""What the adapters for Linen and NNX have in common.
+
+A module with a ``dtype`` field computes as it is written. One that has params and no such field is traced in float32,
+and the engine decides what in it is half: half values are widened on their way into it, which the engine sees through,
+and what it computes leaves it in its compute dtype. Under autocast no field counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.program import Program, arrays_in, is_array
+from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
+from jaxmp.base import trees as _tree
+from jaxmp.base.dtypes import CASTABLE, is_half
+from jaxmp.engine.autocast import computed
+from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.graph import Graph, Step
+from jaxmp.engine.marks import computing, widened
+from jaxmp.engine.overrides import levels_of
+from jaxmp.engine.rules import Rules
+from jaxmp.policy.patterns import EVERY, OPERATIONS, Pattern, pairs_of, pattern_text
+from jaxmp.policy.policies import Policy
+from jaxmp.policy.policy_map import PolicyMap
+
+Mode = Literal["written", "float32", "autocast"] | None
+
+# --- policies ---
+
+
+def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Any]]:
+    """The policies of a model under autocast and its exceptions of operations, of what ``autocast`` is given."""
+    given = dict(pairs_of(overrides))
+    operations = {key: given.pop(key) for key in [*given] if isinstance(key, str) and key.startswith(OPERATIONS)}
+    policies = PolicyMap(PolicyMap(policy), given)
+    half = policies.compute_dtype
+    if half not in CASTABLE or not is_half(half):
+        raise ValueError(
+            f"autocast needs a policy with a half compute dtype, got {half.name}; use 'mixed_bfloat16' or "
+            "'mixed_float16'"
+        )
+    for pattern, exception in policies.rules:
+        if exception.compute_dtype not in (np.float32, half):
+            raise ValueError(
+                f"an override of autocast is 'float32' or 'half', here {half.name}, but the one for "
+                f"{pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write 'float32' or 'half'"
+            )
+    return policies, levels_of(operations, half, policies.root.float8)
+
+
+def wrong_model(value: Any, library: str, function: str) -> TypeError:
+    """Return the error for a ``value`` that is no module instance, in a call of ``jaxmp.<library>.<function>``."""
+    other = "nnx" if library == "linen" else "linen"
+    if isinstance(value, type):
+        came, remedy = f"the class {value.__name__}", f"make an instance: {value.__name__}(...)"
+    else:
+        came, remedy = full_class_name(value), f"jaxmp.{other}.{function} takes modules of flax.{other}"
+    return TypeError(f"jaxmp.{library}.{function} takes a flax.{library}.Module, got {came}; {remedy}")
+
+
+def full_class_name(value: Any) -> str:
+    """Return the class of ``value`` with its module: the value may print all of its arrays."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def is_running_in(library: str) -> bool:
+    """Whether a run of ``jaxmp.linen`` or ``jaxmp.nnx`` is under way."""
+    run = sys.modules.get(f"jaxmp.{library}.run")
+    return run is not None and run.is_running()
+
+
+# --- fields ---
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether ``dtype`` is what a policy may replace: a floating dtype, or None for "infer it"."""
+    try:
+        return dtype is None or bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+def is_default(dtype: Any, default: Any) -> bool:
+    """Whether a floating ``dtype`` (or None) is the ``default`` of its field; without a default, None is."""
+    if dtype is None or default is None or default is dataclasses.MISSING:
+        return dtype is None
+    return np.dtype(dtype) == np.dtype(default)
+
+
+class Reason(NamedTuple):
+    """The reason why a module does not compute in half.
+
+    Attributes:
+      override: the key of the override that says so; None if it is the module's own dtype.
+      dtype: the dtype in which it computes.
+    """
+
+    override: str | None
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"its own dtype={self.dtype.name}" if self.override is None else f"override {self.override!r}"
+
+
+def reason_not_half(
+    policy: Policy, computes: np.dtype, pattern: Pattern | None, operations: Iterable[tuple[str, str]] = ()
+) -> Reason | None:
+    """Return the reason why a module that ``computes`` in some dtype is not half; None if it is.
+
+    Args:
+      policy: the policy of the module.
+      computes: its compute dtype, or the dtype that its author wrote.
+      pattern: the override that the policy comes from, if any.
+      operations: the overrides of operations; without a pattern they count if they name every product.
+    """
+    if not is_half(computes):
+        is_written = computes != policy.compute_dtype
+        return Reason(None if is_written else pattern_text(pattern or "**"), computes)
+    if pattern is not None:
+        return None
+    for key, level in operations:
+        if key in (f"class:{Class.HALF}", EVERY) and level in ("float32", "tensorfloat32"):
+            return Reason(key, np.dtype("float32"))
+    return None
+
+
+class NotHalf(NamedTuple):
+    """A module that a half policy leaves in another dtype.
+
+    Attributes:
+      name: its path; of a root its class.
+      reason: the override, or the dtype that its author wrote.
+      has_matrix: whether it has params with two axes or more, as products take them.
+    """
+
+    name: str
+    reason: Reason
+    has_matrix: bool
+
+
+class ProductsCheck:
+    """Raise a ValueError if a half policy changes no product of a call of a whole model.
+
+    The engine reports the program of the call, the run of the model the modules that are not half, in either order.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._graph: Graph | None = None
+        self._modules: Sequence[NotHalf] | None = None
+
+    def decided(self, graph: Graph) -> None:
+        """Take the program of the call, once the engine has decided it."""
+        self._graph = graph
+        self._check()
+
+    def ran(self, modules: Sequence[NotHalf]) -> None:
+        """Take the modules that are not half; none if a part of the model was not called."""
+        self._modules = modules
+        self._check()
+
+    def _check(self) -> None:
+        if self._graph is None or self._modules is None:
+            return
+        graph, self._graph = self._graph, None  # derivative rules, which keep the rules of the call, keep this too
+        if self._modules and _has_no_half_product(graph):
+            modules = [module for module in self._modules if module.has_matrix] or self._modules
+            raise ValueError(_unchanged(self._policy, modules))
+
+
+def _has_no_half_product(graph: Graph) -> bool:
+    """Whether a decided program has products under a module or an override, and none of all its products is half."""
+    products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
+    if any(_is_half(*product) for product in products):
+        return False
+    closed = [step for step in graph.steps if step.bodies is None]  # what the engine does not look into
+    inside = [(step, eqn) for step in closed for jaxpr in jaxprs_in(step.eqn) for eqn in equations(jaxpr)]
+    products += [(step, eqn) for step, eqn in inside if eqn.primitive.name in PRODUCTS]
+    are_asked = any(step.region.level or (step.node and step.node.asked) for step, _ in products)
+    are_half = any(_is_half(*product) for product in products) or any(_may_multiply(step.eqn) for step in closed)
+    return are_asked and not are_half
+
+
+def _is_half(step: Step, eqn: Any) -> bool:
+    """Whether a product, that of a step or one inside of it, has half operands or a half result; float8 ones too."""
+    compute = step.node.compute if step.node is not None and eqn is step.eqn else None
+    return _is_narrow(compute) if compute is not None else any(map(_is_narrow_array, (*eqn.invars, *eqn.outvars)))
+
+
+def _may_multiply(eqn: Any) -> bool:
+    """Whether an equation may be a product in half for all that is known: a kernel of several half arrays, cuDNN's."""
+    is_unknown = classify(eqn.primitive.name) in (Class.OPAQUE, None)
+    return is_unknown and sum(map(_is_narrow_array, eqn.invars)) > 1
+
+
+def _is_narrow_array(atom: Any) -> bool:
+    return _is_narrow(getattr(atom.aval, "dtype", None))
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
+
+
+def _unchanged(policy: Policy, modules: Sequence[NotHalf]) -> str:
+    shown = ", ".join(f"{module.name} ({module.reason})" for module in modules[:8])
+    more = ", …" if len(modules) > 8 else ""
+    if any(module.reason.override is not None for module in modules):
+        remedy = "Drop the override, or narrow its pattern."
+    else:
+        remedy = f"To overrule the dtype of a module, override it: overrides={{'**': '{policy}'}}."
+    rule = f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was"
+    return f"{rule}: {shown}{more}.\n{remedy}"
+
+
+# --- borders ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """How the code of a module is computed.
+
+    Attributes:
+      policy: what it computes in.
+      mode: ``"written"`` if it computes as it is written, in the dtype of its field; ``"float32"`` if it is traced in
+        float32, and hands out what the engine decides; ``"autocast"`` if autocast decides on the whole model; None if
+        it is traced on the dtypes that come in, and decided on the graph.
+      asked: what an override asks of autocast.
+      not_half: the reason why it is not half; None if it is.
+    """
+
+    policy: Policy
+    mode: Mode
+    asked: str | None = None
+    not_half: Reason | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether its code is traced in float32."""
+        return self.mode == "float32"
+
+    def called_by(self, caller: Treatment | None) -> Treatment:
+        """How it is computed where it is called: traced on float32 if that is what its ``caller`` has to give.
+
+        Half results of its submodules beside that would be widened for good.
+        """
+        is_given_float32 = self.mode is None and caller is not None and caller.is_float32
+        return dataclasses.replace(self, mode="float32") if is_given_float32 else self
+
+    def mark(self) -> contextlib.AbstractContextManager[None]:
+        """What tells the engine how to compute the code of a method."""
+        if self.mode == "autocast":
+            return jax.named_scope(f"jaxmp.precision({self.asked})") if self.asked else contextlib.nullcontext()
+        dtype = None if self.mode == "written" else self.policy.compute_dtype
+        return computing(dtype, self.policy.matmul_precision, self.policy.float8)
+
+    def products(self, caller: Treatment | None, ambient: str | None) -> contextlib.AbstractContextManager[Any]:
+        """The precision of products, where it is not that of the module that calls; ``ambient``: that around them all.
+
+        Only where it changes: a module may have set a precision of its own around a submodule.
+        """
+        wanted = self.policy.matmul_precision
+        if self.mode == "autocast" or wanted == (caller.policy.matmul_precision if caller else None):
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(wanted or ambient)
+
+
+def handed_out(
+    result: Any, own: Treatment, caller: Treatment | None, given: set[int], arrays: Callable[..., Any] = jax.tree.map
+) -> Any:
+    """What a method returns, as the code that called it wants it.
+
+    What it only passes on, whose ids are ``given``, keeps its digits. ``arrays`` maps a function over its arrays.
+    """
+    if caller is not None and caller.is_float32:
+        return arrays(widen, result)
+    if own.is_float32:
+        return arrays(lambda leaf: leaf if id(leaf) in given else narrow(leaf, own.policy.compute_dtype), result)
+    return result
+
+
+def widen(value: Any) -> Any:
+    """A leaf for code that is traced in float32: half arrays are widened."""
+    return widened(jnp.asarray(value)) if _tree.is_float_array(value) and is_half(value.dtype) else value
+
+
+def narrow(value: Any, dtype: np.dtype) -> Any:
+    """A leaf as code that is traced in float32 hands it out: in the compute dtype of its module, where that is half."""
+    is_rounded = _tree.is_float_array(value) and value.dtype == np.float32 and is_half(dtype)
+    return value.astype(dtype) if is_rounded else value
+
+
+def same_structure(tree: Any, other: Any) -> bool:
+    """Whether two pytrees have the same structure."""
+    structure: Any = jax.tree.structure
+    return bool(structure(tree) == structure(other))
+
+
+def like(new: Any, old: Any) -> Any:
+    """``new`` in the dtype of ``old``, if that is a floating array."""
+    return _tree.cast(new, old.dtype) if _tree.is_float_array(old) else new
+
+
+# --- eager calls ---
+
+
+def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...]) -> Any:
+    """As :func:`computed`; without ``jit`` a program is written once for all calls of one key with arrays of one type.
+
+    Its operations run one by one, as they would without the engine.
+
+    Args:
+      programs: those that were written before; the least recent ones are dropped.
+      key: what ``fun`` depends on besides its arguments, compared by ``==``.
+      fun: a function whose result depends on nothing else.
+      rules: what is asked of its operations.
+      args: its arguments.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    operands = arrays_in(leaves)
+    if reading.is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
+        return computed(fun, rules, args, {})
+    _require_not_deleted(operands)
+    statics = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+    whole = (key, tree, statics, tuple(map(jax.typeof, operands)), reading.context())
+    try:
+        hash(whole)
+    except TypeError:  # an argument or a field has none
+        return computed(fun, rules, args, {})
+    program = programs.get(whole) or Program(lambda *args: computed(fun, rules, args, {}), args)
+    with _lock:
+        programs.pop(whole, None)  # the latest stands last
+        programs[whole] = program
+        if len(programs) > _REMEMBERED:
+            del programs[next(iter(programs))]
+    jaxpr, consts = program.jaxpr
+    return program.unflatten(reading.evaluate(jaxpr, consts, operands))
+
+
+def _require_not_deleted(operands: Sequence[Any]) -> None:
+    """Raise a RuntimeError if an array was deleted, as a donating train step deletes those of its state."""
+    for array in operands:
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise RuntimeError(
+                f"a model cannot use an array that a train step has deleted, got {array.dtype}{[*array.shape]}.\n"
+                "Use what the step returned, copy shared arrays before it, or make_train_step(..., donate=False)."
+            )
+
+
+_REMEMBERED = 64
+_lock = threading.RLock()  # threads may call one model; to compare keys may run the author's code

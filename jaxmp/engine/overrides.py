@@ -1,0 +1,196 @@
+"""What overrides of operations mean: one grammar for functions and for models under autocast.
+
+A key is a path of modules or scopes, ``"primitive:exp"`` or ``"class:accumulation"``; a value is a level, or a policy
+that computes at one. :mod:`jaxmp.policy.patterns` has the keys that mean modules, :mod:`jaxmp.policy` the policies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmp.base.arguments import printed
+from jaxmp.base.dtypes import CASTABLE, is_half, nearest
+from jaxmp.engine.classes import Class, classify, primitives_of
+from jaxmp.policy.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, pattern_text
+from jaxmp.policy.policies import Policy
+from jaxmp.policy.policy_map import PolicyMap, get_policy
+
+LEVELS = ("float32", "tensorfloat32", "half")
+_FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
+
+
+class UnknownOperationError(ValueError):
+    """An override that names a primitive or class that there is not."""
+
+
+def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, str]]:
+    """The policy of a function and the exceptions from it: ``overrides``, then those of a PolicyMap.
+
+    Half at some paths of a float32 function is a half policy, from which the rest is an exception.
+
+    Raises:
+      ValueError, TypeError: as :func:`jaxmp.autocast`, at once.
+    """
+    policies = PolicyMap(policy)
+    if policies.compute_dtype not in CASTABLE:
+        raise ValueError(
+            f"autocast computes in float16, bfloat16 or float32, got the compute dtype {policies.compute_dtype.name}; "
+            "use 'mixed_bfloat16' or 'mixed_float16'"
+        )
+    exceptions: dict[Any, Any] = dict(pairs_of(overrides))
+    for pattern, exception in policies.rules:
+        if is_class_pattern(pattern):
+            half = policies.compute_dtype.name
+            remedy = "float32" if half == "float32" else f"mixed_{half}"
+            raise TypeError(
+                f"a policy for autocast has no exceptions by class, for a function has no modules, got {policy!r} with "
+                f"one for {pattern_text(pattern)!r}; use {remedy!r} (autocast keeps norms in float32 by itself), or "
+                "jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy on the model"
+            )
+        exceptions.setdefault(pattern, exception)
+    root, on_paths = policies.root, (value for key, value in exceptions.items() if not str(key).startswith(OPERATIONS))
+    of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
+    if root.compute_dtype != np.float32:
+        return root, levels_of(exceptions, root.compute_dtype, root.float8)
+    rest = level_of(root) if not exceptions else _checked_level_of(root)
+    if of_half is not None:
+        root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
+    levels = levels_of(exceptions, root.compute_dtype, root.float8)
+    return root, {**levels, EVERY: levels.get(EVERY, rest)} if levels else {}  # those that agree may match nothing
+
+
+def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any = None) -> dict[str, str]:
+    """The level that each key asks for.
+
+    Args:
+      overrides: ``"**/head"`` (a path of modules or scopes), ``"primitive:exp"`` or ``"class:accumulation"`` to one of
+        ``LEVELS`` or a policy that computes at one.
+      half: the compute dtype of the policy at hand.
+      recipe: the recipe of its float8 products.
+
+    Raises:
+      UnknownOperationError: an override names a primitive or a class that there is not.
+      ValueError: an override asks for another level, for ``"half"`` where there is none, or names what computes in no
+        dtype.
+      TypeError: a key is a class of modules, or no string.
+    """
+    levels = {}
+    for key, value in overrides.items():
+        if not isinstance(key, str) or key.startswith("type:"):
+            raise TypeError(
+                f"an override of autocast is a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
+                f"{printed(key)}: a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast take classes"
+            )
+        levels[key] = _level(value, half, recipe)
+        if levels[key] == "half" and half == np.float32:
+            raise ValueError(
+                f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
+                f"{value!r}; make a half policy the default, and the rest float32 by overrides"
+            )
+        is_operation = ":" in key.split("/")[0] and key != EVERY
+        named = primitives_named_by(key) if is_operation else ()
+        if fixed := sorted(name for name in named if classify(name) in _FIXED):
+            raise ValueError(
+                f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
+                "move data, are opaque or have a body; mark a region with jaxmp.precision or override a path"
+            )
+    return levels
+
+
+def _level(value: Any, half: np.dtype | None, recipe: Any) -> str:
+    if str(value).startswith("policy;recipe="):  # as levels_of returns it
+        return str(value)
+    if _is_level(value):
+        return str(value).strip().lower()
+    policy = _policy_of(value)
+    if policy is not None and policy.compute_dtype in (np.float32, half):
+        return _checked_level_of(policy, recipe)
+    dtypes = " or ".join(dict.fromkeys(["float32", *([half.name] if half is not None else [])]))
+    raise ValueError(
+        f"an override is computed in 'float32', in 'tensorfloat32', in 'half' (the policy's compute dtype) or by a "
+        f"policy that computes in {dtypes}, got {printed(value)}; write one of these"
+    )
+
+
+def _is_level(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().lower() in LEVELS
+
+
+def _policy_of(value: Any) -> Policy | None:
+    """The policy that the value of an override names, if it names one."""
+    if not _is_level(value):
+        with contextlib.suppress(ValueError, TypeError):
+            policy = get_policy(value)
+            return policy if isinstance(policy, Policy) else None
+    return None
+
+
+def checked_level(level: Any) -> str:
+    """``level``, that of a region, itself if it is one."""
+    if level in LEVELS:
+        return str(level)
+    raise ValueError(
+        f"a region is computed in 'float32', in 'tensorfloat32' or in 'half' (the policy's compute dtype), got "
+        f"{level!r}; write one of these"
+    )
+
+
+def level_of(policy: Policy, recipe: Any = None) -> str:
+    """The level at which a policy computes, where its half dtype is that of the policy at hand.
+
+    Where one of the two has a recipe of float8 products it is none of ``LEVELS``: ``"policy;recipe=…"`` changes that.
+    """
+    if policy.compute_dtype != np.float32:
+        return "half" if policy.float8 is None and recipe is None else f"policy;recipe={policy.float8}"
+    return "float32" if policy.matmul_precision in _HIGHEST else "tensorfloat32"
+
+
+_HIGHEST = ("highest", "float32")
+
+
+def _checked_level_of(policy: Policy, recipe: Any = None) -> str:
+    """As :func:`level_of`, if a level says all of the policy's precision of products."""
+    if policy.compute_dtype == np.float32 and policy.matmul_precision not in (*_HIGHEST, "tensorfloat32", None):
+        raise ValueError(
+            "beside overrides float32 products are those of 'float32' or of 'tensorfloat32', got a policy with "
+            f"matmul_precision={policy.matmul_precision!r}; use 'float32', or 'tensorfloat32', which is JAX's default"
+        )
+    return level_of(policy, recipe)
+
+
+def primitives_named_by(key: str) -> frozenset[str]:
+    """The primitives that ``"primitive:exp"`` or ``"class:accumulation"``, the key of an override, stands for.
+
+    Raises:
+      UnknownOperationError: there is no such primitive or class; the nearest names are listed.
+
+    >>> primitives_named_by("primitive:exp")
+    frozenset({'exp'})
+    """
+    kind, _, name = key.partition(":")
+    if kind == "primitive" and classify(name) is not None:
+        return frozenset({name})
+    classes = [cls.value for cls in Class]
+    if kind == "class" and name in classes:
+        return primitives_of(Class(name))
+    known = {"primitive": sorted(name for cls in Class for name in primitives_of(cls)), "class": classes}.get(kind)
+    if known is None:
+        raise UnknownOperationError(
+            f"an override is a path, or by operation 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
+            f"'class:accumulation', got {key!r}; write one of these"
+        )
+    if name == "*":
+        raise UnknownOperationError(f"an override of all operations is {EVERY!r}, got {key!r}; write {EVERY!r}")
+    remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
+    if kind == "class":
+        known = [cls.value for cls in Class if cls not in _FIXED]
+        remedy = "these are all; cast_plan(fun, policy)(*args) says in which one an operation is, docs/autocast.md more"
+    raise UnknownOperationError(
+        f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known, len(classes))}; "
+        f"{remedy}"
+    )

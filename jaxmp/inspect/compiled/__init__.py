@@ -1,0 +1,1 @@
+"""What the tools of inspect read from a compiled program."""

@@ -1,0 +1,335 @@
+"""Policies for Flax Linen modules that nobody edited.
+
+:func:`apply_policy` returns the module as an instance of a subclass that differs in one thing: when one of its methods
+is called from outside, it runs under its policies (see ``jaxmp/linen/run.py``). No name changes and no scope is added,
+so the variables are those of the bare module. What is set are the fields of the clones that Linen makes for one
+``init`` or ``apply``, never those of the user's objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import flax.linen as nn
+import jax
+from flax.core import Scope, lift
+from flax.linen.transforms import decorator_lift_transform
+
+from jaxmp._internals.flax.linen import Hooks, is_checked, is_watched, unlisted
+from jaxmp.base.arguments import require_order
+from jaxmp.base.cache_keys import policies_off
+from jaxmp.engine.autocast import computed
+from jaxmp.engine.module_border import ProductsCheck, autocast_map, is_running_in, remembered, wrong_model
+from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, running
+from jaxmp.linen.variables import Variables
+from jaxmp.policy.policy_map import PolicyMap
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
+    """``module`` computing under a policy: same fields, same methods, same variables.
+
+    Params are stored in the param dtype, every submodule computes in the compute dtype of its own policy, and what the
+    root returns is cast to the output dtype. Batch statistics and other collections keep the dtypes that they have
+    without a policy; Linen's ``cache``, ``intermediates`` and ``perturbations`` have those of what was computed. An
+    initializer for which JAX has no half program, an orthogonal one, is computed in float32 and rounded.
+
+    A ``dtype`` or ``param_dtype`` field that has its class's default is filled; one that differs is the author's word
+    and stays, unless an override covers the module. A module with a ``dtype`` field computes as it is written. The
+    operations of one without are decided on the graph in the compute dtype of its policy, as :func:`jaxmp.autocast`
+    decides; its code is traced in float32 if it has params of its own, and sees those. A submodule with
+    policies of its own keeps them.
+
+    The carry of a loop in the model (``nn.scan``, ``nn.RNN``, ``jax.lax.scan``) keeps the dtype it comes in with. Call
+    loops of JAX as ``jax.lax.scan`` or ``lax.scan``: with ``from jax.lax import scan`` JAX raises on such a carry.
+
+    Gradients of params are summed in float32: a bias, an embedding or a position is cast where an activation meets it,
+    and not before it is repeated or looked up.
+
+    A call is traced as under ``jax.jit``, so that its Python code cannot branch on the values of arrays. Without
+    ``jit`` a call of equal shapes runs the program that was written by the first.
+
+    Args:
+      module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.
+      policy: whatever :func:`jaxmp.get_policy` reads.
+      overrides: pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may begin with the
+        name of the root, as tools print it: ``Net/head`` is ``head``.
+
+    Raises:
+      TypeError: ``module`` is no instance of a Linen module.
+      ValueError: when the module runs, for only then its submodules exist: a pattern matched no module; an
+        ``nnx.bridge.ToLinen`` wraps an NNX module without a policy of its own; every product stays float32 under a half
+        policy, by overrides or by the dtypes of its modules (in a call that runs all of them).
+
+    >>> model = apply_policy(nn.Dense(2), "mixed_float16")
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 3))).dtype
+    (dtype('float32'), dtype('float32'))
+    >>> products = jax.make_jaxpr(model.apply)(variables, jnp.ones((1, 3)))
+    >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
+    [dtype('float16')]
+    """
+    require_order(module, policy, "jaxmp.linen.apply_policy")
+    return _under(module, Root(PolicyMap(policy, overrides)), "apply_policy")
+
+
+def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
+    """``module`` under :func:`jaxmp.autocast`: same fields, same methods, same variables, no ``dtype`` changes.
+
+    What runs is decided operation by operation. Variables are made without autocast.
+
+    Args:
+      module: any Linen module, alone or to be nested in another; one that has a policy already loses it.
+      policy: whatever :func:`jaxmp.get_policy` reads and computes in float16 or bfloat16.
+      overrides: pattern to ``"float32"``, ``"half"`` or a policy that computes in one of them, for parts of the module;
+        patterns are those of :class:`jaxmp.PolicyMap`, and those of operations that :func:`jaxmp.autocast` takes.
+
+    Raises:
+      TypeError: ``module`` is no instance of a Linen module.
+      ValueError: the policy computes in no half dtype, or an override neither in that nor in float32; an override names
+        no primitive or class that there is; or, when the module runs: a pattern matched no module and no variable, an
+        override no operation; every product stays float32 by overrides of modules, of ``"class:half"`` or
+        ``"class:*"``. ``{"primitive:dot_general": "float32"}``, which leaves convolutions, is taken at its word.
+
+    >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> model.apply(variables, jnp.ones((1, 3))).dtype
+    dtype('float32')
+    """
+    require_order(module, policy, "jaxmp.linen.autocast")
+    policies, operations = autocast_map(policy, overrides)
+    return _under(module, Root(policies, autocast=True, operations=tuple(operations.items())), "autocast")
+
+
+def _under(module: M, root: Root, name: str) -> M:
+    if not isinstance(module, nn.Module):
+        raise wrong_model(module, "linen", name)
+    root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
+    scope = module.scope.rewound() if module.scope else None
+    return _with_root(module, root, scope)
+
+
+class _Policied(Hooks):
+    """Mixed into the class of a module under a policy: starts a run when a method is called from outside."""
+
+    jaxmp_root: Root
+
+    def jaxmp_call(
+        self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
+    ) -> Any:
+        if policies_off.value or self.scope is None or is_checked(self):
+            return call()
+        if (run := run_with_root(self)) is not None:
+            run.copy = weakref.ref(self)
+            run.decide(self)  # before its submodules get scopes
+            return call()
+        check, _in_engine.is_on = _in_engine.is_on, None
+        creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
+        bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
+        if not (creates or check or name == "setup"):
+            check = ProductsCheck(self.jaxmp_root.policies.root)
+            lifted = functools.partial(_through_engine, self.jaxmp_root, check)
+            call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
+        with running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
+            result = run.cast_output(call())
+        if check:
+            check.ran(run.not_half)
+        return result
+
+    def jaxmp_register(self) -> None:
+        if not is_checked(self):
+            self.jaxmp_root.mark(self)
+
+    @functools.wraps(nn.Module.apply)
+    def apply(self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
+        bare = functools.partial(super().apply, method=_as_one_run(method))
+        if policies_off.value:
+            return bare(variables, *args, rngs=rngs, **kwargs)
+        check = ProductsCheck(self.jaxmp_root.policies.root)
+        if not variables.get("params"):  # they are made, if it has some
+            return bare(variables, *args, rngs=rngs, **kwargs)
+
+        def pure(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
+            with _in_engine.turned(check):
+                return bare(variables, *args, rngs=rngs, **kwargs)
+
+        call, rules = (variables, args, rngs, kwargs), self.jaxmp_root.rules(check.decided)
+        if is_watched():
+            return computed(pure, rules, call, {})
+        key = self, method, is_running() or is_running_in("nnx")
+        return remembered(type(self).jaxmp_programs, key, pure, rules, call)
+
+    @functools.wraps(nn.Module.init_with_output)
+    def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
+
+    def clone(self, **kwargs: Any) -> Any:
+        with _views.turned(False):
+            return super().clone(**kwargs)
+
+    # `model.bind(variables).encoder(x)` reaches a submodule with no method of the root running: what is handed out then
+    # is the submodule under the same policies.
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return value if is_running() or policies_off.value else _view(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return value if is_running() or policies_off.value else _view(self, name, value)
+
+    def __copy__(self) -> Any:
+        made: Any = object.__new__(type(self))  # what is bound stays so
+        vars(made).update(vars(self))
+        return made
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
+
+
+def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """``fun``, of a scope, as the engine writes it: what it reads from the scope and writes there is traced with it."""
+
+    def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+            scope = scope_of(variables, rngs)
+            return fun(scope, *args, **kwargs), repack(scope)
+
+        return computed(pure, root.rules(check.decided), (variables, rngs, args, kwargs), {})
+
+    return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
+
+
+# What Linen wraps every method in. A method decorated with a lifted transform, or of a transformed class, has another.
+_WRAPPER = nn.Dense.__call__.__code__
+
+
+def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.jaxmp_call(functools.partial(method, self, *args, **kwargs), method, args, kwargs, name)
+
+    return enter
+
+
+def _as_one_run(method: Any) -> Any:
+    """``method`` as ``apply`` takes it; a function that calls methods or submodules is one run and not one for each."""
+    known = method is None or isinstance(method, str) or inspect.ismethod(method)
+    return method if known or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
+
+
+def _policied_class(base: Any, root: Root) -> Any:
+    """The subclass of ``base`` whose instances run under the policies of ``root``; one for equal roots."""
+    known = _classes_of(base)
+    return known.get(root) or known.setdefault(root, _make_class(base, root))
+
+
+class _Classes(dict[Root, Any]):
+    """The subclasses of ``base`` by the roots whose policies they run under; in a pickle of ``base`` there are none."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    def __reduce__(self) -> Any:
+        return _classes_of, (self.base,)
+
+
+def _classes_of(base: Any) -> _Classes:
+    if "_jaxmp_classes" not in vars(base):
+        base._jaxmp_classes = _Classes(base)  # a cache of ours would keep every class for ever
+    known: _Classes = vars(base)["_jaxmp_classes"]
+    return known
+
+
+def _make_class(base: Any, root: Root) -> Any:
+    # The root is no field of the module: lifted transforms hand the fields of one class to the constructor of another.
+    class Policied(_Policied, base):
+        jaxmp_root = root
+        jaxmp_programs: ClassVar[dict[Any, Any]] = {}
+        __hash__ = base.__hash__
+
+    # Linen names submodules after their class: the name must not change.
+    Policied.__name__, Policied.__qualname__, Policied.__module__ = base.__name__, base.__qualname__, base.__module__
+    Policied.__doc__ = base.__doc__
+    for name in dir(base):
+        method = inspect.getattr_static(base, name)
+        wrapped = inspect.isfunction(method) and hasattr(method, "method_handler_wrapped")
+        if wrapped and method.__code__ is not _WRAPPER:
+            setattr(Policied, name, _entrance(method, name))
+    return Policied
+
+
+def _base(cls: Any) -> Any:
+    return next(base for base in cls.__mro__ if not issubclass(base, Hooks))
+
+
+def _fields(module: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(module) if field.init]
+    with _views.turned(False):
+        fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
+    return {**fields, **given_fields(module)}
+
+
+def _rebuild(base: Any, fields: dict[str, Any], root: Root, name: str | None, parent: Scope | None = None) -> Any:
+    return _policied_class(base, root)(**fields, name=name, parent=parent)
+
+
+def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
+    return _rebuild(_base(type(module)), _fields(module), root, module.name, parent)
+
+
+def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
+    """Return a function that makes the variables of ``module`` in the same place, without policies."""
+    scope = module.scope
+    fields = _fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # as they are before the run
+
+    def make() -> Variables:
+        bare = Scope({}, rngs=scope.rngs, mutable=scope.mutable, path=scope.path, flags={"initializing": True})
+        with unlisted():
+            method(_base(type(module))(**fields, parent=bare), *args, **kwargs)
+        return bare.variables()
+
+    return make
+
+
+class _Switch(threading.local):
+    """Something that is on or off in this thread."""
+
+    def __init__(self, is_on: Any) -> None:
+        self.is_on = is_on
+
+    @contextlib.contextmanager
+    def turned(self, is_on: Any) -> Iterator[None]:
+        before, self.is_on = self.is_on, is_on
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
+_in_engine = _Switch(None)  # the check of the engine's trace that the next run of a root begins in, if it is in one
+_views = _Switch(True)  # whether an attribute of a bound module is handed out under its policies
+
+
+def _view(parent: Any, name: str, value: Any) -> Any:
+    if not isinstance(value, (nn.Module, list, tuple, Mapping)) or name.startswith("_") or name == "parent":
+        return value
+    if parent.scope is None or not _views.is_on:
+        return value
+
+    def view(child: Any) -> Any:
+        if not isinstance(child, nn.Module) or isinstance(child, _Policied) or child.scope is None:
+            return child
+        prefix = parent.jaxmp_root.prefix + child.path[len(parent.path) :]
+        root = dataclasses.replace(parent.jaxmp_root, prefix=prefix)
+        return _with_root(child, root, child.scope.rewound())
+
+    return jax.tree.map(view, value, is_leaf=lambda leaf: isinstance(leaf, nn.Module))

@@ -1,0 +1,359 @@
+"""Policies and loss scaling for Flax NNX modules that nobody edited.
+
+:func:`apply_policy` returns a model that shares the Variables of the one it is given: the modules are copies whose
+``dtype`` attributes are set and whose methods run under their policies (see ``jaxmp/nnx/run.py``). Transforms of NNX,
+``split`` and ``merge`` see an ordinary model. :class:`Optimizer` and :func:`value_and_grad` scale its loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxmp._internals.flax.nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
+from jaxmp.base.arguments import require_order
+from jaxmp.base.dtypes import is_half
+from jaxmp.engine.module_border import (
+    Mode,
+    NotHalf,
+    autocast_map,
+    is_default,
+    is_floating,
+    reason_not_half,
+    wrong_model,
+)
+from jaxmp.engine.overrides import level_of
+from jaxmp.nnx.policy_check import note_copy
+from jaxmp.nnx.run import Decision, HalfPolicy, bare_class, decision_of, policied_class
+from jaxmp.policy.patterns import Path
+from jaxmp.policy.policy_map import PolicyMap
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
+    """``model`` computing under a policy; a copy of its modules that shares its Variables.
+
+    Params are kept in the param dtype, every module computes in the compute dtype of its own policy, and what the root
+    returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
+    unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it.
+
+    From then on use the copy. ``eval()`` and ``train()`` on ``model`` do not reach it, and a train step refuses
+    ``model``, which computes in float32; to train in float32 beside it, use ``apply_policy(model, "float32")``.
+
+    What is shared is a Variable, with each value that is written to it (``model.head.kernel[...] = value``), not the
+    attribute that holds it: a module or a Variable that is put into ``model`` afterwards (a new head,
+    ``model.head = nnx.Linear(…)``, ``model.head.kernel = nnx.Param(…)``) does not reach the copy, nor the other way
+    round. Put it there first, or apply the policy again.
+
+    A ``dtype`` or ``param_dtype`` attribute that has the default of its class's constructor is set; one that differs
+    is the author's word and stays, unless an override covers the module. A constructor may have handed its own default
+    down before the policy comes: what equals the default of a module around it counts as default too. A module with a
+    ``dtype`` attribute computes as it is written. The operations of one without are decided on the graph in the compute
+    dtype of its policy, as :func:`jaxmp.autocast` decides; its code is traced in float32 if it has Params of its own,
+    and sees those. A module with a policy of its own, nested in another, keeps it. An ``init_cache`` that is called
+    without its ``dtype`` makes a cache in that of its module.
+
+    The carry of a loop in the model (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) keeps the dtype it comes in with.
+    Call loops of JAX as ``jax.lax.scan`` or ``lax.scan``: with ``from jax.lax import scan`` JAX raises on such a carry.
+
+    Gradients of Params are summed in float32. A call is traced as under ``jax.jit``, so that its Python code cannot
+    branch on the values of arrays; without ``jit`` a call of equal shapes runs the program that was written by the
+    first.
+
+    Sharp edge: what reads a Param outside of the methods of its module gets it as it is stored: a property called from
+    elsewhere, or a generator, which runs when its method has returned.
+
+    Args:
+      model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.
+      policy: whatever :func:`jaxmp.get_policy` reads.
+      overrides: pattern to policy for parts of the model, see :class:`jaxmp.PolicyMap`; paths are those of
+        ``nnx.iter_modules``: ``encoder/layers/0``.
+
+    Raises:
+      TypeError: ``model`` is not an NNX module.
+      ValueError: a pattern matched no module; an ``nnx.bridge.ToNNX`` in the model wraps a Linen module without a
+        policy of its own; or, in the first call that runs all of the model, every product stays float32 under a half
+        policy, by overrides or by the dtypes of its modules.
+
+    >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
+    >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
+    (dtype('float32'), dtype('float32'))
+    >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
+    >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
+    [dtype('float16')]
+    """
+    require_order(model, policy, "jaxmp.nnx.apply_policy")
+    return _under(model, PolicyMap(policy, overrides), by_autocast=False)
+
+
+def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
+    """``model`` under :func:`jaxmp.autocast`; a copy that shares its Variables, as that of :func:`apply_policy` does.
+
+    No attribute and no Variable changes: what runs is decided operation by operation, on the program of a whole call of
+    the root. Variables that it writes to are written, and the paths of the modules stand on JAX's name stack meanwhile.
+
+    Sharp edge: a generator runs when its method has returned, in float32.
+
+    Args:
+      model: any NNX module, with arrays or abstract; one that has a policy already loses it.
+      policy: whatever :func:`jaxmp.autocast` takes, or a PolicyMap such as ``"O2"``.
+      overrides: pattern to ``"float32"``, to ``"half"``, or to a policy that computes in one of them, for parts of the
+        model; patterns are those of :class:`jaxmp.PolicyMap`, paths those of ``nnx.iter_modules``
+        (``encoder/layers/0``), and those of operations that :func:`jaxmp.autocast` takes.
+
+    Raises:
+      TypeError: ``model`` is not an NNX module.
+      ValueError: a pattern matched no module and no Variable; the policy computes in no half dtype, or an override
+        neither in that nor in float32; an override names no primitive or class that there is; or, when the model is
+        called, matched no operation, or every product stays float32 by overrides of modules, of ``"class:half"`` or
+        ``"class:*"`` (``"primitive:dot_general"``, which leaves convolutions, is taken at its word).
+
+    >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
+    >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
+    [dtype(bfloat16)]
+    """
+    require_order(model, policy, "jaxmp.nnx.autocast")
+    policies, operations = autocast_map(policy, overrides)
+    return _under(model, policies, by_autocast=True, operations=operations)
+
+
+def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping[str, str] | None = None) -> M:
+    name = "autocast" if by_autocast else "apply_policy"
+    if not isinstance(model, nnx.Module):
+        raise wrong_model(model, "nnx", name)
+    copy = nnx.clone(model, variables=False, graph=True)
+    graph = _read_graph(copy)
+    if not by_autocast:
+        _require_policies_in_bridges(graph)
+    policies.check(graph.classes, graph.variables)
+    is_checked = is_half(policies.root.compute_dtype) and not graph.nested
+    _put_under(graph, policies, by_autocast, is_checked, operations=tuple((operations or {}).items()))
+    note_copy(model)
+    return copy
+
+
+def _require_policies_in_bridges(graph: _Graph) -> None:
+    """Raise a ValueError if an ``nnx.bridge.ToNNX`` wraps a Linen module without a policy of its own."""
+    for node in graph.nodes:
+        if not node.wraps_linen or node.has_linen_policy():
+            continue
+        name, linen = "/".join(node.paths[0]), type(node.module.to_nnx__module).__name__
+        raise ValueError(
+            f"a policy does not reach into nnx.bridge.ToNNX, got {f'{name!r}, ' if name else ''}ToNNX({linen}(...)).\n"
+            "Apply the policy to the inner module, then wrap it:\n"
+            f"nnx.bridge.ToNNX(jaxmp.linen.apply_policy({linen}(...), policy), rngs=rngs)"
+        )
+
+
+def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, is_checked: bool, **asked: Any) -> list[Decision]:
+    # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
+    decisions = [_decide(policies, by_autocast, node, graph, **asked) for node in graph.nodes]
+    if is_checked:
+        decisions[0] = dataclasses.replace(decisions[0], half=_half_policy(policies, graph, decisions))
+    casts: dict[int, nnx.Variable[Any]] = {}
+    for node, decision in zip(graph.nodes, decisions, strict=True):
+        _set_up(node, decision, graph, casts)
+    return decisions
+
+
+def _decide(
+    policies: PolicyMap,
+    by_autocast: bool,
+    node: _Node,
+    graph: _Graph,
+    operations: tuple[tuple[str, str], ...] = (),
+) -> Decision:
+    policy, pattern = policies.resolve(_deciding_path(policies, node, graph), graph.classes)
+    overridden = pattern is not None
+    filled = [name for name in node.given if not by_autocast and node.is_filled(name, overridden)]
+    own = None if by_autocast or "dtype" in filled else node.given.get("dtype")
+    mode: Mode = None
+    if by_autocast:
+        mode = "autocast"
+    elif "dtype" in node.given or node.wraps_linen:
+        mode = "written"
+    elif node.own_params() or (overridden and not node.is_parent()):
+        mode = "float32"
+    computes = policy.compute_dtype if own is None else np.dtype(own)
+    return Decision(
+        policy=policies.root if by_autocast else policy,
+        mode=mode,
+        asked=level_of(policy, policies.root.float8) if by_autocast and overridden else None,
+        not_half=reason_not_half(policy, computes, pattern, operations),
+        is_root=node is graph.nodes[0],
+        given=tuple((name, node.given[name]) for name in filled),
+        operations=operations,
+    )
+
+
+def _deciding_path(policies: PolicyMap, node: _Node, graph: _Graph) -> Path:
+    """Of the several paths of a shared module, the one for whose policy the first pattern speaks."""
+    order = [*policies.patterns, None]
+    return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
+
+
+def _half_policy(policies: PolicyMap, graph: _Graph, decisions: list[Decision]) -> HalfPolicy | None:
+    """Return the policy and the modules that it leaves in another dtype; None if there are none."""
+    not_half = []
+    for node, decision in zip(graph.nodes, decisions, strict=True):
+        if decision.not_half is not None:
+            name = "/".join(node.paths[0]) or bare_class(node.module).__name__
+            not_half.append(NotHalf(name, decision.not_half, node.has_matrix()))
+    return HalfPolicy(policies.root, tuple(not_half)) if not_half else None
+
+
+def _set_up(
+    node: _Node,
+    decision: Decision,
+    graph: _Graph,
+    casts: dict[int, nnx.Variable[Any]],
+) -> None:
+    """Put a module under its decision; ``casts`` holds the casts of Params so far, by the ids of the Params."""
+    policy, bare = decision.policy, bare_class(node.module)
+    dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
+    fills = {name: dtypes[name] for name, _ in decision.given}
+
+    def stored(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
+        if not isinstance(var, nnx.Param):
+            return var
+        if id(var) not in casts:
+            casts[id(var)] = cast_variable(var, policy.param_dtype)
+        return casts[id(var)]
+
+    has_param_dtype = "param_dtype" in fills or "param_dtype" not in node.given
+    if decision.mode != "autocast" and has_param_dtype and not node.wraps_linen:
+        change_own(node.module, stored)
+    # Those around it are set up already; roots inside are from an earlier call.
+    related = graph.nested if decision.is_root else [other.module for other in node.around]
+    known = [decision_of(module) for module in related if bare_class(module) is bare]
+    levels = [each.level for each in known if each is not None and dataclasses.replace(each, level=0) == decision]
+    decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
+    vars(node.module).update(node.given | fills)
+    object.__setattr__(node.module, "__class__", policied_class(bare, decision))
+
+
+# --- the modules of a model, before a policy is put on them ---
+
+_DTYPES = ("param_dtype", "dtype")
+_WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # their dtype is that of the Params of another that they write
+
+
+@dataclasses.dataclass(eq=False)
+class _Node:
+    """A module of a model."""
+
+    module: Any
+    paths: list[Path]  # all that lead to it, as it may be shared
+    around: list[_Node]  # the modules that it lies in, by the first path
+    given: dict[str, Any]  # its dtype attributes as its author gave them, where they are floating or None
+
+    def is_filled(self, name: str, overridden: bool) -> bool:
+        """Whether a policy sets the attribute ``name``.
+
+        An override does, and any policy where it has its default: its own, or one that a constructor around handed on.
+        """
+        if name == "dtype" and isinstance(self.module, _WRITE_PARAMS):
+            return False
+        given = self.given[name]
+        if overridden or is_default(given, _default(self.module, name)):
+            return True
+        for outer in self.around:
+            default = _default(outer.module, name)
+            if default is None or not is_floating(default) or np.dtype(default) != np.dtype(given):
+                continue
+            if is_default(outer.given.get(name, default), default):
+                return True
+        return False
+
+    def own_params(self) -> list[nnx.Param[Any]]:
+        """The Params that belong to the module and not to its submodules."""
+        return [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
+
+    def has_matrix(self) -> bool:
+        """Whether the module has Params such as products take, or wraps a Linen module, which may have."""
+        leaves = jax.tree.leaves([var.get_raw_value() for var in self.own_params()])
+        is_matrix = any(len(getattr(leaf, "shape", ())) >= 2 for leaf in leaves)
+        return self.wraps_linen or (is_matrix and not isinstance(self.module, nnx.Embed))
+
+    @property
+    def wraps_linen(self) -> bool:
+        """Whether the module is an ``nnx.bridge.ToNNX``."""
+        return isinstance(self.module, nnx.bridge.ToNNX)
+
+    def has_linen_policy(self) -> bool:
+        """Whether the Linen module that this one wraps has a policy of its own."""
+        return hasattr(self.module.to_nnx__module, "jaxmp_root")
+
+    def is_parent(self) -> bool:
+        """Whether a submodule has Variables other than the state of random number generators."""
+        below = (var for module in submodules(self.module) for var in own_variables(module))
+        return any(not isinstance(var, nnx.RngState) for var in below)
+
+
+@dataclasses.dataclass
+class _Graph:
+    """All modules of a model, the model itself first."""
+
+    nodes: list[_Node]  # those that get a policy
+    classes: dict[Path, type]  # of all modules
+    variables: list[Path]  # of all Variables, except those of Linen modules
+    nested: list[nnx.Module]  # those that have policies of their own
+
+
+def _read_graph(model: nnx.Module) -> _Graph:
+    """Return the modules of ``model``, parents before children."""
+    nodes: dict[int, _Node] = {}
+    graph = _Graph([], {}, [], [])
+
+    def visit(value: Any, path: Path, around: list[_Node]) -> None:
+        if isinstance(value, nnx.Variable):
+            graph.variables.append(path)
+            return
+        if is_module(value):
+            graph.classes[path] = bare_class(value)
+            decision = decision_of(value)
+            if decision is not None and decision.is_root and value is not model:
+                graph.nested.append(value)
+                return
+            if any(value is outer.module for outer in around):
+                return
+            node = nodes.setdefault(id(value), _Node(value, [], around, _given(value)))
+            node.paths.append(path)
+            if node.wraps_linen:  # no pattern reaches into it
+                if node.has_linen_policy():
+                    graph.nested.append(value)
+                return
+            around = [*around, node]
+        for name, item in items(value):
+            visit(item, (*path, name), around)
+
+    visit(model, (), [])
+    graph.nodes.extend(nodes.values())
+    return graph
+
+
+def _given(module: nnx.Module) -> dict[str, Any]:
+    decision = decision_of(module)
+    attributes = vars(module) | dict(decision.given if decision is not None else ())
+    given = {name: attributes[name] for name in _DTYPES if name in attributes and is_floating(attributes[name])}
+    # Without a dtype, an Embed gives itself that of its params.
+    if isinstance(module, nnx.Embed) and given.get("dtype") == given.get("param_dtype"):
+        given["dtype"] = None
+    return given
+
+
+def _default(module: nnx.Module, name: str) -> Any:
+    """What the constructor takes for ``name`` when it is not given; a class may hand keywords on to its base."""
+    for cls in bare_class(module).__mro__:
+        parameter = inspect.signature(cls.__init__).parameters.get(name) if "__init__" in vars(cls) else None
+        if parameter is not None:
+            return None if parameter.default is inspect.Parameter.empty else parameter.default
+    return None

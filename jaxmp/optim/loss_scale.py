@@ -1,0 +1,454 @@
+"""Loss scales: they keep small gradients above float16's underflow.
+
+In float16 what is below 2^-25 becomes zero, and gradients are often that small. Multiplying the loss by S multiplies
+every gradient of the backward pass by S; before the optimizer sees them they are divided by S in float32
+(Micikevicius et al. 2017, "Mixed Precision Training", arXiv 1710.03740). There are four ways to choose S:
+
+- :class:`NoOpLossScale`: none, for bfloat16 and float32, whose exponents reach far enough.
+- :class:`StaticLossScale`: a fixed S.
+- :class:`DynamicLossScale`: S grows after a run of finite steps and backs off at a non-finite one.
+- :class:`HeadroomLossScale`: S follows the largest gradient, so that no step need overflow to find the limit.
+
+Each is an immutable pytree. All arithmetic on S is float32, on the device and without branches: nothing waits for the
+host, and nothing is compiled again when S changes. No derivative is taken through S.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxmp.base.arguments import printed
+from jaxmp.base.dtypes import canonical_dtype, is_half
+from jaxmp.optim.loss_scale_state import HUGE, TINY, ScaleState, is_concrete, register, require
+
+T = TypeVar("T")
+
+
+_CALLED = {
+    **dict.fromkeys(("init_scale", "scale"), "loss_scale"),
+    **{"growth_interval": "period", "growth_factor": "factor", "backoff_factor": "backoff"},
+    **dict.fromkeys(("minimum_scale", "min_scale"), "min_loss_scale"),
+}
+
+
+class LossScale:
+    """What every loss scale offers; a subclass of your own does for :func:`jaxmp.loss_scaling` too.
+
+    A subclass has an attribute ``loss_scale`` and, if it changes, an ``adjust`` that returns a new object. It may be a
+    dataclass or an ordinary class, with slots or not. Its instances are pytrees that pickle and Flax save: attributes
+    that are numbers, arrays or trees of them are leaves, which a train step carries as arrays; bools, strings and all
+    others are static, must be hashable and stay as they are, and of these Flax saves bools and strings. A class that is
+    registered with JAX or Flax by its author stays so.
+
+    Attributes:
+      loss_scale: the factor S, a scalar.
+      needs_grad_max: whether ``adjust`` must be given ``grad_max``.
+      static_fields: names of numbers that are no leaves but part of the compiled program, for use in Python.
+
+    >>> class Halving(LossScale):  # backs off, never grows
+    ...     def __init__(self, loss_scale):
+    ...         self.loss_scale = loss_scale
+    ...
+    ...     def adjust(self, grads_finite, grad_max=None):
+    ...         return Halving(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
+    >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), Halving(2.0**10))
+    >>> _, opt_state = jax.jit(tx.update)(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
+    >>> print(jaxmp.get_loss_scale(opt_state).loss_scale)
+    512.0
+    """
+
+    needs_grad_max: ClassVar[bool] = False
+    static_fields: ClassVar[tuple[str, ...]] = ()
+    loss_scale: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Registers the class, which its own decorators may have done by now in their own way."""
+        register(cls)  # type: ignore[arg-type]
+        if (args or kwargs) and cls.__init__ is object.__init__:
+            raise TypeError(f"{cls.__name__}() takes no arguments")
+        for name in _CALLED.keys() & kwargs.keys():
+            if name not in inspect.signature(cls.__init__).parameters:
+                raise TypeError(
+                    f"{cls.__name__} takes arguments by the names that they have in jaxmp, got "
+                    f"{name}=, as others call it; write {_CALLED[name]}="
+                )
+        return super().__new__(cls)
+
+    def scale(self, tree: T) -> T:
+        """``tree`` times S.
+
+        Floating and complex leaves keep their dtype (half-precision ones are multiplied in float32); a Python float
+        becomes an array. Integers, bools, keys and everything else pass untouched.
+        """
+
+        def times(x: jax.Array) -> jax.Array:
+            wide = _wide(x.dtype)
+            return (x.astype(wide) * _constant(self.loss_scale, wide)).astype(x.dtype)
+
+        return _map_inexact(times, tree)
+
+    def unscale(self, tree: T) -> T:
+        """``tree`` divided by S, exactly if S is a power of two and the result a normal number.
+
+        Half-precision leaves come back in float32, because what needed scaling to be seen in float16 would vanish from
+        it again. Wider leaves keep their dtype; what ``scale`` leaves untouched is left untouched here.
+        """
+        ceiling = getattr(self, "max_loss_scale", self.loss_scale)
+
+        @functools.cache
+        def inverse(dtype: np.dtype) -> tuple[jax.Array, ...]:
+            scale = _constant(self.loss_scale, np.finfo(dtype).dtype)  # real, also for complex leaves
+            if isinstance(ceiling, float) and ceiling <= 2.0**126:
+                return ((1 / scale).astype(dtype),)
+            # A larger scale's reciprocal is subnormal and may be flushed to zero: it is taken in two parts, which the
+            # barrier keeps XLA from multiplying with each other.
+            second = jax.lax.optimization_barrier(jnp.where(scale > 2.0**126, 2.0**-64, 1.0).astype(scale.dtype))
+            return (1 / (scale * second)).astype(dtype), second.astype(dtype)
+
+        def divide(x: jax.Array) -> jax.Array:
+            wide = _wide(x.dtype)
+            return functools.reduce(jnp.multiply, inverse(wide), x.astype(wide))
+
+        return _map_inexact(divide, tree)
+
+    def is_stuck(self, before: LossScale) -> jax.Array:
+        """Whether this scale, which ``before`` became at a step that was not finite, shows that it cannot fall."""
+        return jnp.asarray(self.loss_scale >= before.loss_scale)
+
+    def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
+        """The loss scale of the next step.
+
+        Args:
+          grads_finite: whether all gradients of this step were finite: a Python bool or a boolean scalar. Under
+            ``vmap`` each member of a population has its own flag and its own scale.
+          grad_max: the largest absolute value among the true (unscaled) gradients of this step, a scalar; it counts
+            only where ``needs_grad_max``, and only if it is finite.
+
+        Raises:
+          ValueError: ``grads_finite`` is not a boolean scalar, or ``grad_max`` is needed and missing.
+        """
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale(LossScale):
+    """No loss scaling: ``scale``, ``unscale`` and ``adjust`` hand back the very object they were given.
+
+    >>> NoOpLossScale().scale({"loss": 3.0})
+    {'loss': 3.0}
+    """
+
+    loss_scale: int = dataclasses.field(default=1, init=False)
+
+    static_fields = ("loss_scale",)
+
+    def scale(self, tree: T) -> T:
+        """``tree`` itself."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """``tree`` itself."""
+        return tree
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(LossScale):
+    """A fixed loss scale: a Python float, part of the compiled program, without leaves. ``adjust`` returns itself.
+
+    Attributes:
+      loss_scale: the factor, positive and in float32's normal range. A power of two rounds nothing.
+
+    Raises:
+      ValueError: the scale is no such number, or a tracer.
+
+    >>> StaticLossScale(1024).scale(3.0)
+    Array(3072., dtype=float32)
+    """
+
+    loss_scale: Any
+
+    static_fields = ("loss_scale",)
+
+    def __post_init__(self) -> None:
+        self.__dict__["loss_scale"] = float(require("loss_scale", self.loss_scale))
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(ScaleState, LossScale):
+    """A loss scale that grows while gradients are finite and backs off when they are not.
+
+    The ``period``-th finite step in a row multiplies the scale by ``factor``; a non-finite step multiplies it by
+    ``backoff``, and the count starts again. For the same parameters this gives the scales of torch's GradScaler (bit
+    for bit if float32 holds ``factor`` and ``backoff`` exactly), but never less than ``min_loss_scale``, where torch's
+    can reach 0, and never more than ``max_loss_scale``: a growth that would pass it does not take place, as torch does
+    at float32's largest number, so that a power of two stays one.
+
+    ``hysteresis`` h above 1 forgives overflows: only the h-th non-finite step since the start, or since growth was last
+    due, backs off, and every one after it. Finite steps by themselves refill nothing. This is the rule of Megatron-LM's
+    ``DynamicGradScaler`` and of DeepSpeed with ``consecutive_hysteresis`` off.
+
+    Attributes:
+      loss_scale: the factor, a float32 scalar; a leaf.
+      counter: finite steps in a row so far, an int32 scalar; a leaf.
+      period: finite steps in a row that make the scale grow; may be lowered on a running scale.
+      factor: what growth multiplies by, above 1. Powers of two round nothing.
+      min_loss_scale: lower bound; 0 stands for 2^-126, float32's smallest normal number.
+      backoff: what backing off multiplies by, between 0 and 1; None means ``1 / factor``.
+      max_loss_scale: upper bound.
+      hysteresis: non-finite steps that make the scale back off.
+      countdown: how many of those remain, an int32 scalar; a leaf with ``hysteresis`` above 1, otherwise None.
+
+    Raises:
+      ValueError: a number is outside its range, or the scale outside its bounds. Tracers are not looked into.
+
+    >>> scale = DynamicLossScale(2**15, period=2)
+    >>> for finite in (True, True, False):
+    ...     scale = scale.adjust(finite)
+    ...     print(int(scale.loss_scale), int(scale.counter))
+    32768 1
+    65536 0
+    32768 0
+    """
+
+    loss_scale: Any = 2.0**15
+    counter: Any = 0
+    period: int = 2000
+    factor: float = 2
+    min_loss_scale: Any = 1
+    _: dataclasses.KW_ONLY
+    backoff: float | None = None
+    max_loss_scale: Any = 2.0**24
+    hysteresis: int = 1
+    countdown: Any = None
+
+    static_fields = ("period", "factor", "min_loss_scale", "backoff", "max_loss_scale", "hysteresis")
+    _leaves: ClassVar[Mapping[str, Any]] = {"loss_scale": jnp.float32, "counter": jnp.int32, "countdown": jnp.int32}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hysteresis == 1:
+            self.__dict__["countdown"] = None
+        elif self.countdown is None:
+            self.__dict__["countdown"] = jnp.asarray(self.hysteresis, jnp.int32)
+
+    def is_stuck(self, before: LossScale) -> jax.Array:
+        """See :meth:`LossScale.is_stuck`; a step that hysteresis forgives shows nothing."""
+        return super().is_stuck(before) & jnp.asarray(self.countdown is None or self.countdown == 0)
+
+    @classmethod
+    def from_torch(cls, state_dict: Mapping[str, Any]) -> Self:
+        """The loss scale that goes on where a torch ``GradScaler`` stopped; ``state_dict`` is what its method returned.
+
+        Like torch's it has no bounds but float32's; ``dataclasses.replace(scale, min_loss_scale=1)`` sets one.
+
+        Raises:
+          ValueError: an entry is missing, as from a disabled scaler, or out of range, as a scale that fell to 0.
+          TypeError: ``state_dict`` is no mapping, as the scaler itself is none.
+
+        >>> state = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        >>> print(DynamicLossScale.from_torch(state | {"_growth_tracker": 7}).counter)
+        7
+        """
+        names = ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor")
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"from_torch takes a GradScaler's state_dict, got {state_dict!r}; pass what scaler.state_dict() returns"
+            )
+        if missing := [name for name in names if name not in state_dict]:
+            raise ValueError(
+                f"a GradScaler's state_dict has {', '.join(names)}, got one without {', '.join(missing)}: read an "
+                "enabled scaler's (a disabled one's is empty; NoOpLossScale() stands for it)"
+            )
+        scale, tracker, interval, growth, backoff = (float(state_dict[name]) for name in names)
+        return cls(scale, int(tracker), int(interval), growth, 0, backoff=backoff, max_loss_scale=HUGE)
+
+    def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
+        """See :meth:`LossScale.adjust`."""
+        finite = _flag(grads_finite)
+        scale, counter = _constant(self.loss_scale, jnp.float32), _constant(self.counter, jnp.int32)
+        due = finite & (counter + 1 >= self.period)
+        grown = scale * self.factor  # inf where float32 ends, which is above any maximum
+        backed_off = scale * (1 / self.factor if self.backoff is None else self.backoff)
+        new = {"counter": jnp.where(finite & ~due, counter + 1, 0)}
+        if self.hysteresis > 1:
+            left = _constant(self.countdown, jnp.int32)
+            left = jnp.where(finite, left, jnp.maximum(left - 1, 0))
+            backed_off = jnp.where(left > 0, scale, backed_off)
+            new["countdown"] = jnp.where(due, self.hysteresis, left)
+        moved = jnp.where(finite, jnp.where(due & (grown <= self.max_loss_scale), grown, scale), backed_off)
+        new["loss_scale"] = jnp.clip(moved, max(self.min_loss_scale, TINY), self.max_loss_scale)
+        return self._with(**new)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadroomLossScale(ScaleState, LossScale):
+    """A loss scale, always a power of two, that keeps the largest gradient well below overflow.
+
+    It follows a running maximum of the true gradients' absolute values: a larger gradient raises it at once, and it
+    falls by one binary order in ``period`` steps. The scale becomes the largest power of two for which ``running_max *
+    scale`` is at most ``dtype``'s largest number over ``2**headroom``, but no more than twice what it was. So no step
+    overflows unless gradients outgrow the running maximum by ``2**headroom`` at once, while :class:`DynamicLossScale`
+    must overflow every now and then to find its place.
+
+    A non-finite step halves the scale and raises the running maximum to match, for what overflowed may be the gradient
+    of an activation, which those of the parameters do not show: ``period`` steps later the scale tries again. A step
+    whose gradients are all zero changes nothing. After the LogMax scaling of OpenSeq2Seq (Kuchaiev et al. 2018, arXiv
+    1805.10387), which uses the statistics of log2 of the maximum and turns NaN at a zero gradient.
+
+    Attributes:
+      headroom: binary orders kept free, 0 or more.
+      loss_scale: the factor, a float32 scalar; a leaf.
+      running_max: running maximum of the gradients, a float32 scalar, 0 before the first one; a leaf.
+      period: steps in which the running maximum falls by one binary order.
+      min_loss_scale: lower bound, a power of two.
+      max_loss_scale: upper bound, a power of two.
+      dtype: the name of the dtype that may overflow.
+
+    Raises:
+      ValueError: a number is outside its range, the scale or a bound is no power of two, or the dtype is unknown.
+
+    >>> scale = HeadroomLossScale(headroom=4)  # float16's largest number is 65504, and 65504 / 2**4 is 4094
+    >>> for grad_max in (1.0, 0.0, 8.0):
+    ...     scale = scale.adjust(True, grad_max)
+    ...     print(int(scale.loss_scale))
+    2048
+    2048
+    256
+    """
+
+    headroom: float = 4
+    _: dataclasses.KW_ONLY
+    loss_scale: Any = 2.0**15
+    running_max: Any = 0.0
+    period: int = 2000
+    min_loss_scale: Any = 1
+    max_loss_scale: Any = 2.0**24
+    dtype: Any = "float16"
+
+    needs_grad_max = True
+    static_fields = ("headroom", "period", "min_loss_scale", "max_loss_scale", "dtype")
+    _leaves: ClassVar[Mapping[str, Any]] = {"loss_scale": jnp.float32, "running_max": jnp.float32}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.__dict__["dtype"] = canonical_dtype(self.dtype).name
+        for name in ("loss_scale", "min_loss_scale", "max_loss_scale"):
+            if is_concrete(x := vars(self)[name]) and not np.all(np.frexp(x)[0] == 0.5):
+                raise ValueError(f"{name} must be a power of two, got {x}: HeadroomLossScale has no other scales")
+
+    def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
+        """See :meth:`LossScale.adjust`."""
+        if grad_max is None:
+            raise ValueError(
+                "HeadroomLossScale needs grad_max, the largest absolute value among the unscaled gradients, got None: "
+                "call adjust(grads_finite, grad_max), or let jaxmp.loss_scaling do it"
+            )
+        finite, largest = _flag(grads_finite), _constant(grad_max, jnp.float32)
+        scale, running = _constant(self.loss_scale, jnp.float32), _constant(self.running_max, jnp.float32)
+        limit = float(jnp.finfo(self.dtype).max) / 2**self.headroom
+        seen = finite & (largest > 0) & (largest < jnp.inf)
+        risen = jnp.maximum(jnp.where(seen, largest, 0), running * 2 ** (-1 / self.period))
+        fitting = _floor_to_power_of_two(limit / jnp.maximum(risen, TINY))
+        moved = jnp.where(seen, jnp.minimum(fitting, 2 * scale), jnp.where(finite, scale, scale / 2))
+        moved = jnp.clip(moved, self.min_loss_scale, self.max_loss_scale)
+        held = jnp.where(finite, running, jnp.maximum(running, limit / moved))
+        return self._with(loss_scale=moved, running_max=jnp.where(seen, risen, held))
+
+
+def as_loss_scale(x: Any) -> LossScale:
+    """``x`` if it is a loss scale, and the loss scale of this module that stands for ``x`` if that is one of jmp's.
+
+    Raises:
+      TypeError: ``x`` is neither; or it is of a class that lacks ``loss_scale``, or whose ``adjust`` takes other
+        arguments.
+      ValueError: its scale is no positive scalar; one of jmp's has a number outside its range, such as a scale below
+        its minimum.
+    """
+    if isinstance(x, LossScale):
+        _require_whole(x)
+        return x
+    name = type(x).__name__ if type(x).__module__.split(".")[0] == "jmp" else None
+    if name == "NoOpLossScale":
+        return NoOpLossScale()
+    if name == "StaticLossScale":
+        return StaticLossScale(x.loss_scale)
+    if name == "DynamicLossScale":  # jmp has no maximum
+        return DynamicLossScale(x.loss_scale, x.counter, x.period, x.factor, x.min_loss_scale, max_loss_scale=HUGE)
+    raise TypeError(
+        f"a loss scale must be one of jaxmp's or jmp's, got {printed(x)}: pass DynamicLossScale(), "
+        "StaticLossScale(2.0**15), HeadroomLossScale() or NoOpLossScale()"
+    )
+
+
+def _require_whole(x: LossScale) -> None:
+    """Raises if ``x``, which may be of a user's class, has not all that a loss scale has."""
+    name = type(x).__name__
+    if not hasattr(x, "loss_scale"):
+        raise TypeError(
+            f"a loss scale must have an attribute loss_scale, the factor, but {name} has none; set self.loss_scale = "
+            "2.0**15, say, in its __init__"
+        )
+    scale = require_scalar(x)
+    if is_concrete(scale):
+        with jax.transfer_guard_device_to_host("allow"):
+            require("loss_scale", scale)
+    signature = inspect.signature(x.adjust)
+    try:
+        signature.bind(True, None)
+    except TypeError as error:
+        raise TypeError(
+            f"adjust must take (grads_finite, grad_max), but that of {name} takes {signature}; write "
+            "def adjust(self, grads_finite, grad_max=None), also where it has no use for grad_max"
+        ) from error
+
+
+def require_scalar(x: LossScale) -> Any:
+    """The factor of ``x``; raises if that, or what it counts, is no scalar."""
+    for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
+        if np.ndim(getattr(x, name)):
+            raise ValueError(
+                f"one loss has one scale, a scalar, but {type(x).__name__} has a {name} of shape "
+                f"{np.shape(getattr(x, name))}; make it a scalar, under vmap if each member of a population has its own"
+            )
+    return x.loss_scale
+
+
+def _map_inexact(fun: Callable[[jax.Array], jax.Array], tree: T) -> T:
+    def visit(x: Any) -> Any:
+        number = isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
+        return fun(jnp.asarray(x)) if number and jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact) else x
+
+    return jax.tree.map(visit, tree)
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.float32) if is_half(dtype) else dtype
+
+
+def _constant(x: ArrayLike, dtype: Any) -> jax.Array:
+    return jax.lax.stop_gradient(jnp.asarray(x, dtype))
+
+
+def _floor_to_power_of_two(x: jax.Array) -> jax.Array:
+    # Clearing the mantissa is exact, which exp2(floor(log2(x))) is not; inf stays inf.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7F800000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _flag(grads_finite: ArrayLike) -> jax.Array:
+    flag = jnp.asarray(grads_finite)
+    if flag.dtype != jnp.bool_ or flag.ndim:
+        raise ValueError(
+            f"grads_finite must be a boolean scalar, got {flag.dtype} of shape {flag.shape}: pass all_finite(grads), "
+            "under vmap if each member of a population has its own"
+        )
+    return flag

@@ -1,0 +1,1 @@
+"""Policies: which dtype a part of a model stores, computes and returns."""

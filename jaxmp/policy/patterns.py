@@ -1,0 +1,81 @@
+"""Patterns on module paths and module classes: the one matcher that every adapter uses."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmp.base.arguments import printed
+
+Path = tuple[str, ...]
+Pattern = str | type
+"""A glob on the module path, ``"type:GLOB"`` on the name of the module's class or a base of it, or a module class."""
+
+
+OPERATIONS = ("primitive:", "class:")
+"""How the keys of overrides begin that mean operations and not modules."""
+EVERY = "class:*"
+"""The key of each operation that no other key names."""
+
+
+def check_pattern(pattern: Any) -> Pattern:
+    """``pattern`` itself if it is one, else a TypeError, or a ValueError if it is the key of an operation."""
+    if isinstance(pattern, str) and pattern.startswith(OPERATIONS):
+        raise ValueError(
+            f"a pattern of a policy means modules, got {pattern!r}, which means operations; autocast decides on those: "
+            "give it as an override to jaxmp.autocast, jaxmp.linen.autocast or jaxmp.nnx.autocast"
+        )
+    if isinstance(pattern, (str, type)):
+        return pattern
+    raise TypeError(
+        f"a pattern is a glob on the module path such as '**/BatchNorm_*', or a module class, got {printed(pattern)}; "
+        "for a partial or an instance write its class"
+    )
+
+
+def pairs_of(overrides: Any) -> list[tuple[Any, Any]]:
+    """The patterns and policies of overrides, a mapping, None or pairs as a PolicyMap keeps them."""
+    if overrides is None or isinstance(overrides, Mapping):
+        return list((overrides or {}).items())
+    if isinstance(overrides, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in overrides):
+        return list(overrides)
+    raise TypeError(
+        f"overrides map patterns to policies, got {printed(overrides)}; write {{'**/head': 'float32'}}, say, with the "
+        "pattern of what is meant"
+    )
+
+
+def is_class_pattern(pattern: Pattern) -> bool:
+    """Whether ``pattern`` speaks of classes and not of paths."""
+    return isinstance(pattern, type) or pattern.startswith("type:")
+
+
+def pattern_text(pattern: Pattern) -> str:
+    """``pattern`` as a string; a class becomes the pattern on its name."""
+    return f"type:{pattern.__name__}" if isinstance(pattern, type) else pattern
+
+
+def matches(pattern: Pattern, path: Path, cls: type | tuple[type, ...] | None) -> bool:
+    """Whether ``pattern`` matches the module of class ``cls`` (None if unknown) at ``path`` itself; or one of several.
+
+    >>> matches("**/Dense_*", ("encoder", "Dense_0"), None), matches("encoder", ("encoder", "Dense_0"), None)
+    (True, False)
+    """
+    classes = cls if isinstance(cls, tuple) else (cls,) if cls is not None else ()
+    if isinstance(pattern, type):
+        return any(issubclass(each, pattern) for each in classes)
+    if pattern.startswith("type:"):
+        names = [base.__name__ for each in classes for base in each.__mro__]
+        return any(fnmatch.fnmatchcase(name, pattern.removeprefix("type:")) for name in names)
+    return _glob(tuple(part for part in pattern.split("/") if part), path)
+
+
+@functools.lru_cache(maxsize=4096)
+def _glob(pattern: Path, path: Path) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_glob(pattern[1:], path[depth:]) for depth in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _glob(pattern[1:], path[1:])

@@ -1,0 +1,176 @@
+"""Params over many devices: who holds what, and what crosses the wire in which dtype.
+
+JAX's own partitioner does all moving. Here are the specs (:func:`fsdp_specs`), the choices of a train step
+(:class:`Sharding`), the gather of a weight in half whose gradient is reduced in float32 (:func:`gather`), and the
+account of what a compiled program moves (:func:`collectives`).
+
+Fully sharded data parallelism: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), Zhao et al. 2023 (arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxmp.base import tables
+from jaxmp.base import trees as _tree
+from jaxmp.sharding.plan import Sharding as Sharding
+from jaxmp.sharding.specs import (
+    Mesh,
+    as_tuple,
+    covers,
+    fitting,
+    following,
+    is_spec,
+    is_train_state,
+    names_of,
+    parts_of,
+    require_arrays,
+    require_axes,
+    require_match,
+    require_specs,
+    specs_in,
+    text_of,
+)
+
+Rules = Mapping[str, PartitionSpec]
+
+
+def fsdp_specs(
+    shapes: Any,
+    mesh: Mesh,
+    *,
+    axis: str = "fsdp",
+    rules: Rules | None = None,
+    min_size: int = 65_536,
+    stacked: Iterable[str] | None = None,
+) -> Any:
+    """Where each param is split: along its largest axis that the devices of ``axis`` divide.
+
+    A leaf of fewer than ``min_size`` numbers, or that no axis of divides, stays whole on every device, and so stays in
+    float32 until it is used: its gradient is summed in float32 (see :func:`gather`).
+
+    Args:
+      shapes: the params, arrays or ShapeDtypeStructs (``jax.eval_shape`` makes them); or a whole
+        :class:`jaxmp.TrainState`, whose optimizer and moving average follow the params: a leaf at the same path with
+        the same shape has the same spec, all others are whole everywhere.
+      mesh: its axes and their sizes; a ``Mesh`` or an ``AbstractMesh``.
+      axis: the axis of the mesh to split over.
+      rules: pattern on the path of a leaf to its whole spec, ``{"**/mlp/up": P("fsdp", "tensor")}``. A pattern covers
+        what it matches and all below, the first that matches wins, as in overrides of policies.
+      min_size: in numbers; of a stacked leaf those of one layer count.
+      stacked: patterns of leaves whose axis 0 counts layers (``nn.scan``): it is never split.
+
+    Returns:
+      A tree of ``PartitionSpec`` of the structure of ``shapes``.
+
+    Raises:
+      ValueError: the mesh has no such axis; a pattern matches nothing; a rule's spec has more axes than the leaf, names
+        an axis that is not there or one twice, or does not divide the leaf; ``min_size`` is no count.
+      TypeError: a leaf is a number, no array; a rule gives no spec; ``axis`` is no name.
+
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
+    >>> shapes = jax.eval_shape(lambda: {"kernel": jnp.ones((512, 1024)), "bias": jnp.ones(1024)})
+    >>> fsdp_specs(shapes, mesh) == {"bias": jax.P(), "kernel": jax.P(None, "fsdp")}
+    True
+    """
+    if not isinstance(axis, str):
+        raise TypeError(f"axis names one axis of the mesh, got {axis!r}; a spec of several is given by rules")
+    if not isinstance(min_size, (int, np.integer)) or min_size < 0:
+        raise ValueError(f"min_size counts the numbers of a leaf, 0 or more of them, got {min_size!r}; 65536 is usual")
+    if is_train_state(shapes):
+        own = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
+        return following(shapes, shapes.params, own, mesh)
+    require_axes(mesh, [axis], "axis")
+    rules, stacked = dict(rules or {}), as_tuple(stacked)
+    leaves = jax.tree.leaves_with_path(shapes)
+    require_arrays(shapes)
+    paths = [parts_of(path) for path, _ in leaves]
+    for pattern in (*rules, *stacked):
+        require_match(pattern, paths)
+    for pattern, rule in rules.items():
+        if not is_spec(rule):
+            raise TypeError(f"a rule gives a PartitionSpec, got {rule!r} for {pattern!r}; write jax.P('{axis}'), say")
+
+    def spec_of(path: Any, leaf: Any) -> PartitionSpec:
+        parts, shape = parts_of(path), tuple(leaf.shape)
+        for pattern, spec in rules.items():
+            if covers(pattern, parts):
+                return fitting(spec, pattern, "/".join(parts), shape, mesh)
+        first = int(any(covers(pattern, parts) for pattern in stacked))
+        sizes = [(size, -dim) for dim, size in enumerate(shape) if dim >= first and size % mesh.shape[axis] == 0]
+        if not sizes or math.prod(shape[first:]) < min_size or mesh.shape[axis] == 1:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * -max(sizes)[1], axis)
+
+    return jax.tree.map_with_path(spec_of, shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A leaf: its shape, its spec as text, the bytes that one device holds, and whether each device holds all of it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+    bytes: int
+    whole: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Description(tables.Shown):
+    """What each device holds: ``rows`` by leaf. ``str()`` is a table for people, the largest first."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What one device holds of all leaves."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def replicated(self) -> tuple[Row, ...]:
+        """The leaves that every device holds whole, the largest first."""
+        return tuple(row for row in self.rows if row.whole)
+
+    def _shown(self) -> Any:
+        whole = f"{sum(row.bytes for row in self.replicated):,} in {len(self.replicated)} leaves"
+        title = f"{self.bytes:,} bytes a device, of them {whole} that each one holds whole"
+        cells = [(row.bytes, row.dtype, row.shape, row.spec, row.path) for row in self.rows]
+        return title, ("bytes", "dtype", "shape", "spec", "leaf"), cells, ()
+
+
+def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
+    """What each device holds of ``shapes`` under ``specs``, leaf by leaf, and what stayed whole on all of them.
+
+    Args:
+      shapes: a tree of arrays or ShapeDtypeStructs: params, or a whole state.
+      specs: a ``PartitionSpec`` for each leaf.
+      mesh: the axes and their sizes.
+
+    Raises:
+      ValueError: the specs are of another tree, or do not divide a leaf.
+      TypeError: a leaf is a number, no array.
+
+    >>> mesh = jax.sharding.AbstractMesh((4,), ("fsdp",))
+    >>> description = describe({"w": jax.ShapeDtypeStruct((64, 8), "float32")}, {"w": jax.P("fsdp")}, mesh)
+    >>> description.bytes, description.replicated
+    (512, ())
+    """
+    require_arrays(shapes)
+    require_specs(shapes, specs)
+    rows = []
+    for (path, leaf), spec in zip(jax.tree.leaves_with_path(shapes), specs_in(specs), strict=True):
+        name = _tree.path_name(path)
+        fitting(spec, name, name, tuple(leaf.shape), mesh)
+        parts = math.prod(mesh.shape[each] for each in names_of(spec))
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize // parts
+        rows.append(Row(name, tuple(leaf.shape), leaf.dtype.name, text_of(spec), size, parts == 1))
+    return Description(tuple(sorted(rows, key=lambda row: -row.bytes)))

@@ -1,0 +1,165 @@
+"""Gather weights in half precision, and sum their gradients over devices in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
+
+from jaxmp._internals.jax import reading
+from jaxmp.base import trees as _tree
+from jaxmp.base.dtypes import canonical_dtype
+from jaxmp.sharding.plan import Sharding as Sharding
+from jaxmp.sharding.plan import reduced_in, spread, to_reduce_in
+from jaxmp.sharding.specs import (
+    as_tuple,
+    fitting,
+    names_of,
+    require_axes,
+    require_specs,
+    without,
+)
+
+
+def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", axes: Sequence[str] = ("fsdp",)) -> Any:
+    """The weights whole, in ``dtype``; their gradients are summed over the devices in ``reduce_dtype`` and split again.
+
+    A weight is cast where it lies, gathered in ``dtype``, and used; the gradient that comes back is cast to
+    ``reduce_dtype``, reduced and scattered to the devices, and comes out in the dtype of the weight. Call it where the
+    weights are used, layer by layer (in the body of a scan over layers, with the specs of one layer), so that no device
+    holds all of them.
+
+    How it is done is decided by the mesh that is set: with axes of type Explicit by ``reshard``, inside ``shard_map``
+    by collectives, with axes of type Auto by two constraints. There XLA reduces a gradient in the dtype that it has,
+    whatever it is cast to, so that ``reduce_dtype`` must be ``dtype``.
+
+    Args:
+      tree: the weights. Leaves that are split over none of ``axes`` come back in their dtype. In ``shard_map`` their
+        gradients are summed in ``reduce_dtype``. Elsewhere JAX sums them, in the dtype in which they meet the batch:
+        add a bias in float32, or let ``make_train_step(sharding=)`` do all this, which sums them in float32.
+      specs: a ``PartitionSpec`` for each, as :func:`fsdp_specs` returns them.
+      dtype: to compute in.
+      reduce_dtype: of the sum over devices, float32 (for weights gathered in float64 this) or a half dtype.
+      axes: of the mesh, over which the weights are gathered and the gradients reduced: all those over which the batch
+        is split, ``("data", "fsdp")`` where each group of ``"fsdp"`` has a copy. What is split over others stays so.
+
+    Raises:
+      ValueError: no mesh is set or it lacks an axis; ``reduce_dtype`` cannot be had on axes of type Auto; the specs are
+        of another tree, or do not fit; a dtype is not floating, or none to reduce in; it is called in the loss function
+        of a ``make_train_step(sharding=)``, which gathers by itself; in ``shard_map``, an array axis is split over an
+        axis of ``axes`` and then over another, or ``check_vma=False`` hides who holds what.
+
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    >>> with jax.set_mesh(mesh):
+    ...     specs = {"w": jax.P("fsdp")}
+    ...     params = {"w": jax.device_put(jnp.ones((8, 8)), jax.P("fsdp"))}
+    ...     jax.jit(lambda params: gather(params, specs, "bfloat16"))(params)["w"].dtype
+    dtype(bfloat16)
+    """
+    mesh = get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            "gather moves weights over a mesh, and none is set; write with jax.set_mesh(mesh): around the step, or "
+            "call it inside jax.shard_map"
+        )
+    if spread() is not None:
+        raise ValueError(
+            "make_train_step(sharding=) gathers the weights of its loss function by itself, got gather in it; "
+            "leave one of the two out"
+        )
+    axes, dtype, reduce_dtype = as_tuple(axes), canonical_dtype(dtype), to_reduce_in(reduce_dtype)
+    require_axes(mesh, axes, "axes")
+    require_specs(tree, specs)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if len({types[name] for name in axes}) != 1:
+        raise ValueError(
+            "the axes that weights are gathered over must be of one type, got "
+            f"{', '.join(f'{name!r} of type {types[name].name}' for name in axes) or 'none'}; make the mesh with the "
+            "same of axis_types for them"
+        )
+    if types[axes[0]] is AxisType.Manual and not reading.shows_what_varies():
+        raise ValueError(
+            "gather sums each gradient over the devices that hold another part of the batch, but shard_map(…, "
+            "check_vma=False) hides which arrays differ between devices; leave check_vma=False away"
+        )
+    how = {AxisType.Explicit: _resharded, AxisType.Manual: _collected, AxisType.Auto: _constrained}[types[axes[0]]]
+
+    def gathered(path: Any, leaf: Any, spec: PartitionSpec) -> Any:
+        is_split = not set(names_of(spec)).isdisjoint(axes)
+        if not _tree.is_float_array(leaf) or not (is_split or how is _collected):
+            return leaf
+        name = _tree.path_name(path)
+        if how is not _collected:  # there a leaf is one device's part
+            fitting(spec, name, name, leaf.shape, mesh)
+        half = dtype if is_split else np.dtype(leaf.dtype)
+        return how(leaf, spec, axes, half, reduced_in(reduce_dtype, half), name)
+
+    return jax.tree.map_with_path(gathered, tree, specs)
+
+
+def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, _: str) -> Any:
+    """On axes of type Explicit: the type of the whole array says that its gradient is not reduced yet."""
+
+    @jax.custom_vjp
+    def whole(leaf: Any) -> Any:
+        return jax.sharding.reshard(leaf.astype(dtype), PartitionSpec(*without(spec, over), reduced=set(over)))
+
+    def backward(_: None, cotangent: Any) -> tuple[Any]:
+        return (
+            jax.sharding.reshard(cotangent.astype(reduce_dtype), jax.typeof(leaf).sharding.spec).astype(leaf.dtype),
+        )
+
+    whole.defvjp(lambda leaf: (whole(leaf), None), backward)
+    return whole(leaf)
+
+
+def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, name: str) -> Any:
+    """Inside shard_map."""
+    dims = [
+        (dim, tuple(each for each in as_tuple(entry) if each in over), as_tuple(entry))
+        for dim, entry in enumerate(spec)
+    ]
+    for _, own, entry in dims:
+        if entry[len(entry) - len(own) :] != own:
+            raise ValueError(
+                f"in shard_map a weight is gathered over the last axes that an axis of it is split over, got {entry} "
+                f"for {name!r} and axes {over}; put {', '.join(own)} last"
+            )
+
+    rest = tuple(each for each in over if each not in reading.manual_axes(leaf))
+
+    @jax.custom_vjp
+    def whole(leaf: Any) -> Any:
+        leaf = leaf.astype(dtype)
+        for dim, own, _ in dims:
+            leaf = jax.lax.all_gather(leaf, own, axis=dim, tiled=True) if own else leaf
+        # Or JAX sums the gradient over them before it comes here, in the dtype that it has.
+        return jax.lax.pcast(leaf, rest, to="varying") if rest else leaf
+
+    def backward(nothing: None, cotangent: Any) -> tuple[Any]:
+        cotangent = cotangent.astype(reduce_dtype)
+        cotangent = jax.lax.psum(cotangent, rest) if rest else cotangent
+        for dim, own, _ in dims:
+            if own:
+                cotangent = jax.lax.psum_scatter(cotangent, own, scatter_dimension=dim, tiled=True)
+        return (cotangent.astype(leaf.dtype),)
+
+    whole.defvjp(lambda leaf: (whole(leaf), None), backward)
+    return whole(leaf)
+
+
+def _constrained(
+    leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, name: str
+) -> Any:
+    """On axes of type Auto. With the second constraint alone XLA gathers some weights before it casts them."""
+    if reduce_dtype != dtype:
+        raise ValueError(
+            f"on mesh axes of type Auto XLA reduces gradients in the dtype that they are computed in, got reduce_dtype "
+            f"{reduce_dtype.name!r} for {name!r} gathered in {dtype.name!r}; make the mesh with "
+            f"axis_types=(jax.sharding.AxisType.Explicit, …), or pass reduce_dtype={dtype.name!r}"
+        )
+    half = jax.lax.with_sharding_constraint(leaf.astype(dtype), spec)
+    return jax.lax.with_sharding_constraint(half, PartitionSpec(*without(spec, over)))

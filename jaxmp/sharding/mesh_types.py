@@ -1,0 +1,178 @@
+"""Trace a loss by the types of Explicit mesh axes, and run its program on Auto axes.
+
+On axes of type Explicit JAX checks where each array of a program lies, and the author may say so (``out_sharding=``,
+``reshard``, ``auto_axes``). Programs of our own, of derivatives above all, have no author who could say it. So a loss
+is traced on the axes as they are, and its program is then rebuilt on axes of type Auto. Where the author said that an
+array lies somewhere, the rebuilt program has a constraint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.bodies import Rule, bound, rebuilt
+from jaxmp._internals.jax.program import Program, arrays_in, is_array
+from jaxmp._internals.jax.rebind import in_place_of
+from jaxmp._internals.jax.walk import interpreted, is_jaxpr
+from jaxmp.sharding.specs import Mesh
+
+LossFn = Callable[..., Any]
+_SHARDING_PARAMS = ("out_sharding", "sharding")
+
+
+def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
+    """Return the mesh with Explicit axes that an array of ``tree`` lies on, or None."""
+    for leaf in jax.tree.leaves(tree):
+        mesh: jax.sharding.AbstractMesh = jax.typeof(leaf).sharding.mesh
+        if mesh.explicit_axes:
+            return mesh
+    return None
+
+
+@contextlib.contextmanager
+def noting_types() -> Iterator[None]:
+    """Add a note to JAX's error about the sharding of a type, as Flax's Dropout raises on Explicit axes."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
+            error.add_note(
+                "jaxmp: the mesh has axes of type Explicit, where JAX wants to be told where some results lie; write "
+                "out_sharding= there, or jax.sharding.auto_axes around the model, or make the mesh with "
+                "axis_types=(jax.sharding.AxisType.Auto,)"
+            )
+        raise
+
+
+def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:
+    """Return ``loss_fn`` traced by the types of the Explicit axes of ``mesh``, for a call on Auto axes.
+
+    The params, the model state and the rng are typed as whole on each device, and the examples of the batch as split
+    over ``batch_axes`` where these divide them.
+
+    Args:
+      loss_fn: a loss function, as for :func:`jaxmp.make_train_step`.
+      mesh: the mesh with its own types; without Explicit axes ``loss_fn`` is returned as it is.
+      batch_axes: names of the axes of the mesh that split a batch.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name: AxisType.Explicit for name in types if types[name] is AxisType.Explicit}
+    if not explicit:
+        return loss_fn
+    split = tuple(name for name in batch_axes if name in explicit)
+    parts = math.prod(mesh.shape[name] for name in split)
+
+    def run(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        around = jax.sharding.get_abstract_mesh().update_axis_types(explicit)
+
+        def laid(leaf: Any, spec: PartitionSpec) -> Any:
+            if not is_array(leaf):
+                return leaf
+            return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(around, spec))
+
+        def example(leaf: Any) -> Any:
+            divides = bool(split) and np.ndim(leaf) > 0 and np.shape(leaf)[0] % parts == 0
+            return laid(leaf, PartitionSpec(split) if divides else PartitionSpec())
+
+        args = params, model_state, batch, rng
+        params, model_state, rng = (
+            jax.tree.map(lambda leaf: laid(leaf, PartitionSpec()), whole) for whole in (params, model_state, rng)
+        )
+        with jax.sharding.use_abstract_mesh(around), noting_types():
+            program = Program(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
+        jaxpr, consts = program.jaxpr
+        return program.unflatten(_evaluated(jaxpr, consts, arrays_in(jax.tree.leaves(args))))
+
+    return run
+
+
+def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluate an open jaxpr that was traced on Explicit axes, on Auto ones."""
+
+    def equation(eqn: Any, operands: list[Any]) -> list[Any]:
+        with in_place_of(eqn):
+            return list(_rebound(eqn, operands))
+
+    return interpreted(jaxpr, [_untyped(const) for const in consts], args, equation)
+
+
+def _rebound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Bind an equation on Auto axes; the current mesh is that of the equation's context."""
+    traced_on = jax.sharding.get_abstract_mesh()
+    if not traced_on.explicit_axes:
+        return _rebuilt(eqn, operands, traced_on)
+    with jax.sharding.use_abstract_mesh(_on_auto(traced_on)):
+        return _rebuilt(eqn, operands, traced_on)
+
+
+def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in reading.RESHARDS:
+        return [_constrained(operands[0], params["dst_sharding"])]
+    bodies = reading.bodies_of(eqn)
+    if bodies is None:
+        return _bound(eqn, operands)
+    if name == "shard_map":
+        eqn = eqn.replace(params={**params, "mesh": _on_auto(params["mesh"])})
+    # Derivative rules of the author's are typed as the loss is.
+    rule = Rule(
+        lambda body, args, _: _evaluated(*body, args), functools.partial(jax.sharding.use_abstract_mesh, traced_on)
+    )
+    return rebuilt(eqn, bodies, [functools.partial(_body, body) for body in bodies.jaxprs], rule)(*operands)
+
+
+def _bound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Bind an equation without bodies; where its parameters say that the result lies, put a constraint."""
+    params = jax.tree.map(_without_types, dict(eqn.params), is_leaf=is_jaxpr)
+    for key in _SHARDING_PARAMS:
+        if _names_explicit_axes(params.get(key)):
+            sharding = params[key]
+            params[key] = None
+            results = operands[:1] if eqn.primitive.name == "sharding_constraint" else bound(eqn, operands, params)
+            return [_constrained(result, sharding) for result in results]
+    return bound(eqn, operands, params)
+
+
+def _without_types(param: Any) -> Any:
+    """Return a parameter of an equation; a closed jaxpr without types of Explicit axes."""
+    if not hasattr(param, "in_avals") or not any(_names_explicit_axes(aval.sharding) for aval in param.in_avals):
+        return param
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in param.in_avals]
+    return jax.make_jaxpr(functools.partial(_body, param))(*shapes)
+
+
+def _names_explicit_axes(sharding: Any) -> bool:
+    return isinstance(sharding, NamedSharding) and bool(sharding.mesh.explicit_axes)
+
+
+def _body(body: Any, *args: Any) -> list[Any]:
+    jaxpr, consts = reading.opened(body)
+    return _evaluated(jaxpr, consts, args)
+
+
+def _on_auto(mesh: Any) -> Any:
+    """Return ``mesh`` with Auto axes in place of Explicit ones."""
+    return mesh.update(axis_types=tuple(AxisType.Auto if t is AxisType.Explicit else t for t in mesh.axis_types))
+
+
+def _untyped(const: Any) -> Any:
+    """Return an array that the loss closes over, without a type that says where it lies."""
+    if not is_array(const) or not jax.typeof(const).sharding.mesh.explicit_axes:
+        return const
+    return jax.sharding.reshard(const, PartitionSpec())
+
+
+def _constrained(value: Any, sharding: NamedSharding) -> Any:
+    """Constrain ``value`` to lie as ``sharding`` says, if that names axes that were Explicit."""
+    if not _names_explicit_axes(sharding):
+        return value
+    return jax.lax.with_sharding_constraint(value, PartitionSpec(*sharding.spec))

@@ -1,0 +1,314 @@
+"""Where the params of a train step lie, and how its weights and gradients travel between the devices of a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmp._internals.jax import reading
+from jaxmp.base import trees as _tree
+from jaxmp.base.dtypes import canonical_dtype
+from jaxmp.sharding.placement import moved_to
+from jaxmp.sharding.specs import Mesh, as_tuple, fitting, following, names_of, require_specs, specs_in, without
+
+BATCH_AXES = ("data", "fsdp")
+"""The axes of a mesh over which a batch is split."""
+COPIES = "jaxmp.copies"
+"""The scope of what :meth:`Plan.copies` writes."""
+_FLOAT32 = np.dtype(np.float32)
+_REDUCES = frozenset(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+_tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sharding:
+    """How the state of a train step is split over devices, and how its gradients are summed over them.
+
+    Pass one to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`.
+
+    Attributes:
+      mesh: the devices. A batch is split over the axes ``"data"`` and ``"fsdp"``.
+      specs: a ``PartitionSpec`` for each param, as :func:`jaxmp.sharding.fsdp_specs` returns them.
+      reduce_dtype: the dtype in which gradients are summed over devices. Each device sums its own in float32.
+      reduce: when microbatches are summed over devices: the gradients of ``"each"`` one, or their sum ``"once"``. With
+        ``"once"`` all weights are gathered once, before the first microbatch: less traffic, more memory.
+      regather: whether the backward pass gathers the weights again, in place of keeping them from the forward pass.
+
+    Raises:
+      TypeError: ``mesh`` is no mesh.
+      ValueError: the mesh has no axis for the batch, or such axes of several types; ``reduce_dtype`` is no dtype to sum
+        in, or ``reduce`` neither word.
+
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+    >>> params = {"w": jnp.zeros((512, 512))}
+    >>> sharding = Sharding(mesh, fsdp_specs(params, mesh))
+    >>> state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(0.1), sharding)
+    """
+
+    mesh: Mesh
+    specs: Any
+    reduce_dtype: Any = dataclasses.field(default="float32", kw_only=True)
+    reduce: Literal["each", "once"] = dataclasses.field(default="each", kw_only=True)
+    regather: bool = dataclasses.field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(
+                f"mesh must be a jax.sharding.Mesh, got {self.mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))"
+            )
+        if self.reduce not in ("each", "once"):
+            raise ValueError(f"reduce must be 'each' or 'once', got {self.reduce!r}")
+        object.__setattr__(self, "reduce_dtype", to_reduce_in(self.reduce_dtype))
+        self.plan()
+
+    def plan(self) -> Plan:
+        """Return the plan that a train step follows."""
+        return Plan(self.mesh, self.specs, self.reduce_dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """Where the params of a train step lie, and in which dtype their gradients are reduced.
+
+    Raises:
+      ValueError: the mesh has no axis for the batch, or such axes of several types.
+    """
+
+    mesh: Mesh
+    specs: Any
+    reduce_dtype: np.dtype
+
+    def __post_init__(self) -> None:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        if not self.axes:
+            raise ValueError(
+                f"a batch is split over the axes 'data' and 'fsdp' of a mesh, of which this one ({sizes}) has none; "
+                "make it with jax.make_mesh((…,), ('fsdp',))"
+            )
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if len(kinds := {types[name] for name in self.axes}) > 1 or AxisType.Manual in kinds:
+            raise ValueError(
+                "the axes that a batch is split over must all be of type Auto or all of type Explicit, got "
+                f"{', '.join(f'{name!r} of type {types[name].name}' for name in self.axes)}; make the mesh with the "
+                "same of axis_types for them, and call the step outside of shard_map"
+            )
+
+    @functools.cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Those of the mesh over which the batch is split."""
+        return tuple(name for name in BATCH_AXES if name in self.mesh.shape)
+
+    @functools.cached_property
+    def devices(self) -> int:
+        """The parts of a batch."""
+        return math.prod(self.mesh.shape[name] for name in self.axes)
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether types say where arrays lie, in what is traced now."""
+        mesh: Mesh = jax.sharding.get_abstract_mesh()
+        mesh = self.mesh if mesh.empty else mesh
+        return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[self.axes[0]] is AxisType.Explicit
+
+    @functools.cached_property
+    def rows(self) -> PartitionSpec:
+        """That of an array whose axis 0 has a part for each device."""
+        return PartitionSpec(self.axes if len(self.axes) > 1 else self.axes[0])
+
+    def set(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it the mesh is that of what is traced and called."""
+        if not reading.is_tracing() and not isinstance(self.mesh, jax.sharding.AbstractMesh):
+            return jax.set_mesh(self.mesh)
+        around: Mesh = jax.sharding.get_abstract_mesh()
+        if (around.shape, around.axis_types) == (self.mesh.shape, self.mesh.axis_types):
+            return contextlib.nullcontext()  # it may know of the device that is compiled for
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
+    def shardings(self, state: Any) -> Any:
+        """Where each leaf of a train state lies.
+
+        Raises:
+          ValueError: the specs are of another tree than its params, or do not fit them.
+        """
+        require_specs(state.params, self.specs)
+        for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs_in(self.specs), strict=True):
+            name = _tree.path_name(path)
+            fitting(spec, name, name, tuple(leaf.shape), self.mesh)
+        return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), state, self.specs_of(state))
+
+    def specs_of(self, state: Any) -> Any:
+        """That of each leaf of a train state."""
+        return following(state, state.params, self.specs, self.mesh)
+
+    def batch(self, batch: Any, microbatches: int) -> Any:
+        """``batch`` with the examples of each leaf over all devices; a scalar is on each.
+
+        Raises:
+          ValueError: devices times microbatches do not divide the examples.
+        """
+
+        def placed(path: Any, leaf: Any) -> Any:
+            parts = self.devices * microbatches
+            if np.ndim(leaf) and (not np.shape(leaf)[0] or np.shape(leaf)[0] % parts):
+                each = f" for each of {microbatches} microbatches" if microbatches > 1 else ""
+                entry = f" in batch entry {_tree.path_name(path)!r}" if path else ""
+                raise ValueError(
+                    f"the {self.devices} devices of {', '.join(map(repr, self.axes))} must divide the batch{each}, got "
+                    f"{np.shape(leaf)[0]} examples{entry}; use a batch of "
+                    f"{parts * (np.shape(leaf)[0] // parts + 1)}, say"
+                )
+            if isinstance(leaf, jax.core.Tracer):  # with axes that are split otherwise, a sequence's, left so
+                return self.by_rows(leaf) if np.ndim(leaf) else self.put(leaf, PartitionSpec())
+            return moved_to(leaf, NamedSharding(self.mesh, self.rows if np.ndim(leaf) else PartitionSpec()))
+
+        return jax.tree.map_with_path(placed, batch)
+
+    def put(self, value: Any, spec: PartitionSpec) -> Any:
+        """``value``, laid out so."""
+        return jax.sharding.reshard(value, spec) if self.is_explicit else jax.lax.with_sharding_constraint(value, spec)
+
+    def gathered(self, spec: PartitionSpec) -> PartitionSpec:
+        """That of a param where it is used: whole but for axes such as ``"tensor"``, with which no batch is split."""
+        return PartitionSpec(*without(spec, self.axes))
+
+    def by_rows(self, value: Any, dim: int = 0) -> Any:
+        """``value`` with a part of its axis ``dim`` on each device; over the other axes of the mesh as it lies."""
+        if self.is_explicit:
+            rest = without(jax.typeof(value).sharding.spec, self.axes)
+        else:
+            rest = [PartitionSpec.UNCONSTRAINED] * np.ndim(value)
+        return self.put(value, PartitionSpec(*rest[:dim], *self.rows, *rest[dim + 1 :]))
+
+    def is_split(self, spec: PartitionSpec) -> bool:
+        """Whether devices with other rows of the batch hold other parts."""
+        return not set(names_of(spec)).isdisjoint(self.axes)
+
+    def whole(self, param: Any, spec: PartitionSpec, dtype: np.dtype) -> Any:
+        """A param on each device, in ``dtype``; nothing to differentiate."""
+        param = jax.lax.stop_gradient(param)
+        if not self.is_split(spec):
+            return param.astype(dtype)
+        # With the second alone XLA gathers some weights before it casts them.
+        return self.put(self.put(param.astype(dtype), spec), self.gathered(spec))
+
+    def tap(self, param: Any, spec: PartitionSpec) -> Any:
+        """Zeros (devices, …) whose cotangent, summed over the devices, is that of ``param``."""
+
+        @jax.custom_vjp
+        def tap(param: Any) -> Any:
+            return self.zeros(param, spec)
+
+        tap.defvjp(
+            lambda param: (self.zeros(param, spec), None),
+            lambda _, parts: (self.reduced(parts, spec).astype(param.dtype),),
+        )
+        return tap(param)
+
+    def zeros(self, param: Any, spec: PartitionSpec) -> Any:
+        """Those of a tap."""
+        return self.of_parts(jnp.zeros((self.devices, *param.shape), wide(param.dtype)), spec)
+
+    def of_parts(self, parts: Any, spec: PartitionSpec) -> Any:
+        """What each device adds to the gradient of a param, (devices, …), laid out so."""
+        return self.put(parts, PartitionSpec(*self.rows, *self.gathered(spec)))
+
+    def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
+        """The sum over axis 0, of which each device has one part, split as ``spec`` says."""
+        own = [tuple(name for name in as_tuple(entry) if name in self.axes) for entry in spec]
+        rest = tuple(name for name in self.axes if name not in names_of(spec))
+
+        def reduce(parts: Any) -> Any:
+            part = parts[0].astype(reduced_in(self.reduce_dtype, parts.dtype))
+            part = jax.lax.psum(part, rest) if rest else part
+            for dim, names in enumerate(own):
+                if names:
+                    part = jax.lax.psum_scatter(part, names, scatter_dimension=dim, tiled=True)
+            return part
+
+        # By hand over all axes: XLA would gather the parts over those of no rows before it reduces them.
+        others = self.gathered(spec)
+        out = PartitionSpec(*((*as_tuple(other), *names) or None for other, names in zip(others, own, strict=True)))
+        at, names = PartitionSpec(*self.rows, *others), {*self.axes, *names_of(spec)}
+        return jax.shard_map(reduce, in_specs=at, out_specs=out, axis_names=names, check_vma=False)(self.put(parts, at))
+
+    def over_rows(self, fun: Callable[..., Any], dims: Sequence[int], args: Sequence[Any]) -> Any:
+        """``fun`` of each device's part of ``args``, split along these axes (scalars are whole), as (devices, …)."""
+        split = (PartitionSpec(*[None] * dim, *self.rows) for dim in dims)
+        specs = tuple(spec if np.ndim(arg) else PartitionSpec() for spec, arg in zip(split, args, strict=True))
+        args = [self.by_rows(arg, dim) if np.ndim(arg) else arg for arg, dim in zip(args, dims, strict=True)]
+        options: Any = {"in_specs": specs, "out_specs": self.rows, "axis_names": {*self.axes}, "check_vma": False}
+        return jax.shard_map(lambda *args: fun(*args)[None], **options)(*args)
+
+    # --- for losses that sum over rows by themselves ---
+
+    def parts(self, array: Any) -> Any:
+        """``array`` (rows, …) as (devices, rows of each, …)."""
+        shape = (self.devices, array.shape[0] // self.devices, *array.shape[1:])
+        return self.put(array.reshape(shape), self.rows)
+
+    def copies(self, weight: Any) -> Any:
+        """``weight`` as (devices, …): the cotangent has a part for each device, and is reduced with all others."""
+        with jax.named_scope(COPIES):
+            return jax.lax.broadcast_in_dim(weight, (self.devices, *weight.shape), range(1, weight.ndim + 1))
+
+
+def to_reduce_in(dtype: Any) -> np.dtype:
+    """The dtype of sums over devices that a user asks for.
+
+    Raises:
+      ValueError: it is none.
+    """
+    found = canonical_dtype(dtype)
+    if found not in _REDUCES:
+        raise ValueError(
+            f"gradients are reduced in float32 (those of float64 params in float64) or in a half dtype, got "
+            f"reduce_dtype={found.name!r}; pass reduce_dtype='float32'"
+        )
+    return found
+
+
+def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
+    """In which gradients of ``dtype`` are reduced: float32 stands for float64 where these are."""
+    return wide(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
+
+
+def wide(dtype: Any) -> np.dtype:
+    """In which gradients of params of ``dtype`` are computed and summed: float32, or float64."""
+    return max(_FLOAT32, np.dtype(dtype), key=lambda dtype: dtype.itemsize)
+
+
+def on_auto_axes(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
+    """Return ``fun`` run on axes of type Auto, whatever the type of those of the current mesh.
+
+    Args:
+      fun: a function of arrays.
+      out: where its results lie, a spec or a tree of them.
+    """
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return fun
+    return jax.sharding.auto_axes(fun, out_sharding=out)
+
+
+@contextlib.contextmanager
+def while_tracing(plan: Plan) -> Iterator[None]:
+    """Within it :func:`spread` is this plan."""
+    token = _tracing.set(plan)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+def spread() -> Plan | None:
+    """The plan of the loss that is traced; None where no batch is split, or none is known to be."""
+    return _tracing.get()

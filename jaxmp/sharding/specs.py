@@ -1,0 +1,152 @@
+"""Specs of params: which axes of a mesh split which axes of an array."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxmp.base import trees as _tree
+from jaxmp.base.dtypes import nearest
+from jaxmp.optim.low_precision import Float8Blocks
+from jaxmp.policy.patterns import Path, is_class_pattern, matches
+
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
+    """Specs of all of ``state``: a leaf whose path ends in that of a param of its shape has the param's spec."""
+    known = {
+        (parts_of(path), tuple(leaf.shape)): spec
+        for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), specs_in(specs), strict=True)
+    }
+
+    def spec_of(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Float8Blocks):
+            codes = spec_of(path, leaf.codes)
+            whole = all(
+                size % devices_in(entry, mesh) == 0 for size, entry in zip(leaf.scales.shape, codes, strict=False)
+            )
+            scales: Any = codes if whole else PartitionSpec()
+            return dataclasses.replace(leaf, codes=codes, scales=scales)
+        parts = parts_of(path)
+        ends = ((parts[start:], tuple(leaf.shape)) for start in range(len(parts) + 1))
+        return next((known[end] for end in ends if end in known), PartitionSpec())
+
+    return jax.tree.map_with_path(spec_of, state, is_leaf=lambda node: isinstance(node, Float8Blocks))
+
+
+def is_train_state(tree: Any) -> bool:
+    """Whether ``tree`` is a whole state, whose optimizer's leaves follow its params."""
+    return hasattr(tree, "params") and hasattr(tree, "opt_state")
+
+
+def text_of(spec: PartitionSpec) -> str:
+    return f"P({', '.join(map(repr, spec))})"
+
+
+def parts_of(path: Any) -> Path:
+    return tuple(_tree.path_name(path).split("/")) if path else ()
+
+
+def covers(pattern: str, path: Path) -> bool:
+    return any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
+
+
+def require_match(pattern: str, paths: Sequence[Path]) -> None:
+    if is_class_pattern(pattern):
+        raise ValueError(
+            f"a pattern of shardings is a path such as '**/kernel', for params have no modules, got {pattern!r}"
+        )
+    if not any(covers(pattern, path) for path in paths):
+        raise ValueError(
+            f"the pattern {pattern!r} matches no leaf; the nearest paths: "
+            f"{nearest(pattern, ['/'.join(path) for path in paths])}"
+        )
+
+
+def require_arrays(tree: Any, attribute: str = "shape") -> None:
+    leaves = jax.tree.leaves_with_path(tree)
+    if bare := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, attribute)]:
+        raise TypeError(
+            f"params are arrays or ShapeDtypeStructs, got {bare[0][1]!r} at {_tree.path_name(bare[0][0])!r}; take "
+            "jax.eval_shape(make_params), which makes shapes of numbers too"
+        )
+
+
+def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
+    if not hasattr(mesh, "shape"):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))")
+    if missing := [name for name in names if name not in mesh.shape]:
+        raise ValueError(
+            f"{argument} must be of the mesh, which has {', '.join(map(repr, mesh.shape)) or 'none'}, got "
+            f"{missing[0]!r}; make it with jax.make_mesh((…,), ({missing[0]!r}, …))"
+        )
+
+
+def require_specs(tree: Any, specs: Any) -> None:
+    leaves = {_tree.path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(specs, is_leaf=is_spec)}
+    names = [_tree.path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    found: list[str] = [f"{type(leaf).__name__} for {name!r}" for name, leaf in leaves.items() if not is_spec(leaf)]
+    found += [f"none for {name!r}" for name in names if name not in leaves]
+    found += [f"one for {name!r}, which is no array of them" for name in leaves if name not in names]
+    given: Any = jax.tree.structure(specs, is_leaf=is_spec)
+    own: Any = jax.tree.structure(tree)
+    if found or given != own:
+        raise ValueError(
+            "specs must be a tree of PartitionSpec of the structure of the arrays, got "
+            f"{found[0] if found else f'{given} for {own}'}; take jaxmp.sharding.fsdp_specs of these arrays"
+        )
+
+
+def fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """``spec`` itself, if it fits a leaf of ``shape``."""
+    names = names_of(spec)
+    require_axes(mesh, names, f"the axes of {key!r}")
+    if len(spec) > len(shape) or len(set(names)) < len(names):
+        raise ValueError(
+            "a spec names each axis of the mesh once, and has at most one entry for each axis of the leaf, got "
+            f"{text_of(spec)} for {name!r} of shape {shape}; give {key!r} another"
+        )
+    for size, entry in zip(shape, spec, strict=False):
+        parts = devices_in(entry, mesh)
+        if size % parts:
+            raise ValueError(
+                f"the devices must divide an axis that is split over them, got {size} over {parts} ({entry!r}) in "
+                f"{name!r} of shape {shape}; give {key!r} another spec"
+            )
+    return spec
+
+
+def is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
+
+
+def specs_in(specs: Any) -> list[PartitionSpec]:
+    return jax.tree.leaves(specs, is_leaf=is_spec)
+
+
+def as_tuple(entry: Any) -> tuple[str, ...]:
+    if entry is PartitionSpec.UNCONSTRAINED:
+        raise ValueError(
+            "a spec says over which axes of the mesh each axis of an array is split, got P.UNCONSTRAINED, which leaves "
+            "it to XLA; write None for an axis that stays whole"
+        )
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def devices_in(entry: Any, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[name] for name in as_tuple(entry))
+
+
+def names_of(spec: PartitionSpec) -> list[str]:
+    return [name for entry in spec for name in as_tuple(entry)]
+
+
+def without(spec: PartitionSpec, over: tuple[str, ...]) -> list[Any]:
+    rest = (tuple(name for name in as_tuple(entry) if name not in over) for entry in spec)
+    return [names[0] if len(names) == 1 else names or None for names in rest]

@@ -1,0 +1,235 @@
+"""The products, lookups and convolutions of weights that are gathered; the sums of their gradients are in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.bodies import bound, params_in_dtype
+from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
+from jaxmp.base import trees as _tree
+from jaxmp.base.dtypes import is_half
+from jaxmp.policy import float8
+from jaxmp.sharding.plan import Plan, wide
+from jaxmp.sharding.weights import Use, anywhere
+
+_FLOAT32 = np.dtype(np.float32)
+_BY_ROWS = frozenset({("dot_general", 0), ("dot_general", 1), ("gather", 0), ("conv_general_dilated", 1)})
+
+
+def goes_by_rows(eqn: Any, position: int) -> bool:
+    """Whether an equation that reads a weight there, and rows of a batch, is one of :func:`product_by_rows`."""
+    return (eqn.primitive.name, position) in _BY_ROWS
+
+
+def product_by_rows(eqn: Any, position: int, use: Use, given: Sequence[Any]) -> Any:
+    """The result of a product or a lookup; the gradient of the weight by the rows that each device has."""
+    plan, name = use.source.plan, eqn.primitive.name
+    aval, out = eqn.invars[position].aval, eqn.outvars[0].aval
+    others = [value for n, value in enumerate(given) if n != position]
+    dims = _rows_of(eqn, position, plan)
+    half, tap = use.source.gathered()
+
+    def computed(weight: Any, others: Sequence[Any], params: Any) -> Any:
+        return bound(eqn, [*others[:position], weight, *others[position:]], params)[0]
+
+    def forward(half: Any, others: Sequence[Any]) -> Any:
+        weight = use.moved(half)
+        weight = use.cast(weight, half.dtype if name == "gather" else aval.dtype)  # rows are looked up in half
+        return computed(weight, others, eqn.params).astype(out.dtype)
+
+    def of_weight(cotangent: Any, *others: Any) -> Any:
+        dtype = aval.dtype if name != "gather" else use.source.wide
+        weight = jax.ShapeDtypeStruct(aval.shape, dtype)
+        pull = jax.linear_transpose(lambda weight: computed(weight, others, anywhere(eqn.params)), weight)
+        cotangent = cotangent.astype(dtype) if name == "gather" else cotangent
+        wide = use.source.wide
+        return use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, wide, dims is None))
+
+    source = use.source
+    keeps = not (source.gathers_again and plan.is_split(source.spec))
+
+    @jax.custom_vjp
+    def by_rows(target: Any, half: Any, param: Any, *others: Any) -> Any:
+        return forward(half, others)
+
+    def forward_and_kept(target: Any, half: Any, param: Any, *others: Any) -> tuple[Any, Any]:
+        return forward(half, others), (half if keeps else param, others)
+
+    def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
+        half, others = kept
+        half = half if keeps else source.gathered_again(half)
+        floats = [n for n, value in enumerate(others) if _tree.is_float_array(value)]
+
+        def of_floats(*values: Any) -> Any:
+            filled = dict(zip(floats, values, strict=True))
+            return forward(half, [filled.get(n, value) for n, value in enumerate(others)])
+
+        rest: list[Any] = [None] * len(others)
+        if floats:
+            pulled = jax.vjp(of_floats, *(others[n] for n in floats))[1](cotangent)
+            for n, value in zip(floats, pulled, strict=True):
+                rest[n] = value
+        if dims is None:  # one sum over all rows, whoever has them
+            gradient = plan.put(of_weight(cotangent, *others), use.source.spec).astype(use.source.param.dtype)
+        else:
+            parts = plan.over_rows(of_weight, dims, (cotangent, *others))
+            gradient = plan.of_parts(parts, use.source.spec)
+        return gradient, None, None, *rest
+
+    by_rows.defvjp(forward_and_kept, backward)
+    return by_rows(source.param if dims is None else tap, half, None if keeps else source.param, *others)
+
+
+def in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
+    """The result of a product in float8, the gradient of the weight by the rows that each device has, in float32.
+
+    None where there are two weights, or nothing that the devices divide.
+    """
+    product = next(each for each in equations(eqn.params["call_jaxpr"]) if each.primitive.name == "dot_general")
+    both = zip(given, eqn.invars, strict=True)
+    operands = [value.read(atom.aval.dtype) if isinstance(value, Use) else value for value, atom in both]
+    sides = [side for side in (0, 1) if isinstance(given[3 * side], Use)]
+    if len(sides) != 1:
+        return None
+    side, use = sides[0], given[3 * sides[0]]
+    other, *cast = operands[3 - 3 * side :][:3]
+    plan, dims = use.source.plan, _rows_of(product, side, use.source.plan)
+    if dims is None:
+        return None
+    operands[3 * side] = jax.lax.stop_gradient(operands[3 * side])
+    is_exact = recipe.weight_gradient == "compute"
+    precision = jax.lax.Precision.DEFAULT if is_exact or recipe.accumulate == "fast" else jax.lax.Precision.HIGHEST
+    params = {**anywhere(product.params), "precision": precision}
+
+    def of_weight(cotangent: Any, scale: Any, other: Any, other_scale: Any) -> Any:
+        if is_exact:
+            cotangent, other = cotangent.astype(jnp.bfloat16), other.astype(jnp.bfloat16)
+        else:
+            cotangent = float8.dequantised((None, cotangent, scale), recipe.gradient)
+            other = float8.dequantised((None, other, other_scale), recipe.forward)
+        factors = [other, other]
+
+        def multiplied(weight: Any) -> Any:
+            factors[side] = weight
+            return bound(product, factors, params)[0]
+
+        pull = jax.linear_transpose(multiplied, jax.ShapeDtypeStruct(product.invars[side].aval.shape, other.dtype))
+        return use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, use.source.wide))
+
+    @jax.custom_vjp
+    def adding(result: Any, tap: Any, *kept: Any) -> Any:
+        return result
+
+    def backward(kept: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+        # It is quantised for the gradient of the other operand too: XLA does it once.
+        of_result = (cotangent, kept[1]) if is_exact else float8.quantised(cotangent, recipe.gradient)[1:]
+        parts = plan.over_rows(of_weight, (dims[0], 0, dims[1], 0), (*of_result, *kept))
+        return cotangent, plan.of_parts(parts, use.source.spec), None, None
+
+    adding.defvjp(lambda result, tap, *kept: (result, kept), backward)
+    kept = jax.lax.stop_gradient((other, cast[1]) if is_exact else tuple(cast))
+    return adding(bound(eqn, operands, eqn.params)[0], use.source.gathered()[1], *kept)
+
+
+def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
+    """The axis of the result, and that of the operand that is no weight, along which the batch is split."""
+    name, params = eqn.primitive.name, eqn.params
+    shape = eqn.invars[1 - position].aval.shape
+    pairs: list[tuple[int, int]] = []
+    if name == "dot_general":
+        contracting, batch = params["dimension_numbers"]
+        bound_dims = [[*contracting[n], *batch[n]] for n in (0, 1)]
+        free = [dim for dim in range(len(shape)) if dim not in bound_dims[1 - position]]
+        weight = len(eqn.invars[position].aval.shape) - len(bound_dims[position])
+        first = len(batch[0]) + (weight if position == 0 else 0)
+        pairs = [(first + n, dim) for n, dim in enumerate(free)]
+    elif name == "gather" and not params["dimension_numbers"].operand_batching_dims:
+        offsets = params["dimension_numbers"].offset_dims
+        rows = [dim for dim in range(len(eqn.outvars[0].aval.shape)) if dim not in offsets]
+        pairs = [(dim, n) for n, dim in enumerate(rows)]
+    elif name == "conv_general_dilated" and params["batch_group_count"] == 1:
+        numbers = params["dimension_numbers"]
+        pairs = [(numbers.out_spec[0], numbers.lhs_spec[0])]
+    pairs = [pair for pair in pairs if shape[pair[1]] % plan.devices == 0]
+    return pairs[0] if pairs else None
+
+
+def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
+    """A product over several axes as one of matrices: XLA's CPU has no others with float32 results of half operands."""
+    matrices, shape = [], list[int]()
+    for value, summed in zip(operands, eqn.params["dimension_numbers"][0], strict=True):
+        kept = [dim for dim in range(value.ndim) if dim not in summed]
+        shape += [value.shape[dim] for dim in kept]
+        matrices.append(value.transpose(*summed, *kept).reshape(math.prod(value.shape[dim] for dim in summed), -1))
+    params = {**eqn.params, "dimension_numbers": (((0,), (0,)), ((), ())), "preferred_element_type": dtype}
+    return bound(eqn, matrices, params)[0].reshape(shape)
+
+
+def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole: bool = False) -> Any:
+    """``fun``, the transpose of a product, with results in ``dtype``, float32 or wider, of half operands.
+
+    Convolutions have half results, as cuDNN makes no others; those over the rows of all devices (``is_whole``), which
+    XLA divides, are computed in ``dtype``.
+    """
+    jaxpr, consts = reading.opened(jax.make_jaxpr(fun)(cotangent))
+
+    def equation(eqn: Any, operands: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name == "convert_element_type":
+            return operands
+        if name == "conv_general_dilated" and is_whole:
+            operands = [value.astype(dtype) for value in operands]
+        elif name != "dot_general":
+            return bound(eqn, operands, eqn.params)
+        elif len((dims := eqn.params["dimension_numbers"])[0][0]) > 1 and not dims[1][0]:
+            return [_of_matrices(eqn, operands, dtype)]
+        return bound(eqn, operands, {**eqn.params, "preferred_element_type": dtype})
+
+    return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(dtype)
+
+
+def may_be_wide(eqn: Any) -> bool:
+    """Whether an equation has half operands, and may take others: see :func:`computed_wide`."""
+    has_half = any(is_half(getattr(atom.aval, "dtype", np.int32)) for atom in eqn.invars)
+    return has_half and not reading.names_a_dtype(eqn)
+
+
+def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results in float32 of an equation of half operands: so are the sums of their cotangents.
+
+    A product is computed in half, the products of its derivative have results in float32.
+    """
+    avals, name = [atom.aval for atom in eqn.invars], eqn.primitive.name
+    dtypes = [wide(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype for aval in avals]
+    operands = [jnp.asarray(value, dtype) for value, dtype in zip(operands, dtypes, strict=True)]
+    if name not in PRODUCTS:
+        return bound(eqn, operands, params_in_dtype(eqn, _FLOAT32, False))
+
+    @jax.custom_vjp
+    def product(*operands: Any) -> Any:
+        halves = [value.astype(aval.dtype) for value, aval in zip(operands, avals, strict=True)]
+        return bound(eqn, halves, eqn.params)[0].astype(dtypes[0])
+
+    def forward(*operands: Any) -> tuple[Any, Any]:
+        return product(*operands), [value.astype(aval.dtype) for value, aval in zip(operands, avals, strict=True)]
+
+    def backward(kept: list[Any], cotangent: Any) -> tuple[Any, ...]:
+        def of_operand(n: int) -> Any:
+            def computed(value: Any) -> Any:
+                return bound(eqn, [*kept[:n], value, *kept[n + 1 :]], anywhere(eqn.params))[0]
+
+            pull = jax.linear_transpose(computed, avals[n])
+            half = cotangent.astype(eqn.outvars[0].aval.dtype)
+            return _in_wide(lambda cotangent: pull(cotangent)[0], half, dtypes[n], is_whole=True)
+
+        return tuple(map(of_operand, range(len(kept))))
+
+    product.defvjp(forward, backward)
+    return [product(*operands)]

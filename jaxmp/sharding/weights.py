@@ -1,0 +1,143 @@
+"""A weight in a body of a loss that is written again: gathered there when it is first used, moved, and rounded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import get_opaque_trace_state
+from jax.sharding import PartitionSpec
+
+from jaxmp._internals.jax.bodies import bound
+from jaxmp.sharding.plan import Plan, wide
+
+
+@dataclasses.dataclass(eq=False)
+class Source:
+    """A param in a body, gathered there when it is first used."""
+
+    plan: Plan
+    name: str
+    param: Any
+    spec: PartitionSpec
+    dtype: np.dtype  # that it is gathered in
+    is_alone: bool  # one equation of the body reads it
+    gathers_again: bool  # the backward pass does, for what was gathered before is freed
+    is_gathered: bool = False  # before the loss was called
+    is_computed: bool = False  # of weights, by the loss
+    half: Any = None
+    tap: Any = None
+    _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
+
+    def gathered_again(self, param: Any) -> Any:
+        """The weight, for the backward pass: once for all uses whose derivatives are in one trace."""
+        trace = get_opaque_trace_state()
+        if self._again is None or self._again[0] is not param or self._again[1] != trace:
+            # Without a barrier XLA would keep what the forward pass gathered.
+            half = self.plan.whole(jax.lax.optimization_barrier(param), self.spec, self.dtype)
+            self._again = param, trace, half
+        return self._again[2]
+
+    def gathered(self) -> tuple[Any, Any]:
+        """The weight, and its tap."""
+        if self.half is None:
+            self.half = self.plan.whole(self.param, self.spec, self.dtype)
+        if self.tap is None:
+            self.tap = self.plan.tap(self.param, self.spec)
+        return self.half, self.tap
+
+    @property
+    def wide(self) -> np.dtype:
+        """What its cotangents are computed in."""
+        return wide(self.param.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Use:
+    """What a variable stands for: a weight, moved, and rounded by the author."""
+
+    source: Source
+    moves: tuple[tuple[Any, int], ...] = ()  # equations, and which of their results
+    rounded: np.dtype | None = None
+
+    def followed(self, eqn: Any) -> list[Use]:
+        """The results of an equation that only moves it."""
+        if eqn.primitive.name == "convert_element_type":
+            new = np.dtype(eqn.params["new_dtype"])
+            is_rounding = new.itemsize < (self.rounded or self.source.wide).itemsize
+            return [dataclasses.replace(self, rounded=new) if is_rounding else self]
+        return [dataclasses.replace(self, moves=(*self.moves, (eqn, number))) for number, _ in enumerate(eqn.outvars)]
+
+    def moved(self, value: Any, is_named: bool = True) -> Any:
+        for eqn, number in self.moves:
+            if is_named or eqn.primitive.name != "name":
+                value = bound(eqn, [value], anywhere(eqn.params))[number]
+        return value
+
+    def cast(self, value: Any, dtype: Any) -> Any:
+        return (value if self.rounded is None else value.astype(self.rounded)).astype(dtype)
+
+    def moved_back(self, cotangent: Any) -> Any:
+        """The cotangent of the weight, of that of the moved one."""
+        if not self.moves:
+            return cotangent
+        whole = jax.ShapeDtypeStruct(self.source.param.shape, cotangent.dtype)
+        moved = functools.partial(self.moved, is_named=False)  # JAX cannot transpose a name
+        return jax.linear_transpose(moved, whole)(cotangent)[0]
+
+    def read(self, dtype: Any, shape: Sequence[int] | None = None) -> Any:
+        """The value, for whatever operation: its gradient comes whole, and each device keeps its part."""
+        source, half = self.source, self.source.gathered()[0]
+        plan, spec, param = source.plan, source.spec, source.param
+
+        @jax.custom_vjp
+        def value(param: Any, half: Any) -> Any:
+            return self.cast(half, source.wide)  # which rounds no cotangent
+
+        def backward(_: None, cotangent: Any) -> tuple[Any, None]:
+            # XLA reduces what reaches a made weight where it reaches one that is split.
+            cotangent = cotangent if source.is_computed else plan.put(cotangent, spec)
+            return cotangent.astype(param.dtype), None
+
+        value.defvjp(lambda param, half: (value(param, half), None), backward)
+        moved = self.moved(value(param, half))
+        return (moved if shape is None else jnp.broadcast_to(moved, shape)).astype(dtype)
+
+    def copies(self, dtype: Any) -> Any:
+        """(devices, …), see :meth:`Plan.copies`."""
+        half, tap = self.source.gathered()
+        plan = self.source.plan
+
+        @jax.custom_vjp
+        def copies(half: Any, tap: Any) -> Any:
+            weight = self.cast(self.moved(half), dtype)
+            return plan.by_rows(jnp.broadcast_to(weight, (plan.devices, *weight.shape)))
+
+        def backward(_: None, parts: Any) -> tuple[None, Any]:
+            return None, plan.of_parts(jax.vmap(self.moved_back)(parts.astype(self.source.wide)), self.source.spec)
+
+        copies.defvjp(lambda half, tap: (copies(half, tap), None), backward)
+        return copies(half, tap)
+
+
+def weight_of(of: Source, value: Any, dtype: np.dtype) -> Use:
+    """Return a value that was computed from weights as a weight, in float32: so the cotangents of its uses add up.
+
+    Args:
+      of: a weight that it was computed from.
+      value: the array.
+      dtype: the dtype that the program has it in.
+    """
+    value = value.astype(wide(value.dtype))
+    source = Source(of.plan, of.name, value, PartitionSpec(), dtype, False, False, is_computed=True)
+    return Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None)
+
+
+def anywhere(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters that do not say where the result lies."""
+    return {name: None if name in ("sharding", "out_sharding") else value for name, value in params.items()}

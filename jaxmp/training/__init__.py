@@ -1,0 +1,1 @@
+"""Train state, train step and evaluation step."""

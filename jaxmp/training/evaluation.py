@@ -1,0 +1,100 @@
+"""A jitted evaluation step: the loss function of a train step, without gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxmp.base import trees as _tree
+from jaxmp.base.arguments import require_flag
+from jaxmp.sharding.mesh_types import explicit_mesh_of, typed
+from jaxmp.sharding.placement import (
+    require_apart,
+    require_arrays,
+    require_examples,
+    require_not_deleted,
+    tell_of_devices,
+)
+from jaxmp.sharding.plan import BATCH_AXES, on_auto_axes
+from jaxmp.training.loss_function import LossFn, under_policy
+from jaxmp.training.step import Metrics, TrainState, TrainStep
+
+
+def make_eval_step(
+    loss_fn: LossFn, *, policy: Any = None, overrides: Mapping[str, str] | None = None, use_ema: bool = False
+) -> EvalStep:
+    """A jitted ``step(state, batch) -> metrics``: the loss function without gradients; the state is left as it is.
+
+    ``metrics`` holds ``loss``, float32, and what the loss function returned, by its names.
+
+    Args:
+      loss_fn: as for :func:`jaxmp.make_train_step`; the model state that it returns is dropped.
+      policy, overrides: as for :func:`jaxmp.make_train_step`.
+      use_ema: whether to evaluate ``state.ema_params``, cast to the params' dtypes, in place of ``state.params``.
+
+    Raises (here, or from the step):
+      ValueError: ``use_ema`` and the state has no moving average; the batch has no examples.
+      TypeError: the loss function takes or returns something else; the state is no :class:`jaxmp.TrainState`; a leaf
+        of the batch is no array.
+      RuntimeError: the state was given to a donating step before.
+
+    >>> def loss_fn(params, model_state, batch, rng):
+    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
+    >>> state = TrainState.create(params={"w": jnp.zeros((2, 1))}, tx=optax.sgd(0.1))
+    >>> make_eval_step(loss_fn)(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
+    {'loss': Array(1., dtype=float32)}
+    """
+    require_flag("use_ema", use_ema, "pass True to evaluate the moving average")
+    loss_fn = under_policy(loss_fn, policy, overrides)
+
+    @jax.jit
+    def jitted(state: TrainState, batch: Any) -> Metrics:
+        TrainStep.require_state(state)
+        require_examples(batch)
+        params = state.params
+        if use_ema:
+            if state.ema_params is None:
+                raise ValueError("use_ema needs a state with a moving average: TrainState.create(..., ema=True)")
+            params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
+
+        def metrics(of: LossFn, *args: Any) -> Metrics:
+            loss, (_, metrics) = of(*args)
+            return {"loss": _tree.widen(loss), **metrics}
+
+        args, mesh = (params, state.model_state, batch, state.rng), explicit_mesh_of(params)
+        if mesh is None:
+            return metrics(loss_fn, *args)
+        of_types = functools.partial(metrics, typed(loss_fn, mesh, BATCH_AXES))
+        with jax.sharding.use_abstract_mesh(mesh):
+            return on_auto_axes(of_types, PartitionSpec())(*args)
+
+    return EvalStep(jitted)
+
+
+class EvalStep:
+    """What :func:`make_eval_step` returns.
+
+    ``jitted`` is the step as a jitted function, for ``lower`` and ``trace``.
+    """
+
+    jitted: jax.stages.Wrapped
+
+    def __init__(self, jitted: jax.stages.Wrapped) -> None:
+        self.jitted = jitted
+
+    def __call__(self, state: TrainState, batch: Any) -> Metrics:
+        """One step; see :func:`make_eval_step`."""
+        TrainStep.require_state(state)
+        try:
+            metrics: Metrics = self.jitted(state, batch)
+        except (RuntimeError, TypeError, ValueError) as error:
+            require_arrays(batch, error)
+            require_apart(state, batch, error)
+            require_not_deleted(state, error)
+            tell_of_devices(state, batch, error)
+            raise
+        return metrics

@@ -1,0 +1,689 @@
+"""The state that training carries from step to step, and a jitted train step that is taken whole or not at all.
+
+Where gradients are not finite, params, optimizer, batch statistics and moving average stay as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmp._internals.jax.invariants import hoisted
+from jaxmp._internals.jax.walk import product_dtypes
+from jaxmp.base import trees as _tree
+from jaxmp.base.arguments import require_flag
+from jaxmp.optim.loss_scale import NoOpLossScale
+from jaxmp.optim.loss_scaling import (
+    Made,
+    as_float,
+    described,
+    get_loss_scale,
+    get_loss_scaling_state,
+    global_norm,
+    has_loss_scale,
+    in_precision_of,
+    is_number,
+    loss_scaling,
+    require_one_tree,
+    require_outermost,
+    scaled_value_and_grad,
+    take_step,
+    with_loss,
+)
+from jaxmp.optim.low_precision import as_optimizer, in_dtype_of, with_compensation
+from jaxmp.sharding.gathered_loss import Gathered, GatheredParams
+from jaxmp.sharding.mesh_types import noting_types, typed
+from jaxmp.sharding.placement import (
+    at,
+    at_home,
+    each_once,
+    home_of,
+    is_deleted,
+    is_traced,
+    microbatches,
+    require_apart,
+    require_arrays,
+    require_examples,
+    require_not_deleted,
+    require_params,
+    settled,
+    tell_of_devices,
+)
+from jaxmp.sharding.plan import Sharding, on_auto_axes
+from jaxmp.training.loss_function import (
+    OWN_METRICS,
+    REMAT,
+    LossFn,
+    as_key,
+    noting_none,
+    require_same_structure,
+    under_policy,
+    with_remat,
+)
+from jaxmp.training.stuck_runs import StuckRuns, explanation
+
+S = TypeVar("S", bound="TrainState")
+Metrics = dict[str, Any]
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """What training carries from step to step; Flax's ``TrainState`` and what mixed precision adds. A pytree.
+
+    Attributes:
+      step: int32 scalar, the calls so far, skipped ones included.
+      skipped: int32 scalar, the calls that changed nothing.
+      stuck: int32 scalar, the calls in a row that were skipped although the loss scale could not fall.
+      params: the params, in their param dtype.
+      opt_state: the state of ``tx``, with the loss scale in it.
+      model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
+      ema_params: float32 exponential moving average of the params, or None.
+      rng: the key that each step splits, or None.
+      apply_fn: the model's apply function, static.
+      tx: the optimizer, static.
+    """
+
+    # The loss function takes these if they were passed to ``create``.
+    _may_be_none: ClassVar[tuple[str, ...]] = ("model_state", "rng")
+    step: jax.Array
+    skipped: jax.Array
+    stuck: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    ema_params: Any
+    rng: Any
+    apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
+    tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def create_sharded(
+        cls: type[S],
+        make_params: Callable[[], Any],
+        tx: optax.GradientTransformation,
+        sharding: Sharding,
+        **fields: Any,
+    ) -> S:
+        """Create a state where it stays: no device, and no process, ever holds all of it.
+
+        Args:
+          make_params: returns the params. It is traced, so its random numbers do not depend on the devices.
+          tx: as for :meth:`create`.
+          sharding: the mesh and the specs of the params. The optimizer's leaves follow their params.
+          **fields: the rest that :meth:`create` takes. Arrays must be equal on all processes; they lie whole on every
+            device.
+
+        Raises:
+          ValueError: the specs are of another tree than the params, or do not fit them.
+          TypeError: ``make_params`` is no function.
+
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+        >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
+        >>> specs = jaxmp.sharding.fsdp_specs(jax.eval_shape(make_params), mesh)
+        >>> sharding = jaxmp.sharding.Sharding(mesh, specs)
+        >>> state = TrainState.create_sharded(make_params, optax.adam(1e-3), sharding, rng=1)
+        >>> state.opt_state.inner_state[0].mu["w"].sharding == state.params["w"].sharding
+        True
+        """
+        return created_sharded(cls, make_params, tx, sharding, fields)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        params: Any,
+        tx: optax.GradientTransformation,
+        apply_fn: Callable[..., Any] | None = None,
+        model_state: Any = None,
+        rng: Any = None,
+        ema: bool = False,
+        **fields: Any,
+    ) -> Self:
+        """A fresh state.
+
+        Args:
+          params: the params. The state takes over these arrays, like those of ``model_state`` and ``rng``, and a step
+            that donates its state deletes them.
+          tx: an optimizer in :func:`jaxmp.loss_scaling`; a bare one is wrapped with ``NoOpLossScale``, which skips
+            non-finite steps and scales nothing.
+          apply_fn: kept for the user, not used here.
+          model_state: variables that the loss function returns anew (batch statistics).
+          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing. Flax writes no typed
+            keys into bytes: use ``jax.random.PRNGKey`` with ``flax.serialization.to_bytes``.
+          ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
+          **fields: further fields of a subclass.
+
+        Raises:
+          TypeError: ``tx`` is no optimizer; ``params`` are no arrays; ``rng`` is neither one key nor an int.
+          ValueError: it has several loss scales; or it is ``optax.lookahead``, whose params are a pair; or another
+            transform than ``loss_scaling`` stands around ``low_precision``.
+          RuntimeError: a donating step has had the params.
+        """
+        return created(
+            cls, params=params, tx=tx, apply_fn=apply_fn, model_state=model_state, rng=rng, ema=ema, **fields
+        )
+
+    def with_tx(self, tx: optax.GradientTransformation) -> Self:
+        """This state under the same optimizer in another precision: to :func:`jaxmp.low_precision`, or back.
+
+        What the optimizer and the loss scale have learned goes on. The params keep their dtypes: for others, cast them
+        before, ``state.replace(params=policy.cast_to_param(state.params))``. Those that are float32 by then get what
+        Kahan's compensation kept of them.
+
+        Raises:
+          TypeError: ``tx`` is no optimizer.
+          ValueError: ``tx`` keeps other numbers than the optimizer of this state.
+          RuntimeError: a donating step has had the state.
+        """
+        tx = as_optimizer(tx)
+        require_not_deleted(self)
+        old = get_loss_scaling_state(self.opt_state)
+        if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
+            scale = jax.tree.map(jnp.copy, old.loss_scale)  # which no step deletes that donates this state
+            tx = loss_scaling(tx, scale, grad_norm=old.grad_norm is not None)
+        params = with_compensation(self.params, old.inner_state)
+        new = old._replace(inner_state=in_precision_of(tx, old.inner_state, params))
+        fresh = jax.eval_shape(tx.init, params)
+        wanted: Any = jax.tree.structure(fresh)
+        found: Any = jax.tree.structure(new)
+        if wanted != found:
+            raise ValueError(
+                f"with_tx takes the same optimizer in another precision, but its state is {wanted}, and this one's is "
+                f"{found}; make a fresh state with TrainState.create"
+            )
+        new = jax.tree.map(in_dtype_of, new, fresh)  # a mu_dtype, say, that the optimizer saw in float32
+        return settled(self.replace(tx=tx, params=params, opt_state=new))
+
+    def apply_gradients(
+        self,
+        *,
+        grads: Any,
+        model_state: Any = None,
+        ema_decay: float | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Self:
+        """Return the state after one optimizer step with true gradients.
+
+        Compute them with :func:`jaxmp.value_and_grad`.
+
+        When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and
+        the moving average are those of before, bit for bit. Other ``changes`` are set in any case. ``extra_args`` go to
+        the optimizer's update (``{"value": loss}`` for ``optax.contrib.reduce_on_plateau``).
+
+        Raises:
+          ValueError: ``ema_decay`` without a moving average, or a ``model_state`` of another structure.
+          RuntimeError: a donating step has had the state.
+        """
+        require_not_deleted(self)
+        before = {"params": self.params}
+        if model_state is not None:
+            require_same_structure(model_state, self.model_state)
+            before["model_state"] = self.model_state
+        if ema_decay is not None:
+            if self.ema_params is None:
+                raise ValueError(
+                    "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
+                    "jaxmp.nnx.Optimizer(..., ema=True)"
+                )
+            before["ema_params"] = self.ema_params
+
+        def changed(updates: Any) -> dict[str, Any]:
+            params = optax.apply_updates(_tree.widen(self.params), updates)  # selected, they get their dtypes back
+            new = {"params": params, "model_state": model_state}
+            if ema_decay is not None:
+                new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
+            return {name: new[name] for name in before}
+
+        made = Made(changed, before)
+        kept, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {}, made)
+        new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
+        return self.replace(
+            step=self.step + 1,
+            skipped=self.skipped + skipped,
+            stuck=jnp.where((skipped > 0) & new_scale.is_stuck(scale), self.stuck + 1, 0),
+            opt_state=opt_state,
+            **kept,
+            **changes,
+        )
+
+    def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
+        """What ``gradients`` gives for this state, or for one that carries more of it from microbatch to microbatch."""
+        return gradients(self)
+
+
+_MADE = ("step", "skipped", "stuck", "opt_state", "ema_params")
+_CALLED = {  # what Flax's examples, Haiku and others call what `create` takes
+    **{name: f"it makes that; write state.replace({name}=…) after it" for name in _MADE},
+    "batch_stats": "write model_state={'batch_stats': …}",
+    "loss_scale": "write tx=jaxmp.loss_scaling(tx, loss_scale)",
+    **dict.fromkeys(("key", "rngs", "dropout_rng"), "write rng="),
+    **dict.fromkeys(("optimizer", "opt"), "write tx="),
+    "ema_decay": "write ema=True, and make_train_step(…, ema_decay=…)",
+}
+
+
+def created(
+    cls: type[S], *, params: Any, tx: Any, model_state: Any = None, rng: Any = None, ema: bool = False, **fields: Any
+) -> S:
+    """See :meth:`TrainState.create`."""
+    names = {field.name for field in dataclasses.fields(cls)}.difference(_MADE)
+    if unknown := [name for name in fields if name not in names]:
+        raise TypeError(
+            "TrainState.create takes params, tx, apply_fn, model_state, rng, ema and the fields of a subclass, got "
+            f"{unknown[0]}=; {_CALLED.get(unknown[0], 'make it a field of a subclass of TrainState')}"
+        )
+    tx = as_optimizer(tx)
+    require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
+    require_params(params, model_state)
+    require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
+    if not has_loss_scale(jax.eval_shape(tx.init, params)):
+        tx = loss_scaling(tx, NoOpLossScale())
+    opt_state = tx.init(params)
+    get_loss_scale(opt_state)  # raises if there are several
+    require_one_tree(opt_state, "a TrainState")
+    require_outermost(tx, opt_state)
+    state = cls(
+        **{name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "stuck")},
+        params=params,
+        opt_state=opt_state,
+        model_state=model_state,
+        ema_params=_tree.widen(params) if ema else None,
+        rng=as_key(rng),
+        apply_fn=fields.pop("apply_fn", None),
+        tx=tx,
+        **fields,
+    )
+    return settled(state)
+
+
+def created_sharded(
+    cls: type[S], make_params: Callable[[], Any], tx: Any, sharding: Sharding, fields: Mapping[str, Any]
+) -> S:
+    """See :meth:`TrainState.create_sharded`."""
+    if not callable(make_params):
+        raise TypeError(
+            f"make_params is a function that returns the params, got {type(make_params).__name__}; write lambda: params"
+        )
+    arrays: dict[str, Any] = {}
+    static: dict[str, Any] = {}
+    for name, value in fields.items():
+        has_arrays = any(map(_is_array, jax.tree.leaves(value)))
+        (arrays if has_arrays else static)[name] = value
+
+    def make(arrays: Any) -> S:
+        return created(cls, params=make_params(), tx=tx, **static, **arrays)
+
+    shapes = jax.eval_shape(make, arrays)
+    shardings = jax.tree.leaves(sharding.plan().shardings(shapes))
+    with sharding.plan().set():
+        leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    *,
+    policy: Any = None,
+    overrides: Mapping[str, str] | None = None,
+    accumulate_steps: int = 1,
+    ema_decay: float | None = None,
+    remat: str | Callable[..., Any] | None = None,
+    donate: bool = True,
+    max_consecutive_skips: int = 25,
+    sharding: Sharding | None = None,
+) -> TrainStep:
+    """A jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
+
+    The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
+    loss scale, the counters and the rng change (:func:`jaxmp.loss_scaling` can test the updates too). The step is
+    compiled once for equal shapes. The host waits for the device after a skipped step only.
+
+    The state comes back in the shardings that it came with. Uncommitted arrays move to the device of the others, or to
+    all devices of a mesh. To move a param later, write ``state.replace(params=…)``: a param that is moved in place
+    (``state.params["w"] = …``) comes back where it was.
+
+    ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the true gradients), ``loss_scale`` (the
+    one this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
+
+    Args:
+      loss_fn: ``loss_fn(params, model_state, batch, rng)`` returning ``(loss, new_model_state)`` or
+        ``(loss, new_model_state, metrics)``, the loss a float32 scalar, ``metrics`` a dict.
+      policy: puts the loss function, whose model has no policy then, under :func:`jaxmp.autocast`: whatever
+        names one policy. Its compute dtype is what counts: params, loss, model state and metrics keep their own. With
+        one that computes in float32 there is no autocast, unless there are ``overrides``.
+      overrides: those of the autocast.
+      accumulate_steps: microbatches per step. Every n-th example goes into the same one, so that a batch sharded over
+        axis 0 stays where it is, and a scalar into each; gradients are summed in float32 and averaged, like loss and
+        metrics; one bad microbatch skips the step.
+      ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
+      remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
+        ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products), the name of a policy in
+        ``jax.checkpoint_policies``, or such a policy.
+      donate: whether the state's memory is reused; the state passed in is then deleted.
+      max_consecutive_skips: after so many skipped steps in a row, with a loss scale that cannot fall, the run ends.
+      sharding: a :class:`jaxmp.sharding.Sharding` over the devices of a mesh. State and batch move there, unless they
+        were put elsewhere. Each weight is gathered where the loss function uses it, in the dtype in which it is used
+        there, and once in a pass; docs/sharding.md has the rules.
+
+    Raises (here, or from the step):
+      ValueError: an argument is out of range, or the batch has no examples, or does not divide by ``accumulate_steps``,
+        or a microbatch by the devices of an axis of type Explicit; ``overrides`` without autocast, or one that matched
+        nothing; ``ema_decay`` without a moving average, or the reverse; a metric has a name of the step's own, a model
+        state another structure than it came with; state and batch were put on different devices; the specs do
+        not fit the params, or the mesh the batch; a param goes in half into what cannot leave its gradient in the
+        ``reduce_dtype`` of ``sharding``.
+      TypeError: the loss function takes or returns something else (a metric that is no number, say); the loss is
+        float16 or no scalar; the state is no :class:`TrainState` (Flax's own, say); the batch has a string, say.
+      RuntimeError: the state was given to a donating step before, or the batch has arrays of it.
+      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: only after
+        a skipped step does the host wait for a counter.
+
+    Warns once when the loss has float16 products and the optimizer no loss scale.
+
+    >>> def loss_fn(params, model_state, batch, rng):
+    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
+    >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
+    >>> state = TrainState.create(params={"w": jnp.zeros((2, 1))}, tx=tx)
+    >>> step = make_train_step(loss_fn)
+    >>> state, metrics = step(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
+    >>> float(metrics["loss"]), float(metrics["loss_scale"]), int(state.step)
+    (1.0, 32768.0, 1)
+    """
+    for name, steps in (("accumulate_steps", accumulate_steps), ("max_consecutive_skips", max_consecutive_skips)):
+        if not isinstance(steps, (int, np.integer)) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {steps!r}; 1 is the least")
+    decay = None if ema_decay is None else as_float(ema_decay)
+    if decay is not None and not 0 <= decay < 1:
+        raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay!r}; 0.999 averages over about 1,000 steps")
+    require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
+    if sharding is not None and not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"sharding is a jaxmp.sharding.Sharding(mesh, specs), got {type(sharding).__name__}; see docs/sharding.md"
+        )
+    sums_once = sharding is not None and sharding.reduce == "once"
+    if sums_once and accumulate_steps == 1:
+        raise ValueError("reduce='once' sums the gradients of several microbatches, got accumulate_steps=1")
+    loss_fn = under_policy(loss_fn, policy, overrides)
+    gathered = None
+    if sharding is not None:
+        plan = sharding.plan()
+        keeps_nothing = sharding.regather and remat in (None, "none")
+        loss_fn = gathered = Gathered(plan, typed(loss_fn, sharding.mesh, plan.axes), keeps_nothing)
+    loss_fn = with_remat(loss_fn, remat)
+    return TrainStep(loss_fn, accumulate_steps, decay, donate, max_consecutive_skips, gathered, sums_once)
+
+
+class _Layout(NamedTuple):
+    """The structure of a state and the sharding of each leaf, None for a leaf without one."""
+
+    structure: Any
+    shardings: tuple[Any, ...]
+
+
+def _layout_of(state: Any) -> _Layout:
+    leaves, structure = jax.tree.flatten(state)
+    return _Layout(structure, tuple(getattr(leaf, "sharding", None) for leaf in leaves))
+
+
+class TrainStep:
+    """A jitted train step; :func:`make_train_step` returns it.
+
+    Attributes:
+      jitted: the program of the last call, a jitted function of ``(state, batch)`` for ``jax.make_jaxpr`` and AOT
+        compilation. For a state on a mesh it returns the state in its shardings.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        accumulate_steps: int,
+        ema_decay: float | None,
+        donate: bool,
+        max_consecutive_skips: int,
+        gathered: Gathered | None = None,
+        reduces_once: bool = False,
+    ) -> None:
+        # jaxmp.inspect makes a step of a subclass with the same arguments.
+        self.arguments = loss_fn, accumulate_steps, ema_decay, donate, max_consecutive_skips, gathered, reduces_once
+        self._loss_fn = loss_fn
+        self._gathered = gathered
+        self._reduces_once = reduces_once and gathered is not None and gathered.is_split
+        self._plan = None if gathered is None else gathered.plan
+        self._accumulate_steps, self._ema_decay, self._donate = accumulate_steps, ema_decay, donate
+        self._warned = False
+        self._stuck_runs = StuckRuns(max_consecutive_skips)
+        self._planned_layout: _Layout | None = None
+        self._program_with = functools.lru_cache(maxsize=8)(self._jit)
+        self.jitted = self._program_with(None)
+
+    def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
+        """Take one step; see :func:`make_train_step`."""
+        self.require_state(state)
+        bad_batches = [bad for bad in self._stuck_runs.bad_batches_of(state) if not is_deleted(bad)]
+        if bad_batches:
+            raise self._error(state, bad_batches[-1])
+        try:
+            placed, placed_batch = self.placed(state, batch)
+            program = self.jitted = self.program_for(placed)
+            with self._on_mesh():
+                new_state, metrics = program(placed, placed_batch)
+        except (RuntimeError, TypeError, ValueError) as error:
+            require_arrays(batch, error)
+            require_apart(state, batch, error)
+            require_not_deleted(state, error)
+            if self._plan is None:
+                tell_of_devices(state, batch, error)
+            raise
+        self._stuck_runs.add(metrics["skipped"], batch)
+        return new_state, metrics
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Lower the program that calls run, of arrays or shapes, for its memory, its cost and its text.
+
+        What calls have compiled is not compiled again.
+        """
+        self.require_state(state)
+        return self.program_for(state).lower(state, batch)
+
+    def program_for(self, state: Any) -> Any:
+        """Return the jitted function for a state of arrays or shapes, which returns it in the same shardings."""
+        layout = _layout_of(state)
+        is_on_mesh = layout.shardings and all(isinstance(sharding, NamedSharding) for sharding in layout.shardings)
+        return self._program_with(layout if is_on_mesh else None)
+
+    @staticmethod
+    def require_state(state: Any) -> None:
+        """Raise a TypeError unless ``state`` is a :class:`TrainState`, as Flax's or the params alone are not."""
+        if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
+            raise TypeError(
+                "a step takes a jaxmp.TrainState and a batch, got the tuple that a step returned as the state; unpack "
+                "it: state, metrics = step(state, batch)"
+            )
+        if not isinstance(state, TrainState):
+            kind, is_known = type(state), is_number(state) or type(state).__module__ == "builtins"
+            name = described(state) if is_known else f"{kind.__module__}.{kind.__name__}"
+            raise TypeError(
+                f"a step takes a jaxmp.TrainState and a batch, got {name} as the state; make it with "
+                "jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=jaxmp.loss_scaling(tx, "
+                "jaxmp.DynamicLossScale())), which takes model_state (batch statistics) and rng too"
+            )
+
+    def placed(self, state: S, batch: Any) -> tuple[S, Any]:
+        """Return state and batch where a call computes with them: on the mesh of the step, or on one device."""
+        state = self._placed(state, batch)
+        if self._plan is None:
+            return state, batch
+        with self._on_mesh():
+            return state, self._plan.batch(batch, self._accumulate_steps)
+
+    def _placed(self, state: S, batch: Any) -> S:
+        """Return ``state`` with uncommitted arrays on the devices of the others, the batch or the plan."""
+        if self._donate:
+            state = each_once(state)
+        if is_traced(state):
+            return state
+        if self._plan is not None:
+            if _layout_of(state) != self._planned_layout:  # that of every state which the step returns
+                state = jax.tree.map_with_path(at, state, self._plan.shardings(state))
+                self._planned_layout = _layout_of(state)
+            return state
+        home = home_of((state, batch))
+        return state if home is None else jax.tree.map(lambda leaf: at_home(leaf, home), state)
+
+    def _jit(self, layout: _Layout | None) -> Any:
+        """Return the jitted step; left to itself, XLA would shard a new state by the batch."""
+        shardings = None if layout is None else jax.tree.unflatten(layout.structure, layout.shardings)
+        return jax.jit(self._step, donate_argnums=0 if self._donate else (), out_shardings=(shardings, None))
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        self.require_state(state)
+        with self._on_mesh():  # also for who calls ``jitted``
+            return self._stepped(state, batch)
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._plan is None else self._plan.set()
+
+    def _stepped(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        if self._ema_decay is None and state.ema_params is not None:
+            raise ValueError(
+                "the state keeps a moving average that this step would never update; pass "
+                "make_train_step(ema_decay=0.999), say, or leave ema=True out"
+            )
+        rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+        with noting_none(**{name: getattr(state, name) for name in state._may_be_none}):
+            loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
+        loss_scale = get_loss_scale(state.opt_state)
+        scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
+        grads = loss_scale.unscale(_tree.widen(scaled_grads))
+        norm = global_norm(grads)
+
+        def updated(state: TrainState, grads: Any, model_state: Any, loss: Any, rng: Any) -> TrainState:
+            apply = functools.partial(
+                state.apply_gradients, grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng
+            )
+            return with_loss(lambda **value: apply(extra_args=value), loss)
+
+        if self._plan is not None:
+            updated = on_auto_axes(updated, self._plan.specs_of(state))
+        new_state = updated(state, grads, model_state, loss, rng)
+        skipped = new_state.skipped > state.skipped
+        own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
+        return new_state, {**own, **metrics}
+
+    def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        """As ``gradients``, on the mesh of the step."""
+        if self._plan is None:
+            with noting_types():
+                return self.gradients(state, batch, rng)
+        whole = PartitionSpec()
+        with self._on_mesh():
+            specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self._accumulate_steps)
+            return on_auto_axes(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
+
+    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
+        require_examples(batch)
+        return state._given_to(lambda state: self._gradients(state, batch, rng))
+
+    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        gathered: GatheredParams | None = None
+        loss_of: Callable[..., Any] = self._loss_fn
+
+        def gradients(model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics, Metrics]:
+            self._warn_if_unscaled(state, model_state, batch, rng)
+
+            def loss_fn(params: Any) -> Any:
+                params = params if gathered is None else GatheredParams(params[0], gathered.weights, params[1])
+                return loss_of(params, model_state, batch, rng)
+
+            learned = state if gathered is None else state.replace(params=(gathered.params, gathered.taps))
+            (loss, (new_model_state, metrics)), grads, seen = self.differentiated(loss_fn, learned)
+            return loss, grads, require_same_structure(new_model_state, model_state), metrics, seen
+
+        n = self._accumulate_steps
+        if n == 1:
+            loss, grads, model_state, metrics, seen = gradients(state.model_state, batch, rng)
+            return loss, grads, model_state, {**metrics, **seen}
+
+        def accumulate(carry: Any, microbatch: Any) -> Any:
+            total, model_state = carry
+            loss, grads, new_state, metrics, seen = gradients(model_state, *microbatch)
+            total = jax.tree.map(jnp.add, total, _tree.widen(grads))
+            return (total, _tree.select_tree(True, new_state, model_state)), (loss, metrics, seen)
+
+        rngs = None if rng is None else jax.random.split(rng, n)
+        turns = microbatches(batch, n), rngs
+        first = jax.tree.map(lambda leaf: leaf[0], turns)
+        if self._gathered is not None and self._reduces_once:
+            gathered = self._gathered.gather(state.params, state.model_state, *first)
+        if (
+            gathered is not None or self._gathered is None or not self._gathered.is_split
+        ):  # else each turn gathers its own
+            fixed = state.params if gathered is None else gathered
+            loss_of = hoisted(self._loss_fn, fixed, (state.model_state, *first), REMAT["float8"])
+        learned = state.params if gathered is None else (gathered.params, gathered.taps)
+        zeros = jax.tree.map(jnp.zeros_like, _tree.widen(learned))
+        start = zeros, state.model_state
+        (total, model_state), (loss, metrics, seen) = jax.lax.scan(accumulate, start, turns, length=n)  # of no arrays
+        if self._gathered is not None and gathered is not None:
+            total = self._gathered.reduced(*total)
+        mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
+        return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, {**mean[1], **seen}
+
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+        """What ``loss_fn`` returns for the params, their gradients, and what was seen meanwhile: here nothing."""
+        gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
+        return *gradients(state.params), {}
+
+    def _warn_if_unscaled(self, state: TrainState, *args: Any) -> None:
+        if self._warned or not isinstance(get_loss_scale(state.opt_state), NoOpLossScale):
+            return
+        if "float16" in product_dtypes(jax.make_jaxpr(self._loss_fn)(state.params, *args)):
+            self._warned = True
+            warnings.warn(
+                "the loss has float16 products but the optimizer no loss scale, so that small gradients become zero; "
+                "wrap it: tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
+                stacklevel=2,
+            )
+
+    def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
+        """Return the error that says what is not finite, from the gradients of the last bad batch."""
+        from jaxmp.inspect.blame import first_nonfinite  # not needed before
+
+        batch = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
+        rng = None if state.rng is None else jax.random.split(state.rng)[1]
+        loss, grads, _, _ = jax.jit(self.placed_gradients)(state, batch, rng)
+        scale = get_loss_scale(state.opt_state)
+        error = NonFiniteTrainingError(explanation(loss, grads, scale, state.params, batch, self._stuck_runs.limit))
+        try:
+            error.blame = first_nonfinite(self)(state, batch)
+        except Exception as failure:  # an error of the search must not hide the error that it is to explain
+            error.add_note(f"the operation was not found: {type(failure).__name__}: {failure}")
+        if error.blame is not None:
+            error.args = (f"{error}. First: {error.blame.summary()}",)
+        return error
+
+
+class NonFiniteTrainingError(FloatingPointError):
+    """Too many steps in a row were not finite although the loss scale was as low as it can be.
+
+    ``blame`` is the :class:`jaxmp.inspect.Blame` of the last bad step: which operation made the first infinity or NaN.
+    None if there is none in loss and gradients.
+    """
+
+    blame: Any = None

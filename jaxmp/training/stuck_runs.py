@@ -1,0 +1,99 @@
+"""Runs that cannot go on: every step is skipped, and the loss scale cannot fall."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp.base import trees as _tree
+from jaxmp.optim.loss_scale import LossScale
+from jaxmp.optim.loss_scaling import global_norm
+from jaxmp.sharding.placement import is_deleted, is_traced
+
+_LAG = 4  # steps between a report of several processes and its reading
+
+
+class StuckRuns:
+    """Notice, without waiting for the device, that a run has been skipping steps for too long.
+
+    A step reports whether it was skipped. A report is read some steps later, when the device has finished it. Only
+    after a skipped step is the state's own counter looked at, for which the host waits.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._reports: deque[tuple[Any, Any]] = deque()
+
+    def add(self, skipped: Any, batch: Any) -> None:
+        """Remember the report of a step and its batch, unless the step runs inside another transformation."""
+        if not isinstance(skipped, jax.core.Tracer):
+            self._reports.append((skipped, batch))
+
+    def bad_batches_of(self, state: Any) -> list[Any]:
+        """Return the latest skipped batches if the run of ``state`` is stuck, else an empty list.
+
+        A run is stuck if ``limit`` steps in a row were skipped at a scale that cannot fall.
+        """
+        bad_batches: list[Any] = []
+        with contextlib.suppress(IndexError):  # another thread has read the last report
+            while self._reports and self._is_due(self._reports[0][0]):
+                skipped, batch = self._reports.popleft()
+                if _read(skipped):
+                    bad_batches.append(batch)
+        if not bad_batches or is_traced(state.stuck) or is_deleted(state.stuck):
+            return []
+        return bad_batches if int(_read(state.stuck)) >= self.limit else []
+
+    def _is_due(self, report: Any) -> bool:
+        # What is ready differs between processes, and all must come to an error at the same step.
+        return report.is_ready() if report.is_fully_addressable else len(self._reports) > _LAG
+
+
+def _read(array: jax.Array) -> np.ndarray:
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(array)
+
+
+def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch: Any, skips: int) -> str:
+    """Return the message of the error that ends a stuck run: what is not finite, and what to do.
+
+    ``loss`` is the true loss, ``grads`` are the gradients of the scaled one.
+    """
+    bad_parts = []
+    if not np.isfinite(loss):
+        bad_parts.append(f"the loss ({loss})")
+    for of_leaves, of_array, tree in (
+        ("gradients of", "the gradient", grads),
+        ("params", "the params", params),
+        ("batch entries", "the batch", batch),
+    ):
+        names = _tree.non_finite(tree)
+        if names:
+            bad_parts.append(f"{of_leaves} {_listed(names)}" if names[0] else of_array)
+    if not _tree.non_finite(grads) and not np.isfinite(global_norm(loss_scale.unscale(_tree.widen(grads)))):
+        bad_parts.append(
+            "the norm of the gradients, each of which is finite: the sum of their squares passes float32's "
+            "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"
+        )
+    what = "; ".join(bad_parts) or "nothing in the gradients, so it is the optimizer's updates"
+    lowest, scale = getattr(loss_scale, "min_loss_scale", None), float(loss_scale.loss_scale)
+    cannot_fall = "which cannot fall"
+    if lowest is not None and scale > float(lowest):
+        cannot_fall = (
+            "which did not fall, as a transform around loss_scaling dropped the gradients before it (write "
+            "jaxmp.loss_scaling(optax.apply_if_finite(…), loss_scale), say)"
+        )
+    return (
+        f"training must be finite to go on, but {skips} steps in a row were skipped at loss scale "
+        f"{scale:g}, {cannot_fall}; not finite now: {what}. Look for NaN in the data, lower "
+        "the learning rate, or compute the modules of these params in float32 (by overrides)"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:8])
+    return f"{shown}, …" if len(names) > 8 else shown
