@@ -62,7 +62,7 @@ def test_what_a_type_checker_sees_is_what_there_is():
     seen = {
         alias.asname for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert seen - {None} == {*jaxmp._EXPORTS, "autocast"}
+    assert seen - {None} == {*jaxmp.__all__}
 
 
 def test_every_public_name_is_there_and_listed():
@@ -139,14 +139,34 @@ def test_no_files_import_each_other_in_a_circle(at_once):
 def test_in_the_library_only_its_room_for_them_imports_jaxs_internals():
     internal = re.compile(r"^\s*(from|import) jax(\._src| import _src)", re.MULTILINE)
     users = {file.parent for file in (ROOT / "jaxmp").rglob("*.py") if internal.search(file.read_text())}
-    assert users == {ROOT / "jaxmp" / "_jaxpr"}
+    assert users == {ROOT / "jaxmp" / "_internals" / "jax"}
 
 
-def test_only_commands_and_the_error_of_a_train_step_use_inspect():
+ROOMS = ("base", "_internals", "policy", "engine", "optim", "sharding", "training", "linen", "nnx", "inspect", "cli")
+"""The folders of the library. One imports those before it, and no other."""
+UPWARD = {("jaxmp.training.step", "jaxmp.inspect.blame")}  # loaded when a run has failed, to say where
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_a_folder_of_the_library_imports_only_those_before_it():
     graph = imports([ROOT / "jaxmp"])
-    users = {name for name, used in graph.items() if any(each.startswith("jaxmp.inspect") for each in used)}
-    others = {name for name in users if not name.startswith(("jaxmp.inspect", "jaxmp.cli"))}
-    assert others <= {"jaxmp", "jaxmp.training"}
+    arrows = {(name, used) for name, all_used in graph.items() for used in all_used if room_of(name) in ROOMS}
+    assert {room_of(name) for name, used in arrows if room_of(used) not in ROOMS} <= {"cli"}  # which is a user
+    arrows = {(name, used) for name, used in arrows if room_of(used) in ROOMS}
+    upward = {(name, used) for name, used in arrows if ROOMS.index(room_of(used)) > ROOMS.index(room_of(name))}
+    assert upward == UPWARD
+    adapters = {(room_of(name), room_of(used)) for name, used in arrows if room_of(name) in ("linen", "nnx")}
+    assert ("nnx", "linen") not in adapters
+    assert adapters.isdisjoint({("linen", room) for room in ("optim", "sharding", "training")})
+
+
+def test_the_root_shows_the_folders_and_little_else():
+    entries = {path.name for path in (ROOT / "jaxmp").iterdir() if path.name != "__pycache__"}
+    files = {"__init__.py", "__main__.py", "README.md", "jmp.py", "losses.py", "py.typed"}
+    assert entries == {*ROOMS, *files}
 
 
 def test_a_circle_is_found_wherever_its_imports_stand(tmp_path):

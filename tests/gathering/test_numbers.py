@@ -486,7 +486,5 @@ class TestNumbers:
         batch = np.ones((BATCH, WIDTH), np.float32)
         batch[-1, 0] = np.inf
         state, metrics = step(state, batch)
-        assert (
-            metrics["skipped"] and float(jaxmp.get_loss_scale(state.opt_state).loss_scale) == 2**14
-        )
+        assert metrics["skipped"] and float(jaxmp.get_loss_scale(state.opt_state).loss_scale) == 2**14
         np.testing.assert_array_equal(np.asarray(state.params["w"]), 1)

@@ -530,7 +530,7 @@ def test_an_optimizer_with_several_loss_scales_is_refused_when_the_state_is_made
 
 
 def test_what_training_stops_with_is_an_arithmetic_error():
-    assert issubclass(jaxmp.training.NonFiniteTrainingError, ArithmeticError)
+    assert issubclass(jaxmp.NonFiniteTrainingError, ArithmeticError)
 
 
 def test_a_policy_for_recomputation_that_is_none_is_refused():
