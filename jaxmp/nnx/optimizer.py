@@ -29,7 +29,6 @@ from jaxmp.optimizer import (
     is_list,
     loss_scaling,
     places_of,
-    require_one_tree,
     require_outermost,
     scaled_loss,
     take_step,
@@ -92,7 +91,6 @@ class Optimizer(_Object):
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
         _require_some(params, model, wrt)
         shapes = jax.eval_shape(tx.init, params)
-        require_one_tree(shapes, "a jaxmp.nnx.Optimizer")
         has_one = has_loss_scale(shapes)
         if has_one and loss_scale is not None:
             raise ValueError(
