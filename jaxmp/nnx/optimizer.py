@@ -60,7 +60,7 @@ class Optimizer(_Object):
     Raises:
       TypeError: ``model`` is no NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
       ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale and ``loss_scale`` is given as well,
-        or ``tx`` has several; it is ``optax.lookahead``, whose params are a pair; something but ``loss_scaling`` stands
+        or ``tx`` has several; something but ``loss_scaling`` stands
         around ``low_precision``.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
