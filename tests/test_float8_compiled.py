@@ -105,7 +105,7 @@ class TestForAnH200:
         step = jaxmp.make_train_step(given_gradient, policy=policy, sharding=Sharding(mesh, specs))
         made = targets.compiled(step, (state, batch), "h200")
         assert calls(Program(made.as_text())) == (2, 2)
-        rows = jaxmp.sharding.collectives(made).rows
+        rows = jaxmp.inspect.collectives(made).rows
         assert [row.dtype for row in rows if row.kind == "reduce-scatter"] == ["float32"]
         assert [row.dtype for row in rows if row.kind == "all-gather"] == ["bfloat16"]
 

@@ -12,12 +12,14 @@ from jaxmp.inspect.memory_plan import Memory, memory
 from jaxmp.inspect.prediction import Roofline, roofline
 from jaxmp.inspect.program.findings import Finding
 from jaxmp.inspect.program.statistics import Statistics
+from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
 from jaxmp.inspect.watch import Watch
 
 __all__ = [
     "Audit",
     "AuditError",
     "Blame",
+    "Collectives",
     "Comparison",
     "Finding",
     "Memory",
@@ -27,9 +29,11 @@ __all__ = [
     "Statistics",
     "Watch",
     "audit",
+    "collectives",
     "compare",
     "first_nonfinite",
     "formats",
+    "ideal_wire",
     "memory",
     "numerics",
     "roofline",

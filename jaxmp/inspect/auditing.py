@@ -19,7 +19,6 @@ from jaxmp.base import hardware, tables
 from jaxmp.base.dtypes import nearest
 from jaxmp.base.trees import path_name
 from jaxmp.engine.flops import flops_of
-from jaxmp.inspect.collectives import Collective
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.memory_plan import Memory, batch_axes, leaves_of, of_call, on_mesh
 from jaxmp.inspect.program import targets
@@ -28,6 +27,7 @@ from jaxmp.inspect.program.evidence import Argument, Audited, Sent
 from jaxmp.inspect.program.findings import FINDERS, Finding, findings
 from jaxmp.inspect.program.products import multiplied, unaligned, weights_in, work
 from jaxmp.inspect.program.values import Read, Value, same_turn, values_of
+from jaxmp.inspect.traffic import Collective
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.policy.patterns import matches
 from jaxmp.policy.policy_map import get_policy

@@ -16,6 +16,7 @@ import optax
 
 from jaxmp.base import dtypes, formats, tables
 from jaxmp.base import trees as _tree
+from jaxmp.base.donation import require_not_deleted
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.program import statistics
 from jaxmp.inspect.program.calls import is_step, require_own_settings, step_call
@@ -24,7 +25,6 @@ from jaxmp.inspect.program.evaluate import evaluate
 from jaxmp.inspect.program.statistics import Record, Statistics
 from jaxmp.inspect.program.values import returned
 from jaxmp.optim.loss_scaling import get_loss_scale, require_loss, scaled_loss, with_loss
-from jaxmp.sharding.placement import require_not_deleted
 from jaxmp.training.step import Metrics, S, TrainState, TrainStep
 
 TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updates")

@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding
 
 from jaxmp.base import tables
 from jaxmp.base.trees import path_name
-from jaxmp.inspect.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect.compiled import memory_of_hlo
 from jaxmp.inspect.compiled.hlo import Array, Program, dtype_name
 from jaxmp.inspect.program import targets
 from jaxmp.inspect.program.calls import names_of_arguments
+from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
 from jaxmp.sharding.specs import names_of as axes_of
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")

@@ -62,13 +62,13 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     mesh = get_abstract_mesh()
     if mesh.empty:
         raise ValueError(
-            "gather moves weights over a mesh, and none is set; write with jax.set_mesh(mesh): around the step, or "
-            "call it inside jax.shard_map"
+            "gather moves weights over a mesh, and none is set; call the step within jax.set_mesh(mesh), or gather "
+            "inside jax.shard_map"
         )
     if spread() is not None:
         raise ValueError(
-            "make_train_step(sharding=) gathers the weights of its loss function by itself, got gather in it; "
-            "leave one of the two out"
+            "make_train_step(sharding=) gathers weights itself, got gather in its loss function; leave one of the "
+            "two out"
         )
     axes, dtype, reduce_dtype = as_tuple(axes), canonical_dtype(dtype), to_reduce_in(reduce_dtype)
     require_axes(mesh, axes, "axes")
@@ -82,8 +82,8 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
         )
     if types[axes[0]] is AxisType.Manual and not reading.shows_what_varies():
         raise ValueError(
-            "gather sums each gradient over the devices that hold another part of the batch, but shard_map(…, "
-            "check_vma=False) hides which arrays differ between devices; leave check_vma=False away"
+            "gather must know which arrays differ between devices, and shard_map(…, check_vma=False) hides it; leave "
+            "check_vma=False out"
         )
     how = {AxisType.Explicit: _resharded, AxisType.Manual: _collected, AxisType.Auto: _constrained}[types[axes[0]]]
 

@@ -87,7 +87,7 @@ def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:
         params, model_state, rng = (
             jax.tree.map(lambda leaf: laid(leaf, PartitionSpec()), whole) for whole in (params, model_state, rng)
         )
-        with jax.sharding.use_abstract_mesh(around), noting_types():
+        with jax.sharding.use_abstract_mesh(around):
             program = Program(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
         jaxpr, consts = program.jaxpr
         return program.unflatten(_evaluated(jaxpr, consts, arrays_in(jax.tree.leaves(args))))

@@ -33,9 +33,9 @@ from mesh_steps import (
 )
 
 import jaxmp
-from jaxmp import sharding
 from jaxmp._internals.jax.walk import equations
 from jaxmp.sharding import Sharding
+from jaxmp.sharding.specs import specs_in
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -56,11 +56,7 @@ class TestDtypes:
             step = jaxmp.make_train_step(linen_loss(), policy="mixed_bfloat16", **options)
         state = jaxmp.TrainState.create_sharded(linen_params, tx_of(), Sharding(mesh, specs))
         gathers, reductions = wire(step, state, tokens(), mesh)
-        shapes = {
-            leaf.shape
-            for leaf, spec in zip(jax.tree.leaves(state.params), sharding.specs_in(specs), strict=True)
-            if spec
-        }
+        shapes = {leaf.shape for leaf, spec in zip(jax.tree.leaves(state.params), specs_in(specs), strict=True) if spec}
         split = {(VOCABULARY, WIDTH), (WIDTH, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)}
         assert shapes == split
         for size in split:

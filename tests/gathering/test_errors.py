@@ -38,7 +38,7 @@ class TestErrors:
             ({"reduce": "once"}, r"sums the gradients of several microbatches, got accumulate_steps=1"),
             (
                 {"reduce_dtype": "float64"},
-                r"reduced in float32 \(those of float64 params in float64\) or in a half dtype",
+                r"reduced in float32 or in a half dtype",
             ),
             ({"reduce_dtype": "float8_e4m3fn"}, "or in a half dtype, got reduce_dtype='float8_e4m3fn'"),
             ({"reduce_dtype": "int8"}, "dtypes must be floating, got int8"),
@@ -53,25 +53,23 @@ class TestErrors:
             jaxmp.make_train_step(self.loss, sharding=mesh_of())
 
     def test_a_mesh_without_axes_for_the_batch(self):
-        with pytest.raises(ValueError, match=r"split over the axes 'data' and 'fsdp' .* this one \(x=4\) has none"):
+        with pytest.raises(ValueError, match="'data' and 'fsdp', got a mesh of x=4"):
             self.step(mesh=mesh_of(x=4))
-        with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 4; make it with jax.make_mesh"):
-            self.step(mesh=4)
 
     def test_axes_of_two_types(self):
         kinds = (AxisType.Auto, AxisType.Explicit)
         mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=kinds)
-        with pytest.raises(ValueError, match="all be of type Auto or all of type Explicit, got 'data' of type Auto"):
+        with pytest.raises(ValueError, match="all of type Explicit, got 'data' of type Auto"):
             self.step(mesh=mesh)
 
     @pytest.mark.parametrize(
         ("specs", "message"),
         [
-            ({"v": P()}, r"a tree of PartitionSpec of the structure of the arrays, got none for 'w'; take"),
+            ({"v": P()}, r"got none for 'w'; take jaxmp.sharding.fsdp_specs"),
             ({"w": P(), "v": P()}, r"got one for 'v', which is no array of them; take jaxmp.sharding.fsdp_specs"),
-            ({"w": "fsdp"}, r"of the structure of the arrays, got str for 'w'; take jaxmp.sharding.fsdp_specs"),
+            ({"w": "fsdp"}, r"got str for 'w'"),
             ({"w": P("tensor")}, r"which has 'fsdp', got 'tensor'"),
-            ({"w": P(None, None, "fsdp")}, r"at most one entry for each axis of the leaf"),
+            ({"w": P(None, None, "fsdp")}, r"an entry for each axis of the array at most"),
         ],
     )
     def test_specs_that_do_not_fit(self, specs, message):
@@ -110,16 +108,14 @@ class TestErrors:
 
     def test_a_state_on_one_device(self):
         state = jax.device_put(self.state(), jax.devices()[0])
-        with pytest.raises(
-            ValueError, match=r"a state must lie as the mesh and specs of the step say, .*create_sharded"
-        ):
+        with pytest.raises(ValueError, match=r"does not lie as the mesh and specs .*create_sharded"):
             self.step()(state, np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_state_that_lies_elsewhere(self):
         mesh = mesh_of()
         state = jax.device_put(self.state(), NamedSharding(mesh, P()))
         with pytest.raises(
-            ValueError, match=r"a state must lie as .* say, .*spec=P\('fsdp'.* got NamedSharding.*create_sharded"
+            ValueError, match=r"'params/w' .* does not lie as .*spec=P\('fsdp'.* but NamedSharding.*create_sharded"
         ):
             self.step(mesh=mesh)(state, np.ones((BATCH, WIDTH), np.float32))
 
@@ -127,7 +123,7 @@ class TestErrors:
         state = jaxmp.TrainState.create_sharded(
             lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), Sharding(mesh_of(), {"w": P("fsdp")})
         )
-        message = r"a state must lie as .* say, .*axis_types=\(Explicit,.* got .*axis_types=\(Auto,"
+        message = r"does not lie as .* say, .*axis_types=\(Explicit,.* but .*axis_types=\(Auto,"
         with pytest.raises(ValueError, match=message):
             self.step(mesh=mesh_of(AxisType.Explicit))(state, np.ones((BATCH, WIDTH), np.float32))
 
@@ -136,7 +132,7 @@ class TestErrors:
             return self.loss(sharding.gather(params, {"w": P("fsdp")}, "float32"), model_state, batch, rng)
 
         step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(AxisType.Explicit), {"w": P("fsdp")}))
-        with pytest.raises(ValueError, match="gathers the weights of its loss function by itself, got gather in it"):
+        with pytest.raises(ValueError, match="gathers weights itself, got gather in its loss function"):
             step(self.state(), np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_gradient_that_comes_in_half_from_code_of_its_own(self):
@@ -158,7 +154,7 @@ class TestErrors:
         assert not step(self.state(), batch)[1]["skipped"]
 
     @pytest.mark.parametrize("has_specs", [False, True])
-    def test_types_that_the_loss_leaves_open_are_jaxs_error_with_a_note_and_each_way_out_of_it_trains(self, has_specs):
+    def test_types_that_the_loss_leaves_open_are_jaxs_error_and_each_way_out_of_it_trains(self, has_specs):
         """Dropout of Flax makes a mask that lies on no axis."""
 
         def loss_fn(params, model_state, batch, rng):
@@ -176,8 +172,6 @@ class TestErrors:
         with pytest.raises(Exception, match=r"select `which` must .* have the same sharding as cases") as caught:
             loss_on(explicit)
         assert type(caught.value).__name__ == "ShardingTypeError"
-        (note,) = [note for note in caught.value.__notes__ if note.startswith("jaxmp: ")]
-        assert "out_sharding=" in note and "jax.sharding.auto_axes" in note and note.endswith("AxisType.Auto,)")
         np.testing.assert_allclose(loss_on(explicit, untyped(loss_fn)), loss_on(mesh_of()), rtol=1e-5)
 
     def test_a_lookup_that_leaves_its_type_open_is_jaxs_error(self):

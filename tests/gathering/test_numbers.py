@@ -39,6 +39,7 @@ from experiments.models import nnx as nnx_models
 from jaxmp import sharding
 from jaxmp.inspect import audit, first_nonfinite, memory, numerics
 from jaxmp.sharding import Sharding
+from jaxmp.sharding.specs import specs_in
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -53,7 +54,7 @@ class TestNumbers:
         steps, states = pair(linen_params, untyped(linen_loss()), mesh, specs, more, **options)
         one, many = after_five(steps, states, tokens())
         assert differences(one.params, many.params) <= 2e-6
-        for leaf, spec in zip(jax.tree.leaves(many.params), sharding.specs_in(specs), strict=True):
+        for leaf, spec in zip(jax.tree.leaves(many.params), specs_in(specs), strict=True):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
 
     @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ class TestNumbers:
         model = MODEL.clone(layers=2, loop=True, remat="full")
         mesh = mesh_of()
         specs = specs_of(lambda: linen_params(model), mesh, stacked=["h_0"])
-        assert not any(any(spec[:1]) for spec in sharding.specs_in(specs["h_0"]))
+        assert not any(any(spec[:1]) for spec in specs_in(specs["h_0"]))
         steps, states = pair(lambda: linen_params(model), linen_loss(model), mesh, specs)
         one, many = after_five(steps, states, tokens())
         assert differences(one.params, many.params) <= 2e-6
@@ -375,7 +376,7 @@ class TestNumbers:
         )
         step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs), max_consecutive_skips=1)
         batch = np.zeros((BATCH, WIDTH), np.float32)
-        moved = sharding.collectives(step.lower(state, batch).compile())
+        moved = jaxmp.inspect.collectives(step.lower(state, batch).compile())
         assert "reduce-scatter" in {row.kind for row in moved.rows}
         message = r"not finite now: the loss \(-inf\); gradients of 'w'\. .*First: forward division by zero in log"
         with pytest.raises(jaxmp.NonFiniteTrainingError, match=message) as caught:
@@ -405,7 +406,7 @@ class TestNumbers:
         ]
         programs += [step.jitted.lower(state, batch), jax.jit(step).lower(state, batch)]
         for program in programs:
-            moved = sharding.collectives(program.compile())
+            moved = jaxmp.inspect.collectives(program.compile())
             assert {row.kind for row in moved.rows} == {"all-reduce"}  # of the gradient and the mean, not of examples
         if kind is AxisType.Explicit:
             assert set(seen) == {P("data", None)}

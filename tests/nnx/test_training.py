@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import time
 from typing import Any
 
@@ -333,7 +332,7 @@ def test_without_donation_a_clone_made_before_lives_on():
     make_train_step(loss_fn)(model, optimizer, ROWS)
     stale = nnx.clone(model)
     make_train_step(loss_fn, donate=True)(model, optimizer, ROWS)
-    with pytest.raises(RuntimeError, match=r"'params/layers/0/bias' in this one is gone: .*donate=False"):
+    with pytest.raises(RuntimeError, match=r"'params/layers/0/bias' was donated .*donate=False"):
         make_train_step(loss_fn)(stale, optimizer, ROWS)
 
 
@@ -451,7 +450,7 @@ def test_an_optimizer_that_was_saved_goes_on_bit_for_bit():
         (lambda loss: ({}, loss), r"got dict; return loss, or \(loss, metrics\), in this order"),
         (lambda loss: None, r"got NoneType; return loss, or \(loss, metrics\)"),
         (lambda loss: loss.astype(jnp.int32), r"got int32 of shape \(\); compute it from floating values"),
-        (lambda loss: (loss, loss), r"metrics must be a dict of names and values, got float32 of shape \(\)"),
+        (lambda loss: (loss, loss), r"the metrics of a loss function are a dict, got float32 of shape \(\)"),
         (lambda loss: loss.astype(jnp.float16), "must be float32, got float16"),
     ],
 )
@@ -463,11 +462,9 @@ def test_what_a_loss_function_must_not_return_is_told(result, text):
 
 @pytest.mark.once
 def test_arguments_that_do_not_fit_are_told():
-    with pytest.raises(
-        TypeError, match=r"takes \(model, batch\), but this one takes \(p, s, b, r\); write def loss_fn"
-    ):
+    with pytest.raises(TypeError, match=r"takes \(model, batch\), got one of \(p, s, b, r\); write def loss_fn"):
         make_train_step(lambda p, s, b, r: p)
-    with pytest.raises(TypeError, match=r"must be callable, got None; write def loss_fn\(model, batch\)$"):
+    with pytest.raises(TypeError, match=r"is a function, got None; write def loss_fn\(model, batch\)$"):
         make_train_step(None)
     with pytest.raises(ValueError, match="accumulate_steps must be a whole number"):
         make_train_step(loss_fn, accumulate_steps=0)
@@ -493,7 +490,7 @@ def test_arguments_that_do_not_fit_are_told():
 @pytest.mark.once
 def test_the_step_has_the_options_of_the_step_for_trees():
     own, others = (inspect.signature(make).parameters for make in (make_train_step, jaxmp.make_train_step))
-    assert list(own) == list(others) and len(own) > 10
+    assert list(own) == list(others) and "sharding" in own
     assert all(own[name] == others[name] for name in others if name != "loss_fn")
     with pytest.raises(TypeError, match="unexpected keyword argument 'accumulate'"):
         make_train_step(loss_fn, accumulate=2)
@@ -659,7 +656,7 @@ def test_what_a_loss_function_does_to_the_model_beside_writing_variables_is_told
         make_train_step(counts)(model, optimizer, ROWS)
     with pytest.raises(ValueError, match=r"an attribute that is no array\. .*\nkeep what changes in a Variable"):
         make_train_step(lists)(model, optimizer, ROWS)
-    with pytest.raises(ValueError, match=r"'3/layers/0/bias' had \(5,\) and has \(1,\); make it the same"):
+    with pytest.raises(ValueError, match=r"'3/layers/0/bias' had the shape \(5,\) and has \(1,\)"):
         make_train_step(reshapes)(model, optimizer, ROWS)
 
 
@@ -669,17 +666,9 @@ def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_t
 
     (model, optimizer), (target, other) = setup(mlp(), "mixed_bfloat16"), setup(mlp(1), "mixed_bfloat16")
     step, follow, batch = make_train_step(loss_fn), make_train_step(distance), {**ROWS, "target": target}
-    helps = (
-        "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model))), or "
-        "make the step with make_train_step(..., donate=False)"
-    )
     nnx.update(target, nnx.state(model))
-    with pytest.raises(RuntimeError, match=re.escape(f"is 'params/layers/0/bias' of this state; {helps}")):
-        follow(model, optimizer, batch)
     step(model, optimizer, ROWS)
-    with pytest.raises(RuntimeError, match=re.escape(f"is gone with an earlier state; {helps}")):
-        follow(model, optimizer, batch)
-    with pytest.raises(RuntimeError, match=re.escape(f"or another state of the same arrays; {helps}")):
+    with pytest.raises(RuntimeError, match="was donated to an earlier step, which deleted it; copy before the step"):
         step(target, other, ROWS)
     with pytest.raises(RuntimeError, match=r"a model cannot use an array that a train step has deleted, got float32\["):
         target(ROWS["x"])

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp.inspect.collectives import Collective
 from jaxmp.inspect.program.equations import Place
 from jaxmp.inspect.program.values import Value, Values
+from jaxmp.inspect.traffic import Collective
 
 EXACT = {"float16": 2**11, "bfloat16": 2**8}
 """Up to where a half dtype has all integers."""

@@ -1,0 +1,35 @@
+"""Arrays that were donated to an earlier step, and are gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxmp.base.trees import path_name
+
+
+def is_deleted(tree: Any) -> bool:
+    """Return whether an array of ``tree`` was donated and is gone."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return any(leaf.is_deleted() for leaf in arrays if not isinstance(leaf, jax.core.Tracer))
+
+
+def require_not_deleted(state: Any, error: Exception | None = None) -> None:
+    """Raise an error if an array of ``state`` was donated to an earlier step.
+
+    Args:
+      state: a state, or any tree.
+      error: the error that JAX raised for it, the cause of this one.
+
+    Raises:
+      RuntimeError: naming the array.
+    """
+    leaves = jax.tree.leaves_with_path(state)
+    deleted = next((path for path, leaf in leaves if is_deleted(leaf)), None)
+    if deleted is not None:
+        remedy = getattr(state, "_to_copy", "use the state that the step returned")
+        raise RuntimeError(
+            f"{path_name(deleted)!r} was donated to an earlier step, which deleted it; {remedy}, or write "
+            "make_train_step(..., donate=False)"
+        ) from error
