@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from jaxmp.optim.loss_scale import LossScale as LossScale
     from jaxmp.optim.loss_scale import NoOpLossScale as NoOpLossScale
     from jaxmp.optim.loss_scale import StaticLossScale as StaticLossScale
-    from jaxmp.optim.loss_scaling import LossScalingState as LossScalingState
-    from jaxmp.optim.loss_scaling import get_loss_scale as get_loss_scale
-    from jaxmp.optim.loss_scaling import keep_if_skipped as keep_if_skipped
     from jaxmp.optim.loss_scaling import loss_scaling as loss_scaling
-    from jaxmp.optim.loss_scaling import scale_loss as scale_loss
-    from jaxmp.optim.loss_scaling import unscale as unscale
-    from jaxmp.optim.loss_scaling import value_and_grad as value_and_grad
-    from jaxmp.optim.loss_scaling import wrap_opt_state as wrap_opt_state
     from jaxmp.optim.low_precision import low_precision as low_precision
+    from jaxmp.optim.scaled_grad import scale_loss as scale_loss
+    from jaxmp.optim.scaled_grad import unscale as unscale
+    from jaxmp.optim.scaled_grad import value_and_grad as value_and_grad
+    from jaxmp.optim.scaling_state import LossScalingState as LossScalingState
+    from jaxmp.optim.scaling_state import get_loss_scale as get_loss_scale
+    from jaxmp.optim.scaling_state import keep_if_skipped as keep_if_skipped
+    from jaxmp.optim.scaling_state import wrap_opt_state as wrap_opt_state
     from jaxmp.policy.float8 import Float8 as Float8
     from jaxmp.policy.policies import Policy as Policy
     from jaxmp.policy.policy_map import PolicyMap as PolicyMap
     from jaxmp.policy.policy_map import get_policy as get_policy
     from jaxmp.training.evaluation import make_eval_step as make_eval_step
+    from jaxmp.training.state import TrainState as TrainState
     from jaxmp.training.step import NonFiniteTrainingError as NonFiniteTrainingError
-    from jaxmp.training.step import TrainState as TrainState
     from jaxmp.training.step import make_train_step as make_train_step
 
 __version__ = "0.1.0"
@@ -61,14 +61,14 @@ _MODULES = {
 }
 _NAMES = {
     "jaxmp.engine.autocast": ("autocast",),
-    "jaxmp.engine.plan": ("CastPlan", "cast_plan"),
     "jaxmp.engine.marks": ("precision",),
-    "jaxmp.engine.rules": ("UnmatchedOverrideError",),
     "jaxmp.engine.overrides": ("UnknownOperationError",),
+    "jaxmp.engine.plan": (
+        "cast_plan",
+        "CastPlan",
+    ),
+    "jaxmp.engine.rules": ("UnmatchedOverrideError",),
     "jaxmp.engine.trace": ("autocast_dtype",),
-    "jaxmp.policy.float8": ("Float8",),
-    "jaxmp.policy.policies": ("Policy",),
-    "jaxmp.policy.policy_map": ("PolicyMap", "get_policy"),
     "jaxmp.optim.loss_scale": (
         "DynamicLossScale",
         "HeadroomLossScale",
@@ -76,19 +76,31 @@ _NAMES = {
         "NoOpLossScale",
         "StaticLossScale",
     ),
+    "jaxmp.optim.loss_scaling": ("loss_scaling",),
     "jaxmp.optim.low_precision": ("low_precision",),
-    "jaxmp.optim.loss_scaling": (
-        "LossScalingState",
-        "get_loss_scale",
-        "keep_if_skipped",
-        "loss_scaling",
+    "jaxmp.optim.scaled_grad": (
         "scale_loss",
         "unscale",
         "value_and_grad",
+    ),
+    "jaxmp.optim.scaling_state": (
+        "get_loss_scale",
+        "keep_if_skipped",
+        "LossScalingState",
         "wrap_opt_state",
     ),
-    "jaxmp.training.step": ("NonFiniteTrainingError", "TrainState", "make_train_step"),
+    "jaxmp.policy.float8": ("Float8",),
+    "jaxmp.policy.policies": ("Policy",),
+    "jaxmp.policy.policy_map": (
+        "get_policy",
+        "PolicyMap",
+    ),
     "jaxmp.training.evaluation": ("make_eval_step",),
+    "jaxmp.training.state": ("TrainState",),
+    "jaxmp.training.step": (
+        "make_train_step",
+        "NonFiniteTrainingError",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -15,6 +15,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp.optim import low_precision
+from jaxmp.optim.stochastic_rounding import Draw, stochastic_bfloat16, stochastic_float8
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
@@ -23,7 +24,7 @@ DRAWS = 2**20
 
 
 def draws(value, half=0):
-    bits = low_precision._Draw(3, jnp.int32(7), "w").bits((DRAWS,))[half]
+    bits = Draw(3, jnp.int32(7), "w").bits((DRAWS,))[half]
     return jnp.full((DRAWS,), value, jnp.float32), bits
 
 
@@ -41,14 +42,14 @@ class TestStochasticRounding:
     @pytest.mark.parametrize("value", [1.001, -1.001, 0.3, -0.3, 3e-39, -1e-40, 1e30])
     def test_bfloat16_is_unbiased(self, value):
         values, bits = draws(value)
-        found = low_precision._stochastic_bfloat16(values, bits)
+        found = stochastic_bfloat16(values, bits)
         assert is_unbiased(found, float(np.float32(value)))
         assert np.all(np.sign(np.asarray(found, np.float64)) * np.sign(value) >= 0)
 
     @pytest.mark.once
     @pytest.mark.parametrize("value", [300.3, -300.3, 1.03, 0.01, -0.003, 0.0011, 447.9])
     def test_float8_is_unbiased_and_on_its_grid(self, value):
-        found = low_precision._stochastic_float8(*draws(value, 1))
+        found = stochastic_float8(*draws(value, 1))
         np.testing.assert_array_equal(
             np.asarray(found), np.asarray(found.astype(jnp.float8_e4m3fn).astype(jnp.float32))
         )
@@ -57,21 +58,21 @@ class TestStochasticRounding:
     def test_what_needs_no_rounding_stays(self):
         exact = jnp.asarray([0.0, -0.0, 1.0, -2.5, 2.0**-130, np.inf, -np.inf, np.nan], jnp.float32)
         most = jnp.full(exact.shape, 0xFFFF, jnp.uint32)
-        found = np.asarray(low_precision._stochastic_bfloat16(exact, most).astype(jnp.float32))
+        found = np.asarray(stochastic_bfloat16(exact, most).astype(jnp.float32))
         np.testing.assert_array_equal(found, np.asarray(exact))
         assert np.signbit(found[1])
         grid = jnp.asarray([0.0, 448.0, -448.0, 2.0**-9, 1.125], jnp.float32)
-        np.testing.assert_array_equal(low_precision._stochastic_float8(grid, most[:5]), grid)
+        np.testing.assert_array_equal(stochastic_float8(grid, most[:5]), grid)
 
     @pytest.mark.parametrize("word", [0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF])
     def test_a_nan_stays_one_whatever_its_bits(self, word):
         nan = jax.lax.bitcast_convert_type(jnp.uint32(word), jnp.float32)
-        assert bool(jnp.isnan(low_precision._stochastic_bfloat16(nan, jnp.uint32(0xFFFF)).astype(jnp.float32)))
+        assert bool(jnp.isnan(stochastic_bfloat16(nan, jnp.uint32(0xFFFF)).astype(jnp.float32)))
 
     @pytest.mark.once
     def test_draws_differ_by_seed_update_and_param_and_look_random(self):
         def bits(seed, step, name):
-            return np.asarray(low_precision._Draw(seed, jnp.int32(step), name).bits((256, 256))[0]).astype(np.float64)
+            return np.asarray(Draw(seed, jnp.int32(step), name).bits((256, 256))[0]).astype(np.float64)
 
         base = bits(0, 0, "w")
         assert abs(base.mean() / 2**16 - 0.5) < 3 / np.sqrt(12 * base.size)
@@ -81,7 +82,7 @@ class TestStochasticRounding:
     @pytest.mark.once
     def test_no_two_seeds_share_their_draws(self):
         drawn = {
-            np.asarray(low_precision._Draw(seed, jnp.int32(step), "w").bits((8,))[0]).tobytes()
+            np.asarray(Draw(seed, jnp.int32(step), "w").bits((8,))[0]).tobytes()
             for seed in range(8)
             for step in range(8)
         }
@@ -292,13 +293,13 @@ class TestMoments:
     def test_a_positive_second_moment_never_becomes_0(self):
         values = jnp.asarray([[1e-36, 1e-12, 1e-6, 1.0], [0.0, 1e-36, 1e-37, 2e-38]], jnp.float32)
         for moments in ("bfloat16", "float8"):
-            stored = low_precision._stored(values, "second", moments, 4, low_precision._Draw(0, jnp.int32(0), "nu"))
+            stored = low_precision._stored(values, "second", moments, 4, Draw(0, jnp.int32(0), "nu"))
             decoded = np.asarray(low_precision.decoded({"nu": stored})["nu"])
             assert np.all((decoded > 0) == (np.asarray(values) > 0)), moments
 
     def test_codes_are_as_exact_as_their_format(self):
         values = jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)), jnp.float32)
-        draw = low_precision._Draw(0, jnp.int32(0), "mu")
+        draw = Draw(0, jnp.int32(0), "mu")
         signed = np.asarray(low_precision._stored(values, "signed", "float8", 256, draw).decoded())
         second = np.asarray(low_precision._stored(values**2, "second", "float8", 256, draw).decoded())
         exact = np.asarray(values, np.float64)
@@ -329,7 +330,7 @@ class TestMoments:
     @pytest.mark.parametrize("kind", ["signed", "second"])
     def test_a_block_with_what_is_not_finite_is_not_finite(self, bad, kind):
         moment = jnp.ones((2, 16)).at[0, 3].set(bad)
-        found = low_precision._stored(moment, kind, "float8", 16, low_precision._Draw(0, jnp.int32(1), "w")).decoded()
+        found = low_precision._stored(moment, kind, "float8", 16, Draw(0, jnp.int32(1), "w")).decoded()
         assert not np.isfinite(found[0]).any() and np.isfinite(found[1]).all()
 
     def test_params_and_state_have_the_same_bits_on_any_devices(self):

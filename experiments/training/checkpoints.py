@@ -36,7 +36,7 @@ from etils import epath
 import jaxmp
 from experiments.training import processes
 from jaxmp.base.trees import path_name
-from jaxmp.optim.loss_scaling import LossScalingState
+from jaxmp.optim.scaling_state import LossScalingState
 
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of the folder that Orbax is still writing
 _CHECKSUMS = "checksums.sha256"

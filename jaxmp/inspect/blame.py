@@ -33,7 +33,7 @@ from jaxmp.inspect.program.equations import Key, program_of
 from jaxmp.inspect.program.evaluate import is_whole
 from jaxmp.inspect.program.values import Turns, Value, leading_to, values_of
 from jaxmp.optim.loss_scale import StaticLossScale
-from jaxmp.optim.loss_scaling import LossScalingState
+from jaxmp.optim.scaling_state import LossScalingState
 
 _ELEMENTWISE = """
 abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp convert_element_type copy copy_p

@@ -37,7 +37,8 @@ from jaxmp.inspect.program.evaluate import evaluate, is_whole
 from jaxmp.inspect.program.products import multiplied
 from jaxmp.inspect.program.values import AtBorder, Turns, Value, leading_to, passed_in, returned, values_of
 from jaxmp.sharding.gathered_loss import Gathered
-from jaxmp.training.step import TrainState, TrainStep
+from jaxmp.training.state import TrainState
+from jaxmp.training.step import TrainStep
 
 _REFERENCES = ("float32", "float64")
 

@@ -24,8 +24,12 @@ from jaxmp.inspect.program.equations import Key, places, program_of
 from jaxmp.inspect.program.evaluate import evaluate
 from jaxmp.inspect.program.statistics import Record, Statistics
 from jaxmp.inspect.program.values import returned
-from jaxmp.optim.loss_scaling import get_loss_scale, require_loss, scaled_loss, with_loss
-from jaxmp.training.step import Metrics, S, TrainState, TrainStep
+from jaxmp.optim.checks import require_loss
+from jaxmp.optim.loss_scaling import with_loss
+from jaxmp.optim.scaled_grad import scaled_loss
+from jaxmp.optim.scaling_state import get_loss_scale
+from jaxmp.training.state import TrainState
+from jaxmp.training.step import Metrics, S, TrainStep
 
 TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 

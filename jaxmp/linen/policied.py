@@ -26,7 +26,8 @@ from jaxmp._internals.flax.linen import Hooks, is_checked, is_watched, unlisted
 from jaxmp.base.arguments import require_order
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.autocast import computed
-from jaxmp.engine.module_border import ProductsCheck, autocast_map, is_running_in, remembered, wrong_model
+from jaxmp.engine.half_check import ProductsCheck
+from jaxmp.engine.module_border import autocast_map, is_running_in, remembered, wrong_model
 from jaxmp.linen.run import Root, Run, is_running, replaced_fields, run_with_root, running
 from jaxmp.linen.variables import Variables
 from jaxmp.policy.policy_map import PolicyMap

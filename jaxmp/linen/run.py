@@ -31,19 +31,9 @@ from jaxmp._internals.jax.walk import equations
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.half_check import NotHalf, Reason, reason_not_half
 from jaxmp.engine.marks import computing
-from jaxmp.engine.module_border import (
-    Mode,
-    NotHalf,
-    Reason,
-    Treatment,
-    handed_out,
-    is_default,
-    is_floating,
-    is_running_in,
-    reason_not_half,
-    widen,
-)
+from jaxmp.engine.module_border import Mode, Treatment, handed_out, is_default, is_floating, is_running_in, widen
 from jaxmp.engine.overrides import level_of
 from jaxmp.engine.rules import Rules
 from jaxmp.linen.variables import (

@@ -19,15 +19,8 @@ from flax import nnx
 from jaxmp._internals.flax.nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.base.arguments import require_order
 from jaxmp.base.dtypes import is_half
-from jaxmp.engine.module_border import (
-    Mode,
-    NotHalf,
-    autocast_map,
-    is_default,
-    is_floating,
-    reason_not_half,
-    wrong_model,
-)
+from jaxmp.engine.half_check import NotHalf, reason_not_half
+from jaxmp.engine.module_border import Mode, autocast_map, is_default, is_floating, wrong_model
 from jaxmp.engine.overrides import level_of
 from jaxmp.nnx.policy_check import note_copy
 from jaxmp.nnx.run import Decision, HalfPolicy, bare_class, decision_of, policied_class

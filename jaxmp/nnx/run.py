@@ -27,17 +27,8 @@ from jaxmp._internals.jax.patches import keeping_carries
 from jaxmp.base import trees as _tree
 from jaxmp.base.cache_keys import float32_caller, policies_off
 from jaxmp.engine.autocast import computed
-from jaxmp.engine.module_border import (
-    NotHalf,
-    ProductsCheck,
-    Treatment,
-    handed_out,
-    is_running_in,
-    like,
-    narrow,
-    remembered,
-    widen,
-)
+from jaxmp.engine.half_check import NotHalf, ProductsCheck
+from jaxmp.engine.module_border import Treatment, handed_out, is_running_in, like, narrow, remembered, widen
 from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policies import Policy, check_backend

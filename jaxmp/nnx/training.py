@@ -15,7 +15,7 @@ from jaxmp._internals.jax.invariants import passed_on
 from jaxmp.base.trees import path_name, select_tree
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
-from jaxmp.optim.loss_scaling import require_loss
+from jaxmp.optim.checks import require_loss
 from jaxmp.sharding.plan import Sharding
 from jaxmp.training import loss_function
 from jaxmp.training import step as train_step

@@ -8,21 +8,19 @@ Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, with the sema
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxmp._internals.jax import reading
 from jaxmp.base import hardware
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.base.trees import all_finite, is_float_array, max_abs, path_name, select_tree, sum_of_squares, widen
+from jaxmp.base.trees import all_finite, max_abs, select_tree, sum_of_squares, widen
+from jaxmp.optim.checks import check_same_shapes, check_state
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
 from jaxmp.optim.low_precision import (
     BEHIND_LOW_PRECISION,
@@ -32,31 +30,10 @@ from jaxmp.optim.low_precision import (
     decoded,
     rounds_params,
 )
+from jaxmp.optim.scaled_grad import global_norm, nan_if_infinite
+from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state, wrap_opt_state
 
 T = TypeVar("T")
-
-
-class LossScalingState(NamedTuple):
-    """State of :func:`loss_scaling`.
-
-    Attributes:
-      inner_state: the state of the wrapped optimizer, as it was after the last step that was not skipped.
-      loss_scale: the loss-scale object that the next loss is to be scaled with.
-      skipped: int32 scalar, the steps skipped so far.
-      consecutive_skipped: int32 scalar, the steps skipped since the last one that was not.
-      grad_norm: float32 scalar, the global norm of the last gradients; None unless asked for.
-    """
-
-    inner_state: Any
-    loss_scale: LossScale
-    skipped: jax.Array
-    consecutive_skipped: jax.Array
-    grad_norm: jax.Array | None
-
-    @property
-    def last_finite(self) -> jax.Array:
-        """Whether the last step was applied, a bool scalar; True before the first."""
-        return self.consecutive_skipped == 0  # each array of a state costs more than a microsecond a step
 
 
 def loss_scaling(
@@ -143,13 +120,13 @@ def loss_scaling(
         **extra_args: Any,
     ) -> tuple[Any, LossScalingState]:
         """As ``update``, but in place of the updates comes what is made of them, if anything is."""
-        _check_state(state)
+        check_state(state)
         grads = widen(updates)
         squares = sum_of_squares(grads)
 
         def of_inner() -> tuple[Any, Any]:
             new_updates, inner_state = inner.update(grads, state.inner_state, as_taken(params), **extra_args)
-            _check_same_shapes(new_updates, updates if params is None else params)
+            check_same_shapes(new_updates, updates if params is None else params)
             return new_updates, inner_state
 
         finite = jnp.isfinite(squares)
@@ -222,260 +199,6 @@ class Made(NamedTuple):
     before: Any
 
 
-def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
-    """The state of ``loss_scaling(tx, loss_scale)`` around a state of ``tx`` that has been training already.
-
-    ``grad_norm`` is what :func:`loss_scaling` is given.
-
-    >>> tx = optax.adam(1e-3)
-    >>> opt_state = tx.init(jnp.ones(3))  # … and many steps later
-    >>> opt_state = wrap_opt_state(opt_state, jaxmp.DynamicLossScale())  # goes with loss_scaling(tx, …)
-
-    Raises:
-      ValueError: the state has a loss scale already.
-    """
-    if scalings_in(opt_state):
-        raise ValueError(
-            "loss_scaling was put inside loss_scaling: the optimizer's state has a loss scale already; remove the "
-            "inner one"
-        )
-    return LossScalingState(
-        inner_state=opt_state,
-        # Copies, so that a step that donates its state does not delete the arrays of the object the user holds.
-        loss_scale=jax.tree.map_with_path(_own_array, as_loss_scale(loss_scale)),
-        skipped=jnp.zeros((), jnp.int32),
-        consecutive_skipped=jnp.zeros((), jnp.int32),
-        grad_norm=jnp.zeros((), jnp.float32) if grad_norm else None,
-    )
-
-
-def _own_array(path: Any, leaf: Any) -> jax.Array:
-    """A leaf of a loss scale as a new array; of ``LossScale(1024)`` the scale is 1024.0, for it may be halved."""
-    dtype = jnp.result_type(leaf)
-    is_whole = path_name(path) == "loss_scale" and jnp.issubdtype(dtype, jnp.integer)
-    return jnp.array(leaf, jnp.float32 if is_whole else dtype)
-
-
-def has_loss_scale(opt_state: optax.OptState) -> bool:
-    """Whether an optimizer's state has a loss scale, wherever it is nested."""
-    return bool(scalings_in(opt_state))
-
-
-def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
-    """The one :class:`LossScalingState` in an optimizer's state, wherever it is nested.
-
-    Raises:
-      ValueError: there is none, or there are several.
-    """
-    if isinstance(opt_state, optax.GradientTransformation):
-        raise ValueError("an optimizer's state is needed, got the optimizer itself; pass opt_state = tx.init(params)")
-    found = scalings_in(opt_state)
-    if not found:
-        raise ValueError(
-            f"the optimizer's state has no loss scale, got {type(opt_state).__name__}; wrap the optimizer, "
-            "tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), and call tx.init again"
-        )
-    if len(found) > 1:
-        raise ValueError(
-            f"one loss has one scale, but the optimizer's state has {len(found)}; put one loss_scaling around the "
-            "whole optimizer"
-        )
-    return found[0]
-
-
-def get_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """The loss-scale object in an optimizer's state, wherever it is nested.
-
-    >>> tx = optax.chain(loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)))
-    >>> get_loss_scale(tx.init(jnp.ones(2))).loss_scale
-    8.0
-
-    Raises:
-      ValueError: there is none, or there are several.
-    """
-    return get_loss_scaling_state(opt_state).loss_scale
-
-
-def _at_hand(opt_state: optax.OptState) -> LossScale:
-    """The loss scale in ``opt_state``, if no donating step has had it."""
-    loss_scale = get_loss_scale(opt_state)
-    require_not_deleted(loss_scale)
-    return loss_scale
-
-
-def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
-    """Return ``new`` if the last step was taken, and ``old`` bit for bit if it was skipped.
-
-    Use it in a step of your own for everything that a skipped step must leave as it was, such as batch statistics,
-    moving averages of params or target networks.
-
-    Args:
-      opt_state: the optimizer's state that ``tx.update`` returned in this step, with :func:`loss_scaling` outermost or
-        in a chain. Inside of ``optax.MultiSteps`` or ``optax.apply_if_finite`` it does not see every step.
-      new: any pytree of arrays, computed in this step.
-      old: the same pytree before this step; its dtypes are kept.
-
-    Raises:
-      ValueError: ``opt_state`` has no loss scale, several, or one inside of a transform that may hide a step from it;
-        the trees differ in structure.
-      TypeError: two leaves differ in shape.
-
-    >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
-    >>> params, mean = jnp.ones(2), jnp.zeros(())
-    >>> _, opt_state = tx.update(jnp.array([jnp.inf, 0.0]), tx.init(params), params)
-    >>> keep_if_skipped(opt_state, jnp.array(jnp.nan), mean)
-    Array(0., dtype=float32)
-    """
-    if isinstance(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState)):
-        raise ValueError(
-            f"keep_if_skipped needs a loss scale that sees every step, got one inside of {type(opt_state).__name__}; "
-            "wrap the other way round: jaxmp.loss_scaling(optax.MultiSteps(tx, 4), loss_scale), say"
-        )
-    return select_tree(get_loss_scaling_state(opt_state).last_finite, new, old)
-
-
-def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
-    """Return the loss in float32 times the scale in ``opt_state``.
-
-    Use it in a function that you differentiate yourself, and divide the gradients by the scale with :func:`unscale`
-    before you do anything else with them. :func:`value_and_grad` does both.
-
-    Raises:
-      TypeError: the loss is not floating, or float16.
-      ValueError: ``opt_state`` has no loss scale, or several.
-      RuntimeError: ``opt_state`` was donated to an earlier step.
-
-    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
-    >>> jax.grad(lambda params: scale_loss(jnp.sum(params), opt_state))(jnp.ones(2))
-    Array([8., 8.], dtype=float32)
-    """
-    return _at_hand(opt_state).scale(_float32_loss(loss))
-
-
-def unscale(grads: T, opt_state: optax.OptState) -> T:
-    """Return the true gradients, in float32, of a loss that was multiplied by :func:`scale_loss`.
-
-    A gradient that overflowed comes back as NaN, never as an infinity, so that clipping by value cannot hide it from
-    :func:`loss_scaling`.
-
-    Raises:
-      ValueError: ``opt_state`` has no loss scale, or several.
-      RuntimeError: ``opt_state`` was donated to an earlier step.
-
-    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
-    >>> unscale({"w": jnp.array([8.0, 4.0], jnp.float16)}, opt_state)
-    {'w': Array([1. , 0.5], dtype=float32)}
-    """
-    return true_gradients(grads, _at_hand(opt_state))
-
-
-def true_gradients(grads: Any, loss_scale: LossScale) -> Any:
-    """Return gradients of the scaled loss divided by the scale, in float32, NaN in place of infinities."""
-    return nan_if_infinite(loss_scale.unscale(widen(grads)))
-
-
-def nan_if_infinite(grads: Any) -> Any:
-    """Return ``grads`` with NaN in place of infinities, which clipping by value would make finite."""
-
-    def nan_in_place(grad: Any) -> Any:
-        return jnp.where(jnp.isinf(grad), jnp.nan, grad) if is_float_array(grad) else grad
-
-    return jax.tree.map(nan_in_place, grads)
-
-
-def global_norm(grads: Any) -> jax.Array:
-    """Return the global norm of true gradients, finite if and only if :func:`loss_scaling` takes the step."""
-    return jnp.sqrt(sum_of_squares(widen(grads)))
-
-
-def value_and_grad(
-    fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
-    """Return a function of the true loss and gradients, under ``opt_state``'s loss scale.
-
-    It takes the place of ``jax.value_and_grad`` in a step of your own. The loss is multiplied by the scale before the
-    backward pass, and the gradients are divided by it after, in float32: small float16 gradients survive, and nothing
-    outside of this function sees the scale. Gradients of several losses may be added, clipped and logged.
-
-    Args:
-      fun: returns the loss, a floating scalar, or ``(loss, aux)`` with ``has_aux``.
-      opt_state: the state of an optimizer in :func:`loss_scaling`, wherever that is nested.
-      argnums: the arguments to differentiate, as for ``jax.value_and_grad``.
-      has_aux: whether ``fun`` returns ``(loss, aux)``.
-
-    Returns:
-      A function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
-      The loss is float32. The gradients are float32 for half and float32 params, with NaN where one overflowed: pass
-      them to ``tx.update``, which skips the step.
-
-    Raises:
-      ValueError: ``opt_state`` has no loss scale, or several.
-      TypeError: the loss is no floating scalar, or float16 (the scale itself would overflow); an argument to
-        differentiate has leaves that are not floating; ``argnums`` are no whole numbers.
-      RuntimeError: ``opt_state`` was donated to an earlier step.
-
-    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
-    >>> value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
-    (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
-    """
-    loss_scale = _at_hand(opt_state)
-    scaled = scaled_value_and_grad(fun, loss_scale, argnums, has_aux)
-
-    @functools.wraps(fun)
-    def unscaled(*args: Any, **kwargs: Any) -> Any:
-        loss, grads = scaled(*args, **kwargs)
-        return loss, true_gradients(grads, loss_scale)
-
-    return unscaled
-
-
-def scaled_value_and_grad(
-    fun: Callable[..., Any], loss_scale: LossScale, argnums: int | Sequence[int] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
-    """Return :func:`value_and_grad`'s function without its division by the scale.
-
-    A train step sums the gradients of its microbatches first.
-    """
-    scaled_fun = scaled_loss(fun, loss_scale, has_aux)
-
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        (_, (loss, aux)), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
-        return ((loss, aux) if has_aux else loss), grads
-
-    return scaled
-
-
-def is_list(argnums: Any) -> bool:
-    """Whether ``argnums`` lists places, as an array may too, so that there are gradients for each."""
-    return isinstance(argnums, Sequence) or np.ndim(argnums) > 0
-
-
-def places_of(argnums: Any, *others: type) -> list[Any]:
-    """Return what ``argnums`` lists: arguments by their places, or ``others``."""
-    places = list(argnums) if is_list(argnums) else [argnums]
-    return [place if isinstance(place, others) else operator.index(place) for place in places]
-
-
-def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
-    """``fun`` in the form that is differentiated with ``has_aux``: the scaled loss, and the true one with ``aux``."""
-    require_flag("has_aux", has_aux, "pass has_aux=True for a function that returns (loss, aux)")
-
-    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        result = fun(*args, **kwargs)
-        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(
-                f"with has_aux=True the function returns (loss, aux), got {described(result)}; return such a pair, or "
-                "leave has_aux out"
-            )
-        loss, aux = result if has_aux else (result, None)
-        returned = "return (loss, aux), in this order" if has_aux else "pass has_aux=True to return (loss, aux)"
-        loss = _float32_loss(require_loss(loss, returned))
-        return loss_scale.scale(loss), (loss, aux)
-
-    # NNX reads the signature, but not that of a partial.
-    return scaled_fun if isinstance(fun, functools.partial) else functools.wraps(fun)(scaled_fun)
-
-
 def take_step(
     tx: optax.GradientTransformationExtraArgs,
     grads: Any,
@@ -544,75 +267,3 @@ def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
         return select_tree(finite, new, old)
 
     return jax.tree.map(keep, new, old, is_leaf=lambda node: isinstance(node, LossScalingState))
-
-
-def scalings_in(opt_state: optax.OptState) -> list[LossScalingState]:
-    """Those in an optimizer's state, wherever they are nested."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScalingState))
-    return [node for node in nodes if isinstance(node, LossScalingState)]
-
-
-def require_loss(loss: Any, otherwise: str) -> Any:
-    """The ``loss`` that a function returned; ``otherwise`` is the remedy if that is no number at all.
-
-    Raises:
-      TypeError: it is no floating scalar.
-    """
-    if not is_number(loss) or np.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        remedy = otherwise
-        if is_number(loss):
-            remedy = "take its mean: jnp.mean(loss)" if np.ndim(loss) else "compute it from floating values"
-        raise TypeError(f"a loss must be a floating scalar, got {described(loss)}; {remedy}")
-    return loss
-
-
-def is_number(value: Any) -> bool:
-    """Whether ``value`` is an array, of JAX or NumPy, a Python number or a Variable of NNX."""
-    number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
-    return number or hasattr(value, "__jax_array__")
-
-
-def as_float(value: Any) -> float:
-    """A real number or scalar array, concrete; NaN for all else."""
-    is_real = is_number(value) and not isinstance(value, (bool, jax.core.Tracer)) and np.ndim(value) == 0
-    dtype = jnp.result_type(value) if is_real else np.dtype(bool)
-    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    return float(value) if is_real else np.nan
-
-
-def described(value: Any) -> str:
-    """What a loss function returned, for an error: its dtype and shape, or its type; a tracer's type says nothing."""
-    if is_number(value):
-        return f"{jnp.result_type(value).name} of shape {np.shape(value)}"
-    return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
-
-
-def _float32_loss(loss: Any) -> jax.Array:
-    loss = jnp.asarray(loss)
-    if loss.dtype == jnp.float16:
-        raise TypeError(
-            "a loss to be scaled must be float32, got float16, in which the scale overflows; compute it from float32 "
-            "values, logits.astype(jnp.float32), say"
-        )
-    return widen(loss)
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, LossScalingState):
-        raise TypeError(
-            f"loss_scaling updates a state of its own, got {type(state).__name__}; call tx.init again, or wrap a "
-            "running state with jaxmp.wrap_opt_state"
-        )
-
-
-def _check_same_shapes(updates: Any, params: Any) -> None:
-    """Refuses updates that do not fit ``params`` (or the gradients), unless they are another tree altogether."""
-    made: Any = jax.tree.structure(updates)
-    if made != jax.tree.structure(params):
-        return
-    for (path, update), param in zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True):
-        if jnp.shape(update) != jnp.shape(param):
-            raise ValueError(
-                f"the update of {path_name(path)!r} has the shape {jnp.shape(update)}, its param {jnp.shape(param)}; "
-                "pass the params that the gradients are of, or call tx.init again"
-            )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import nearest
 from jaxmp.base.trees import is_float_array, path_name, widen
+from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
 
 Rounding = Literal["stochastic", "kahan", "nearest"]
 Moments = Literal["float32", "bfloat16", "float8"]
@@ -51,7 +51,6 @@ _SECOND: dict[type, tuple[str, ...]] = {
     optax.ScaleByAdaDeltaState: ("e_g", "e_x"),
     optax.ScaleByRssState: ("sum_of_squares",),
 }
-_LARGEST, _NORMAL, _SMALLEST = 448.0, 2.0**-6, 2.0**-9  # of float8_e4m3fn: finite, normal, positive
 
 
 class LowPrecisionState(NamedTuple):
@@ -85,7 +84,7 @@ class Float8Blocks:
 
     def decoded(self) -> jax.Array:
         """The array, float32. Of a positive second moment never 0, for an optimizer divides by its root."""
-        shares = self.codes.astype(jnp.float32) / _LARGEST
+        shares = self.codes.astype(jnp.float32) / LARGEST
         scales = _spread(self.scales, shares)
         if not self.squared:
             return shares * scales
@@ -181,7 +180,7 @@ def low_precision(
             leaves, jax.tree.leaves(old, is_leaf=_is_blocks), _kinds(state), scales or [None] * len(leaves), strict=True
         )
         stored = [
-            _stored(leaf, kind, moments, block, _Draw(seed, count, name), known)
+            _stored(leaf, kind, moments, block, Draw(seed, count, name), known)
             if kind and moments != "float32"
             else in_dtype_of(leaf, old)  # which the optimizer saw in float32
             for leaf, old, (name, kind), known in each
@@ -275,7 +274,7 @@ def _landing(rounding: str, seed: int, count: jax.Array, path: Any, weight: Any,
     wanted = change if lost is None else change + lost.astype(jnp.float32)
     exact = old + wanted
     if rounding == "stochastic":
-        new = _stochastic_bfloat16(exact, _Draw(seed, count, f"params/{path_name(path)}").bits(weight.shape)[0])
+        new = stochastic_bfloat16(exact, Draw(seed, count, f"params/{path_name(path)}").bits(weight.shape)[0])
     else:
         new = exact.astype(jnp.bfloat16)
     new = new.astype(jnp.float32)
@@ -283,12 +282,12 @@ def _landing(rounding: str, seed: int, count: jax.Array, path: Any, weight: Any,
     return update, ((old - new) + wanted).astype(jnp.bfloat16) if rounding == "kahan" else None
 
 
-def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw, scales: Any = None) -> Any:
+def _stored(leaf: Any, kind: str, moments: str, block: int, draw: Draw, scales: Any = None) -> Any:
     """A moment as it is stored."""
     if not leaf.size:
         return leaf
     if moments == "bfloat16":
-        new = _stochastic_bfloat16(leaf, draw.bits(leaf.shape)[1])
+        new = stochastic_bfloat16(leaf, draw.bits(leaf.shape)[1])
         smallest = jnp.asarray(jnp.finfo(jnp.bfloat16).tiny, jnp.bfloat16)
         return jnp.where((leaf > 0) & (new == 0), smallest, new) if kind == "second" else new
     if leaf.ndim == 0 or leaf.shape[-1] % block:
@@ -297,11 +296,11 @@ def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw, scales:
     values = jnp.sqrt(leaf) if squared else leaf
     scales = _scales(leaf, block) if scales is None else scales
     spread = _spread(scales, values)
-    spread = (jnp.sqrt(spread) if squared else spread) / _LARGEST
+    spread = (jnp.sqrt(spread) if squared else spread) / LARGEST
     scaled = jnp.where(spread > 0, values / spread, values)
-    codes = _stochastic_float8(scaled, draw.bits(leaf.shape)[1])
+    codes = stochastic_float8(scaled, draw.bits(leaf.shape)[1])
     if squared:
-        codes = jnp.where((values > 0) & (codes == 0), jnp.float32(_SMALLEST), codes)
+        codes = jnp.where((values > 0) & (codes == 0), jnp.float32(SMALLEST), codes)
     return Float8Blocks(codes.astype(jnp.float8_e4m3fn), scales, squared)
 
 
@@ -367,55 +366,6 @@ def decoded(state: Any) -> Any:
     """An optimizer's state in float32."""
     blocks = jax.tree.map(lambda leaf: leaf.decoded() if _is_blocks(leaf) else leaf, state, is_leaf=_is_blocks)
     return widen(blocks)
-
-
-def _stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
-    """``values``, float32, rounded up or down at random, in proportion; ``bits`` are uint32 below 2^16."""
-    words = jax.lax.bitcast_convert_type(values, jnp.uint32) + bits
-    rounded = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
-    # The addition would make another NaN of a NaN, or an infinity, and a step that is to be skipped would not be.
-    return jnp.where(jnp.isfinite(values), rounded, values).astype(jnp.bfloat16)
-
-
-def _stochastic_float8(values: jax.Array, bits: jax.Array) -> jax.Array:
-    """``values``, float32 of at most 448, on the grid of float8_e4m3fn; ``bits`` are uint32 below 2^16."""
-    sizes = jnp.abs(values)
-    words = (jax.lax.bitcast_convert_type(sizes, jnp.uint32) + (bits << 4)) & jnp.uint32(0xFFF00000)  # 3 bits stay
-    normal = jnp.minimum(jax.lax.bitcast_convert_type(words, jnp.float32), _LARGEST)
-    subnormal = jnp.floor(sizes / _SMALLEST + bits.astype(jnp.float32) / 2**16) * _SMALLEST
-    rounded = jnp.copysign(jnp.where(sizes < _NORMAL, subnormal, normal), values)
-    return jnp.where(jnp.isfinite(values), rounded, jnp.float32(np.nan))
-
-
-class _Draw(NamedTuple):
-    """The random bits of one array in one update."""
-
-    seed: int
-    step: jax.Array
-    name: str
-
-    def bits(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-        """Two arrays of uint32 below 2^16, by a hash of each number's position: the devices' share of it is no matter.
-
-        The hash is the last step of MurmurHash3, twice, each time with another word of the key.
-        """
-        path = jnp.uint32(zlib.crc32(self.name.encode()))
-        # Mixed once more by itself: of step ^ seed, seed 1 would draw in step 0 what seed 0 draws in step 1.
-        first = _mixed(_mixed(self.step.astype(jnp.uint32)) ^ jnp.uint32(self.seed & 0xFFFFFFFF))
-        second = _mixed(first ^ path ^ jnp.uint32(self.seed >> 32 & 0xFFFFFFFF))
-        index = jnp.zeros(shape, jnp.uint32)
-        stride = 1
-        for axis in reversed(range(len(shape))):
-            index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride & 0xFFFFFFFF)
-            stride *= shape[axis]
-        word = _mixed(_mixed(index ^ first) ^ second)
-        return word & jnp.uint32(0xFFFF), word >> 16
-
-
-def _mixed(word: jax.Array) -> jax.Array:
-    word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
-    word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
-    return word ^ (word >> 16)
 
 
 def _kinds(state: Any) -> list[tuple[str, str | None]]:

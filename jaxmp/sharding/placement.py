@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp.base import trees as _tree
-from jaxmp.sharding.specs import as_tuple
 
 
 def settled(state: Any) -> Any:
@@ -114,16 +112,6 @@ def require_params(params: Any) -> None:
         )
 
 
-def require_examples(batch: Any) -> None:
-    """Raises if a ``batch`` has no examples: a mean over none is NaN, though its gradients are zeros, which train."""
-    shapes = [shape for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape]
-    if {shape[0] for shape in shapes} == {0}:
-        raise ValueError(
-            f"a batch must have an example, got arrays of shape {', '.join(map(str, dict.fromkeys(shapes)))}; skip "
-            "empty batches"
-        )
-
-
 def is_of_jax(leaf: Any) -> bool:
     """Whether JAX takes a leaf for an array: a number, a key or a shape too."""
     try:
@@ -131,49 +119,3 @@ def is_of_jax(leaf: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def microbatches(batch: Any, n: int) -> Any:
-    """The batch as ``n`` microbatches: leaves (batch, …) as (n, batch / n, …), example i in i % n; scalars repeated.
-
-    Raises:
-      ValueError: leaves have other numbers of examples; ``n`` does not divide them; on axes of type Explicit, the
-        devices do not divide a microbatch.
-    """
-    arrays = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(batch) if jnp.ndim(leaf) and jnp.size(leaf)]
-    lengths = [(path, len(leaf)) for path, leaf in arrays]
-    for path, length in lengths:
-        if length != lengths[0][1]:
-            raise ValueError(
-                "accumulate_steps splits each array of a batch along its examples, got "
-                f"{lengths[0][1]} of them in {_tree.path_name(lengths[0][0])!r} and {length} in "
-                f"{_tree.path_name(path)!r}; put what all examples share into model_state"
-            )
-
-    def split(path: Any, leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
-        if leaf.ndim == 0:
-            return jnp.broadcast_to(leaf, (n,))
-        examples = leaf.shape[0]
-        where = f"batch entry {_tree.path_name(path)!r}" if path else "the batch"
-        if examples % n:
-            raise ValueError(
-                f"accumulate_steps must divide the batch, got {n} for {examples} examples in {where}; use a batch of "
-                f"{n * (examples // n + 1)}, say"
-            )
-        devices = _devices_along_rows(leaf)
-        if examples // n % devices:
-            parts = n * devices
-            raise ValueError(
-                f"the {devices} devices of a batch must divide its microbatches, got accumulate_steps={n} for "
-                f"{examples} examples in {where}; use a batch of {parts * (examples // parts + 1)}, say"
-            )
-        return jnp.moveaxis(leaf.reshape(examples // n, n, *leaf.shape[1:]), 1, 0)
-
-    return jax.tree.map_with_path(split, batch)
-
-
-def _devices_along_rows(leaf: jax.Array) -> int:
-    """How many devices axis 0 is split over by its type."""
-    sharding = jax.typeof(leaf).sharding
-    return math.prod(sharding.mesh.shape[name] for name in as_tuple(sharding.spec[0])) if sharding.spec else 1

@@ -19,7 +19,7 @@ from jaxmp.base.trees import path_name
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.rules import Rules
-from jaxmp.optim.loss_scaling import described, require_loss
+from jaxmp.optim.checks import described, require_loss
 from jaxmp.policy import float8
 from jaxmp.policy.patterns import pairs_of
 from jaxmp.policy.policies import check_backend

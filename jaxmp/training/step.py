@@ -9,13 +9,11 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._internals.jax.invariants import hoisted
@@ -23,281 +21,29 @@ from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import is_deleted, require_not_deleted
+from jaxmp.optim.checks import as_float
 from jaxmp.optim.loss_scale import NoOpLossScale
-from jaxmp.optim.loss_scaling import (
-    Made,
-    as_float,
-    get_loss_scale,
-    get_loss_scaling_state,
-    global_norm,
-    has_loss_scale,
-    in_precision_of,
-    loss_scaling,
-    require_outermost,
-    scaled_value_and_grad,
-    take_step,
-    with_loss,
-)
-from jaxmp.optim.low_precision import as_optimizer, in_dtype_of, with_compensation
+from jaxmp.optim.loss_scaling import with_loss
+from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
+from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.sharding.gathered_loss import Gathered, GatheredParams
 from jaxmp.sharding.mesh_types import typed
-from jaxmp.sharding.placement import (
-    at,
-    at_home,
-    each_once,
-    home_of,
-    is_traced,
-    microbatches,
-    require_examples,
-    require_params,
-    settled,
-)
+from jaxmp.sharding.placement import at, at_home, each_once, home_of, is_traced
 from jaxmp.sharding.plan import Sharding, on_auto_axes
+from jaxmp.training.batches import microbatches, require_examples
 from jaxmp.training.loss_function import (
     OWN_METRICS,
     REMAT,
     LossFn,
-    as_key,
     require_same_structure,
     under_policy,
     with_remat,
 )
+from jaxmp.training.state import TrainState
 from jaxmp.training.stuck_runs import StuckRuns, explanation
 
 S = TypeVar("S", bound="TrainState")
 Metrics = dict[str, Any]
-
-
-class TrainState(flax.struct.PyTreeNode):
-    """What training carries from step to step; Flax's ``TrainState`` and what mixed precision adds. A pytree.
-
-    Attributes:
-      step: int32 scalar, the calls so far, skipped ones included.
-      skipped: int32 scalar, the calls that changed nothing.
-      stuck: int32 scalar, the calls in a row that were skipped although the loss scale could not fall.
-      params: the params, in their param dtype.
-      opt_state: the state of ``tx``, with the loss scale in it.
-      model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
-      ema_params: float32 exponential moving average of the params, or None.
-      rng: the key that each step splits, or None.
-      apply_fn: the model's apply function, static.
-      tx: the optimizer, static.
-    """
-
-    step: jax.Array
-    skipped: jax.Array
-    stuck: jax.Array
-    params: Any
-    opt_state: Any
-    model_state: Any
-    ema_params: Any
-    rng: Any
-    apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
-    tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
-
-    @classmethod
-    def create_sharded(
-        cls: type[S],
-        make_params: Callable[[], Any],
-        tx: optax.GradientTransformation,
-        sharding: Sharding,
-        **fields: Any,
-    ) -> S:
-        """Create a state where it stays: no device, and no process, ever holds all of it.
-
-        Args:
-          make_params: returns the params. It is traced, so its random numbers do not depend on the devices.
-          tx: as for :meth:`create`.
-          sharding: the mesh and the specs of the params. The optimizer's leaves follow their params.
-          **fields: the rest that :meth:`create` takes. Arrays must be equal on all processes; they lie whole on every
-            device.
-
-        Raises:
-          ValueError: the specs are of another tree than the params, or do not fit them.
-
-        >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
-        >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
-        >>> specs = jaxmp.sharding.fsdp_specs(jax.eval_shape(make_params), mesh)
-        >>> sharding = jaxmp.sharding.Sharding(mesh, specs)
-        >>> state = TrainState.create_sharded(make_params, optax.adam(1e-3), sharding, rng=1)
-        >>> state.opt_state.inner_state[0].mu["w"].sharding == state.params["w"].sharding
-        True
-        """
-        return created_sharded(cls, make_params, tx, sharding, fields)
-
-    @classmethod
-    def create(
-        cls,
-        *,
-        params: Any,
-        tx: optax.GradientTransformation,
-        apply_fn: Callable[..., Any] | None = None,
-        model_state: Any = None,
-        rng: Any = None,
-        ema: bool = False,
-        **fields: Any,
-    ) -> Self:
-        """A fresh state.
-
-        Args:
-          params: the params. The state takes over these arrays, like those of ``model_state`` and ``rng``, and a step
-            that donates its state deletes them.
-          tx: an optimizer in :func:`jaxmp.loss_scaling`; a bare one is wrapped with ``NoOpLossScale``, which skips
-            non-finite steps and scales nothing.
-          apply_fn: kept for the user, not used here.
-          model_state: variables that the loss function returns anew (batch statistics).
-          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing. Flax writes no typed
-            keys into bytes: use ``jax.random.PRNGKey`` with ``flax.serialization.to_bytes``.
-          ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
-          **fields: further fields of a subclass.
-
-        Raises:
-          TypeError: ``tx`` is no optimizer.
-          ValueError: it has several loss scales, or another transform than ``loss_scaling`` stands around
-            ``low_precision``; ``params`` are empty, or variables with other collections beside the params.
-          RuntimeError: a donating step has had the params.
-        """
-        return created(
-            cls, params=params, tx=tx, apply_fn=apply_fn, model_state=model_state, rng=rng, ema=ema, **fields
-        )
-
-    def with_tx(self, tx: optax.GradientTransformation) -> Self:
-        """This state under the same optimizer in another precision: to :func:`jaxmp.low_precision`, or back.
-
-        What the optimizer and the loss scale have learned goes on. The params keep their dtypes: for others, cast them
-        before, ``state.replace(params=policy.cast_to_param(state.params))``. Those that are float32 by then get what
-        Kahan's compensation kept of them.
-
-        Raises:
-          TypeError: ``tx`` is no optimizer.
-          ValueError: ``tx`` keeps other numbers than the optimizer of this state.
-          RuntimeError: a donating step has had the state.
-        """
-        tx = as_optimizer(tx)
-        require_not_deleted(self)
-        old = get_loss_scaling_state(self.opt_state)
-        if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
-            scale = jax.tree.map(jnp.copy, old.loss_scale)  # which no step deletes that donates this state
-            tx = loss_scaling(tx, scale, grad_norm=old.grad_norm is not None)
-        params = with_compensation(self.params, old.inner_state)
-        new = old._replace(inner_state=in_precision_of(tx, old.inner_state, params))
-        fresh = jax.eval_shape(tx.init, params)
-        wanted: Any = jax.tree.structure(fresh)
-        if wanted != jax.tree.structure(new):
-            raise ValueError(
-                "with_tx takes the same optimizer in another precision, got one with a state of another structure; "
-                "make a fresh state with TrainState.create"
-            )
-        new = jax.tree.map(in_dtype_of, new, fresh)  # a mu_dtype, say, that the optimizer saw in float32
-        return settled(self.replace(tx=tx, params=params, opt_state=new))
-
-    def apply_gradients(
-        self,
-        *,
-        grads: Any,
-        model_state: Any = None,
-        ema_decay: float | None = None,
-        extra_args: Mapping[str, Any] | None = None,
-        **changes: Any,
-    ) -> Self:
-        """Return the state after one optimizer step with true gradients.
-
-        Compute them with :func:`jaxmp.value_and_grad`.
-
-        When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and
-        the moving average are those of before, bit for bit. Other ``changes`` are set in any case. ``extra_args`` go to
-        the optimizer's update (``{"value": loss}`` for ``optax.contrib.reduce_on_plateau``).
-
-        Raises:
-          ValueError: ``ema_decay`` without a moving average, or a ``model_state`` of another structure.
-          RuntimeError: a donating step has had the state.
-        """
-        require_not_deleted(self)
-        before = {"params": self.params}
-        if model_state is not None:
-            require_same_structure(model_state, self.model_state)
-            before["model_state"] = self.model_state
-        if ema_decay is not None:
-            if self.ema_params is None:
-                raise ValueError(
-                    "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
-                    "jaxmp.nnx.Optimizer(..., ema=True)"
-                )
-            before["ema_params"] = self.ema_params
-
-        def changed(updates: Any) -> dict[str, Any]:
-            params = optax.apply_updates(_tree.widen(self.params), updates)  # selected, they get their dtypes back
-            new = {"params": params, "model_state": model_state}
-            if ema_decay is not None:
-                new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
-            return {name: new[name] for name in before}
-
-        made = Made(changed, before)
-        kept, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {}, made)
-        new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
-        return self.replace(
-            step=self.step + 1,
-            skipped=self.skipped + skipped,
-            stuck=jnp.where((skipped > 0) & new_scale.is_stuck(scale), self.stuck + 1, 0),
-            opt_state=opt_state,
-            **kept,
-            **changes,
-        )
-
-    def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
-        """What ``gradients`` gives for this state, or for one that carries more of it from microbatch to microbatch."""
-        return gradients(self)
-
-
-def created(
-    cls: type[S], *, params: Any, tx: Any, model_state: Any = None, rng: Any = None, ema: bool = False, **fields: Any
-) -> S:
-    """See :meth:`TrainState.create`."""
-    tx = as_optimizer(tx)
-    require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
-    require_params(params)
-    require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
-    if not has_loss_scale(jax.eval_shape(tx.init, params)):
-        tx = loss_scaling(tx, NoOpLossScale())
-    opt_state = tx.init(params)
-    get_loss_scale(opt_state)  # raises if there are several
-    require_outermost(tx, opt_state)
-    state = cls(
-        **{name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "stuck")},
-        params=params,
-        opt_state=opt_state,
-        model_state=model_state,
-        ema_params=_tree.widen(params) if ema else None,
-        rng=as_key(rng),
-        apply_fn=fields.pop("apply_fn", None),
-        tx=tx,
-        **fields,
-    )
-    return settled(state)
-
-
-def created_sharded(
-    cls: type[S], make_params: Callable[[], Any], tx: Any, sharding: Sharding, fields: Mapping[str, Any]
-) -> S:
-    """See :meth:`TrainState.create_sharded`."""
-    arrays: dict[str, Any] = {}
-    static: dict[str, Any] = {}
-    for name, value in fields.items():
-        has_arrays = any(map(_is_array, jax.tree.leaves(value)))
-        (arrays if has_arrays else static)[name] = value
-
-    def make(arrays: Any) -> S:
-        return created(cls, params=make_params(), tx=tx, **static, **arrays)
-
-    shapes = jax.eval_shape(make, arrays)
-    shardings = jax.tree.leaves(sharding.plan().shardings(shapes))
-    with sharding.plan().set():
-        leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)
 
 
 def make_train_step(

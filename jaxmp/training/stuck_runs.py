@@ -12,7 +12,7 @@ import numpy as np
 from jaxmp.base import trees as _tree
 from jaxmp.base.donation import is_deleted
 from jaxmp.optim.loss_scale import LossScale
-from jaxmp.optim.loss_scaling import global_norm
+from jaxmp.optim.scaled_grad import global_norm
 from jaxmp.sharding.placement import is_traced
 
 _LAG = 4  # steps between a report of several processes and its reading

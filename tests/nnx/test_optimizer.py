@@ -49,7 +49,7 @@ def setup(tx: Any = None, policy: str = "mixed_float16", scale: Any = 2.0**10, *
 
 def without_scale(optimizer: Any) -> Any:
     """The state of the wrapped optimizer."""
-    return jaxmp.optim.loss_scaling.get_loss_scaling_state(nnx.as_pure(optimizer.opt_state)).inner_state
+    return jaxmp.optim.scaling_state.get_loss_scaling_state(nnx.as_pure(optimizer.opt_state)).inner_state
 
 
 @pytest.mark.parametrize("step", [train, nnx.jit(train)], ids=["eager", "jit"])

@@ -17,7 +17,7 @@ from optimizer_tools import bits, loss_fn, problem, replace_element, same_bits, 
 
 import jaxmp
 from jaxmp import DynamicLossScale, get_loss_scale, loss_scaling, value_and_grad
-from jaxmp.optim.loss_scaling import get_loss_scaling_state, has_loss_scale
+from jaxmp.optim.scaling_state import get_loss_scaling_state, has_loss_scale
 
 pytestmark = pytest.mark.once
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import path_name
 from jaxmp.inspect.program import nnx_models
-from jaxmp.optim.loss_scaling import get_loss_scale, require_loss
+from jaxmp.optim.checks import require_loss
+from jaxmp.optim.scaling_state import get_loss_scale
 
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 """Compiler options: a value that is rounded to half is half, also where XLA would rather not round."""

@@ -1,0 +1,141 @@
+"""Check that a half policy reaches at least one product of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
+from jaxmp.base.dtypes import is_half
+from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.graph import Graph, Step
+from jaxmp.policy.patterns import EVERY, Pattern, pattern_text
+from jaxmp.policy.policies import Policy
+
+
+class Reason(NamedTuple):
+    """The reason why a module does not compute in half.
+
+    Attributes:
+      override: the key of the override that says so; None if it is the module's own dtype.
+      dtype: the dtype in which it computes.
+    """
+
+    override: str | None
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"its own dtype={self.dtype.name}" if self.override is None else f"override {self.override!r}"
+
+
+def reason_not_half(
+    policy: Policy, computes: np.dtype, pattern: Pattern | None, operations: Iterable[tuple[str, str]] = ()
+) -> Reason | None:
+    """Return the reason why a module that ``computes`` in some dtype is not half; None if it is.
+
+    Args:
+      policy: the policy of the module.
+      computes: its compute dtype, or the dtype that its author wrote.
+      pattern: the override that the policy comes from, if any.
+      operations: the overrides of operations; without a pattern they count if they name every product.
+    """
+    if not is_half(computes):
+        is_written = computes != policy.compute_dtype
+        return Reason(None if is_written else pattern_text(pattern or "**"), computes)
+    if pattern is not None:
+        return None
+    for key, level in operations:
+        if key in (f"class:{Class.HALF}", EVERY) and level in ("float32", "tensorfloat32"):
+            return Reason(key, np.dtype("float32"))
+    return None
+
+
+class NotHalf(NamedTuple):
+    """A module that a half policy leaves in another dtype.
+
+    Attributes:
+      name: its path; of a root its class.
+      reason: the override, or the dtype that its author wrote.
+      has_matrix: whether it has params with two axes or more, as products take them.
+    """
+
+    name: str
+    reason: Reason
+    has_matrix: bool
+
+
+class ProductsCheck:
+    """Raise a ValueError if a half policy changes no product of a call of a whole model.
+
+    The engine reports the program of the call, the run of the model the modules that are not half, in either order.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._graph: Graph | None = None
+        self._modules: Sequence[NotHalf] | None = None
+
+    def decided(self, graph: Graph) -> None:
+        """Take the program of the call, once the engine has decided it."""
+        self._graph = graph
+        self._check()
+
+    def ran(self, modules: Sequence[NotHalf]) -> None:
+        """Take the modules that are not half; none if a part of the model was not called."""
+        self._modules = modules
+        self._check()
+
+    def _check(self) -> None:
+        if self._graph is None or self._modules is None:
+            return
+        graph, self._graph = self._graph, None  # derivative rules, which keep the rules of the call, keep this too
+        if self._modules and _has_no_half_product(graph):
+            modules = [module for module in self._modules if module.has_matrix] or self._modules
+            raise ValueError(_unchanged(self._policy, modules))
+
+
+def _has_no_half_product(graph: Graph) -> bool:
+    """Whether a decided program has products under a module or an override, and none of all its products is half."""
+    products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
+    if any(_is_half(*product) for product in products):
+        return False
+    closed = [step for step in graph.steps if step.bodies is None]  # what the engine does not look into
+    inside = [(step, eqn) for step in closed for jaxpr in jaxprs_in(step.eqn) for eqn in equations(jaxpr)]
+    products += [(step, eqn) for step, eqn in inside if eqn.primitive.name in PRODUCTS]
+    are_asked = any(step.region.level or (step.node and step.node.asked) for step, _ in products)
+    are_half = any(_is_half(*product) for product in products) or any(_may_multiply(step.eqn) for step in closed)
+    return are_asked and not are_half
+
+
+def _is_half(step: Step, eqn: Any) -> bool:
+    """Whether a product, that of a step or one inside of it, has half operands or a half result; float8 ones too."""
+    compute = step.node.compute if step.node is not None and eqn is step.eqn else None
+    return _is_narrow(compute) if compute is not None else any(map(_is_narrow_array, (*eqn.invars, *eqn.outvars)))
+
+
+def _may_multiply(eqn: Any) -> bool:
+    """Whether an equation may be a product in half for all that is known: a kernel of several half arrays, cuDNN's."""
+    is_unknown = classify(eqn.primitive.name) in (Class.OPAQUE, None)
+    return is_unknown and sum(map(_is_narrow_array, eqn.invars)) > 1
+
+
+def _is_narrow_array(atom: Any) -> bool:
+    return _is_narrow(getattr(atom.aval, "dtype", None))
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
+
+
+def _unchanged(policy: Policy, modules: Sequence[NotHalf]) -> str:
+    shown = ", ".join(f"{module.name} ({module.reason})" for module in modules[:8])
+    more = ", …" if len(modules) > 8 else ""
+    if any(module.reason.override is not None for module in modules):
+        remedy = "Drop the override, or narrow its pattern."
+    else:
+        remedy = f"To overrule the dtype of a module, override it: overrides={{'**': '{policy}'}}."
+    rule = f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was"
+    return f"{rule}: {shown}{more}.\n{remedy}"

@@ -1,0 +1,69 @@
+"""Checks of losses, states and updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.base.trees import path_name
+from jaxmp.optim.scaling_state import LossScalingState
+
+
+def require_loss(loss: Any, otherwise: str) -> Any:
+    """The ``loss`` that a function returned; ``otherwise`` is the remedy if that is no number at all.
+
+    Raises:
+      TypeError: it is no floating scalar.
+    """
+    if not is_number(loss) or np.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        remedy = otherwise
+        if is_number(loss):
+            remedy = "take its mean: jnp.mean(loss)" if np.ndim(loss) else "compute it from floating values"
+        raise TypeError(f"a loss must be a floating scalar, got {described(loss)}; {remedy}")
+    return loss
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is an array, of JAX or NumPy, a Python number or a Variable of NNX."""
+    number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
+    return number or hasattr(value, "__jax_array__")
+
+
+def as_float(value: Any) -> float:
+    """A real number or scalar array, concrete; NaN for all else."""
+    is_real = is_number(value) and not isinstance(value, (bool, jax.core.Tracer)) and np.ndim(value) == 0
+    dtype = jnp.result_type(value) if is_real else np.dtype(bool)
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return float(value) if is_real else np.nan
+
+
+def described(value: Any) -> str:
+    """What a loss function returned, for an error: its dtype and shape, or its type; a tracer's type says nothing."""
+    if is_number(value):
+        return f"{jnp.result_type(value).name} of shape {np.shape(value)}"
+    return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
+
+
+def check_state(state: Any) -> None:
+    """Raise a TypeError if ``state`` is not one of :func:`jaxmp.loss_scaling`."""
+    if not isinstance(state, LossScalingState):
+        raise TypeError(
+            f"loss_scaling updates a state of its own, got {type(state).__name__}; call tx.init again, or wrap a "
+            "running state with jaxmp.wrap_opt_state"
+        )
+
+
+def check_same_shapes(updates: Any, params: Any) -> None:
+    """Raise a ValueError if an update has another shape than its param; other trees pass."""
+    made: Any = jax.tree.structure(updates)
+    if made != jax.tree.structure(params):
+        return
+    for (path, update), param in zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True):
+        if jnp.shape(update) != jnp.shape(param):
+            raise ValueError(
+                f"the update of {path_name(path)!r} has the shape {jnp.shape(update)}, its param {jnp.shape(param)}; "
+                "pass the params that the gradients are of, or call tx.init again"
+            )

@@ -1,0 +1,173 @@
+"""Differentiate a scaled loss, and return true gradients."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmp.base.arguments import require_flag
+from jaxmp.base.trees import is_float_array, sum_of_squares, widen
+from jaxmp.optim.checks import described, require_loss
+from jaxmp.optim.loss_scale import LossScale
+from jaxmp.optim.scaling_state import at_hand
+
+T = TypeVar("T")
+
+
+def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
+    """Return the loss in float32 times the scale in ``opt_state``.
+
+    Use it in a function that you differentiate yourself, and divide the gradients by the scale with :func:`unscale`
+    before you do anything else with them. :func:`value_and_grad` does both.
+
+    Raises:
+      TypeError: the loss is not floating, or float16.
+      ValueError: ``opt_state`` has no loss scale, or several.
+      RuntimeError: ``opt_state`` was donated to an earlier step.
+
+    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
+    >>> jax.grad(lambda params: scale_loss(jnp.sum(params), opt_state))(jnp.ones(2))
+    Array([8., 8.], dtype=float32)
+    """
+    return at_hand(opt_state).scale(_float32_loss(loss))
+
+
+def unscale(grads: T, opt_state: optax.OptState) -> T:
+    """Return the true gradients, in float32, of a loss that was multiplied by :func:`scale_loss`.
+
+    A gradient that overflowed comes back as NaN, never as an infinity, so that clipping by value cannot hide it from
+    :func:`loss_scaling`.
+
+    Raises:
+      ValueError: ``opt_state`` has no loss scale, or several.
+      RuntimeError: ``opt_state`` was donated to an earlier step.
+
+    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
+    >>> unscale({"w": jnp.array([8.0, 4.0], jnp.float16)}, opt_state)
+    {'w': Array([1. , 0.5], dtype=float32)}
+    """
+    return true_gradients(grads, at_hand(opt_state))
+
+
+def true_gradients(grads: Any, loss_scale: LossScale) -> Any:
+    """Return gradients of the scaled loss divided by the scale, in float32, NaN in place of infinities."""
+    return nan_if_infinite(loss_scale.unscale(widen(grads)))
+
+
+def nan_if_infinite(grads: Any) -> Any:
+    """Return ``grads`` with NaN in place of infinities, which clipping by value would make finite."""
+
+    def nan_in_place(grad: Any) -> Any:
+        return jnp.where(jnp.isinf(grad), jnp.nan, grad) if is_float_array(grad) else grad
+
+    return jax.tree.map(nan_in_place, grads)
+
+
+def global_norm(grads: Any) -> jax.Array:
+    """Return the global norm of true gradients, finite if and only if :func:`loss_scaling` takes the step."""
+    return jnp.sqrt(sum_of_squares(widen(grads)))
+
+
+def value_and_grad(
+    fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function of the true loss and gradients, under ``opt_state``'s loss scale.
+
+    It takes the place of ``jax.value_and_grad`` in a step of your own. The loss is multiplied by the scale before the
+    backward pass, and the gradients are divided by it after, in float32: small float16 gradients survive, and nothing
+    outside of this function sees the scale. Gradients of several losses may be added, clipped and logged.
+
+    Args:
+      fun: returns the loss, a floating scalar, or ``(loss, aux)`` with ``has_aux``.
+      opt_state: the state of an optimizer in :func:`loss_scaling`, wherever that is nested.
+      argnums: the arguments to differentiate, as for ``jax.value_and_grad``.
+      has_aux: whether ``fun`` returns ``(loss, aux)``.
+
+    Returns:
+      A function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
+      The loss is float32. The gradients are float32 for half and float32 params, with NaN where one overflowed: pass
+      them to ``tx.update``, which skips the step.
+
+    Raises:
+      ValueError: ``opt_state`` has no loss scale, or several.
+      TypeError: the loss is no floating scalar, or float16 (the scale itself would overflow); an argument to
+        differentiate has leaves that are not floating; ``argnums`` are no whole numbers.
+      RuntimeError: ``opt_state`` was donated to an earlier step.
+
+    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
+    >>> value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
+    (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
+    """
+    loss_scale = at_hand(opt_state)
+    scaled = scaled_value_and_grad(fun, loss_scale, argnums, has_aux)
+
+    @functools.wraps(fun)
+    def unscaled(*args: Any, **kwargs: Any) -> Any:
+        loss, grads = scaled(*args, **kwargs)
+        return loss, true_gradients(grads, loss_scale)
+
+    return unscaled
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any], loss_scale: LossScale, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return :func:`value_and_grad`'s function without its division by the scale.
+
+    A train step sums the gradients of its microbatches first.
+    """
+    scaled_fun = scaled_loss(fun, loss_scale, has_aux)
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        (_, (loss, aux)), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return scaled
+
+
+def is_list(argnums: Any) -> bool:
+    """Whether ``argnums`` lists places, as an array may too, so that there are gradients for each."""
+    return isinstance(argnums, Sequence) or np.ndim(argnums) > 0
+
+
+def places_of(argnums: Any, *others: type) -> list[Any]:
+    """Return what ``argnums`` lists: arguments by their places, or ``others``."""
+    places = list(argnums) if is_list(argnums) else [argnums]
+    return [place if isinstance(place, others) else operator.index(place) for place in places]
+
+
+def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
+    """``fun`` in the form that is differentiated with ``has_aux``: the scaled loss, and the true one with ``aux``."""
+    require_flag("has_aux", has_aux, "pass has_aux=True for a function that returns (loss, aux)")
+
+    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        result = fun(*args, **kwargs)
+        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(
+                f"with has_aux=True the function returns (loss, aux), got {described(result)}; return such a pair, or "
+                "leave has_aux out"
+            )
+        loss, aux = result if has_aux else (result, None)
+        returned = "return (loss, aux), in this order" if has_aux else "pass has_aux=True to return (loss, aux)"
+        loss = _float32_loss(require_loss(loss, returned))
+        return loss_scale.scale(loss), (loss, aux)
+
+    # NNX reads the signature, but not that of a partial.
+    return scaled_fun if isinstance(fun, functools.partial) else functools.wraps(fun)(scaled_fun)
+
+
+def _float32_loss(loss: Any) -> jax.Array:
+    loss = jnp.asarray(loss)
+    if loss.dtype == jnp.float16:
+        raise TypeError(
+            "a loss to be scaled must be float32, got float16, in which the scale overflows; compute it from float32 "
+            "values, logits.astype(jnp.float32), say"
+        )
+    return widen(loss)

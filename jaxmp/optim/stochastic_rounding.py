@@ -1,0 +1,61 @@
+"""Round float32 values to bfloat16 or float8 at random, without bias."""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LARGEST, NORMAL, SMALLEST = 448.0, 2.0**-6, 2.0**-9  # of float8_e4m3fn: finite, normal, positive
+
+
+def stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
+    """``values``, float32, rounded up or down at random, in proportion; ``bits`` are uint32 below 2^16."""
+    words = jax.lax.bitcast_convert_type(values, jnp.uint32) + bits
+    rounded = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
+    # The addition would make another NaN of a NaN, or an infinity, and a step that is to be skipped would not be.
+    return jnp.where(jnp.isfinite(values), rounded, values).astype(jnp.bfloat16)
+
+
+def stochastic_float8(values: jax.Array, bits: jax.Array) -> jax.Array:
+    """``values``, float32 of at most 448, on the grid of float8_e4m3fn; ``bits`` are uint32 below 2^16."""
+    sizes = jnp.abs(values)
+    words = (jax.lax.bitcast_convert_type(sizes, jnp.uint32) + (bits << 4)) & jnp.uint32(0xFFF00000)  # 3 bits stay
+    normal = jnp.minimum(jax.lax.bitcast_convert_type(words, jnp.float32), LARGEST)
+    subnormal = jnp.floor(sizes / SMALLEST + bits.astype(jnp.float32) / 2**16) * SMALLEST
+    rounded = jnp.copysign(jnp.where(sizes < NORMAL, subnormal, normal), values)
+    return jnp.where(jnp.isfinite(values), rounded, jnp.float32(np.nan))
+
+
+class Draw(NamedTuple):
+    """The random bits of one array in one update."""
+
+    seed: int
+    step: jax.Array
+    name: str
+
+    def bits(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        """Two arrays of uint32 below 2^16, by a hash of each number's position: the devices' share of it is no matter.
+
+        The hash is the last step of MurmurHash3, twice, each time with another word of the key.
+        """
+        path = jnp.uint32(zlib.crc32(self.name.encode()))
+        # Mixed once more by itself: of step ^ seed, seed 1 would draw in step 0 what seed 0 draws in step 1.
+        first = _mixed(_mixed(self.step.astype(jnp.uint32)) ^ jnp.uint32(self.seed & 0xFFFFFFFF))
+        second = _mixed(first ^ path ^ jnp.uint32(self.seed >> 32 & 0xFFFFFFFF))
+        index = jnp.zeros(shape, jnp.uint32)
+        stride = 1
+        for axis in reversed(range(len(shape))):
+            index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride & 0xFFFFFFFF)
+            stride *= shape[axis]
+        word = _mixed(_mixed(index ^ first) ^ second)
+        return word & jnp.uint32(0xFFFF), word >> 16
+
+
+def _mixed(word: jax.Array) -> jax.Array:
+    word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
+    return word ^ (word >> 16)
