@@ -139,7 +139,6 @@ class _State(train_step.TrainState):
     After a loss function that writes to what is trained there is a fourth: what it has written, by name.
     """
 
-    _may_be_none = ()
     _to_copy = (
         "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))"
     )

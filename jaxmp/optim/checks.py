@@ -13,7 +13,7 @@ from jaxmp.optim.scaling_state import LossScalingState
 
 
 def require_loss(loss: Any, otherwise: str) -> Any:
-    """The ``loss`` that a function returned; ``otherwise`` is the remedy if that is no number at all.
+    """Return the ``loss`` of a function; ``otherwise`` is the remedy for what is no number.
 
     Raises:
       TypeError: it is no floating scalar.
@@ -27,13 +27,13 @@ def require_loss(loss: Any, otherwise: str) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is an array, of JAX or NumPy, a Python number or a Variable of NNX."""
+    """Return whether ``value`` is an array of JAX or NumPy, a Python number or a Variable of NNX."""
     number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
     return number or hasattr(value, "__jax_array__")
 
 
 def as_float(value: Any) -> float:
-    """A real number or scalar array, concrete; NaN for all else."""
+    """Return a concrete real number as a float, and NaN for all else."""
     is_real = is_number(value) and not isinstance(value, (bool, jax.core.Tracer)) and np.ndim(value) == 0
     dtype = jnp.result_type(value) if is_real else np.dtype(bool)
     is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
@@ -41,7 +41,7 @@ def as_float(value: Any) -> float:
 
 
 def described(value: Any) -> str:
-    """What a loss function returned, for an error: its dtype and shape, or its type; a tracer's type says nothing."""
+    """Return the dtype and shape of a value, or its type, for an error."""
     if is_number(value):
         return f"{jnp.result_type(value).name} of shape {np.shape(value)}"
     return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"

@@ -164,7 +164,7 @@ def loss_scaling(
 
 
 def require_outermost(tx: Any, opt_state: Any) -> None:
-    """Raises if :func:`jaxmp.low_precision` stands anywhere in ``tx`` but right inside :func:`loss_scaling`."""
+    """Raise an error if :func:`jaxmp.low_precision` is not directly inside :func:`loss_scaling`."""
     if rounds_params(opt_state) and not _is_outermost_low_precision(tx):
         raise ValueError(BEHIND_LOW_PRECISION)
 
@@ -174,14 +174,14 @@ def _is_outermost_low_precision(tx: Any) -> bool:
 
 
 def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
-    """The state of the optimizer in another ``loss_scaling`` as that in ``tx`` stores it."""
+    """Return the state of an optimizer as the optimizer in ``tx`` stores it."""
     before = inner_state if isinstance(inner_state, LowPrecisionState) else None
     inner_state = decoded(before.inner_state) if before else inner_state
     return tx.inner.wrap(inner_state, params, before) if _is_outermost_low_precision(tx) else inner_state
 
 
 def _copied_key(leaf: Any) -> Any:
-    """A copy of a key, which an optimizer hands out as it was given it: a donating step deletes what is in a state."""
+    """Return a copy of a key, which a donating step would delete for its owner."""
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
@@ -259,7 +259,7 @@ def with_loss(step: Callable[..., T], loss: Any) -> T:
 
 
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
-    """An optimizer's state ``new`` where ``finite``, else ``old``, but for the loss scale and its counters."""
+    """Return ``new`` where ``finite``, else ``old`` with the loss scale and the counters of ``new``."""
 
     def keep(new: Any, old: Any) -> Any:
         if isinstance(new, LossScalingState):

@@ -133,7 +133,7 @@ def scaled_value_and_grad(
 
 
 def is_list(argnums: Any) -> bool:
-    """Whether ``argnums`` lists places, as an array may too, so that there are gradients for each."""
+    """Return whether ``argnums`` is a list of places: a sequence, or an array with axes."""
     return isinstance(argnums, Sequence) or np.ndim(argnums) > 0
 
 
@@ -144,7 +144,7 @@ def places_of(argnums: Any, *others: type) -> list[Any]:
 
 
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
-    """``fun`` in the form that is differentiated with ``has_aux``: the scaled loss, and the true one with ``aux``."""
+    """Return ``fun`` with the results ``(scaled loss, (true loss, aux))``."""
     require_flag("has_aux", has_aux, "pass has_aux=True for a function that returns (loss, aux)")
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:

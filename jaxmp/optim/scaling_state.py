@@ -34,12 +34,12 @@ class LossScalingState(NamedTuple):
 
     @property
     def last_finite(self) -> jax.Array:
-        """Whether the last step was applied, a bool scalar; True before the first."""
+        """Return whether the last step was applied, a bool scalar; True before the first."""
         return self.consecutive_skipped == 0  # each array of a state costs more than a microsecond a step
 
 
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
-    """The state of ``loss_scaling(tx, loss_scale)`` around a state of ``tx`` that has been training already.
+    """Return the state of ``loss_scaling(tx, loss_scale)`` around a state of ``tx`` that has trained already.
 
     ``grad_norm`` is what :func:`loss_scaling` is given.
 
@@ -66,19 +66,19 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
 
 
 def _own_array(path: Any, leaf: Any) -> jax.Array:
-    """A leaf of a loss scale as a new array; of ``LossScale(1024)`` the scale is 1024.0, for it may be halved."""
+    """Return a leaf of a loss scale as a new array; an integer scale becomes float32, as it may be halved."""
     dtype = jnp.result_type(leaf)
     is_whole = path_name(path) == "loss_scale" and jnp.issubdtype(dtype, jnp.integer)
     return jnp.array(leaf, jnp.float32 if is_whole else dtype)
 
 
 def has_loss_scale(opt_state: optax.OptState) -> bool:
-    """Whether an optimizer's state has a loss scale, wherever it is nested."""
+    """Return whether an optimizer's state has a loss scale, wherever it is nested."""
     return bool(scalings_in(opt_state))
 
 
 def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
-    """The one :class:`LossScalingState` in an optimizer's state, wherever it is nested.
+    """Return the one :class:`LossScalingState` in an optimizer's state, wherever it is nested.
 
     Raises:
       ValueError: there is none, or there are several.
@@ -100,7 +100,7 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """The loss-scale object in an optimizer's state, wherever it is nested.
+    """Return the loss-scale object in an optimizer's state, wherever it is nested.
 
     >>> tx = optax.chain(loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)))
     >>> get_loss_scale(tx.init(jnp.ones(2))).loss_scale
@@ -151,6 +151,6 @@ def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
 
 
 def scalings_in(opt_state: optax.OptState) -> list[LossScalingState]:
-    """Those in an optimizer's state, wherever they are nested."""
+    """Return the loss-scaling states in an optimizer's state, wherever they are nested."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScalingState))
     return [node for node in nodes if isinstance(node, LossScalingState)]

@@ -13,7 +13,7 @@ from jaxmp.sharding.specs import as_tuple
 
 
 def require_examples(batch: Any) -> None:
-    """Raises if a ``batch`` has no examples: a mean over none is NaN, though its gradients are zeros, which train."""
+    """Raise an error if a batch has no examples: its loss is NaN, but its gradients are zeros, which train."""
     shapes = [shape for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape]
     if {shape[0] for shape in shapes} == {0}:
         raise ValueError(
@@ -23,7 +23,9 @@ def require_examples(batch: Any) -> None:
 
 
 def microbatches(batch: Any, n: int) -> Any:
-    """The batch as ``n`` microbatches: leaves (batch, …) as (n, batch / n, …), example i in i % n; scalars repeated.
+    """Return a batch as ``n`` microbatches: leaves (batch, …) as (n, batch / n, …), example i in i % n.
+
+    Scalars are repeated.
 
     Raises:
       ValueError: leaves have other numbers of examples; ``n`` does not divide them; on axes of type Explicit, the
@@ -63,6 +65,6 @@ def microbatches(batch: Any, n: int) -> Any:
 
 
 def _devices_along_rows(leaf: jax.Array) -> int:
-    """How many devices axis 0 is split over by its type."""
+    """Return how many devices axis 0 is split over by its type."""
     sharding = jax.typeof(leaf).sharding
     return math.prod(sharding.mesh.shape[name] for name in as_tuple(sharding.spec[0])) if sharding.spec else 1

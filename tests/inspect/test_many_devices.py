@@ -168,7 +168,7 @@ def test_a_cpu_which_sends_half_as_float32_has_no_findings_of_it():
         (
             (jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((8, 8), "float32")),
             {"device": "h200", "topology": "1x1x8"},
-            r"a topology needs arguments on a mesh, got '1x1x8' and none with a NamedSharding",
+            "a topology needs arguments on a mesh, got '1x1x8' and none with a NamedSharding",
         ),
         (
             (WEIGHTS, X),
