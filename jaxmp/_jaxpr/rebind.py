@@ -11,10 +11,10 @@ from jax._src import source_info_util
 
 @contextlib.contextmanager
 def in_place_of(eqn: Any) -> Iterator[None]:
-    """Give the source, scopes and context of ``eqn`` to all that is bound inside.
+    """Give the source, the scopes and the context of ``eqn`` to all that is bound inside.
 
-    The scopes of ``eqn`` are nested in those of the code around, as in :func:`jax.core.eval_jaxpr`. The context holds
-    the mesh, the device's kind and the like. An error that is raised inside shows the source as its cause.
+    The scopes of ``eqn`` are nested in those of the code around, as in :func:`jax.core.eval_jaxpr`. Its context is,
+    for example, the mesh on which it was traced.
     """
     info = eqn.source_info
     scopes = source_info_util.current_name_stack() + info.name_stack

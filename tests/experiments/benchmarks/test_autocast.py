@@ -1,4 +1,4 @@
-"""The benchmarks of autocast and of tracing run, on code that is not prepared for them; docs/autocast.md runs."""
+"""The benchmarks of autocast and of the first step run, on code not prepared for them; docs/autocast.md runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from places import ROOT
 
-from experiments.benchmarks import autocast, gpu, loss_scaling, numerics, tracing
+from experiments.benchmarks import autocast, first_step, gpu, loss_scaling, numerics
 from experiments.measure import programs
 from experiments.models import by_hand
 from experiments.models import nnx as nnx_models
@@ -98,11 +98,11 @@ def test_the_lstm_computes_what_flaxs_own_computes(dtype):
     np.testing.assert_allclose(got.astype(jnp.float32), flax, atol=2 * float(jnp.finfo(dtype).eps))
 
 
-def test_the_nnx_model_that_is_traced_computes_what_the_one_in_linen_computes():
-    linen = by_hand.GPT2(64, tracing.LENGTH, 2, 1, tracing.WIDTH)
-    tokens = jax.random.randint(jax.random.key(0), tracing.TOKENS.shape, 0, 64)
+def test_the_nnx_model_of_the_first_step_computes_what_the_one_in_linen_computes():
+    linen = by_hand.GPT2(64, first_step.LENGTH, 2, 1, first_step.WIDTH)
+    tokens = jax.random.randint(jax.random.key(0), first_step.TOKENS.shape, 0, 64)
     params = jax.tree.map(lambda x: x + 0.1, linen.init(jax.random.key(1), tokens)["params"])
-    model = nnx_models.GPT2(64, tracing.LENGTH, 2, tracing.WIDTH, rngs=nnx.Rngs(0))
+    model = nnx_models.GPT2(64, first_step.LENGTH, 2, first_step.WIDTH, rngs=nnx.Rngs(0))
     blocks = {}
     for i in range(2):
         attention = params[f"attention{i}"]
@@ -168,32 +168,43 @@ def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_varian
         assert text in markdown and text in printed
 
 
-def test_the_benchmark_of_tracing_writes_a_row_for_each_measure(monkeypatch, tmp_path):
-    monkeypatch.setattr(tracing.gc, "collect", lambda: 0)  # seconds each beside the other tests
-    config = tracing.Config(layers=1, rounds=1, run_dir=tmp_path)
+@pytest.fixture
+def measured_here(monkeypatch):
+    """Each model is measured in this process: a new one takes seconds to import JAX."""
+
+    def runs(commands):
+        for name, command in commands.items():
+            config = first_step.Config(layers=int(command[command.index("--layers") + 1]))
+            yield name, functools.partial(first_step.alone, command[command.index("--alone") + 1], config)
+
+    monkeypatch.setattr(first_step.processes, "in_processes", runs)
+
+
+def test_the_benchmark_of_the_first_step_compares_each_way_with_half_by_hand(measured_here, tmp_path):
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms
-        tracing.main(config)
-    result = json.loads((tmp_path / "tracing.json").read_text())
-    measures = [
-        "apply_policy: tracing the loss", "autocast: tracing the loss", "apply_policy: tracing value and gradients",
-        "autocast: tracing value and gradients", "apply_policy: an eager call",
-    ]  # fmt: skip
-    assert [row["model"] for row in result["models"]] == [f"{api}, {name}" for api in tracing.APIS for name in measures]
-    assert [row["goal"] for row in result["models"]] == 2 * [1.6, 1.5, 1.6, 1.5, 2.0]
-    for row in result["models"]:
-        (bare, own) = row["milliseconds"].values()
-        assert row["ratio"] == [own[0] / bare[0]] * 3
-    assert "NNX, apply_policy: an eager call / bare is" in (tmp_path / "tracing.md").read_text()
+        first_step.main(first_step.Config(layers=1, rounds=2, run_dir=tmp_path))
+    rows = {row["model"]: row for row in json.loads((tmp_path / "first_step.json").read_text())["models"]}
+    assert list(rows) == [f"{api}, {way}" for api in first_step.APIS for way in first_step.WAYS]
+    for name, row in rows.items():
+        by_hands = rows[name.split(",")[0] + ", by hand"]["runs"]
+        totals, others = ([sum(run["processor"].values()) for run in runs] for runs in (row["runs"], by_hands))
+        ratios = [total / other for total, other in zip(totals, others, strict=True)]
+        assert row["ratio"][1] == pytest.approx(np.median(ratios))
+        assert all(run["wall"][stage] > 0 for run in row["runs"] for stage in first_step.STAGES)
+    text = (tmp_path / "first_step.md").read_text()
+    assert "NNX, autocast / by hand is" in text and "the goal at most 1.05" in text
 
 
-def test_every_round_traces_a_model_of_its_own_under_the_policy_and_bare():
-    for api in tracing.APIS.values():
+@pytest.mark.parametrize("api", first_step.APIS)
+def test_the_models_of_the_first_step_have_the_same_products_in_half(api):
+    products = {}
+    for way in first_step.WAYS:
         with jax.numpy_dtype_promotion("standard"):  # Flax's norms
-            rounds = [tracing.losses(api, 1, "mixed_bfloat16", round_) for round_ in (0, 1)]
-            shapes = [[leaf.shape for leaf in jax.tree.leaves(programs["float32"][1][0])] for programs in rounds]
-            assert shapes[0] != shapes[1]
-            texts = {name: str(jax.make_jaxpr(fun)(*args)) for name, (fun, args) in rounds[0].items()}
-        assert {name for name, text in texts.items() if "bf16" in text} == {"apply_policy", "autocast"}
+            step, args = first_step.train_step(api, way, 1, "mixed_bfloat16")
+            assert {leaf.dtype.name for leaf in jax.tree.leaves(args[0])} == {"float32"}
+            products[way] = programs.products(program_of(step, *args))
+    assert products["apply_policy"] == products["autocast"] == products["by hand"]
+    assert {product.split()[1] for product in products["by hand"]} == {"bf16×bf16"}
 
 
 @pytest.mark.parametrize(
@@ -201,8 +212,8 @@ def test_every_round_traces_a_model_of_its_own_under_the_policy_and_bare():
     [
         (autocast.main, autocast.Config(rounds=-1), "--rounds must be at least 1, got -1"),
         (autocast.main, autocast.Config(width=65), "a width must be a multiple of 64, the width of a head, got 65"),
-        (tracing.main, tracing.Config(layers=0), "--layers must be at least 1, got 0"),
-        (tracing.main, tracing.Config(policy="float8"), "float8"),
+        (first_step.main, first_step.Config(layers=0), "--layers must be at least 1, got 0"),
+        (first_step.main, first_step.Config(policy="float8"), "float8"),
         (numerics.main, numerics.Config(policy="float8"), "float8"),
         (loss_scaling.main, loss_scaling.Config(batch_size=-1), "--batch-size must be at least 0, got -1"),
         (gpu.main, gpu.Config(minutes=0.001), "--minutes must be at least 1, got 0.001"),
