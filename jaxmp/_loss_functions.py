@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,10 +14,11 @@ import numpy as np
 
 from jaxmp import float8
 from jaxmp._contexts import policies_off
+from jaxmp._functions import printed
 from jaxmp.dtypes import nearest
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.rules import Rules
-from jaxmp.optimizer import described, is_number, require_loss
+from jaxmp.optimizer import described, require_loss
 from jaxmp.overrides import policy_and_exceptions
 from jaxmp.patterns import pairs_of
 from jaxmp.policy import check_backend
@@ -47,102 +48,33 @@ def checked(loss_fn: LossFn) -> LossFn:
     def of_checked_result(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         result = loss_fn(params, model_state, batch, rng)
         if not isinstance(result, tuple) or len(result) not in (2, 3):
-            is_scalar = is_number(result) and np.ndim(result) == 0
             raise TypeError(
                 "a loss function returns (loss, new_model_state) or (loss, new_model_state, metrics), got "
-                f"{'the loss alone' if is_scalar else described(result)}; write return loss, model_state, or "
-                "return loss, None if there is no model state"
+                f"{described(result)}; write return loss, model_state"
             )
         loss, new_model_state, metrics = (*result, {}) if len(result) == 2 else result
         require_loss(loss, "return (loss, new_model_state), in this order")
         if not isinstance(metrics, Mapping):
             raise TypeError(
-                f"a loss function's metrics must be a dict of names and values, got {described(metrics)}; return "
-                '{"accuracy": accuracy}, say'
+                f"the metrics of a loss function are a dict, got {described(metrics)}; return {{'accuracy': …}}, say"
             )
-        require_metrics(metrics)
         if taken := [name for name in metrics if name in OWN_METRICS]:
-            raise ValueError(f"the step reports {', '.join(OWN_METRICS)} itself, got a metric {taken[0]!r}; rename it")
+            raise ValueError(f"the step reports {taken[0]!r} itself, got a metric of this name; rename it")
         return loss, (new_model_state, metrics)
 
     return of_checked_result
 
 
-@contextlib.contextmanager
-def noting_none(**arguments: Any) -> Iterator[None]:
-    """Notes on an error that tells of None, or of a key that is none, which ``arguments`` a state has none of."""
-    try:
-        yield
-    except Exception as error:
-        nones = [f"{name}=…" for name, value in arguments.items() if value is None]
-        if nones and any(word in str(error) for word in ("NoneType", "PRNG")):
-            error.add_note(
-                "jaxmp: what TrainState.create is not given is None in the loss function; does this one need "
-                f"TrainState.create({', '.join(nones)})?"
-            )
-        raise
-
-
-@contextlib.contextmanager
-def noting_types() -> Iterator[None]:
-    """Notes what helps on an error of JAX about types that say where arrays lie: Dropout of Flax ends in one."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
-            error.add_note(
-                "jaxmp: the mesh has axes of type Explicit, where JAX wants to be told where some results lie; write "
-                "out_sharding= there, or jax.sharding.auto_axes around the model, or make the mesh with "
-                "axis_types=(jax.sharding.AxisType.Auto,)"
-            )
-        raise
-
-
-def require_metrics(metrics: Mapping[Any, Any]) -> None:
-    """Raises if a name of ``metrics`` is no string, or a value no array or number, or tree of them."""
-    rule = "a loss function's metrics must be arrays or numbers by names that are strings"
-    if others := [name for name in metrics if not isinstance(name, str)]:
-        raise TypeError(f"{rule}, got the name {others[0]!r}; write {str(others[0])!r}, say")
-    for path, leaf in jax.tree.leaves_with_path(dict(metrics)):
-        dtype = getattr(leaf, "dtype", np.dtype(bool))
-        if not is_number(leaf) or getattr(dtype, "kind", "O") in "OSU":  # a key's has none
-            raise TypeError(
-                f"{rule}, got {type(leaf).__name__} for {path_name(path)!r}; leave it out, or return a number for it"
-            )
-
-
 def as_key(rng: Any) -> Any:
-    """The key that an int makes, or the one that ``rng`` is; None for None.
-
-    Raises:
-      TypeError: it is none of these.
-    """
-    if rng is None:
-        return None
-    if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
-        return jax.random.key(rng)
-    is_array = isinstance(rng, (jax.Array, np.ndarray))
-    is_typed = is_array and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-    if is_array and (rng.ndim == 0 if is_typed else rng.dtype == np.uint32 and rng.ndim == 1):
-        return rng
-    came = f"{rng.dtype.name} of shape {rng.shape}" if is_array else repr(rng) if np.isscalar(rng) else described(rng)
-    raise TypeError(
-        f"rng must be one PRNG key, or an int to make it of, got {came}; pass jax.random.key(0), say: a loss function "
-        "makes more of it by jax.random.split or fold_in"
-    )
-
-
-_FOR_PARAMS = (
-    ", in which model_state and rng are None where TrainState.create got none; the step is for params, Linen's or your "
-    "own: an NNX model is trained by jaxmp.nnx.make_train_step(loss_fn) with loss_fn(model, batch), and evaluated by "
-    "nnx.jit(loss_fn)(model, batch) after model.eval()"
-)
+    """Return the key that an int makes, or ``rng`` itself."""
+    is_seed = isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)
+    return jax.random.key(rng) if is_seed else rng
 
 
 def require_arguments(loss_fn: Any, names: str) -> None:
     """Raises if ``loss_fn`` does not take arguments of these ``names``, or is no function."""
     if not callable(loss_fn):
-        raise TypeError(f"a loss function must be callable, got {loss_fn!r}; write def loss_fn({names})")
+        raise TypeError(f"a loss function is a function, got {printed(loss_fn)}; write def loss_fn({names})")
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # written in C
@@ -152,10 +84,7 @@ def require_arguments(loss_fn: Any, names: str) -> None:
     except TypeError as error:
         bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
         takes = signature.replace(parameters=bare, return_annotation=signature.empty)
-        state = _FOR_PARAMS if "rng" in names else ""
-        raise TypeError(
-            f"a loss function takes ({names}), but this one takes {takes}; write def loss_fn({names}){state}"
-        ) from error
+        raise TypeError(f"a loss function takes ({names}), got one of {takes}; write def loss_fn({names})") from error
 
 
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
@@ -166,8 +95,8 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
     if one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions):
         if given:
             raise ValueError(
-                f"overrides are exceptions from autocast, but policy=None asks for none, got {given}; "
-                'pass a half policy too ("mixed_bfloat16", say), or leave them out'
+                f"overrides are exceptions from a half policy, got {given} and policy={policy!r}; pass "
+                "policy='mixed_bfloat16', say, or leave them out"
             )
         return loss_fn if one_policy is None else _within(one_policy.precision, loss_fn)
     # A pure policy would round the loss and the batch statistics on their way out. Nor is anything widened there, as by
@@ -202,45 +131,43 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
             known = nearest(remat, ["none", "regather", *policies], 12)
             raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {known}")
         remat = policies[remat]
-    if not callable(remat):
-        raise TypeError(
-            f"remat must be None, the name of a policy or a policy of jax.checkpoint_policies, got {remat!r}; "
-            '"full" recomputes everything'
-        )
     return jax.checkpoint(loss_fn, policy=remat)
 
 
 def require_same_structure(new: Any, old: Any) -> Any:
-    """The model state ``new``, if it has the structure, the shapes and the kinds of numbers of ``old``."""
-    if old is None and isinstance(new, Mapping):
+    """Return the model state ``new``, if a later step can take it in the place of ``old``.
+
+    Raises:
+      ValueError: it has another structure, or a leaf another shape.
+      TypeError: a leaf has a kind of numbers that a cast to the old dtype would cut.
+    """
+    rule = "the loss function returns a model state like the one that it got"
+    after: Any = jax.tree.structure(new)
+    if after != jax.tree.structure(old):
+        name, had, has = _difference(new, old)
         raise ValueError(
-            "the loss function must return a model state of the structure it was given, but it was given None and "
-            f"returned a dict of {', '.join(map(repr, new)) or 'nothing'}: for metrics, return loss, model_state, "
-            "metrics; for a model state, pass the whole of it to TrainState.create(model_state=…)"
+            f"{rule}, but {name} was {had} and is {has}; pass the whole of it to TrainState.create(model_state=…), and "
+            "return metrics as a third result"
         )
-    returned: Any = jax.tree.structure(new)
-    given: Any = jax.tree.structure(old)
-    if returned != given:
-        raise ValueError(
-            f"the loss function must return a model state of the structure it was given, but it was given {given} and "
-            f"returned {returned}; pass the whole of it to "
-            "TrainState.create(model_state=…), or return None if there is none"
-        )
-    for (path, leaf), other in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
-        if jnp.shape(leaf) != jnp.shape(other):
-            raise ValueError(
-                "the loss function must return a model state of the shapes it was given, but "
-                f"{path_name(path)!r} had {jnp.shape(other)} and has {jnp.shape(leaf)}; "
-                "make it the same in every batch"
-            )
-        if _kind(leaf) > _kind(other):
-            was, now = jnp.result_type(other), jnp.result_type(leaf)
-            raise TypeError(
-                "the loss function must return a model state of the kinds of numbers it was given, but "
-                f"{path_name(path)!r} was {was} and is {now}, which a cast to {was} would cut; start with {now}, or "
-                f"return {was}"
-            )
+    for (path, leaf), before in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        name = repr(path_name(path))
+        if jnp.shape(leaf) != jnp.shape(before):
+            raise ValueError(f"{rule}, but {name} had the shape {jnp.shape(before)} and has {jnp.shape(leaf)}")
+        if _kind(leaf) > _kind(before):
+            was, now = jnp.result_type(before), jnp.result_type(leaf)
+            raise TypeError(f"{rule}, but {name} was {was} and is {now}; start with {now}, or return {was}")
     return new
+
+
+def _difference(new: Any, old: Any) -> tuple[str, str, str]:
+    """Return the first leaf in which two trees differ, and what it is in the old and in the new one."""
+    befores, afters = (
+        {path_name(path): described(leaf) for path, leaf in jax.tree.leaves_with_path(tree)} for tree in (old, new)
+    )
+    for name in {**befores, **afters}:
+        if (name in befores) != (name in afters):
+            return repr(name), befores.get(name, "absent"), afters.get(name, "absent")
+    return "it", type(old).__name__, type(new).__name__
 
 
 def _kind(leaf: Any) -> int:

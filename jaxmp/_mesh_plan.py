@@ -46,15 +46,15 @@ class Plan:
         sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         if not self.axes:
             raise ValueError(
-                f"a batch is split over the axes 'data' and 'fsdp' of a mesh, of which this one ({sizes}) has none; "
-                "make it with jax.make_mesh((…,), ('fsdp',))"
+                f"a batch is split over the axes 'data' and 'fsdp', got a mesh of {sizes or 'no axes'}; make it with "
+                "jax.make_mesh((8,), ('fsdp',))"
             )
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if len(kinds := {types[name] for name in self.axes}) > 1 or AxisType.Manual in kinds:
             raise ValueError(
-                "the axes that a batch is split over must all be of type Auto or all of type Explicit, got "
-                f"{', '.join(f'{name!r} of type {types[name].name}' for name in self.axes)}; make the mesh with the "
-                "same of axis_types for them, and call the step outside of shard_map"
+                "the axes of the batch are all of type Auto or all of type Explicit, got "
+                f"{', '.join(f'{name!r} of type {types[name].name}' for name in self.axes)}; make the mesh with equal "
+                "axis_types"
             )
 
     @functools.cached_property
@@ -222,8 +222,6 @@ def plan_of(mesh: Any, specs: Any, reduce_dtype: Any) -> Plan:
     Raises:
       ValueError, TypeError: it is none.
     """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))")
     return Plan(mesh, specs, to_reduce_in(reduce_dtype))
 
 
@@ -236,8 +234,8 @@ def to_reduce_in(dtype: Any) -> np.dtype:
     found = canonical_dtype(dtype)
     if found not in _REDUCES:
         raise ValueError(
-            f"gradients are reduced in float32 (those of float64 params in float64) or in a half dtype, got "
-            f"reduce_dtype={found.name!r}; pass reduce_dtype='float32'"
+            f"gradients are reduced in float32 or in a half dtype, got reduce_dtype={found.name!r}; pass "
+            "reduce_dtype='float32'"
         )
     return found
 

@@ -22,7 +22,7 @@ from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.program import Program, arrays_in, is_array
 from jaxmp._jaxpr.rebuild import Rule, bound, rebuilt
 from jaxmp._jaxpr.walk import interpreted, is_jaxpr
-from jaxmp._loss_functions import LossFn, noting_types
+from jaxmp._loss_functions import LossFn
 from jaxmp._specs import Mesh
 
 _SHARDING_PARAMS = ("out_sharding", "sharding")
@@ -71,7 +71,7 @@ def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:
         params, model_state, rng = (
             jax.tree.map(lambda leaf: laid(leaf, PartitionSpec()), whole) for whole in (params, model_state, rng)
         )
-        with jax.sharding.use_abstract_mesh(around), noting_types():
+        with jax.sharding.use_abstract_mesh(around):
             program = Program(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
         jaxpr, consts = program.jaxpr
         return program.unflatten(_evaluated(jaxpr, consts, arrays_in(jax.tree.leaves(args))))

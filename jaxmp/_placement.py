@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
-from jaxmp._functions import printed
 from jaxmp._specs import as_tuple
 
 
@@ -80,8 +79,8 @@ def at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
     """
     if is_put(leaf) and not _lies(leaf, wanted):
         raise ValueError(
-            f"a state must lie as the mesh and specs of the step say, {wanted} for {_tree.path_name(path)!r}, got "
-            f"{leaf.sharding}; make it with jaxmp.sharding.init_state(…, mesh, specs)"
+            f"{_tree.path_name(path)!r} of the state does not lie as the mesh and specs of the step say, {wanted}, but "
+            f"{leaf.sharding}; make the state with jaxmp.sharding.init_state(…, mesh, specs)"
         )
     return at_home(leaf, wanted)
 
@@ -114,65 +113,21 @@ def require_not_deleted(state: Any, error: Exception | None = None) -> None:
     leaves = jax.tree.leaves_with_path(state)
     deleted = next((path for path, leaf in leaves if is_deleted(leaf)), None)
     if deleted is not None:
-        of_trees = (
-            "go on with the state that the step returned (state, metrics = step(state, batch)), copy what another run "
-            "is to start from (jax.tree.map(jnp.copy, params)) before the first one"
-        )
+        remedy = getattr(state, "_to_copy", "use the state that the step returned")
         raise RuntimeError(
-            f"a state can be given to a donating step once only, but {_tree.path_name(deleted)!r} in this one is gone: "
-            f"a step has had it, or another state of the same arrays; {_to_copy(state, of_trees)}"
+            f"{_tree.path_name(deleted)!r} was donated to an earlier step, which deleted it; {remedy}, or write "
+            "make_train_step(..., donate=False)"
         ) from error
 
 
-def require_apart(state: Any, batch: Any, error: Exception) -> None:
-    """Raises, in place of ``error``, if ``batch`` has an array that a step deletes with ``state``, or has deleted."""
-    is_clash = "donated" in str(error)  # which a step survives that does not read the array
-    owners = {mark: path for path, leaf in jax.tree.leaves_with_path(state) for mark in _marks(leaf) if is_clash}
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        owner = next((owners[mark] for mark in _marks(leaf) if mark in owners), None)
-        if owner is None and (not is_deleted(leaf) or is_deleted(state)):
-            continue
-        entry = f"entry {_tree.path_name(path)!r} of it" if path else "it"
-        came = "is gone with an earlier state" if owner is None else f"is {_tree.path_name(owner)!r} of this state"
-        raise RuntimeError(
-            "a donating step deletes the arrays of the state that it is given, so that a batch must have none of them, "
-            f"but {entry} {came}; "
-            f"{_to_copy(state, 'copy it before the step, jax.tree.map(jnp.copy, state.params), say')}"
-        ) from error
-
-
-def _to_copy(state: Any, of_trees: str) -> str:
-    """What helps where a step has deleted what is still needed: as a state of another kind says it, or ``of_trees``."""
-    return f"{getattr(state, '_to_copy', of_trees)}, or make the step with make_train_step(..., donate=False)"
-
-
-def require_arrays(batch: Any, error: Exception) -> None:
-    """Raises, in place of ``error``, if a leaf of ``batch`` is nothing that JAX takes."""
-    if (came := _no_array(batch, "the batch")) is not None:
-        raise TypeError(
-            f"a batch holds arrays and numbers, got {came}; leave it out of what the step is given, or make numbers of "
-            "it"
-        ) from error
-
-
-def require_params(params: Any, model_state: Any) -> None:
-    """Raises if ``params`` are None or empty, or a leaf of them or of the model state is no array."""
-    for path, leaf in jax.tree.leaves_with_path({"params": params, "model_state": model_state}):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"a state is made of arrays, got the shape {leaf} for {_tree.path_name(path)!r}; for the shapes of a "
-                "state, write jax.eval_shape(lambda: TrainState.create(params=model.init(key, x)['params'], tx=tx)), "
-                "with all that makes arrays in it"
-            )
-    if (leaf := _no_array(model_state, "the model state")) is not None:
-        raise TypeError(
-            f"model_state is a tree of arrays, which the loss function returns anew, got {leaf}; leave all else out"
-        )
-    came = printed(params) if not jax.tree.leaves(params) else _no_array(params, "the params")
-    if came is not None:
-        raise TypeError(
-            f"params are a tree of arrays, got {came}; pass what is trained, params=model.init(key, x)['params'] say, "
-            "and keep all else out of it"
+def require_params(params: Any) -> None:
+    """Raise an error if ``params`` are empty, or a model's variables with more collections than the params."""
+    if not jax.tree.leaves(params):
+        raise ValueError(f"params are a tree of arrays, got {params!r}; pass what is trained, variables['params'] say")
+    if isinstance(params, Mapping) and "params" in params and len(params) > 1:
+        raise ValueError(
+            f"params are what is trained, got variables with {', '.join(map(repr, params))}; pass "
+            "params=variables['params'], and the other collections as model_state="
         )
 
 
@@ -181,18 +136,9 @@ def require_examples(batch: Any) -> None:
     shapes = [shape for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape]
     if {shape[0] for shape in shapes} == {0}:
         raise ValueError(
-            f"a batch must have an example, got arrays of shape {', '.join(map(str, dict.fromkeys(shapes)))}; leave "
-            "out the step for a batch that has none"
+            f"a batch must have an example, got arrays of shape {', '.join(map(str, dict.fromkeys(shapes)))}; skip "
+            "empty batches"
         )
-
-
-def _no_array(tree: Any, name: str) -> str | None:
-    """What a leaf of ``tree`` is that JAX does not take, and where it is; None if there is none."""
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if not is_of_jax(leaf):
-            kind = type(leaf).__name__ + (f" of {leaf.dtype.name}" if isinstance(leaf, np.ndarray) else "")
-            return f"{kind} for {_tree.path_name(path) or name!r}"
-    return None
 
 
 def is_of_jax(leaf: Any) -> bool:
@@ -202,30 +148,6 @@ def is_of_jax(leaf: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _marks(leaf: Any) -> set[Any]:
-    """What an array is known by: itself, and where its numbers lie, which another array object may have too."""
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-        return set()
-    has_numbers = not leaf.is_deleted() and leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    parts = leaf.addressable_shards if has_numbers else ()
-    return {id(leaf), *(("lies at", part.device, part.data.unsafe_buffer_pointer()) for part in parts)}
-
-
-def tell_of_devices(state: Any, batch: Any, error: Exception) -> None:
-    """Raises in place of ``error`` if arrays are committed to different devices."""
-    home = home_of((state, batch))
-    for path, leaf in jax.tree.leaves_with_path({"state": state, "batch": batch}):
-        if is_put(leaf) and leaf.sharding.device_set != home.device_set:
-            here, there = (", ".join(sorted(map(str, each.device_set))) for each in (leaf.sharding, home))
-            place = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())"
-            raise ValueError(
-                "the state and the batch of a step must be on the same devices, got "
-                f"{_tree.path_name(path)!r} put on {here} and others on {there}; write jax.device_put({path[0].key}, "
-                f"{place if isinstance(home, NamedSharding) else 'device'}), or put the state on no device: a step "
-                "moves it to the batch"
-            ) from error
 
 
 def microbatches(batch: Any, n: int) -> Any:
@@ -239,13 +161,10 @@ def microbatches(batch: Any, n: int) -> Any:
     lengths = [(path, len(leaf)) for path, leaf in arrays]
     for path, length in lengths:
         if length != lengths[0][1]:
-            is_key = any(jnp.shape(leaf) == (2,) and getattr(leaf, "dtype", None) == np.uint32 for _, leaf in arrays)
-            key = "; a raw key of random numbers is an array, of two numbers: pass jax.random.key(0) in its place"
             raise ValueError(
-                "accumulate_steps splits each array of a batch along its first axis, which must be the examples, got "
+                "accumulate_steps splits each array of a batch along its examples, got "
                 f"{lengths[0][1]} of them in {_tree.path_name(lengths[0][0])!r} and {length} in "
-                f"{_tree.path_name(path)!r}; what all examples share goes into model_state, or the loss function "
-                f"closes over it{key if is_key else ''}"
+                f"{_tree.path_name(path)!r}; put what all examples share into model_state"
             )
 
     def split(path: Any, leaf: Any) -> jax.Array:
@@ -263,9 +182,8 @@ def microbatches(batch: Any, n: int) -> Any:
         if examples // n % devices:
             parts = n * devices
             raise ValueError(
-                f"the {devices} devices that a batch is split over on axes of type Explicit must divide each of its "
-                f"microbatches, got accumulate_steps={n} for {examples} examples in {where}, {examples // n} in each; "
-                f"use a batch of {parts * (examples // parts + 1)}, say, or fewer accumulate_steps"
+                f"the {devices} devices of a batch must divide its microbatches, got accumulate_steps={n} for "
+                f"{examples} examples in {where}; use a batch of {parts * (examples // parts + 1)}, say"
             )
         return jnp.moveaxis(leaf.reshape(examples // n, n, *leaf.shape[1:]), 1, 0)
 

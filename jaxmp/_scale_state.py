@@ -195,23 +195,6 @@ def _structure(x: Any) -> Structure:
     return Structure(tuple(leaf_names), tuple(sorted(static, key=lambda item: item[0])))
 
 
-def changed_fields(new: Any, old: Any) -> list[str]:
-    """The names of what is no leaf of a loss scale and differs in another of its class."""
-    leaves = {getattr(path[0], "name", None) for path, _ in jax.tree.leaves_with_path(old)}
-    after = _fields(new)
-
-    def is_changed(name: str, before: Any) -> bool:
-        if isinstance(before, jax.Array):  # a leaf without a name
-            return False
-        if name not in after:
-            return True
-        now = after[name]
-        structure: Any = jax.tree.structure(now)
-        return isinstance(now, jax.Array) or structure != jax.tree.structure(before) or bool(now != before)
-
-    return [name for name, value in _fields(old).items() if name not in leaves and is_changed(name, value)]
-
-
 def _is_number(leaf: Any) -> bool:
     numbers = (int, float, complex, np.generic, np.ndarray, jax.Array, jax.ShapeDtypeStruct)
     return isinstance(leaf, numbers) and not isinstance(leaf, bool)

@@ -54,9 +54,7 @@ def covers(pattern: str, path: Path) -> bool:
 
 def require_match(pattern: str, paths: Sequence[Path]) -> None:
     if is_class_pattern(pattern):
-        raise ValueError(
-            f"a pattern of shardings is a path such as '**/kernel', for params have no modules, got {pattern!r}"
-        )
+        raise ValueError(f"a pattern of params is a path, got the class pattern {pattern!r}; write '**/kernel', say")
     if not any(covers(pattern, path) for path in paths):
         raise ValueError(
             f"the pattern {pattern!r} matches no leaf; the nearest paths: "
@@ -64,18 +62,7 @@ def require_match(pattern: str, paths: Sequence[Path]) -> None:
         )
 
 
-def require_arrays(tree: Any, attribute: str = "shape") -> None:
-    leaves = jax.tree.leaves_with_path(tree)
-    if bare := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, attribute)]:
-        raise TypeError(
-            f"params are arrays or ShapeDtypeStructs, got {bare[0][1]!r} at {_tree.path_name(bare[0][0])!r}; take "
-            "jax.eval_shape(make_params), which makes shapes of numbers too"
-        )
-
-
 def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
-    if not hasattr(mesh, "shape"):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))")
     if missing := [name for name in names if name not in mesh.shape]:
         raise ValueError(
             f"{argument} must be of the mesh, which has {', '.join(map(repr, mesh.shape)) or 'none'}, got "
@@ -93,8 +80,8 @@ def require_specs(tree: Any, specs: Any) -> None:
     own: Any = jax.tree.structure(tree)
     if found or given != own:
         raise ValueError(
-            "specs must be a tree of PartitionSpec of the structure of the arrays, got "
-            f"{found[0] if found else f'{given} for {own}'}; take jaxmp.sharding.fsdp_specs of these arrays"
+            f"specs are a tree like the arrays, of a PartitionSpec for each, got {found[0] if found else given}; take "
+            "jaxmp.sharding.fsdp_specs of these arrays"
         )
 
 
@@ -104,7 +91,7 @@ def fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], me
     require_axes(mesh, names, f"the axes of {key!r}")
     if len(spec) > len(shape) or len(set(names)) < len(names):
         raise ValueError(
-            "a spec names each axis of the mesh once, and has at most one entry for each axis of the leaf, got "
+            f"a spec names an axis of the mesh once, and has an entry for each axis of the array at most, got "
             f"{text_of(spec)} for {name!r} of shape {shape}; give {key!r} another"
         )
     for size, entry in zip(shape, spec, strict=False):
@@ -126,11 +113,6 @@ def specs_in(specs: Any) -> list[PartitionSpec]:
 
 
 def as_tuple(entry: Any) -> tuple[str, ...]:
-    if entry is PartitionSpec.UNCONSTRAINED:
-        raise ValueError(
-            "a spec says over which axes of the mesh each axis of an array is split, got P.UNCONSTRAINED, which leaves "
-            "it to XLA; write None for an axis that stays whole"
-        )
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 

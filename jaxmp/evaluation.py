@@ -14,7 +14,7 @@ from jaxmp._functions import require_flag
 from jaxmp._loss_functions import LossFn, under_policy
 from jaxmp._mesh_plan import BATCH_AXES, on_auto_axes
 from jaxmp._mesh_types import explicit_mesh_of, typed
-from jaxmp._placement import require_apart, require_arrays, require_examples, require_not_deleted, tell_of_devices
+from jaxmp._placement import require_examples, require_not_deleted
 from jaxmp.training import Metrics, TrainState, TrainStep
 
 
@@ -32,8 +32,7 @@ def make_eval_step(
 
     Raises (here, or from the step):
       ValueError: ``use_ema`` and the state has no moving average; the batch has no examples.
-      TypeError: the loss function takes or returns something else; the state is no :class:`jaxmp.TrainState`; a leaf
-        of the batch is no array.
+      TypeError: the loss function takes or returns something else; the state is no :class:`jaxmp.TrainState`.
       RuntimeError: the state was given to a donating step before.
 
     >>> def loss_fn(params, model_state, batch, rng):
@@ -85,10 +84,7 @@ class EvalStep:
         TrainStep.require_state(state)
         try:
             metrics: Metrics = self.jitted(state, batch)
-        except (RuntimeError, TypeError, ValueError) as error:
-            require_arrays(batch, error)
-            require_apart(state, batch, error)
+        except (RuntimeError, ValueError) as error:
             require_not_deleted(state, error)
-            tell_of_devices(state, batch, error)
             raise
         return metrics

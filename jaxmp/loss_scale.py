@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -31,13 +30,6 @@ from jaxmp._scale_state import HUGE, TINY, ScaleState, is_concrete, register, re
 from jaxmp.dtypes import canonical_dtype, is_half
 
 T = TypeVar("T")
-
-
-_CALLED = {
-    **dict.fromkeys(("init_scale", "scale"), "loss_scale"),
-    **{"growth_interval": "period", "growth_factor": "factor", "backoff_factor": "backoff"},
-    **dict.fromkeys(("minimum_scale", "min_scale"), "min_loss_scale"),
-}
 
 
 class LossScale:
@@ -75,12 +67,6 @@ class LossScale:
         register(cls)  # type: ignore[arg-type]
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
-        for name in _CALLED.keys() & kwargs.keys():
-            if name not in inspect.signature(cls.__init__).parameters:
-                raise TypeError(
-                    f"{cls.__name__} takes arguments by the names that they have in jaxmp, got "
-                    f"{name}=, as others call it; write {_CALLED[name]}="
-                )
         return super().__new__(cls)
 
     def scale(self, tree: T) -> T:
@@ -251,23 +237,14 @@ class DynamicLossScale(ScaleState, LossScale):
         Like torch's it has no bounds but float32's; ``dataclasses.replace(scale, min_loss_scale=1)`` sets one.
 
         Raises:
-          ValueError: an entry is missing, as from a disabled scaler, or out of range, as a scale that fell to 0.
-          TypeError: ``state_dict`` is no mapping, as the scaler itself is none.
+          KeyError: an entry is missing, as from a disabled scaler: take :class:`NoOpLossScale` then.
+          ValueError: an entry is out of range, such as a scale that fell to 0.
 
         >>> state = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
         >>> print(DynamicLossScale.from_torch(state | {"_growth_tracker": 7}).counter)
         7
         """
         names = ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor")
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(
-                f"from_torch takes a GradScaler's state_dict, got {state_dict!r}; pass what scaler.state_dict() returns"
-            )
-        if missing := [name for name in names if name not in state_dict]:
-            raise ValueError(
-                f"a GradScaler's state_dict has {', '.join(names)}, got one without {', '.join(missing)}: read an "
-                "enabled scaler's (a disabled one's is empty; NoOpLossScale() stands for it)"
-            )
         scale, tracker, interval, growth, backoff = (float(state_dict[name]) for name in names)
         return cls(scale, int(tracker), int(interval), growth, 0, backoff=backoff, max_loss_scale=HUGE)
 
@@ -349,8 +326,8 @@ class HeadroomLossScale(ScaleState, LossScale):
         """See :meth:`LossScale.adjust`."""
         if grad_max is None:
             raise ValueError(
-                "HeadroomLossScale needs grad_max, the largest absolute value among the unscaled gradients, got None: "
-                "call adjust(grads_finite, grad_max), or let jaxmp.loss_scaling do it"
+                "HeadroomLossScale needs grad_max, the largest absolute value of the true gradients, got None; call "
+                "adjust(grads_finite, grad_max)"
             )
         finite, largest = _flag(grads_finite), _constant(grad_max, jnp.float32)
         scale, running = _constant(self.loss_scale, jnp.float32), _constant(self.running_max, jnp.float32)
@@ -368,13 +345,12 @@ def as_loss_scale(x: Any) -> LossScale:
     """``x`` if it is a loss scale, and the loss scale of this module that stands for ``x`` if that is one of jmp's.
 
     Raises:
-      TypeError: ``x`` is neither; or it is of a class that lacks ``loss_scale``, or whose ``adjust`` takes other
-        arguments.
+      TypeError: ``x`` is neither.
       ValueError: its scale is no positive scalar; one of jmp's has a number outside its range, such as a scale below
         its minimum.
     """
     if isinstance(x, LossScale):
-        _require_whole(x)
+        _require_scalar(x)
         return x
     name = type(x).__name__ if type(x).__module__.split(".")[0] == "jmp" else None
     if name == "NoOpLossScale":
@@ -384,42 +360,22 @@ def as_loss_scale(x: Any) -> LossScale:
     if name == "DynamicLossScale":  # jmp has no maximum
         return DynamicLossScale(x.loss_scale, x.counter, x.period, x.factor, x.min_loss_scale, max_loss_scale=HUGE)
     raise TypeError(
-        f"a loss scale must be one of jaxmp's or jmp's, got {printed(x)}: pass DynamicLossScale(), "
-        "StaticLossScale(2.0**15), HeadroomLossScale() or NoOpLossScale()"
+        f"a loss scale must be one of jaxmp's or jmp's, got {printed(x)}; write jaxmp.loss_scaling(tx, "
+        "jaxmp.DynamicLossScale())"
     )
 
 
-def _require_whole(x: LossScale) -> None:
-    """Raises if ``x``, which may be of a user's class, has not all that a loss scale has."""
-    name = type(x).__name__
-    if not hasattr(x, "loss_scale"):
-        raise TypeError(
-            f"a loss scale must have an attribute loss_scale, the factor, but {name} has none; set self.loss_scale = "
-            "2.0**15, say, in its __init__"
-        )
-    scale = require_scalar(x)
-    if is_concrete(scale):
-        with jax.transfer_guard_device_to_host("allow"):
-            require("loss_scale", scale)
-    signature = inspect.signature(x.adjust)
-    try:
-        signature.bind(True, None)
-    except TypeError as error:
-        raise TypeError(
-            f"adjust must take (grads_finite, grad_max), but that of {name} takes {signature}; write "
-            "def adjust(self, grads_finite, grad_max=None), also where it has no use for grad_max"
-        ) from error
-
-
-def require_scalar(x: LossScale) -> Any:
-    """The factor of ``x``; raises if that, or what it counts, is no scalar."""
+def _require_scalar(x: LossScale) -> None:
+    """Raise an error if the factor of ``x``, or a number that it counts, is no scalar."""
     for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
         if np.ndim(getattr(x, name)):
             raise ValueError(
-                f"one loss has one scale, a scalar, but {type(x).__name__} has a {name} of shape "
-                f"{np.shape(getattr(x, name))}; make it a scalar, under vmap if each member of a population has its own"
+                f"{name} of a loss scale is a scalar, got the shape {np.shape(getattr(x, name))}; use vmap for a "
+                "population"
             )
-    return x.loss_scale
+    if is_concrete(x.loss_scale):
+        with jax.transfer_guard_device_to_host("allow"):
+            require("loss_scale", x.loss_scale)
 
 
 def _map_inexact(fun: Callable[[jax.Array], jax.Array], tree: T) -> T:
@@ -448,7 +404,7 @@ def _flag(grads_finite: ArrayLike) -> jax.Array:
     flag = jnp.asarray(grads_finite)
     if flag.dtype != jnp.bool_ or flag.ndim:
         raise ValueError(
-            f"grads_finite must be a boolean scalar, got {flag.dtype} of shape {flag.shape}: pass all_finite(grads), "
-            "under vmap if each member of a population has its own"
+            f"grads_finite must be a boolean scalar, got {flag.dtype} of shape {flag.shape}; pass "
+            "jaxmp.all_finite(grads)"
         )
     return flag

@@ -19,11 +19,10 @@ import numpy as np
 import optax
 
 from jaxmp import hardware
-from jaxmp._functions import printed, require_flag
+from jaxmp._functions import require_flag
 from jaxmp._jaxpr import reading
 from jaxmp._placement import require_not_deleted
-from jaxmp._scale_state import changed_fields
-from jaxmp.loss_scale import LossScale, as_loss_scale, require_scalar
+from jaxmp.loss_scale import LossScale, as_loss_scale
 from jaxmp.rounding import BEHIND_LOW_PRECISION, LowPrecision, LowPrecisionState, as_optimizer, decoded, rounds_params
 from jaxmp.tree import all_finite, is_float_array, max_abs, path_name, select_tree, sum_of_squares, widen
 
@@ -91,12 +90,10 @@ def loss_scaling(
 
     Raises (here, or from ``init`` and ``update``):
       RuntimeError: a donating step has had the state or the params.
-      TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale, or its ``adjust`` takes or returns another
-        thing; the state is none that ``init`` makes; gradients are not floating.
-      ValueError: the scale is no positive scalar, or ``adjust`` changes what is static in it; ``inner`` has a loss
-        scale already; another transform stands around ``low_precision``; the gradients are empty; the state was made
-        by another optimizer, or for other params; ``inner`` failed on gradients and params that differ, of which the
-        differing leaves are named.
+      TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale; the state is none that ``init`` makes.
+      ValueError: the scale is no positive scalar; ``inner`` has a loss scale already; another transform stands around
+        ``low_precision``; an update does not have the shape of its param.
+        for other params.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -140,19 +137,11 @@ def loss_scaling(
     ) -> tuple[Any, LossScalingState]:
         """As ``update``, but in place of the updates comes what is made of them, if anything is."""
         _check_state(state)
-        _check_gradients(updates)
         grads = widen(updates)
         squares = sum_of_squares(grads)
 
         def of_inner() -> tuple[Any, Any]:
-            try:
-                new_updates, inner_state = inner.update(grads, state.inner_state, as_taken(params), **extra_args)
-            except Exception as error:
-                if params is not None:  # perhaps what it was given explains the error better than the error does
-                    _check_same_state(jax.eval_shape(inner.init, as_taken(params)), state.inner_state)
-                    _check_same_leaves(updates, params, error)
-                raise
-            _check_same_state(inner_state, state.inner_state)
+            new_updates, inner_state = inner.update(grads, state.inner_state, as_taken(params), **extra_args)
             _check_same_shapes(new_updates, updates if params is None else params)
             return new_updates, inner_state
 
@@ -178,7 +167,7 @@ def loss_scaling(
         bad = 1 - finite.astype(jnp.int32)
         new_state = LossScalingState(
             inner_state=inner_state,
-            loss_scale=_adjusted(state.loss_scale, finite, grad_max),
+            loss_scale=state.loss_scale.adjust(finite, grad_max),
             skipped=state.skipped + bad,
             consecutive_skipped=(state.consecutive_skipped + bad) * bad,
             grad_norm=jnp.sqrt(squares).astype(jnp.float32) if grad_norm else None,
@@ -194,17 +183,6 @@ def require_outermost(tx: Any, opt_state: Any) -> None:
     """Raises if :func:`jaxmp.low_precision` stands anywhere in ``tx`` but right inside :func:`loss_scaling`."""
     if rounds_params(opt_state) and not _is_outermost_low_precision(tx):
         raise ValueError(BEHIND_LOW_PRECISION)
-
-
-def require_one_tree(opt_state: Any, who: str) -> None:
-    """Raises if ``optax.lookahead`` stands anywhere in an optimizer, which updates two trees of params."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, optax.LookaheadState))
-    if any(isinstance(node, optax.LookaheadState) for node in nodes):
-        raise ValueError(
-            f"{who} has one tree of params, which the loss function takes and the optimizer updates, got "
-            "optax.lookahead, which updates a pair of trees by gradients of one; call tx.init(pair) and tx.update "
-            "by hand, tx in jaxmp.loss_scaling, with jaxmp.value_and_grad(loss_fn, opt_state)(pair.fast)"
-        )
 
 
 def _is_outermost_low_precision(tx: Any) -> bool:
@@ -251,8 +229,8 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
     """
     if scalings_in(opt_state):
         raise ValueError(
-            "one loss has one scale, but this optimizer's state has a loss scale already: loss_scaling was put inside "
-            "loss_scaling; remove the inner one"
+            "loss_scaling was put inside loss_scaling: the optimizer's state has a loss scale already; remove the "
+            "inner one"
         )
     return LossScalingState(
         inner_state=opt_state,
@@ -287,14 +265,13 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
     found = scalings_in(opt_state)
     if not found:
         raise ValueError(
-            f"the optimizer's state must contain a loss scale, got {type(opt_state).__name__} without one; wrap the "
-            "optimizer, tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), and call tx.init again, or wrap a "
-            "running state with jaxmp.wrap_opt_state"
+            f"the optimizer's state has no loss scale, got {type(opt_state).__name__}; wrap the optimizer, "
+            "tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), and call tx.init again"
         )
     if len(found) > 1:
         raise ValueError(
-            f"one loss has one scale, but this optimizer's state has {len(found)}; put loss_scaling outside "
-            "multi_transform, or, for separate losses, pass the state that belongs to this loss"
+            f"one loss has one scale, but the optimizer's state has {len(found)}; put one loss_scaling around the "
+            "whole optimizer"
         )
     return found[0]
 
@@ -452,12 +429,9 @@ def scaled_value_and_grad(
 
     A train step sums the gradients of its microbatches first.
     """
-    scaled_fun, places = scaled_loss(fun, loss_scale, has_aux), places_of(argnums)
+    scaled_fun = scaled_loss(fun, loss_scale, has_aux)
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
-        for argnum in places:
-            if -len(args) <= argnum < len(args):  # JAX says it when there is no such argument
-                _check_differentiable(args[argnum])
         (_, (loss, aux)), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -470,14 +444,9 @@ def is_list(argnums: Any) -> bool:
 
 
 def places_of(argnums: Any, *others: type) -> list[Any]:
-    """What ``argnums`` lists: arguments by their places, or ``others``; raises a TypeError for anything else."""
-    try:
-        places = list(argnums) if is_list(argnums) else [argnums]
-        return [place if isinstance(place, others) else operator.index(place) for place in places]
-    except TypeError as error:
-        raise TypeError(
-            f"argnums are places of arguments, whole numbers, got {printed(argnums)}; pass 0 for the first argument"
-        ) from error
+    """Return what ``argnums`` lists: arguments by their places, or ``others``."""
+    places = list(argnums) if is_list(argnums) else [argnums]
+    return [place if isinstance(place, others) else operator.index(place) for place in places]
 
 
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
@@ -488,8 +457,8 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
         result = fun(*args, **kwargs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(
-                f"with has_aux the function must return a pair (loss, aux), got {described(result)}; write return "
-                "loss, aux, or leave has_aux out for a loss alone"
+                f"with has_aux=True the function returns (loss, aux), got {described(result)}; return such a pair, or "
+                "leave has_aux out"
             )
         loss, aux = result if has_aux else (result, None)
         returned = "return (loss, aux), in this order" if has_aux else "pass has_aux=True to return (loss, aux)"
@@ -552,31 +521,11 @@ def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
 
 
 def with_loss(step: Callable[..., T], loss: Any) -> T:
-    """``step(value=loss)``, for optimizers that look at the loss; without it where a transform does not take it.
-
-    A chain hands what it is given on to all of its transforms; one that needs the loss says so if it comes without.
-
-    Raises:
-      TypeError: the optimizer needs more, such as the function that a line search evaluates.
-    """
+    """Call ``step(value=loss)``, for optimizers that look at the loss, or ``step()`` where a transform takes none."""
     try:
-        try:
-            return step(value=loss)
-        except TypeError as error:
-            if "unexpected keyword argument 'value'" not in str(error):
-                raise
-            return step()
-    except (TypeError, ValueError) as error:
-        if "required keyword-only argument" in str(error) or "must be provided" in str(error):
-            raise TypeError(
-                "a train step gives an optimizer the gradients, the params and value=loss, but this one says: "
-                f"{str(error).rstrip('.')}; a line search (optax.lbfgs, say) needs a step of your own: "
-                "tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=loss_of_params) with tx in "
-                "jaxmp.loss_scaling and grads from jaxmp.value_and_grad; so do an estimate of the Hessian "
-                "(optax.contrib.sophia), with obj_fn=loss_of_params, and optax.contrib.sam(opaque_mode=True), with "
-                "grad_fn= of the loss itself"
-            ) from error
-        raise
+        return step(value=loss)
+    except TypeError:  # optax.contrib.sam takes none
+        return step()
 
 
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
@@ -632,45 +581,21 @@ def described(value: Any) -> str:
 
 
 def _float32_loss(loss: Any) -> jax.Array:
-    if not is_number(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise TypeError(f"a loss must be floating, got {described(loss)}; compute it from floating values")
     loss = jnp.asarray(loss)
     if loss.dtype == jnp.float16:
         raise TypeError(
-            "a loss to be scaled must be float32, got float16, in which the scale itself (the loss's cotangent) "
-            "overflows; compute the loss from float32 values, e.g. from logits.astype(jnp.float32)"
+            "a loss to be scaled must be float32, got float16, in which the scale overflows; compute it from float32 "
+            "values, logits.astype(jnp.float32), say"
         )
     return widen(loss)
-
-
-def _check_differentiable(tree: Any) -> None:
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(
-                f"only floating params have gradients, got {repr(path_name(path)) if path else 'params'} of dtype "
-                f"{dtype}; move it out of the params (into model_state, say) or cast it to a floating dtype"
-            )
 
 
 def _check_state(state: Any) -> None:
     if not isinstance(state, LossScalingState):
         raise TypeError(
-            f"loss_scaling's update takes the state that its own init made, got {type(state).__name__}; call tx.init "
-            "again, or wrap a running optimizer's state with jaxmp.wrap_opt_state"
+            f"loss_scaling updates a state of its own, got {type(state).__name__}; call tx.init again, or wrap a "
+            "running state with jaxmp.wrap_opt_state"
         )
-
-
-def _check_same_state(own: Any, given: Any) -> None:
-    rule = "the state must come from the optimizer that loss_scaling wraps, whose state for these params has"
-    remedy = "call tx.init again, or make the jaxmp.nnx.Optimizer of this model"
-    expected: Any = jax.tree.structure(own)
-    got: Any = jax.tree.structure(given)
-    if expected != got:
-        raise ValueError(f"{rule} the structure {expected}, got {got}; {remedy}")
-    for (path, leaf), found in zip(jax.tree.leaves_with_path(own), jax.tree.leaves(given), strict=True):
-        if jnp.shape(leaf) != jnp.shape(found):
-            raise ValueError(f"{rule} {path_name(path)!r} of shape {jnp.shape(leaf)}, got {jnp.shape(found)}; {remedy}")
 
 
 def _check_same_shapes(updates: Any, params: Any) -> None:
@@ -681,58 +606,6 @@ def _check_same_shapes(updates: Any, params: Any) -> None:
     for (path, update), param in zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True):
         if jnp.shape(update) != jnp.shape(param):
             raise ValueError(
-                f"an update must have its param's shape, but for {path_name(path)!r} of shape {jnp.shape(param)} the "
-                f"optimizer made {jnp.shape(update)}: pass the params that the gradients were taken of, or, if its "
-                "state was made for other params, call tx.init again"
+                f"the update of {path_name(path)!r} has the shape {jnp.shape(update)}, its param {jnp.shape(param)}; "
+                "pass the params that the gradients are of, or call tx.init again"
             )
-
-
-def _adjusted(loss_scale: LossScale, finite: jax.Array, grad_max: jax.Array | None) -> LossScale:
-    """What ``adjust`` returns, which may be a user's own."""
-    new: Any = loss_scale.adjust(finite, grad_max)
-    if not isinstance(new, LossScale):
-        raise TypeError(
-            f"adjust must return the loss scale of the next step, but that of {type(loss_scale).__name__} returned "
-            f"{described(new)}; return a new object, for a loss scale is not changed in place"
-        )
-    require_scalar(new)
-    structure: Any = jax.tree.structure(new)
-    if structure != jax.tree.structure(loss_scale):
-        names = changed_fields(new, loss_scale) if type(new) is type(loss_scale) else ["class"]
-        raise ValueError(
-            "adjust must leave what is static in a loss scale as it is, for that is part of the compiled program, but "
-            f"that of {type(loss_scale).__name__} changed its {', '.join(names) or 'structure'}; keep what changes in "
-            "an attribute that is data: a number or an array, in no static_fields, no pytree_node=False"
-        )
-    return new
-
-
-def _check_gradients(grads: Any) -> None:
-    leaves = jax.tree.leaves_with_path(grads)
-    masked = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-    if not leaves and not masked:
-        raise ValueError("an update needs gradients, got an empty tree; pass the gradients of the params given to init")
-    for path, leaf in leaves:
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise TypeError(
-                f"gradients must be floating, got {path_name(path)!r} of dtype {jnp.result_type(leaf)}; move that "
-                "param into another collection, or mask it with optax.masked outside loss_scaling"
-            )
-
-
-def _check_same_leaves(grads: Any, params: Any, error: Exception) -> None:
-    """Names the leaves in which gradients and params differ, after ``error``, with which the optimizer refused them."""
-    grad_shapes = {path_name(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(grads)}
-    param_shapes = {path_name(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-    differing = [name for name in {**grad_shapes, **param_shapes} if grad_shapes.get(name) != param_shapes.get(name)]
-    if differing:
-        shown = "; ".join(
-            f"{name!r}: gradient {grad_shapes.get(name, 'missing')}, param {param_shapes.get(name, 'missing')}"
-            for name in differing[:5]
-        )
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(
-            "gradients and params must be the trees that the optimizer takes, which is nearly always one tree with the "
-            f"same shapes, but it failed ({reason}) and {len(differing)} leaves differ: {shown}; pass the params that "
-            "the gradients were taken of"
-        ) from error

@@ -6,11 +6,10 @@ Where gradients are not finite, params, optimizer, batch statistics and moving a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import flax.struct
 import jax
@@ -29,8 +28,6 @@ from jaxmp._loss_functions import (
     REMAT,
     LossFn,
     as_key,
-    noting_none,
-    noting_types,
     require_same_structure,
     under_policy,
     with_remat,
@@ -45,13 +42,10 @@ from jaxmp._placement import (
     is_deleted,
     is_traced,
     microbatches,
-    require_apart,
-    require_arrays,
     require_examples,
     require_not_deleted,
     require_params,
     settled,
-    tell_of_devices,
 )
 from jaxmp._stuck_runs import StuckRuns, explanation
 from jaxmp.dtypes import canonical_dtype
@@ -59,15 +53,12 @@ from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
     Made,
     as_float,
-    described,
     get_loss_scale,
     get_loss_scaling_state,
     global_norm,
     has_loss_scale,
     in_precision_of,
-    is_number,
     loss_scaling,
-    require_one_tree,
     require_outermost,
     scaled_value_and_grad,
     take_step,
@@ -95,8 +86,6 @@ class TrainState(flax.struct.PyTreeNode):
       tx: the optimizer, static.
     """
 
-    # The loss function takes these if they were passed to ``create``.
-    _may_be_none: ClassVar[tuple[str, ...]] = ("model_state", "rng")
     step: jax.Array
     skipped: jax.Array
     stuck: jax.Array
@@ -135,9 +124,9 @@ class TrainState(flax.struct.PyTreeNode):
           **fields: further fields of a subclass.
 
         Raises:
-          TypeError: ``tx`` is no optimizer; ``params`` are no arrays; ``rng`` is neither one key nor an int.
-          ValueError: it has several loss scales; or it is ``optax.lookahead``, whose params are a pair; or another
-            transform than ``loss_scaling`` stands around ``low_precision``.
+          TypeError: ``tx`` is no optimizer.
+          ValueError: it has several loss scales, or another transform than ``loss_scaling`` stands around
+            ``low_precision``; ``params`` are empty, or variables with other collections beside the params.
           RuntimeError: a donating step has had the params.
         """
         return created(
@@ -166,11 +155,10 @@ class TrainState(flax.struct.PyTreeNode):
         new = old._replace(inner_state=in_precision_of(tx, old.inner_state, params))
         fresh = jax.eval_shape(tx.init, params)
         wanted: Any = jax.tree.structure(fresh)
-        found: Any = jax.tree.structure(new)
-        if wanted != found:
+        if wanted != jax.tree.structure(new):
             raise ValueError(
-                f"with_tx takes the same optimizer in another precision, but its state is {wanted}, and this one's is "
-                f"{found}; make a fresh state with TrainState.create"
+                "with_tx takes the same optimizer in another precision, got one with a state of another structure; "
+                "make a fresh state with TrainState.create"
             )
         new = jax.tree.map(in_dtype_of, new, fresh)  # a mu_dtype, say, that the optimizer saw in float32
         return settled(self.replace(tx=tx, params=params, opt_state=new))
@@ -233,36 +221,18 @@ class TrainState(flax.struct.PyTreeNode):
         return gradients(self)
 
 
-_MADE = ("step", "skipped", "stuck", "opt_state", "ema_params")
-_CALLED = {  # what Flax's examples, Haiku and others call what `create` takes
-    **{name: f"it makes that; write state.replace({name}=…) after it" for name in _MADE},
-    "batch_stats": "write model_state={'batch_stats': …}",
-    "loss_scale": "write tx=jaxmp.loss_scaling(tx, loss_scale)",
-    **dict.fromkeys(("key", "rngs", "dropout_rng"), "write rng="),
-    **dict.fromkeys(("optimizer", "opt"), "write tx="),
-    "ema_decay": "write ema=True, and make_train_step(…, ema_decay=…)",
-}
-
-
 def created(
     cls: type[S], *, params: Any, tx: Any, model_state: Any = None, rng: Any = None, ema: bool = False, **fields: Any
 ) -> S:
     """See :meth:`TrainState.create`."""
-    names = {field.name for field in dataclasses.fields(cls)}.difference(_MADE)
-    if unknown := [name for name in fields if name not in names]:
-        raise TypeError(
-            "TrainState.create takes params, tx, apply_fn, model_state, rng, ema and the fields of a subclass, got "
-            f"{unknown[0]}=; {_CALLED.get(unknown[0], 'make it a field of a subclass of TrainState')}"
-        )
     tx = as_optimizer(tx)
     require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
-    require_params(params, model_state)
+    require_params(params)
     require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
     if not has_loss_scale(jax.eval_shape(tx.init, params)):
         tx = loss_scaling(tx, NoOpLossScale())
     opt_state = tx.init(params)
     get_loss_scale(opt_state)  # raises if there are several
-    require_one_tree(opt_state, "a TrainState")
     require_outermost(tx, opt_state)
     state = cls(
         **{name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "stuck")},
@@ -332,15 +302,13 @@ def make_train_step(
         less on the wire, but each device holds all weights in half and the sum of their gradients in float32.
 
     Raises (here, or from the step):
-      ValueError: an argument is out of range, or the batch has no examples, or does not divide by ``accumulate_steps``,
-        or a microbatch by the devices of an axis of type Explicit; ``overrides`` without autocast, or one that matched
-        nothing; ``ema_decay`` without a moving average, or the reverse; a metric has a name of the step's own, a model
-        state another structure than it came with; state and batch were put on different devices; ``mesh`` or ``specs``
-        alone, or that do not fit each other, the params, or the batch; a param goes in half into what cannot leave its
-        gradient in ``reduce_dtype``.
-      TypeError: the loss function takes or returns something else (a metric that is no number, say); the loss is
-        float16 or no scalar; the state is no :class:`TrainState` (Flax's own, say); the batch has a string, say.
-      RuntimeError: the state was given to a donating step before, or the batch has arrays of it.
+      ValueError: an argument is out of range, or makes no sense with the others; the batch has no examples, or does not
+        divide by ``accumulate_steps`` or the devices; an override matches nothing; the state keeps a moving average and
+        the step none, or the reverse; a metric has a name of the step's own; the model state has another structure than
+        it came with; ``specs`` do not fit; the gradient of a param cannot be summed in ``reduce_dtype``.
+      TypeError: the loss function takes or returns something else; the loss is float16 or no scalar; the state is no
+        :class:`TrainState`.
+      RuntimeError: the state was donated to an earlier step.
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: only after
         a skipped step does the host wait for a counter.
 
@@ -364,16 +332,15 @@ def make_train_step(
     require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
     if reduce not in ("each", "once") or (reduce == "once" and (mesh is None or accumulate_steps == 1)):
         raise ValueError(
-            "reduce is 'each', or 'once' for the microbatches of a step on a mesh, got "
-            f"{reduce!r} with mesh={mesh!r} and accumulate_steps={accumulate_steps}; pass mesh=, specs= and "
-            "accumulate_steps=2, say, or leave it out"
+            f"reduce is 'each', or 'once' for a step on a mesh with accumulate_steps=2 or more, got {reduce!r} with "
+            f"accumulate_steps={accumulate_steps} and {'no ' if mesh is None else 'a '}mesh; leave it out"
         )
     is_plain = canonical_dtype(reduce_dtype) == np.float32 and remat != "regather"
     if (mesh is None) != (specs is None) or (mesh is None and not is_plain):
         raise ValueError(
-            "mesh=, and specs= of params on it, are given together, and reduce_dtype= and remat='regather' with them, "
-            f"got mesh={mesh!r}, specs={'None' if specs is None else 'a tree'}, reduce_dtype={reduce_dtype!r}, "
-            f"remat={remat!r}; take specs=jaxmp.sharding.fsdp_specs(params, mesh), or leave them all out"
+            "reduce_dtype=, remat='regather', mesh= and specs= need both mesh= and specs=, got "
+            f"{'no mesh' if mesh is None else 'no specs'}; pass specs=jaxmp.sharding.fsdp_specs(params, mesh), or "
+            "leave them all out"
         )
     loss_fn = under_policy(loss_fn, policy, overrides)
     gathered = None
@@ -438,12 +405,8 @@ class TrainStep:
             program = self.jitted = self.program_for(placed)
             with self._on_mesh():
                 new_state, metrics = program(placed, placed_batch)
-        except (RuntimeError, TypeError, ValueError) as error:
-            require_arrays(batch, error)
-            require_apart(state, batch, error)
+        except (RuntimeError, ValueError) as error:
             require_not_deleted(state, error)
-            if self._plan is None:
-                tell_of_devices(state, batch, error)
             raise
         self._stuck_runs.add(metrics["skipped"], batch)
         return new_state, metrics
@@ -467,16 +430,14 @@ class TrainStep:
         """Raise a TypeError unless ``state`` is a :class:`TrainState`, as Flax's or the params alone are not."""
         if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
             raise TypeError(
-                "a step takes a jaxmp.TrainState and a batch, got the tuple that a step returned as the state; unpack "
-                "it: state, metrics = step(state, batch)"
+                "a step takes a jaxmp.TrainState, got the tuple that a step returned; unpack it: state, metrics = "
+                "step(state, batch)"
             )
         if not isinstance(state, TrainState):
-            kind, is_known = type(state), is_number(state) or type(state).__module__ == "builtins"
-            name = described(state) if is_known else f"{kind.__module__}.{kind.__name__}"
+            kind = type(state)
             raise TypeError(
-                f"a step takes a jaxmp.TrainState and a batch, got {name} as the state; make it with "
-                "jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=jaxmp.loss_scaling(tx, "
-                "jaxmp.DynamicLossScale())), which takes model_state (batch statistics) and rng too"
+                f"a step takes a jaxmp.TrainState, got {kind.__module__}.{kind.__name__}; make one with "
+                "jaxmp.TrainState.create(params=params, tx=tx)"
             )
 
     def placed(self, state: S, batch: Any) -> tuple[S, Any]:
@@ -521,8 +482,7 @@ class TrainStep:
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        with noting_none(**{name: getattr(state, name) for name in state._may_be_none}):
-            loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
+        loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
         scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
         grads = loss_scale.unscale(_tree.widen(scaled_grads))
@@ -544,8 +504,7 @@ class TrainStep:
     def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """As ``gradients``, on the mesh of the step."""
         if self._plan is None:
-            with noting_types():
-                return self.gradients(state, batch, rng)
+            return self.gradients(state, batch, rng)
         whole = PartitionSpec()
         with self._on_mesh():
             specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self._accumulate_steps)
@@ -612,8 +571,8 @@ class TrainStep:
         if "float16" in product_dtypes(jax.make_jaxpr(self._loss_fn)(state.params, *args)):
             self._warned = True
             warnings.warn(
-                "the loss has float16 products but the optimizer no loss scale, so that small gradients become zero; "
-                "wrap it: tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
+                "the loss has float16 products and no loss scale, so that small gradients become zero; write tx = "
+                "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
                 stacklevel=2,
             )
 

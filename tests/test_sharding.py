@@ -117,22 +117,19 @@ class TestSpecs:
         shapes = {"blocks": shape(512, 256, 256)}
         assert sharding.fsdp_specs(shapes, mesh_of(), stacked="blocks") == {"blocks": P(None, "fsdp")}
 
-    @pytest.mark.parametrize("rule", [None, ("fsdp",), "fsdp"])
-    def test_a_rule_that_is_no_spec(self, rule):
-        with pytest.raises(TypeError, match=r"a rule gives a PartitionSpec, got .* for 'a'; write jax.P\('fsdp'\)"):
-            sharding.fsdp_specs({"a": shape(8)}, mesh_of(), rules={"a": rule})
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             ({"axis": "data"}, "axis must be of the mesh, which has 'fsdp', got 'data'"),
             ({"rules": {"**/kernal": P()}}, r"the pattern '\*\*/kernal' matches no leaf; the nearest paths: .*kernel"),
             ({"stacked": ["blocks"]}, "the pattern 'blocks' matches no leaf"),
-            ({"rules": {"type:Dense": P()}}, "params have no modules, got 'type:Dense'"),
+            ({"rules": {"type:Dense": P()}}, "got the class pattern 'type:Dense'"),
             ({"rules": {"**/kernel": P("tensor")}}, "which has 'fsdp', got 'tensor'"),
-            ({"rules": {"**/kernel": P("fsdp", "fsdp")}}, "names each axis of the mesh once"),
-            ({"rules": {"**/kernel": P(P.UNCONSTRAINED)}}, r"got P.UNCONSTRAINED, which .* write None for an axis"),
-            ({"rules": {"**/kernel": P(None, None, "fsdp")}}, r"at most one entry for each axis .* shape \(6, 512\)"),
+            ({"rules": {"**/kernel": P("fsdp", "fsdp")}}, "names an axis of the mesh once"),
+            (
+                {"rules": {"**/kernel": P(None, None, "fsdp")}},
+                r"an entry for each axis of the array at most.* shape \(6, 512\)",
+            ),
             ({"rules": {"**/kernel": P("fsdp")}}, r"must divide an axis .* got 6 over 4 \('fsdp'\) in 'dense/kernel'"),
         ],
     )
@@ -140,20 +137,8 @@ class TestSpecs:
         with pytest.raises(ValueError, match=message):
             sharding.fsdp_specs({"dense": {"kernel": shape(6, 512)}}, mesh_of(), **options)
 
-    def test_numbers_are_no_arrays(self):
-        params = {"dense": {"scale": 0.5}}
-        for fails in (
-            lambda: sharding.fsdp_specs(params, mesh_of()),
-            lambda: sharding.describe(params, {"dense": {"scale": P()}}, mesh_of()),
-            lambda: sharding.ideal_wire(params),
-        ):
-            with pytest.raises(
-                TypeError, match=r"arrays or ShapeDtypeStructs, got 0.5 at 'dense/scale'; take jax.eval"
-            ):
-                fails()
-        with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 'fsdp=4'; make it with jax.make_"):
-            sharding.fsdp_specs({"w": jnp.ones(8)}, "fsdp=4")
-        assert sharding.fsdp_specs(jax.eval_shape(lambda: params), mesh_of()) == {"dense": {"scale": P()}}
+    def test_numbers_have_shapes_by_eval_shape(self):
+        assert sharding.fsdp_specs(jax.eval_shape(lambda: {"scale": 0.5}), mesh_of()) == {"scale": P()}
 
 
 class TestDescription:
@@ -174,25 +159,14 @@ class TestDescription:
         assert "12 in 1 leaves that each one holds whole" in str(found) and "P('fsdp', 'tensor')" in str(found)
 
     def test_specs_of_another_tree_are_refused(self):
-        with pytest.raises(ValueError, match="specs must be a tree of PartitionSpec of the structure of the arrays"):
+        with pytest.raises(ValueError, match=r"specs are a tree like the arrays, .* got none for 'a'"):
             sharding.describe({"a": shape(4)}, {"b": P()}, mesh_of())
-
-    def test_an_axis_is_a_name_and_a_size_a_number(self):
-        with pytest.raises(TypeError, match=r"axis names one axis of the mesh, got \('fsdp',\); a spec of several"):
-            sharding.fsdp_specs({"a": shape(4)}, mesh_of(), axis=("fsdp",))
-        for size in ("64k", -1):
-            with pytest.raises(ValueError, match=rf"0 or more of them, got {size!r}; 65536 is usual"):
-                sharding.fsdp_specs({"a": shape(4)}, mesh_of(), min_size=size)
 
 
 class TestInitialState:
     def test_has_shapes_without_being_made(self):
         state = jax.eval_shape(lambda: sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), SPECS))
         assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, jax.eval_shape(make_params))
-
-    def test_params_that_are_there_are_refused(self):
-        with pytest.raises(TypeError, match=r"makes the params where they stay, got dict; .* write lambda: params"):
-            sharding.init_state({"w": jnp.ones(4)}, optax.sgd(1.0), mesh_of(), {"w": P()})
 
     def test_is_that_of_one_device_in_its_place(self):
         mesh = mesh_of()
@@ -211,7 +185,7 @@ class TestInitialState:
             assert tree["bias"].sharding.is_fully_replicated
 
     def test_other_params_than_the_specs_are_refused(self):
-        with pytest.raises(ValueError, match="structure of the arrays"):
+        with pytest.raises(ValueError, match="specs are a tree like the arrays"):
             sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), {"w": P()})
 
     @pytest.mark.parametrize(
@@ -219,8 +193,7 @@ class TestInitialState:
         [
             (P("tensor"), "which has 'fsdp', got 'tensor'"),
             (P("fsdp"), r"got 3 over 4 \('fsdp'\) in 'up'"),
-            (P(P.UNCONSTRAINED), r"got P.UNCONSTRAINED, which .* write None for an axis"),
-            (P(None, None, None, "fsdp"), "at most one entry for each axis of the leaf"),
+            (P(None, None, None, "fsdp"), "an entry for each axis of the array at most"),
         ],
     )
     def test_specs_that_do_not_fit_are_refused(self, spec, message):
@@ -306,7 +279,7 @@ class TestGather:
             lambda tree: sharding.gather(tree, {"a": P("fsdp")}, "bfloat16"),
             mesh=mesh_of(AxisType.Auto), in_specs=({"a": P("fsdp")},), out_specs={"a": P()}, check_vma=False,
         )  # fmt: skip
-        with pytest.raises(ValueError, match="hides which arrays differ between devices; leave check_vma=False away"):
+        with pytest.raises(ValueError, match=r"check_vma=False.* hides it; leave"):
             fun({"a": jnp.ones(8)})
 
     def test_small_and_integer_leaves_are_left_alone(self):
@@ -333,7 +306,7 @@ class TestGather:
         [
             ("int8", P("fsdp"), "dtypes must be floating, got int8"),
             ("bfloat17", P("fsdp"), "unknown dtype 'bfloat17'; known names, nearest first: 'bfloat16'"),
-            ("bfloat16", P(None, None, "fsdp"), "at most one entry for each axis of the leaf"),
+            ("bfloat16", P(None, None, "fsdp"), "an entry for each axis of the array at most"),
             ("bfloat16", P(("fsdp", "tensor")), "which has 'fsdp', got 'tensor'"),
         ],
     )
@@ -342,7 +315,7 @@ class TestGather:
             sharding.gather({"a": jnp.ones((8, 8))}, {"a": spec}, dtype)
 
     def test_no_mesh(self):
-        with pytest.raises(ValueError, match="moves weights over a mesh, and none is set; write with"):
+        with pytest.raises(ValueError, match="over a mesh, and none is set; call the step within"):
             sharding.gather({"a": jnp.ones(4)}, {"a": P("fsdp")}, "bfloat16")
 
     @pytest.mark.parametrize(
@@ -472,12 +445,6 @@ class TestCollectives:
     )
     def test_groups_in_each_notation(self, text, groups):
         assert sharding._groups(text) == groups
-
-    def test_a_program_that_is_not_compiled_is_an_error(self):
-        with pytest.raises(
-            TypeError, match=r"as a program is compiled, got Lowered; pass jax.jit\(fun\).lower.*compile"
-        ):
-            sharding.collectives(jax.jit(jnp.sum).lower(jnp.ones(8)))
 
     def test_a_notation_that_is_not_known_is_an_error(self):
         with pytest.raises(ValueError, match=r"XLA's notations .* got replica_groups=<4x2>; take a JAX"):

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxmp {options.command}: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.filename is not None:  # not the output
+        if error.filename is not None or error.errno is None:  # of the user's code, not of the output
             raise
         # Nothing may be flushed into it any more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

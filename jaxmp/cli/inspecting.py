@@ -31,7 +31,7 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
     """What ``make`` of the function says of shapes."""
     import jax
 
-    from jaxmp.cli.loading import in_current_folder, load, told, traced
+    from jaxmp.cli.loading import in_current_folder, load, told
     from jaxmp.inspect.targets import within_mesh_of
 
     if options.device is not None:
@@ -39,7 +39,7 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
     with in_current_folder():
         loaded = load(options.function, options.arg, options.args)
         with within_mesh_of(loaded.operands):
-            traced(options.function, *loaded)  # raises what the function itself does wrong
+            jax.eval_shape(loaded.function, *loaded.operands)  # errors of the function itself pass as they are
         with told(ValueError, TypeError, ModuleNotFoundError):
             return make(loaded.function)(*loaded.operands)
 
@@ -52,12 +52,7 @@ def of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
         fun = function(options.function)
         with told(ValueError, TypeError):
             run = make(fun)
-        given: Any = ()
-        if options.args is not None:
-            make_args = function(options.args)
-            with told(Exception, of=f"{options.args} failed"):
-                given = make_args()
-        args = given if isinstance(given, tuple) else (given,)
+        args: Any = () if options.args is None else function(options.args)()
+        args = args if isinstance(args, tuple) else (args,)
         check_count(options.function, fun, args)
-        with told(Exception, of=f"{options.function} failed with these arguments"):
-            return run(*args)
+        return run(*args)

@@ -9,20 +9,14 @@ import inspect
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-import jaxmp
-from jaxmp._functions import module_given
-from jaxmp._placement import is_of_jax
 from jaxmp.cli.errors import UsageError
 from jaxmp.dtypes import canonical_dtype, nearest
 
@@ -72,51 +66,29 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
 
 def _shapes(example: str, fun: Callable[[], Any]) -> Any:
     """The shapes of what a function returns; ShapeDtypeStructs as they are."""
-    given: Any = None
+    result: Any = None
 
     def arrays() -> Any:
-        nonlocal given
-        given = fun()
-        _check_shapes(example, given)
-        return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, given)
+        nonlocal result
+        result = fun()
+        for path, leaf in jax.tree.leaves_with_path(result):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                _check_dtype(leaf.dtype, f"one in {example}(){jax.tree_util.keystr(path)}")
+        return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, result)
 
-    with told(Exception, of=f"{example}, traced for the arguments, failed"):
-        found = jax.eval_shape(arrays)
+    shapes = jax.eval_shape(arrays)
     return jax.tree.map(
-        lambda leaf, own: own if leaf is None else leaf, found, given, is_leaf=lambda leaf: leaf is None
+        lambda shape, leaf: leaf if shape is None else shape, shapes, result, is_leaf=lambda leaf: leaf is None
     )
 
 
-def _check_shapes(example: str, given: Any) -> None:
-    """Raise a UsageError if ``example`` returned what is neither an array nor a shape in a dtype that JAX has."""
-    for path, leaf in jax.tree.leaves_with_path(given):
-        got = f"one of type {type(leaf).__name__!r} in {example}(){jax.tree_util.keystr(path)}"
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            _check_dtype(leaf.dtype, got)
-        elif not is_of_jax(leaf):
-            raise UsageError(f"each argument is an array, a number or a jax.ShapeDtypeStruct, got {got}")
-
-
 @contextlib.contextmanager
-def told(*kinds: type[Exception], of: str = "") -> Iterator[None]:
-    """Raise an error of some kinds as a UsageError of one line, which begins with ``of``."""
+def told(*kinds: type[Exception]) -> Iterator[None]:
+    """Raise errors of some kinds, which jaxmp has for wrong arguments, as a UsageError."""
     try:
         yield
-    except UsageError:
-        raise
     except kinds as error:
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-        raise UsageError(f"{of}: {type(error).__name__}: {line.rstrip('.')}{_place(error)}" if of else line) from error
-
-
-def _place(error: Exception) -> str:
-    """The last line of code outside of JAX, Flax, jaxmp and importlib that ``error`` has passed through."""
-    packages = [Path(str(package.__file__)).parent for package in (jax, flax, jaxmp, importlib)]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_file() and not any(path.is_relative_to(package) for package in packages):
-            return f" (line {frame.lineno} of {path.name}: {frame.line})"
-    return ""
+        raise UsageError(str(error).partition("\n")[0]) from error
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -125,24 +97,21 @@ def function(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
         raise UsageError(f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
-    with told(Exception, of=f"importing {module!r} failed"):
-        try:
-            found: Any = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):
-                raise
-            where = "in the current folder or where Python looks for modules"
-            raise UsageError(f"there is no module {error.name!r} {where}") from error
+    try:
+        value: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise
+        where = "in the current folder or where Python looks for modules"
+        raise UsageError(f"there is no module {error.name!r} {where}") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [other for other in dir(found) if not other.startswith("_")]
+        if not hasattr(value, part):
+            known = [other for other in dir(value) if not other.startswith("_")]
             raise UsageError(f"{module!r} has no {attribute!r}; nearest: {nearest(part, known) or 'none'}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"a function is needed, got {name}, which is of type {type(found).__name__!r}")
-    if (given := module_given(found)) is not None:
-        raise UsageError(f"a function of arrays is needed, got {name}, {given.what}; name a function that calls it")
-    named: Callable[..., Any] = found
+        value = getattr(value, part)
+    if not callable(value):
+        raise UsageError(f"a function is needed, got {name}, which is of type {type(value).__name__!r}")
+    named: Callable[..., Any] = value
     return named
 
 
@@ -195,22 +164,12 @@ def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> 
 
 def levels(overrides: Sequence[str]) -> dict[str, str]:
     """Overrides that are written ``"KEY=LEVEL"``."""
-    found: dict[str, str] = {}
+    overridden: dict[str, str] = {}
     for text in overrides:
         key, _, level = text.rpartition("=")
         if "=" not in text:
             raise UsageError(f"an --override is KEY=LEVEL, such as '**/head=float32', got {text!r}")
-        if key in found:
-            raise UsageError(f"each --override has a key of its own, got {key!r} twice; leave one of them out")
-        found[key] = level
-    return found
-
-
-def traced(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Return the shapes of what a function returns.
-
-    Raises:
-      UsageError: the function cannot be traced.
-    """
-    with told(Exception, of=f"{name} cannot be traced with these arguments"):
-        return jax.eval_shape(fun, *operands)
+        if key in overridden:
+            raise UsageError(f"an --override is given once for a key, got {key!r} twice; leave one of them out")
+        overridden[key] = level
+    return overridden

@@ -37,12 +37,14 @@ def plan(
       overrides: ``"KEY=LEVEL"``.
 
     Raises:
-      UsageError: one of them is wrong, or the function cannot be traced with these arguments.
+      UsageError: one of them is wrong. Errors of the function itself pass as they are.
 
     >>> plan("jax.numpy:matmul", "mixed_bfloat16", ["float32[8,16]", "float32[16,4]"]).summary.product_flops
     1024
     """
-    from jaxmp.cli.loading import in_current_folder, levels, load, told, traced
+    import jax
+
+    from jaxmp.cli.loading import in_current_folder, levels, load, told
     from jaxmp.engine.plan import cast_plan
 
     exceptions = levels(overrides)
@@ -50,9 +52,6 @@ def plan(
         loaded = load(function, shapes, example)
         with told(ValueError, TypeError):
             planned = cast_plan(loaded.function, policy, exceptions)
+        jax.eval_shape(loaded.function, *loaded.operands)  # errors of the function itself pass as they are
         with told(ValueError):
-            try:
-                return planned(*loaded.operands)
-            except Exception:
-                traced(function, *loaded)  # raises what the function itself does wrong
-                raise
+            return planned(*loaded.operands)

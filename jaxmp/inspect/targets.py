@@ -176,19 +176,12 @@ def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
 
     Raises:
       ModuleNotFoundError: packages that compile are missing.
-      ValueError: XLA can't read the description, or the topology is none.
+      ValueError: the topology is none.
     """
     topology = _topology(topology)
     if reason := missing():
         raise ModuleNotFoundError(reason)
-    try:
-        described = _described(description, topology)
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            "a description of a GPU must be the text form of XLA's GpuTargetConfigProto, as in XLA's "
-            f"xla/backends/gpu/target_config/specs, which this one is not: {str(error).splitlines()[0]}"
-        ) from None
-    return list(described.devices)
+    return list(_described(description, topology).devices)
 
 
 def _topology(text: str) -> str:
@@ -362,9 +355,8 @@ def traced(
         )
     if topology is not None and mesh is None:
         raise ValueError(
-            f"what is compiled for the GPUs of a topology takes arguments that lie on a mesh, got {topology!r} and "
-            "none with a NamedSharding; pass jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))"
-            " with the mesh jax.sharding.AbstractMesh((8,), ('fsdp',)), say"
+            f"a topology needs arguments on a mesh, got {topology!r} and none with a NamedSharding; pass "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec)), say"
         )
     if device is not None and compiles:
         target = target_of(device)

@@ -29,7 +29,6 @@ from jaxmp.optimizer import (
     is_list,
     loss_scaling,
     places_of,
-    require_one_tree,
     require_outermost,
     scaled_loss,
     take_step,
@@ -61,7 +60,7 @@ class Optimizer(_Object):
     Raises:
       TypeError: ``model`` is no NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
       ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale and ``loss_scale`` is given as well,
-        or ``tx`` has several; it is ``optax.lookahead``, whose params are a pair; something but ``loss_scaling`` stands
+        or ``tx`` has several; something but ``loss_scaling`` stands
         around ``low_precision``.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
@@ -92,7 +91,6 @@ class Optimizer(_Object):
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
         _require_some(params, model, wrt)
         shapes = jax.eval_shape(tx.init, params)
-        require_one_tree(shapes, "a jaxmp.nnx.Optimizer")
         has_one = has_loss_scale(shapes)
         if has_one and loss_scale is not None:
             raise ValueError(

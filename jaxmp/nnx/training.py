@@ -142,7 +142,6 @@ class _State(training.TrainState):
     After a loss function that writes to what is trained there is a fourth: what it has written, by name.
     """
 
-    _may_be_none = ()
     _to_copy = TO_COPY["nnx"]
 
     def _given_to(self, gradients: Callable[[Any], Any]) -> Any:

@@ -168,56 +168,47 @@ def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
     rule = "a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got"
     for name in ("matmul", "jax.numpy", ":f", "jax.numpy:", "plan_cli_module.py", "sub/other.py:f", "./sub:f"):
         assert error(capsys, name) == f"{rule} {name!r}"
-    expected = "importing 'plan_cli_broken' failed: ModuleNotFoundError: No module named 'plan_cli_absent'"
-    assert error(capsys, "plan_cli_broken:f") == f"{expected} (line 1 of plan_cli_broken.py: import plan_cli_absent)"
-    expected = (
-        "importing 'plan_cli_crash' failed: ZeroDivisionError: division by zero (line 1 of plan_cli_crash.py: 1 / 0)"
-    )
-    assert error(capsys, "plan_cli_crash:f") == expected
-    (here / "plan_cli_syntax.py").write_text("def f(:\n")
-    expected = "importing 'plan_cli_syntax' failed: SyntaxError: invalid syntax (plan_cli_syntax.py, line 1)"
-    assert error(capsys, "plan_cli_syntax:f") == expected
     assert "unknown dtype 'float23'" in error(capsys, "jax.numpy:negative", "--arg", "float23[8]")
 
 
-def test_a_module_in_place_of_a_function_is_named(here, capsys):
-    for name, what in (("dense", "an instance Dense of Linen modules"), ("Layer", "the class Linear of NNX modules")):
-        expected = f"got plan_cli_module:{name}, {what}; name a function that calls it"
-        assert error(capsys, f"plan_cli_module:{name}", "--arg", "float32[4,4]").endswith(expected)
+def test_a_module_in_place_of_a_function_is_refused(here, capsys):
+    for name, cls in (("dense", "an instance of Dense"), ("Layer", "the class Linear")):
+        assert f"takes a function of arrays, got {cls}" in error(
+            capsys, f"plan_cli_module:{name}", "--arg", "float32[4,4]"
+        )
 
 
 def test_wrong_arguments_are_named_with_pythons_own_error(here, capsys):
     for function, takes, missing in (("loss", "params, x", "x"), ("by_keyword", "x, w, scale", "w")):
-        assert error(capsys, f"plan_cli_module:{function}", "--arg", "float32[8]").startswith(
-            f"plan_cli_module:{function} takes ({takes}), got 1 by --arg or --args: missing a required"
-        )
-        assert error(capsys, f"plan_cli_module:{function}", "--arg", "float32[8]").endswith(f"argument: {missing!r}")
+        text = error(capsys, f"plan_cli_module:{function}", "--arg", "float32[8]")
+        assert text.startswith(f"plan_cli_module:{function} takes ({takes}), got 1 by --arg or --args: missing")
+        assert text.endswith(f"argument: {missing!r}")
     assert error(capsys, "plan_cli_module:one", "--arg", "float32[8]").endswith("too many positional arguments")
-    text = error(capsys, "jax.numpy:matmul", "--arg", "float32[8]", "--arg", "float32[9]")
-    assert text.startswith("jax.numpy:matmul cannot be traced with these arguments: TypeError: ")
-    text = error(capsys, "plan_cli_module:fails", "--arg", "float32[8]")
-    assert text.startswith(
-        "plan_cli_module:fails cannot be traced with these arguments: RuntimeError: first line (line 24"
-    )
-    text = error(capsys, "plan_cli_module:branches", "--arg", "float32[8]")
-    assert "TracerBoolConversionError: " in text and text.endswith("(line 27 of plan_cli_module.py: if x[0] > 0:)")
     text = error(capsys, "plan_cli_module:square", "--arg", "f32[4,4]", "--args", "plan_cli_module:one")
     assert text == "the arguments come from --arg or from --args, got both"
 
 
-def test_a_function_that_returns_no_arguments_is_named(here, capsys):
-    def told(name):
-        return error(capsys, "plan_cli_module:square", "--args", f"plan_cli_module:{name}")
+@pytest.mark.parametrize(
+    ("arguments", "kind", "phrase"),
+    [
+        (("jax.numpy:matmul", "--arg", "float32[8]", "--arg", "float32[9]"), TypeError, "dot_general"),
+        (("plan_cli_module:fails", "--arg", "float32[8]"), RuntimeError, "second line"),
+        (("plan_cli_module:branches", "--arg", "float32[8]"), jax.errors.TracerBoolConversionError, "bool"),
+        (("plan_cli_module:square", "--args", "plan_cli_module:no_data"), ValueError, "no data"),
+        (("plan_cli_module:square", "--args", "plan_cli_module:texts"), TypeError, "str"),
+        (("plan_cli_broken:f",), ModuleNotFoundError, "plan_cli_absent"),
+        (("plan_cli_crash:f",), ZeroDivisionError, "division"),
+    ],
+)
+def test_errors_of_the_users_code_pass_as_they_are(here, arguments, kind, phrase):
+    """With Python's traceback, which has the line."""
+    with pytest.raises(kind, match=phrase):
+        main(["plan", *arguments])
 
-    assert told("given") == "a function is needed, got plan_cli_module:given, which is of type 'tuple'"
-    assert "plan_cli_module:of_seed, traced for the arguments, failed: TypeError: " in told("of_seed")
-    assert told("no_data").startswith(
-        "plan_cli_module:no_data, traced for the arguments, failed: ValueError: no data ("
-    )
-    assert told("texts") == (
-        "each argument is an array, a number or a jax.ShapeDtypeStruct, got one of type 'str' in "
-        "plan_cli_module:texts()[1]['mode'][0]"
-    )
+
+def test_arguments_come_from_a_function(here, capsys):
+    expected = "a function is needed, got plan_cli_module:given, which is of type 'tuple'"
+    assert error(capsys, "plan_cli_module:square", "--args", "plan_cli_module:given") == expected
 
 
 @pytest.mark.parametrize(
@@ -241,9 +232,8 @@ def test_a_shape_in_a_dtype_that_jax_would_narrow_is_refused(command, here, caps
     arguments = [command, "plan_cli_module:kernel", "--args", "plan_cli_module:shapes"]
     assert main(arguments) == 2
     assert capsys.readouterr().err == (
-        f"jaxmp {command}: error: without jax_enable_x64 JAX makes float32 of every float64, got one of type "
-        "'ShapeDtypeStruct' in plan_cli_module:shapes()[1]['w']; set JAX_ENABLE_X64=1 in the environment, or ask for "
-        "float32\n"
+        f"jaxmp {command}: error: without jax_enable_x64 JAX makes float32 of every float64, got one in "
+        "plan_cli_module:shapes()[1]['w']; set JAX_ENABLE_X64=1 in the environment, or ask for float32\n"
     )
 
 
@@ -263,7 +253,7 @@ def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     assert "names a primitive that does not exist" in error(capsys, *MATMUL, "--override", "primitive:expo=half")
     assert "'tensorfloat32', in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
     twice = [f"--override=primitive:exp={level}" for level in ("half", "float32")]
-    assert "has a key of its own, got 'primitive:exp' twice; leave one" in error(capsys, *MATMUL, *twice)
+    assert "got 'primitive:exp' twice; leave one" in error(capsys, *MATMUL, *twice)
     assert error(capsys, *MATMUL, "--override", "head") == (
         "an --override is KEY=LEVEL, such as '**/head=float32', got 'head'"
     )

@@ -32,16 +32,16 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"mesh": True}, r"mesh=, and specs= of params on it, are given together, .* got mesh=Mesh.*specs=None"),
-            ({"specs": {"w": P()}}, r"are given together, .* mesh=None, specs=a tree"),
-            ({"reduce_dtype": "bfloat16"}, r"and reduce_dtype= and remat='regather' with them, .*'bfloat16'"),
-            ({"remat": "regather"}, r"are given together, .* remat='regather'"),
-            ({"reduce": "once"}, r"'once' for the microbatches of a step on a mesh, got 'once' with mesh=None"),
-            ({"mesh": True, "specs": {}, "reduce": "once"}, r"got 'once' with mesh=Mesh.* and accumulate_steps=1"),
-            ({"mesh": True, "specs": {}, "reduce": "twice"}, r"reduce is 'each', or 'once' .* got 'twice'"),
+            ({"mesh": True}, r"need both mesh= and specs=, got no specs"),
+            ({"specs": {"w": P()}}, r"need both mesh= and specs=, got no mesh"),
+            ({"reduce_dtype": "bfloat16"}, r"need both mesh= and specs="),
+            ({"remat": "regather"}, r"need both mesh= and specs="),
+            ({"reduce": "once"}, r"got 'once' with accumulate_steps=1 and no mesh"),
+            ({"mesh": True, "specs": {}, "reduce": "once"}, r"got 'once' with accumulate_steps=1 and a mesh"),
+            ({"mesh": True, "specs": {}, "reduce": "twice"}, r"got 'twice'"),
             (
                 {"mesh": True, "specs": {}, "reduce_dtype": "float64"},
-                r"reduced in float32 \(those of float64 params in float64\) or in a half dtype, got .*float64",
+                r"reduced in float32 or in a half dtype, got reduce_dtype='float64'",
             ),
             (
                 {"mesh": True, "specs": {}, "reduce_dtype": "float8_e4m3fn"},
@@ -56,25 +56,23 @@ class TestErrors:
             jaxmp.make_train_step(self.loss, **options)
 
     def test_a_mesh_without_axes_for_the_batch(self):
-        with pytest.raises(ValueError, match=r"split over the axes 'data' and 'fsdp' .* this one \(x=4\) has none"):
+        with pytest.raises(ValueError, match="'data' and 'fsdp', got a mesh of x=4"):
             self.step(mesh=mesh_of(x=4))
-        with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 4; make it with jax.make_mesh"):
-            self.step(mesh=4)
 
     def test_axes_of_two_types(self):
         kinds = (AxisType.Auto, AxisType.Explicit)
         mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=kinds)
-        with pytest.raises(ValueError, match="all be of type Auto or all of type Explicit, got 'data' of type Auto"):
+        with pytest.raises(ValueError, match="all of type Explicit, got 'data' of type Auto"):
             self.step(mesh=mesh)
 
     @pytest.mark.parametrize(
         ("specs", "message"),
         [
-            ({"v": P()}, r"a tree of PartitionSpec of the structure of the arrays, got none for 'w'; take"),
+            ({"v": P()}, r"got none for 'w'; take jaxmp.sharding.fsdp_specs"),
             ({"w": P(), "v": P()}, r"got one for 'v', which is no array of them; take jaxmp.sharding.fsdp_specs"),
-            ({"w": "fsdp"}, r"of the structure of the arrays, got str for 'w'; take jaxmp.sharding.fsdp_specs"),
+            ({"w": "fsdp"}, r"got str for 'w'"),
             ({"w": P("tensor")}, r"which has 'fsdp', got 'tensor'"),
-            ({"w": P(None, None, "fsdp")}, r"at most one entry for each axis of the leaf"),
+            ({"w": P(None, None, "fsdp")}, r"an entry for each axis of the array at most"),
         ],
     )
     def test_specs_that_do_not_fit(self, specs, message):
@@ -113,20 +111,20 @@ class TestErrors:
 
     def test_a_state_on_one_device(self):
         state = jax.device_put(self.state(), jax.devices()[0])
-        with pytest.raises(ValueError, match=r"a state must lie as the mesh and specs of the step say, .*init_state"):
+        with pytest.raises(ValueError, match=r"does not lie as the mesh and specs .*init_state"):
             self.step()(state, np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_state_that_lies_elsewhere(self):
         mesh = mesh_of()
         state = jax.device_put(self.state(), NamedSharding(mesh, P()))
         with pytest.raises(
-            ValueError, match=r"a state must lie as .* say, .*spec=P\('fsdp'.* got NamedSharding.*init_state"
+            ValueError, match=r"'params/w' .* does not lie as .*spec=P\('fsdp'.* but NamedSharding.*init_state"
         ):
             self.step(mesh=mesh)(state, np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_state_on_axes_of_another_type(self):
         state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh_of(), {"w": P("fsdp")})
-        message = r"a state must lie as .* say, .*axis_types=\(Explicit,.* got .*axis_types=\(Auto,"
+        message = r"does not lie as .* say, .*axis_types=\(Explicit,.* but .*axis_types=\(Auto,"
         with pytest.raises(ValueError, match=message):
             self.step(mesh=mesh_of(AxisType.Explicit))(state, np.ones((BATCH, WIDTH), np.float32))
 
@@ -135,7 +133,7 @@ class TestErrors:
             return self.loss(sharding.gather(params, {"w": P("fsdp")}, "float32"), model_state, batch, rng)
 
         step = jaxmp.make_train_step(loss_fn, mesh=mesh_of(AxisType.Explicit), specs={"w": P("fsdp")})
-        with pytest.raises(ValueError, match="gathers the weights of its loss function by itself, got gather in it"):
+        with pytest.raises(ValueError, match="gathers weights itself, got gather in its loss function"):
             step(self.state(), np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_gradient_that_comes_in_half_from_code_of_its_own(self):
@@ -156,7 +154,7 @@ class TestErrors:
         assert not step(self.state(), batch)[1]["skipped"]
 
     @pytest.mark.parametrize("has_specs", [False, True])
-    def test_types_that_the_loss_leaves_open_are_jaxs_error_with_a_note_and_each_way_out_of_it_trains(self, has_specs):
+    def test_types_that_the_loss_leaves_open_are_jaxs_error_and_each_way_out_of_it_trains(self, has_specs):
         """Dropout of Flax makes a mask that lies on no axis."""
 
         def loss_fn(params, model_state, batch, rng):
@@ -174,8 +172,6 @@ class TestErrors:
         with pytest.raises(Exception, match=r"select `which` must .* have the same sharding as cases") as caught:
             loss_on(explicit)
         assert type(caught.value).__name__ == "ShardingTypeError"
-        (note,) = [note for note in caught.value.__notes__ if note.startswith("jaxmp: ")]
-        assert "out_sharding=" in note and "jax.sharding.auto_axes" in note and note.endswith("AxisType.Auto,)")
         np.testing.assert_allclose(loss_on(explicit, untyped(loss_fn)), loss_on(mesh_of()), rtol=1e-5)
 
     def test_a_lookup_that_leaves_its_type_open_is_jaxs_error(self):

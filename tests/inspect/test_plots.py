@@ -1,6 +1,5 @@
 """Pictures: what is drawn is what was found, and the titles say what is to be seen."""
 
-import builtins
 import dataclasses
 import json
 
@@ -85,8 +84,6 @@ def test_a_step_is_drawn_by_kind_and_only_its_gradients_are_scaled():
 
 
 def test_a_histogram_says_what_it_needs():
-    with pytest.raises(ValueError, match="a histogram needs a tensor, but there is none; pass Statistics, a mapping"):
-        plots.exponents({})
     with pytest.raises(ValueError, match="a loss scale is a power of two here"):
         plots.exponents(statistics_of(X), loss_scale=3)
     with pytest.raises(ValueError, match="values are counted for"):
@@ -133,10 +130,6 @@ def test_the_cells_of_a_large_heat_map_have_no_border_that_hides_them():
 
 
 def test_a_heat_map_says_what_it_needs(watched, tmp_path):
-    with pytest.raises(ValueError, match="a heat map shows activations, activation_gradients, gradients, updates, got"):
-        plots.underflow(watched, "weights")
-    with pytest.raises(ValueError, match="a heat map needs tensors, but no updates were counted"):
-        plots.underflow(watched, "updates")
     with pytest.raises(ValueError, match="a heat map needs a step that was watched, but there is none yet"):
         plots.underflow(Watch(lambda w: w, every=2))
     with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no {FILE}: train with --watch 100"):
@@ -242,10 +235,6 @@ def test_memory_is_drawn_by_kind_and_dtype():
     small = memory(lambda params, batch: (batch @ params).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
     assert plots.memory({"it": small}).get_suptitle() == f"it needs {small.peak / 1024:,.2f} KiB on {small.device}"
     assert plots.memory({"a": plans["half"], "b": plans["float32"]}).get_suptitle().startswith("Nothing needs less")
-    with pytest.raises(ValueError, match=r"a picture of memory needs a plan, but there is none; pass \{name: memory"):
-        plots.memory({})
-    with pytest.raises(ValueError, match="a picture of memory needs a plan that takes some, but a takes none; leave"):
-        plots.memory({"a": plan_of(0), "b": plan_of(1)})
 
 
 @pytest.fixture(scope="module")
@@ -290,8 +279,6 @@ def test_a_large_plan_is_drawn_by_scope_alone_and_one_that_changes_nothing_says_
     assert len(boxes) == 50 and boxes[0] == "1  layer_0"
     plan = jaxmp.cast_plan(lambda x: x + 1, "mixed_bfloat16")(jnp.ones(3))
     assert plots.casts(plan).get_suptitle() == "Nothing changes: no product is half"
-    with pytest.raises(ValueError, match="a graph needs operations on floating values, but the plan has none; plan"):
-        plots.casts(jaxmp.cast_plan(lambda n: n + 1, "mixed_bfloat16")(jnp.ones(3, int)))
 
 
 def test_float8_has_its_own_colour_and_is_narrower_than_float32():
@@ -307,17 +294,6 @@ def test_float8_has_its_own_colour_and_is_narrower_than_float32():
               for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True)
               if text.get_text().startswith("computed")}  # fmt: skip
     assert set(legend) >= {"computed in float32", "computed in float8_e4m3fn"} and len(set(legend.values())) == 3
-
-
-def test_who_has_no_matplotlib_is_told_what_to_install(monkeypatch):
-    def without(name, *args, load=builtins.__import__):
-        if name.partition(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(name)
-        return load(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModuleNotFoundError, match=r"pictures are drawn by matplotlib, .*; pip install matplotlib"):
-        plots.loss_scale(STEPS)
 
 
 def test_the_commands_write_a_picture(tmp_path, monkeypatch, capsys):

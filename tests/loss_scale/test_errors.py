@@ -17,7 +17,6 @@ from jaxmp import loss_scaling
 from jaxmp.loss_scale import (
     DynamicLossScale,
     HeadroomLossScale,
-    LossScale,
     StaticLossScale,
 )
 
@@ -92,10 +91,8 @@ def test_the_flag_must_be_a_boolean_scalar(flag: Any) -> None:
             adjust(flag)
 
 
-def test_a_gradscaler_state_that_lacks_entries_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"without growth_factor, backoff_factor: read an enabled scaler's"):
-        DynamicLossScale.from_torch({"scale": 1.0, "_growth_tracker": 0, "growth_interval": 1})
-    with pytest.raises(ValueError, match=r"a disabled one's is empty; NoOpLossScale\(\)"):
+def test_the_state_of_a_disabled_gradscaler_has_no_entries() -> None:
+    with pytest.raises(KeyError):
         DynamicLossScale.from_torch({})
 
 
@@ -121,33 +118,12 @@ def test_python_numbers_and_half_arrays_become_float32_without_a_warning() -> No
         assert_same(made.adjust(True), dataclasses.replace(made, counter=1))
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("init_scale", "loss_scale"),
-        ("growth_interval", "period"),
-        ("growth_factor", "factor"),
-        ("backoff_factor", "backoff"),
-    ],
-)
-def test_an_argument_as_others_call_it_is_refused_with_its_name_here(theirs, ours):
-    with pytest.raises(TypeError, match=f"got {theirs}=, as others call it; write {ours}="):
-        DynamicLossScale(**{theirs: 2.0})
-
-    class Own(LossScale):
-        def __init__(self, init_scale):
-            self.loss_scale = init_scale
-
-    assert Own(init_scale=2.0).loss_scale == 2.0
-
-
-@pytest.mark.parametrize("given", [None, 3, print])
-def test_from_torch_takes_what_the_scaler_returns(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"takes a GradScaler's state_dict, got .*; pass what scaler.state_dict\(\)"):
-        DynamicLossScale.from_torch(given)
+def test_an_argument_that_there_is_not_is_pythons_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'init_scale'"):
+        DynamicLossScale(init_scale=2.0)
 
 
 @pytest.mark.parametrize("counter", [[1], np.array([1, 2])])
 def test_what_a_loss_scale_counts_is_a_scalar(counter: Any) -> None:
-    with pytest.raises(ValueError, match=r"DynamicLossScale has a counter of shape \(\d,\); make it a scalar"):
+    with pytest.raises(ValueError, match=r"counter of a loss scale is a scalar, got the shape \(\d,\)"):
         loss_scaling(optax.sgd(0.1), DynamicLossScale(counter=counter))

@@ -186,5 +186,5 @@ def test_headroom_counts_from_the_largest_number_of_the_dtype(dtype: Any, larges
 
 def test_only_headroom_needs_the_largest_gradient_and_says_so() -> None:
     assert [scale.needs_grad_max for scale in ALL] == [False, False, False, False, True]
-    with pytest.raises(ValueError, match=r"HeadroomLossScale needs grad_max.*got None: call adjust"):
+    with pytest.raises(ValueError, match=r"HeadroomLossScale needs grad_max.*got None; call adjust"):
         HeadroomLossScale().adjust(True)

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from linen_zoo import data, same_bits
 from nnx_zoo import Net, rngs, values
-from optimizer_tools import bits, standard
+from optimizer_tools import bits
 
 import jaxmp
 from jaxmp.nnx import Optimizer, apply_policy, value_and_grad
@@ -243,15 +243,6 @@ def test_flax_dynamic_scale_spoils_the_statistics_that_we_keep():
     assert not finite and any(np.isnan(leaf).any() for leaf in jax.tree.leaves(nnx.as_pure(stats)))
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_scale": jaxmp.DynamicLossScale()}])
-def test_lookahead_is_refused_where_the_optimizer_is_made(options):
-    tx = standard(optax.lookahead(optax.sgd(0.1), 3, 0.5))
-    for each in [tx] if options else [tx, jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())]:
-        said = r"a jaxmp.nnx.Optimizer has one tree of params, .*, got optax.lookahead, which updates a pair of trees"
-        with pytest.raises(ValueError, match=said):
-            Optimizer(nnx.Linear(3, 2, rngs=rngs()), each, **options)
-
-
 def test_bad_input_is_refused():
     model = Net(rngs())
     with pytest.raises(ValueError, match="one loss has one scale, but the optimizer given has a loss scale"):
@@ -263,10 +254,7 @@ def test_bad_input_is_refused():
         Optimizer(nnx.Linear(2, 1, rngs=rngs()), optax.sgd(0.1), ema=0.99)
     with pytest.raises(TypeError, match="must be float32, got float16"):
         value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float16"), optimizer)(model)
-    for wrong in ("w", None, (0, "w")):
-        with pytest.raises(TypeError, match="argnums are places of arguments, whole numbers, got"):
-            value_and_grad(loss_fn, optimizer, wrong)
-    with pytest.raises(TypeError, match=r"a pair \(loss, aux\)"):
+    with pytest.raises(TypeError, match=r"returns \(loss, aux\)"):
         value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer, has_aux=True)(model)
 
 

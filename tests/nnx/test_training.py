@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import time
 from typing import Any
 
@@ -332,7 +331,7 @@ def test_without_donation_a_clone_made_before_lives_on():
     make_train_step(loss_fn)(model, optimizer, ROWS)
     stale = nnx.clone(model)
     make_train_step(loss_fn, donate=True)(model, optimizer, ROWS)
-    with pytest.raises(RuntimeError, match=r"'params/layers/0/bias' in this one is gone: .*donate=False"):
+    with pytest.raises(RuntimeError, match=r"'params/layers/0/bias' was donated .*donate=False"):
         make_train_step(loss_fn)(stale, optimizer, ROWS)
 
 
@@ -450,7 +449,7 @@ def test_an_optimizer_that_was_saved_goes_on_bit_for_bit():
         (lambda loss: ({}, loss), r"got dict; return loss, or \(loss, metrics\), in this order"),
         (lambda loss: None, r"got NoneType; return loss, or \(loss, metrics\)"),
         (lambda loss: loss.astype(jnp.int32), r"got int32 of shape \(\); compute it from floating values"),
-        (lambda loss: (loss, loss), r"metrics must be a dict of names and values, got float32 of shape \(\)"),
+        (lambda loss: (loss, loss), r"the metrics of a loss function are a dict, got float32 of shape \(\)"),
         (lambda loss: loss.astype(jnp.float16), "must be float32, got float16"),
     ],
 )
@@ -462,11 +461,9 @@ def test_what_a_loss_function_must_not_return_is_told(result, text):
 
 @pytest.mark.once
 def test_arguments_that_do_not_fit_are_told():
-    with pytest.raises(
-        TypeError, match=r"takes \(model, batch\), but this one takes \(p, s, b, r\); write def loss_fn"
-    ):
+    with pytest.raises(TypeError, match=r"takes \(model, batch\), got one of \(p, s, b, r\); write def loss_fn"):
         make_train_step(lambda p, s, b, r: p)
-    with pytest.raises(TypeError, match=r"must be callable, got None; write def loss_fn\(model, batch\)$"):
+    with pytest.raises(TypeError, match=r"is a function, got None; write def loss_fn\(model, batch\)$"):
         make_train_step(None)
     with pytest.raises(ValueError, match="accumulate_steps must be a whole number"):
         make_train_step(loss_fn, accumulate_steps=0)
@@ -658,7 +655,7 @@ def test_what_a_loss_function_does_to_the_model_beside_writing_variables_is_told
         make_train_step(counts)(model, optimizer, ROWS)
     with pytest.raises(ValueError, match=r"an attribute that is no array; .*keep what changes in a Variable"):
         make_train_step(lists)(model, optimizer, ROWS)
-    with pytest.raises(ValueError, match=r"'3/layers/0/bias' had \(5,\) and has \(1,\); make it the same"):
+    with pytest.raises(ValueError, match=r"'3/layers/0/bias' had the shape \(5,\) and has \(1,\)"):
         make_train_step(reshapes)(model, optimizer, ROWS)
 
 
@@ -673,12 +670,8 @@ def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_t
         "make the step with make_train_step(..., donate=False)"
     )
     nnx.update(target, nnx.state(model))
-    with pytest.raises(RuntimeError, match=re.escape(f"is 'params/layers/0/bias' of this state; {helps}")):
-        follow(model, optimizer, batch)
     step(model, optimizer, ROWS)
-    with pytest.raises(RuntimeError, match=re.escape(f"is gone with an earlier state; {helps}")):
-        follow(model, optimizer, batch)
-    with pytest.raises(RuntimeError, match=re.escape(f"or another state of the same arrays; {helps}")):
+    with pytest.raises(RuntimeError, match="was donated to an earlier step, which deleted it; copy before the step"):
         step(target, other, ROWS)
     for call in (target, lambda x: nnx.grad(lambda target: jnp.mean(target(x)))(target)):
         with pytest.raises((RuntimeError, ValueError), match="has been deleted") as caught:

@@ -121,7 +121,7 @@ def test_an_optimizer_takes_a_step_as_it_does_alone_and_skips_one_whole(name):
     assert (skipped.skipped, skipped.loss_scale.loss_scale) == (1, 2.0**9)
 
 
-def test_lookaheads_pair_is_no_error_and_a_leaf_that_differs_is_named_when_the_optimizer_has_failed():
+def test_lookaheads_pair_of_params_trains_on_gradients_of_one():
     tx = loss_scaling(standard(optax.lookahead(optax.sgd(0.5), 2, 0.5)), DynamicLossScale(2.0))
     params = optax.LookaheadParams.init_synced({"w": jnp.ones(2)})
     state = tx.init(params)
@@ -129,6 +129,3 @@ def test_lookaheads_pair_is_no_error_and_a_leaf_that_differs_is_named_when_the_o
         updates, state = tx.update({"w": jnp.ones(2)}, state, params)
         params = optax.apply_updates(params, updates)
         assert (params.fast["w"] == fast).all() and (params.slow["w"] == slow).all()
-    text = r"it failed \(ValueError: .*\) and 3 leaves differ: 'v': gradient \(2,\), param missing; 'fast/w': gradient"
-    with pytest.raises(ValueError, match=text):
-        tx.update({"v": jnp.ones(2)}, state, params)

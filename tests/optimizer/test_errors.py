@@ -1,12 +1,9 @@
-"""What is wrong is said where it enters: the rule, what came, the remedy."""
+"""Mistakes with loss scaling have an error that says what to write."""
 
 from __future__ import annotations
 
-import re
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -22,172 +19,160 @@ def tx_of(inner=None):
     return loss_scaling(inner or optax.sgd(0.1), DynamicLossScale())
 
 
-@pytest.mark.parametrize("wrong", [2.0**15, None, "dynamic", DynamicLossScale])
-def test_what_is_no_loss_scale_is_refused(wrong):
-    with pytest.raises(TypeError, match=r"a loss scale must be one of jaxmp's or jmp's, got .*DynamicLossScale\(\)"):
-        loss_scaling(optax.sgd(0.1), wrong)
+def refused(call, kind, *phrases):
+    """Require an error of a call that has these phrases, of at most three lines."""
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    for phrase in phrases:
+        assert phrase in message
+    assert len(message) <= 3 * 120
+
+
+def state():
+    return tx_of().init(jnp.ones(2))
+
+
+def adam_state():
+    return optax.adam(1e-3).init(jnp.ones(2))
+
+
+WRAP = "wrap the optimizer, tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())"
+MISTAKES = {
+    "a number as the scale": (
+        lambda: loss_scaling(optax.sgd(0.1), 2.0**15),
+        TypeError,
+        "got 32768.0; write jaxmp.loss",
+    ),
+    "no scale": (lambda: loss_scaling(optax.sgd(0.1), None), TypeError, "a loss scale must be one of jaxmp's"),
+    "a scale's class": (lambda: loss_scaling(optax.sgd(0.1), DynamicLossScale), TypeError, "DynamicLossScale()"),
+    "arguments swapped": (
+        lambda: loss_scaling(DynamicLossScale(), optax.sgd(0.1)),
+        TypeError,
+        "one of optax's, got an",
+    ),
+    "twice": (lambda: tx_of(tx_of()).init(jnp.ones(2)), ValueError, "loss_scaling was put inside loss_scaling"),
+    "twice in a chain": (
+        lambda: tx_of(optax.chain(optax.clip(1.0), tx_of())).init(jnp.ones(2)),
+        ValueError,
+        "remove the inner one",
+    ),
+    "twice by hand": (lambda: jaxmp.wrap_opt_state(state(), DynamicLossScale()), ValueError, "remove the inner one"),
+    "no scale in get_loss_scale": (lambda: jaxmp.get_loss_scale(adam_state()), ValueError, WRAP),
+    "no scale in scale_loss": (lambda: jaxmp.scale_loss(1.0, adam_state()), ValueError, WRAP),
+    "no scale in unscale": (lambda: jaxmp.unscale(jnp.ones(2), adam_state()), ValueError, WRAP),
+    "no scale in value_and_grad": (lambda: value_and_grad(jnp.sum, adam_state()), ValueError, WRAP),
+    "the optimizer as its state": (lambda: jaxmp.get_loss_scale(tx_of()), ValueError, "opt_state = tx.init(params)"),
+    "two scales": (
+        lambda: jaxmp.get_loss_scale(optax.chain(tx_of(), tx_of()).init(jnp.ones(2))),
+        ValueError,
+        "state has 2; put one loss_scaling around the whole optimizer",
+    ),
+    "a float16 loss": (
+        lambda: value_and_grad(lambda p: jnp.sum(p.astype(jnp.float16)), state())(jnp.ones(2)),
+        TypeError,
+        "logits.astype(jnp.float32)",
+    ),
+    "a float16 loss by hand": (lambda: jaxmp.scale_loss(jnp.float16(1), state()), TypeError, "got float16"),
+    "aux without a pair": (
+        lambda: value_and_grad(lambda p: jnp.sum(p), state(), has_aux=True)(jnp.ones(2)),
+        TypeError,
+        "with has_aux=True the function returns (loss, aux), got float32",
+    ),
+    "a pair the other way round": (
+        lambda: value_and_grad(lambda p: ({}, jnp.sum(p)), state(), has_aux=True)(jnp.ones(2)),
+        TypeError,
+        "return (loss, aux), in this order",
+    ),
+    "a pair without has_aux": (
+        lambda: value_and_grad(lambda p: (jnp.sum(p), p), state())(jnp.ones(2)),
+        TypeError,
+        "got tuple of 2; pass has_aux=True",
+    ),
+    "losses": (lambda: value_and_grad(lambda p: p, state())(jnp.ones(2)), TypeError, "take its mean: jnp.mean(loss)"),
+    "an integer loss": (
+        lambda: jax.jit(value_and_grad(jnp.argmax, state()))(jnp.ones(2)),
+        TypeError,
+        "got int32 of shape (); compute it from floating values",
+    ),
+    "another optimizer's state": (
+        lambda: tx_of().update(jnp.ones(2), adam_state(), jnp.ones(2)),
+        TypeError,
+        "got tuple; call tx.init again",
+    ),
+    "an update that would be broadcast": (
+        lambda: tx_of().update({"a": jnp.ones(1)}, tx_of().init({"a": jnp.ones(2)}), {"a": jnp.ones(2)}),
+        ValueError,
+        "the update of 'a' has the shape (1,), its param (2,)",
+    ),
+    "grad_norm as a number": (
+        lambda: loss_scaling(optax.sgd(0.1), DynamicLossScale(), grad_norm=1.0),
+        TypeError,
+        "put optax.clip_by_global_norm(1.0) inside loss_scaling",
+    ),
+    "check_updates as text": (
+        lambda: loss_scaling(optax.sgd(0.1), DynamicLossScale(), check_updates="yes"),
+        TypeError,
+        "check_updates is True or False, got 'yes'",
+    ),
+    "has_aux as None": (lambda: value_and_grad(jnp.sum, state(), has_aux=None), TypeError, "has_aux is True or False"),
+    "use_ema as an array": (
+        lambda: jaxmp.make_eval_step(lambda *_: 0, use_ema=jnp.ones(2)),
+        TypeError,
+        "use_ema is True or False",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused(mistake):
+    refused(*MISTAKES[mistake])
 
 
 @pytest.mark.parametrize("wrong", [None, optax.adam, DynamicLossScale(), {"w": 1.0}])
 def test_what_is_no_optimizer_is_refused(wrong):
-    state = jaxmp.TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1))
+    train_state = jaxmp.TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1))
     for use in (
         lambda: loss_scaling(wrong, DynamicLossScale()),
         lambda: jaxmp.low_precision(wrong),
         lambda: jaxmp.TrainState.create(params=jnp.ones(2), tx=wrong),
-        lambda: state.with_tx(wrong),
+        lambda: train_state.with_tx(wrong),
         lambda: jaxmp.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), wrong),
     ):
-        with pytest.raises(
-            TypeError, match=r"an optimizer must be one of optax's, got .*; write optax.adam\(1e-3\), say"
-        ):
-            use()
+        refused(use, TypeError, "an optimizer must be one of optax's, got ")
 
 
-@pytest.mark.parametrize("wrong", [1, None, jnp.ones(2, jnp.int32), jnp.complex64(1)])
-def test_a_loss_that_is_not_floating_is_not_scaled_by_hand(wrong):
-    with pytest.raises(TypeError, match=r"a loss must be floating, got .*; compute it from floating values"):
-        jaxmp.scale_loss(wrong, tx_of().init(jnp.ones(2)))
+NOT_OURS = {
+    "integer params": (lambda: value_and_grad(lambda p: 1.0 * p["n"], state())({"n": jnp.ones((), int)}), TypeError),
+    "a name as argnums": (lambda: value_and_grad(jnp.sum, state(), "w")(jnp.ones(2)), TypeError),
+    "no argument": (lambda: value_and_grad(lambda p: jnp.sum(p), state())(p=jnp.ones(2)), TypeError),
+    "another optimizer's inner state": (
+        lambda: tx_of(standard(optax.adam(1e-3))).update(jnp.ones(2), state(), jnp.ones(2)),
+        Exception,
+    ),
+    "a state that changes its structure": (
+        lambda: tx_of(optax.GradientTransformation(lambda _: (), lambda grads, *_: (grads, (1,)))).update(
+            jnp.ones(2), tx_of(optax.identity()).init(jnp.ones(2)), jnp.ones(2)
+        ),
+        ValueError,
+    ),
+    "a state for other shapes": (
+        lambda: tx_of(standard(optax.adam(1e-3))).update(
+            jnp.ones(3), tx_of(standard(optax.adam(1e-3))).init(jnp.ones(())), jnp.ones(3)
+        ),
+        (TypeError, ValueError),
+    ),
+}
 
 
-def test_loss_scaling_inside_loss_scaling_is_refused():
-    for inner in (tx_of(), optax.chain(optax.clip(1.0), tx_of()), optax.apply_if_finite(tx_of(), 3)):
-        with pytest.raises(
-            ValueError, match=r"one loss has one scale.*loss_scaling was put inside loss_scaling; remove"
-        ):
-            tx_of(inner).init(jnp.ones(2))
-    with pytest.raises(ValueError, match="has a loss scale already"):
-        jaxmp.wrap_opt_state(tx_of().init(jnp.ones(2)), DynamicLossScale())
+@pytest.mark.parametrize("mistake", NOT_OURS)
+def test_what_jax_and_optax_refuse_they_refuse_in_their_own_words(mistake):
+    call, kind = NOT_OURS[mistake]
+    with pytest.raises(kind):
+        call()
 
 
-def test_a_state_without_a_loss_scale_is_refused_by_every_reader():
-    state = optax.adam(1e-3).init(jnp.ones(2))
-    text = r"must contain a loss scale, got tuple without one; wrap the optimizer, .*jaxmp\.wrap_opt_state"
-    readers = [
-        lambda: jaxmp.get_loss_scale(state),
-        lambda: jaxmp.scale_loss(1.0, state),
-        lambda: jaxmp.unscale(jnp.ones(2), state),
-        lambda: value_and_grad(jnp.sum, state),
-    ]
-    for read in readers:
-        with pytest.raises(ValueError, match=text):
-            read()
-
-
-def test_a_state_with_several_loss_scales_is_refused():
-    state = optax.chain(tx_of(), tx_of()).init(jnp.ones(2))
-    with pytest.raises(
-        ValueError, match="has 2; put loss_scaling outside multi_transform, or, for separate losses, pass"
-    ):
-        jaxmp.get_loss_scale(state)
-
-
-def test_a_float16_loss_is_refused():
-    state = tx_of().init(jnp.ones(2))
-    text = r"must be float32, got float16, .*overflows; compute the loss from float32 values, e.g. from logits.astype"
-    with pytest.raises(TypeError, match=text):
-        value_and_grad(lambda p: jnp.sum(p.astype(jnp.float16)), state)(jnp.ones(2))
-    with pytest.raises(TypeError, match=text):
-        jaxmp.scale_loss(jnp.float16(1), state)
-
-
-def test_params_that_are_not_floating_are_named():
-    state = tx_of().init(jnp.ones(2))
-    params = {"w": jnp.ones(2), "table": {"ids": jnp.arange(3)}}
-    with pytest.raises(TypeError, match="only floating params have gradients, got 'table/ids' of dtype int32; move it"):
-        value_and_grad(lambda p: jnp.sum(p["w"]), state)(params)
-    with pytest.raises(TypeError, match="'table/ids'"):
-        value_and_grad(lambda a, p: jnp.sum(a), state, argnums=(0, 1))(jnp.ones(2), params)
-
-
-@pytest.mark.parametrize("argnums", ["w", None, 0.5, (0, "w"), jnp.ones((40, 40))])
-def test_argnums_are_places(argnums):
-    with pytest.raises(TypeError, match=r"argnums are places of arguments, whole numbers, got .*; pass 0 for"):
-        value_and_grad(jnp.sum, tx_of().init(jnp.ones(2)), argnums)
-
-
-@pytest.mark.parametrize("wrong", [1.0, "yes", None, jnp.ones(2)])
-def test_flags_are_true_or_false(wrong):
-    with pytest.raises(TypeError, match=r"^grad_norm is True or False, got .*; to clip, put optax"):
-        loss_scaling(optax.sgd(0.1), DynamicLossScale(), grad_norm=wrong)
-    with pytest.raises(TypeError, match=r"^check_updates is True or False, got .*; pass True to test the updates"):
-        loss_scaling(optax.sgd(0.1), DynamicLossScale(), check_updates=wrong)
-    with pytest.raises(TypeError, match=r"^has_aux is True or False, got .*; pass has_aux=True for a function"):
-        value_and_grad(jnp.sum, tx_of().init(jnp.ones(2)), has_aux=wrong)
-    with pytest.raises(TypeError, match=r"^use_ema is True or False, got .*; pass True to evaluate the moving average"):
-        jaxmp.make_eval_step(lambda *_: 0, use_ema=wrong)
-
-
-def test_gradients_that_are_not_floating_are_named():
-    tx = tx_of()
-    params = {"w": jnp.ones(2), "n": jnp.ones(3)}
-    for wrong, dtype in ((jnp.arange(3), "int32"), (np.zeros(3, bool), "bool")):
-        with pytest.raises(TypeError, match=f"gradients must be floating, got 'n' of dtype {dtype}; move that param"):
-            tx.update({"w": jnp.ones(2), "n": wrong}, tx.init(params), params)
-
-
-def test_gradients_that_jax_makes_for_integer_params_are_refused():
-    params = {"w": jnp.ones(2), "n": jnp.arange(2)}
-    grads = jax.grad(lambda p: jnp.sum(p["w"]), allow_int=True)(params)
-    tx = tx_of()
-    with pytest.raises(TypeError, match=r"gradients must be floating, got 'n' of dtype .*float0"):
-        tx.update(grads, tx.init(params), params)
-
-
-@pytest.mark.parametrize("empty", [{}, [], None, {"frozen": None}])
-def test_empty_gradients_are_refused(empty):
-    tx = tx_of()
-    with pytest.raises(
-        ValueError, match="an update needs gradients, got an empty tree; pass the gradients of the params"
-    ):
-        tx.update(empty, tx.init(empty), empty)
-
-
-def test_trees_that_do_not_match_are_told_leaf_by_leaf():
-    tx = tx_of(standard(optax.adamw(1e-3)))
-    params = {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 3)), "c": jnp.ones(())}}
-    grads = {"a": jnp.ones(3), "b": {"w": jnp.ones((2, 3)), "d": jnp.ones(())}}
-    text = (
-        "and 3 leaves differ: 'a': gradient (3,), param (2,); 'b/d': gradient (), param missing; 'b/c': gradient "
-        "missing, param (); pass the params that the gradients were taken of"
-    )
-    with pytest.raises(ValueError, match=re.escape(text)):
-        tx.update(grads, tx.init(params), params)
-    text = r"must have its param's shape, but for 'a' of shape \(2,\) the optimizer made \(3,\): pass the params that"
-    with pytest.raises(ValueError, match=text):  # which optax's apply_updates might have broadcast
-        tx_of().update({"a": jnp.ones(3)}, tx_of().init({"a": jnp.ones(2)}), {"a": jnp.ones(2)})
-
-
-def test_a_state_of_another_type_is_refused():
-    for state in (optax.adam(1e-3).init(jnp.ones(2)), None):
-        with pytest.raises(
-            TypeError, match=r"takes the state that its own init made, got .*; call tx.init again, or wrap"
-        ):
-            tx_of().update(jnp.ones(2), state, jnp.ones(2))
-
-
-def test_a_state_of_another_optimizer_is_refused():
-    adam, momentum = tx_of(standard(optax.adam(1e-3))), tx_of(standard(optax.sgd(0.1, momentum=0.9)))
-    changing = tx_of(
-        optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, (1,)))
-    )
-    text = r"from the optimizer that loss_scaling wraps, whose state for these params has the structure .*; call"
-    for tx, other in ((adam, momentum), (momentum, adam), (changing, changing)):
-        with pytest.raises(ValueError, match=text):
-            tx.update(jnp.ones(2), other.init(jnp.ones(2)), jnp.ones(2))
-
-
-def test_a_state_whose_leaf_changes_its_shape_is_named():
-    tx = tx_of(
-        optax.GradientTransformation(
-            lambda params: {"a": jnp.zeros(2)}, lambda updates, state, params=None: (updates, {"a": jnp.zeros(3)})
-        )
-    )
-    with pytest.raises(ValueError, match=r"for these params has 'a' of shape \(3,\), got \(2,\); call tx.init again"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
-
-
-def test_an_inner_transform_that_fails_for_another_reason_says_so_itself():
+def test_an_inner_transform_that_fails_says_so_itself():
     def fail(updates, state, params=None):
         raise RuntimeError("its own trouble")
 
@@ -197,83 +182,26 @@ def test_an_inner_transform_that_fails_for_another_reason_says_so_itself():
             tx.update(jnp.ones(2), tx.init(jnp.ones(2)), params)
 
 
-def test_a_state_for_params_of_other_shapes_is_refused():
-    tx = tx_of(standard(optax.adam(1e-3)))
-    with pytest.raises((TypeError, ValueError), match=r"shape|broadcast"):
-        tx.update(jnp.ones(3), tx.init(jnp.ones(())), jnp.ones(3))
-
-
-def test_a_function_with_aux_must_return_a_pair():
-    state = tx_of().init(jnp.ones(2))
-    for result in (lambda p: jnp.sum(p), lambda p: [jnp.sum(p), 1], lambda p: (jnp.sum(p), 1, 2)):
-        with pytest.raises(
-            TypeError,
-            match=r"with has_aux the function must return a pair \(loss, aux\), got .*; write return loss, aux, or",
-        ):
-            value_and_grad(result, state, has_aux=True)(jnp.ones(2))
-
-
-def test_what_jax_refuses_it_refuses_in_its_own_words():
-    state = tx_of().init(jnp.ones(2))
-    with pytest.raises(TypeError, match="requires at least 1 positional arguments"):
-        value_and_grad(lambda p: jnp.sum(p), state)(p=jnp.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("loss", "text"),
-    [
-        (lambda p: p, r"got float32 of shape \(2,\); take its mean: jnp.mean\(loss\)"),
-        (lambda p: jnp.argmax(p), r"got int32 of shape \(\); compute it from floating values"),
-        (lambda p: jax.lax.complex(*p), r"got complex64 of shape \(\); compute it from floating values"),
-        (lambda p: (jnp.sum(p), p), r"got tuple of 2; pass has_aux=True to return \(loss, aux\)"),
-        (lambda p: {"loss": jnp.sum(p)}, "got dict; pass has_aux=True"),
-        (lambda p: None, "got NoneType; pass has_aux=True"),
-    ],
-)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_loss_that_is_no_floating_scalar_is_described_with_what_to_write(wrap, loss, text):
-    with pytest.raises(TypeError, match=f"a loss must be a floating scalar, {text}"):
-        wrap(value_and_grad(loss, tx_of().init(jnp.ones(2))))(jnp.ones(2))
-
-
-def test_a_loss_with_aux_that_is_no_floating_scalar_is_told_the_order():
-    with pytest.raises(TypeError, match=r"got dict; return \(loss, aux\), in this order"):
-        value_and_grad(lambda p: ({}, jnp.sum(p)), tx_of().init(jnp.ones(2)), has_aux=True)(jnp.ones(2))
-
-
 def test_a_loss_per_example_under_vmap_and_one_of_a_python_number_are_scalars():
-    state = tx_of().init(jnp.ones(2))
-    losses, _ = jax.vmap(value_and_grad(lambda p: jnp.sum(p), state))(jnp.ones((3, 2)))
-    assert losses.shape == (3,) and value_and_grad(lambda p: 1.0, state)(jnp.ones(2))[0] == 1
+    losses, _ = jax.vmap(value_and_grad(lambda p: jnp.sum(p), state()))(jnp.ones((3, 2)))
+    assert losses.shape == (3,) and value_and_grad(lambda p: 1.0, state())(jnp.ones(2))[0] == 1
 
 
-def test_errors_come_while_tracing_too():
-    tx = tx_of()
-    with pytest.raises(ValueError, match="got an empty tree"):
-        jax.jit(tx.update)({}, tx.init({}), {})
-    with pytest.raises(TypeError, match="must be float32, got float16"):
-        jax.jit(lambda s: value_and_grad(lambda p: p.astype(jnp.float16), s)(1.0))(tx.init(jnp.ones(2)))
-
-
-def test_a_loss_scale_that_a_step_has_deleted_is_named():
-    tx = tx_of()
-    state = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx)
-    jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(state, jnp.ones(2))
-    uses = [
+def test_a_loss_scale_that_was_donated_is_refused():
+    train_state = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx_of())
+    jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(train_state, jnp.ones(2))
+    for use in (
         lambda opt_state: value_and_grad(jnp.sum, opt_state)(jnp.ones(2)),
         lambda opt_state: jaxmp.scale_loss(jnp.float32(1), opt_state),
         lambda opt_state: jaxmp.unscale(jnp.ones(2), opt_state),
-    ]
-    for use in uses:
-        with pytest.raises(RuntimeError, match="to a donating step once only, but 'loss_scale' in this one is gone"):
-            use(state.opt_state)
-        use(tx.init(jnp.ones(2)))
+    ):
+        refused(lambda use=use: use(train_state.opt_state), RuntimeError, "'loss_scale' was donated to an earlier step")
+        use(state())
 
 
-def test_an_update_of_what_a_step_has_deleted_says_so():
+def test_an_update_of_what_was_donated_is_refused():
     tx = tx_of(optax.add_decayed_weights(0.1))
     old = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx)
-    state, _ = jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(old, jnp.ones(2))
-    for opt_state, params in ((old.opt_state, state.params), (state.opt_state, old.params)):
-        with pytest.raises(RuntimeError, match=r"to a donating step once only, but '(opt_state/.*|params)' in"):
-            tx.update(jnp.ones(2), opt_state, params)
+    new, _ = jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(old, jnp.ones(2))
+    refused(lambda: tx.update(jnp.ones(2), old.opt_state, new.params), RuntimeError, "'opt_state/", "was donated")
+    refused(lambda: tx.update(jnp.ones(2), new.opt_state, old.params), RuntimeError, "'params' was donated")

@@ -106,23 +106,6 @@ def test_a_state_can_be_made_under_jit_and_in_the_abstract():
     assert jax.tree.map(lambda x: x.shape, shapes.params) == jax.tree.map(lambda x: x.shape, params)
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("field", ["params", "model_state"])
-def test_shapes_are_no_arrays_to_make_a_state_of_and_the_way_to_its_shapes_is_told(field):
-    def make() -> Any:
-        return {"w": jnp.zeros((3, 2))}
-
-    given = {"params": make(), "model_state": None, field: jax.eval_shape(make)}
-    with pytest.raises(
-        TypeError,
-        match=rf"a state is made of arrays, got the shape ShapeDtypeStruct.* for '{field}/w'; for the shapes of a "
-        r"state, write jax.eval_shape\(lambda: TrainState.create\(",
-    ):
-        TrainState.create(**given, tx=optax.adam(0.1))
-    shapes = jax.eval_shape(lambda: TrainState.create(params=make(), tx=optax.adam(0.1)))
-    assert shapes.params["w"].shape == (3, 2)
-
-
 @pytest.mark.parametrize("how", ["flax dict", "flax bytes", "pickled leaves"])
 def test_a_state_saved_in_mid_run_continues_bit_for_bit(how):
     params, batch = problem()
@@ -431,38 +414,17 @@ def test_a_key_that_an_optimizer_holds_outlives_a_donating_step():
     assert jnp.array_equal(*runs) and jax.random.key_data(key).shape == (2,)
 
 
-@pytest.mark.parametrize(
-    ("field", "remedy"),
-    [
-        ("batch_stats", "write model_state={'batch_stats': …}"),
-        ("loss_scale", "write tx=jaxmp.loss_scaling(tx, loss_scale)"),
-        ("dropout_rng", "write rng="),
-        ("note", "make it a field of a subclass of TrainState"),
-    ],
-)
-def test_a_field_that_there_is_not_is_refused_with_what_it_is_called_here(field, remedy):
-    with pytest.raises(TypeError, match=re.escape(f"the fields of a subclass, got {field}=; {remedy}")):
-        TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{field: 1})
-
-
-def test_what_several_runs_start_from_is_to_be_copied():
-    params, step = jnp.ones(2), make_train_step(lambda p, s, b, r: (jnp.sum(p**2), s))
-    step(TrainState.create(params=params, tx=optax.sgd(0.1)), 1.0)
-    with pytest.raises(RuntimeError, match=r"copy what another run is to start from \(jax.tree.map\(jnp.copy, params"):
-        TrainState.create(params=params, tx=optax.sgd(0.1))
-
-
-@pytest.mark.parametrize("name", ["step", "opt_state", "ema_params"])
-def test_what_create_makes_itself_is_put_into_the_state_after_it(name):
-    with pytest.raises(TypeError, match=rf"got {name}=; it makes that; write state.replace\({name}=…\) after it"):
-        TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 3})
+def test_a_field_that_there_is_not_is_pythons_error():
+    for name in ("batch_stats", "loss_scale", "step"):
+        with pytest.raises(TypeError, match=name):
+            TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 1})
 
 
 @pytest.mark.parametrize("wrong", [0.5, 1j, jnp.float32(1)])
 def test_a_model_state_of_whole_numbers_stays_one(wrong):
     step = make_train_step(lambda p, s, batch, r: (jnp.mean(p * batch), {"n": jnp.asarray(wrong)}), donate=False)
     state = TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), model_state={"n": jnp.int32(0)})
-    with pytest.raises(TypeError, match=r"'n' was int32 and is \w+, which a cast to int32 would cut; start with"):
+    with pytest.raises(TypeError, match=r"'n' was int32 and is \w+; start with"):
         step(state, jnp.ones(2))
 
 
@@ -479,6 +441,5 @@ def test_microbatches_are_of_arrays_with_the_same_examples(classes):
     }
     state = TrainState.create(params=jnp.float32(1), tx=optax.sgd(0.1))
     make_train_step(loss, donate=False)(state, batch)
-    lengths = rf"got {classes} of them in 'weights' and 8 in 'x'; what all examples share goes into model_state, or"
-    with pytest.raises(ValueError, match=f"must be the examples, {lengths}"):
+    with pytest.raises(ValueError, match=f"got {classes} of them in 'weights' and 8 in 'x'; put what all examples"):
         make_train_step(loss, accumulate_steps=2, donate=False)(state, batch)

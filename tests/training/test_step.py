@@ -342,7 +342,7 @@ def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_wh
 
     messages = warned(jnp.float16, jaxmp.NoOpLossScale())
     assert len(messages) == 1
-    assert "float16 products but the optimizer no loss scale" in messages[0]
+    assert "float16 products and no loss scale" in messages[0]
     assert "tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())" in messages[0]
     assert len(warned(jnp.float16, jaxmp.NoOpLossScale(), remat="full")) == 1
     for quiet in ((jnp.float32, jaxmp.NoOpLossScale()), (jnp.bfloat16, jaxmp.NoOpLossScale()), (jnp.float16, None)):
