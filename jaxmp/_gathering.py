@@ -443,7 +443,7 @@ def _value(of: Use, array: Any, is_common: bool) -> Value:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether an array has no axes. Keys are none: what is drawn by them may be one for each example."""
+    """Return whether an array is a number. A PRNG key is none: draws may differ between examples."""
     return not isinstance(value, Use) and np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
 

@@ -38,7 +38,7 @@ REMAT: dict[str, Any] = {
 
 
 def checked(loss_fn: LossFn) -> LossFn:
-    """``loss_fn`` in the form ``(loss, (model_state, metrics))`` that ``has_aux`` takes, its result checked.
+    """Return ``loss_fn`` with its result checked, in the form ``(loss, (model_state, metrics))``.
 
     Raises:
       TypeError: it is no function, or does not take four arguments.
@@ -72,7 +72,7 @@ def as_key(rng: Any) -> Any:
 
 
 def require_arguments(loss_fn: Any, names: str) -> None:
-    """Raises if ``loss_fn`` does not take arguments of these ``names``, or is no function."""
+    """Raise a TypeError if ``loss_fn`` does not take arguments of these ``names``."""
     if not callable(loss_fn):
         raise TypeError(f"a loss function is a function, got {printed(loss_fn)}; write def loss_fn({names})")
     try:
@@ -88,7 +88,7 @@ def require_arguments(loss_fn: Any, names: str) -> None:
 
 
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
-    """``loss_fn`` checked, as :func:`checked` does it, under autocast where something of it is to compute otherwise."""
+    """Return ``loss_fn`` checked, under autocast if the policy or the overrides ask for it."""
     loss_fn = checked(loss_fn)
     given = dict(pairs_of(overrides))
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
@@ -171,6 +171,6 @@ def _difference(new: Any, old: Any) -> tuple[str, str, str]:
 
 
 def _kind(leaf: Any) -> int:
-    """Of bools, integers, real and complex numbers: those of a kind hold all of the kinds before."""
+    """Return 0 for bools, 1 for integers, 2 for real and 3 for complex numbers."""
     kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
     return max([n for n, kind in enumerate(kinds, 1) if jnp.issubdtype(jnp.result_type(leaf), kind)], default=0)

@@ -32,7 +32,7 @@ _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """Where the params of a train step lie, and in which dtype their gradients are reduced.
+    """The layout of the params of a train step, and the dtype in which their gradients are reduced.
 
     Raises:
       ValueError: the mesh has no axis for the batch, or such axes of several types.
@@ -59,28 +59,28 @@ class Plan:
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
-        """Those of the mesh over which the batch is split."""
+        """Return the axes of the mesh that split the batch."""
         return tuple(name for name in BATCH_AXES if name in self.mesh.shape)
 
     @functools.cached_property
     def devices(self) -> int:
-        """The parts of a batch."""
+        """Return the number of parts of a batch."""
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
     @property
     def is_explicit(self) -> bool:
-        """Whether types say where arrays lie, in what is traced now."""
+        """Return whether the current mesh has Explicit axes for the batch."""
         mesh: Mesh = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if mesh.empty else mesh
         return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[self.axes[0]] is AxisType.Explicit
 
     @functools.cached_property
     def rows(self) -> PartitionSpec:
-        """That of an array whose axis 0 has a part for each device."""
+        """Return the spec of an array whose axis 0 has a part for each device."""
         return PartitionSpec(self.axes if len(self.axes) > 1 else self.axes[0])
 
     def set(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it the mesh is that of what is traced and called."""
+        """Return a context in which the mesh of the plan is the current one."""
         if not reading.is_tracing() and not isinstance(self.mesh, jax.sharding.AbstractMesh):
             return jax.set_mesh(self.mesh)
         around: Mesh = jax.sharding.get_abstract_mesh()
@@ -89,7 +89,7 @@ class Plan:
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     def shardings(self, state: Any) -> Any:
-        """Where each leaf of a train state lies.
+        """Return the sharding of each leaf of a train state.
 
         Raises:
           ValueError: the specs are of another tree than its params, or do not fit them.
@@ -101,11 +101,11 @@ class Plan:
         return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), state, self.specs_of(state))
 
     def specs_of(self, state: Any) -> Any:
-        """That of each leaf of a train state."""
+        """Return the spec of each leaf of a train state."""
         return following(state, state.params, self.specs, self.mesh)
 
     def batch(self, batch: Any, microbatches: int) -> Any:
-        """``batch`` with the examples of each leaf over all devices; a scalar is on each.
+        """Return ``batch`` with its examples split over the devices; scalars are on each.
 
         Raises:
           ValueError: devices times microbatches do not divide the examples.
@@ -128,15 +128,15 @@ class Plan:
         return jax.tree.map_with_path(placed, batch)
 
     def put(self, value: Any, spec: PartitionSpec) -> Any:
-        """``value``, laid out so."""
+        """Return ``value`` in the layout ``spec``."""
         return jax.sharding.reshard(value, spec) if self.is_explicit else jax.lax.with_sharding_constraint(value, spec)
 
     def gathered(self, spec: PartitionSpec) -> PartitionSpec:
-        """That of a param where it is used: whole but for axes such as ``"tensor"``, with which no batch is split."""
+        """Return the spec of a gathered param: split only over axes that split no batch, such as ``"tensor"``."""
         return PartitionSpec(*without(spec, self.axes))
 
     def by_rows(self, value: Any, dim: int = 0) -> Any:
-        """``value`` with a part of its axis ``dim`` on each device; over the other axes of the mesh as it lies."""
+        """Return ``value`` with a part of its axis ``dim`` on each device, and else in its layout."""
         if self.is_explicit:
             rest = without(jax.typeof(value).sharding.spec, self.axes)
         else:
@@ -144,11 +144,11 @@ class Plan:
         return self.put(value, PartitionSpec(*rest[:dim], *self.rows, *rest[dim + 1 :]))
 
     def is_split(self, spec: PartitionSpec) -> bool:
-        """Whether devices with other rows of the batch hold other parts."""
+        """Return whether ``spec`` splits an array over axes of the batch."""
         return not set(names_of(spec)).isdisjoint(self.axes)
 
     def whole(self, param: Any, spec: PartitionSpec, dtype: np.dtype) -> Any:
-        """A param on each device, in ``dtype``; nothing to differentiate."""
+        """Return a param gathered in ``dtype``, which is not differentiated."""
         param = jax.lax.stop_gradient(param)
         if not self.is_split(spec):
             return param.astype(dtype)
@@ -156,7 +156,7 @@ class Plan:
         return self.put(self.put(param.astype(dtype), spec), self.gathered(spec))
 
     def tap(self, param: Any, spec: PartitionSpec) -> Any:
-        """Zeros (devices, …) whose cotangent, summed over the devices, is that of ``param``."""
+        """Return zeros (devices, …) whose cotangent, summed over the devices, is that of ``param``."""
 
         @jax.custom_vjp
         def tap(param: Any) -> Any:
@@ -169,15 +169,15 @@ class Plan:
         return tap(param)
 
     def zeros(self, param: Any, spec: PartitionSpec) -> Any:
-        """Those of a tap."""
+        """Return the zeros of a tap."""
         return self.of_parts(jnp.zeros((self.devices, *param.shape), wide(param.dtype)), spec)
 
     def of_parts(self, parts: Any, spec: PartitionSpec) -> Any:
-        """What each device adds to the gradient of a param, (devices, …), laid out so."""
+        """Return the parts (devices, …) of a gradient, in the layout of the param with ``spec``."""
         return self.put(parts, PartitionSpec(*self.rows, *self.gathered(spec)))
 
     def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
-        """The sum over axis 0, of which each device has one part, split as ``spec`` says."""
+        """Return the sum of parts over axis 0, of which each device has one, split as ``spec`` says."""
         own = [tuple(name for name in as_tuple(entry) if name in self.axes) for entry in spec]
         rest = tuple(name for name in self.axes if name not in names_of(spec))
 
@@ -196,7 +196,7 @@ class Plan:
         return jax.shard_map(reduce, in_specs=at, out_specs=out, axis_names=names, check_vma=False)(self.put(parts, at))
 
     def over_rows(self, fun: Callable[..., Any], dims: Sequence[int], args: Sequence[Any]) -> Any:
-        """``fun`` of each device's part of ``args``, split along these axes (scalars are whole), as (devices, …)."""
+        """Return ``fun`` of the part of each device, as (devices, …); ``args`` are split along ``dims``."""
         split = (PartitionSpec(*[None] * dim, *self.rows) for dim in dims)
         specs = tuple(spec if np.ndim(arg) else PartitionSpec() for spec, arg in zip(split, args, strict=True))
         args = [self.by_rows(arg, dim) if np.ndim(arg) else arg for arg, dim in zip(args, dims, strict=True)]
@@ -206,30 +206,30 @@ class Plan:
     # --- for losses that sum over rows by themselves ---
 
     def parts(self, array: Any) -> Any:
-        """``array`` (rows, …) as (devices, rows of each, …)."""
+        """Return ``array`` (rows, …) as (devices, rows of each, …)."""
         shape = (self.devices, array.shape[0] // self.devices, *array.shape[1:])
         return self.put(array.reshape(shape), self.rows)
 
     def copies(self, weight: Any) -> Any:
-        """``weight`` as (devices, …): the cotangent has a part for each device, and is reduced with all others."""
+        """Return ``weight`` as (devices, …), whose cotangent is reduced with those of other uses."""
         with jax.named_scope(COPIES):
             return jax.lax.broadcast_in_dim(weight, (self.devices, *weight.shape), range(1, weight.ndim + 1))
 
 
 def plan_of(mesh: Any, specs: Any, reduce_dtype: Any) -> Plan:
-    """A plan for what a user asks for.
+    """Return a plan.
 
     Raises:
-      ValueError, TypeError: it is none.
+      ValueError: the mesh has no axes for a batch, or the dtype is none to reduce in.
     """
     return Plan(mesh, specs, to_reduce_in(reduce_dtype))
 
 
 def to_reduce_in(dtype: Any) -> np.dtype:
-    """The dtype of sums over devices that a user asks for.
+    """Return the dtype of sums over devices.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is neither float32 nor half.
     """
     found = canonical_dtype(dtype)
     if found not in _REDUCES:
@@ -241,12 +241,12 @@ def to_reduce_in(dtype: Any) -> np.dtype:
 
 
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
-    """In which gradients of ``dtype`` are reduced: float32 stands for float64 where these are."""
+    """Return the dtype in which gradients of ``dtype`` are reduced: float64 in place of float32 for float64."""
     return wide(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
 
 
 def wide(dtype: Any) -> np.dtype:
-    """In which gradients of params of ``dtype`` are computed and summed: float32, or float64."""
+    """Return the dtype in which gradients of params of ``dtype`` are summed: float32, or float64."""
     return max(_FLOAT32, np.dtype(dtype), key=lambda dtype: dtype.itemsize)
 
 
@@ -264,7 +264,7 @@ def on_auto_axes(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def while_tracing(plan: Plan) -> Iterator[None]:
-    """Within it :func:`spread` is this plan."""
+    """Make :func:`spread` return this plan in the context."""
     token = _tracing.set(plan)
     try:
         yield
@@ -273,5 +273,5 @@ def while_tracing(plan: Plan) -> Iterator[None]:
 
 
 def spread() -> Plan | None:
-    """The plan of the loss that is traced; None where no batch is split, or none is known to be."""
+    """Return the plan of the loss that is being traced, or None."""
     return _tracing.get()

@@ -24,12 +24,12 @@ _BY_ROWS = frozenset({("dot_general", 0), ("dot_general", 1), ("gather", 0), ("c
 
 
 def goes_by_rows(eqn: Any, position: int) -> bool:
-    """Whether an equation that reads a weight there, and rows of a batch, is one of :func:`product_by_rows`."""
+    """Return whether :func:`product_by_rows` takes an equation with a weight at this position."""
     return (eqn.primitive.name, position) in _BY_ROWS
 
 
 def product_by_rows(eqn: Any, position: int, use: Use, given: Sequence[Any]) -> Any:
-    """The result of a product or a lookup; the gradient of the weight by the rows that each device has."""
+    """Return a product or a lookup; each device sums the gradient of the weight over its own rows."""
     plan, name = use.source.plan, eqn.primitive.name
     aval, out = eqn.invars[position].aval, eqn.outvars[0].aval
     others = [value for n, value in enumerate(given) if n != position]
@@ -88,7 +88,7 @@ def product_by_rows(eqn: Any, position: int, use: Use, given: Sequence[Any]) -> 
 
 
 def in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
-    """The result of a product in float8, the gradient of the weight by the rows that each device has, in float32.
+    """Return a product in float8; each device sums the gradient of the weight over its own rows, in float32.
 
     None where there are two weights, or nothing that the devices divide.
     """
@@ -139,7 +139,7 @@ def in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
 
 
 def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
-    """The axis of the result, and that of the operand that is no weight, along which the batch is split."""
+    """Return the axis of the batch in the result and in the operand that is no weight, or None."""
     name, params = eqn.primitive.name, eqn.params
     shape = eqn.invars[1 - position].aval.shape
     pairs: list[tuple[int, int]] = []
@@ -162,7 +162,10 @@ def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
 
 
 def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
-    """A product over several axes as one of matrices: XLA's CPU has no others with float32 results of half operands."""
+    """Return a product over several axes as one of matrices.
+
+    On a CPU, XLA has no other products of half operands with float32 results.
+    """
     matrices, shape = [], list[int]()
     for value, summed in zip(operands, eqn.params["dimension_numbers"][0], strict=True):
         kept = [dim for dim in range(value.ndim) if dim not in summed]
@@ -173,7 +176,7 @@ def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
 
 
 def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole: bool = False) -> Any:
-    """``fun``, the transpose of a product, with results in ``dtype``, float32 or wider, of half operands.
+    """Return ``fun``, the transpose of a product of half operands, with its result in ``dtype``.
 
     Convolutions have half results, as cuDNN makes no others; those over the rows of all devices (``is_whole``), which
     XLA divides, are computed in ``dtype``.
@@ -196,13 +199,13 @@ def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole:
 
 
 def may_be_wide(eqn: Any) -> bool:
-    """Whether an equation has half operands, and may take others: see :func:`computed_wide`."""
+    """Return whether :func:`computed_wide` takes an equation: it has half operands, and no parameter names a dtype."""
     has_half = any(is_half(getattr(atom.aval, "dtype", np.int32)) for atom in eqn.invars)
     return has_half and not reading.names_a_dtype(eqn)
 
 
 def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results in float32 of an equation of half operands: so are the sums of their cotangents.
+    """Return the float32 results of an equation of half operands, whose cotangents are summed in float32.
 
     A product is computed in half, the products of its derivative have results in float32.
     """

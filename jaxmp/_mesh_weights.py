@@ -19,7 +19,7 @@ from jaxmp._mesh_plan import Plan, wide
 
 @dataclasses.dataclass(eq=False)
 class Source:
-    """A param in a body, gathered there when it is first used."""
+    """A param in a body, which is gathered there when it is first used."""
 
     plan: Plan
     name: str
@@ -35,7 +35,7 @@ class Source:
     _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
 
     def gathered_again(self, param: Any) -> Any:
-        """The weight, for the backward pass: once for all uses whose derivatives are in one trace."""
+        """Return the weight for the backward pass, gathered once for all uses in one trace."""
         trace = get_opaque_trace_state()
         if self._again is None or self._again[0] is not param or self._again[1] != trace:
             # Without a barrier XLA would keep what the forward pass gathered.
@@ -44,7 +44,7 @@ class Source:
         return self._again[2]
 
     def gathered(self) -> tuple[Any, Any]:
-        """The weight, and its tap."""
+        """Return the weight and its tap."""
         if self.half is None:
             self.half = self.plan.whole(self.param, self.spec, self.dtype)
         if self.tap is None:
@@ -53,20 +53,20 @@ class Source:
 
     @property
     def wide(self) -> np.dtype:
-        """What its cotangents are computed in."""
+        """Return the dtype of its cotangents."""
         return wide(self.param.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
-    """What a variable stands for: a weight, moved, and rounded by the author."""
+    """A weight that a variable of the program stands for, moved and rounded by the author."""
 
     source: Source
     moves: tuple[tuple[Any, int], ...] = ()  # equations, and which of their results
     rounded: np.dtype | None = None
 
     def followed(self, eqn: Any) -> list[Use]:
-        """The results of an equation that only moves it."""
+        """Return the results of an equation that only moves the weight."""
         if eqn.primitive.name == "convert_element_type":
             new = np.dtype(eqn.params["new_dtype"])
             is_rounding = new.itemsize < (self.rounded or self.source.wide).itemsize
@@ -83,7 +83,7 @@ class Use:
         return (value if self.rounded is None else value.astype(self.rounded)).astype(dtype)
 
     def moved_back(self, cotangent: Any) -> Any:
-        """The cotangent of the weight, of that of the moved one."""
+        """Return the cotangent of the weight, given that of the moved weight."""
         if not self.moves:
             return cotangent
         whole = jax.ShapeDtypeStruct(self.source.param.shape, cotangent.dtype)
@@ -91,7 +91,7 @@ class Use:
         return jax.linear_transpose(moved, whole)(cotangent)[0]
 
     def read(self, dtype: Any, shape: Sequence[int] | None = None) -> Any:
-        """The value, for whatever operation: its gradient comes whole, and each device keeps its part."""
+        """Return the array. Its gradient comes whole, and each device keeps its part."""
         source, half = self.source, self.source.gathered()[0]
         plan, spec, param = source.plan, source.spec, source.param
 
@@ -109,7 +109,7 @@ class Use:
         return (moved if shape is None else jnp.broadcast_to(moved, shape)).astype(dtype)
 
     def copies(self, dtype: Any) -> Any:
-        """(devices, …), see :meth:`Plan.copies`."""
+        """Return copies (devices, …) of the weight, see :meth:`Plan.copies`."""
         half, tap = self.source.gathered()
         plan = self.source.plan
 
@@ -139,5 +139,5 @@ def weight_of(of: Source, value: Any, dtype: np.dtype) -> Use:
 
 
 def anywhere(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters that do not say where the result lies."""
+    """Return parameters without the sharding of the result."""
     return {name: None if name in ("sharding", "out_sharding") else value for name, value in params.items()}

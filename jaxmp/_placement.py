@@ -16,10 +16,9 @@ from jaxmp._specs import as_tuple
 
 
 def settled(state: Any) -> Any:
-    """``state`` in the form that a step gives it, so that the first step and those after it share one compilation.
+    """Return ``state`` in the form that a step returns it, so that all steps share one compilation.
 
-    That is arrays of strong type where the params are committed to; and none twice, for a buffer can be donated only
-    once.
+    Arrays have strong types, lie where the params are committed to, and are in it once: a buffer is donated once only.
     """
     home = home_of(state.params)
     seen: set[int] = set()
@@ -34,7 +33,7 @@ def settled(state: Any) -> Any:
 
 
 def each_once(state: Any) -> Any:
-    """``state`` with copies of the arrays that are in it twice (a target network, say): each is deleted but once."""
+    """Return ``state`` with copies of arrays that are in it twice, such as those of a target network."""
     leaves, structure = jax.tree.flatten(state)
     if len({*map(id, leaves)}) == len(leaves):  # as a rule
         return state
@@ -43,14 +42,14 @@ def each_once(state: Any) -> Any:
 
 
 def copied_if_seen(leaf: Any, seen: set[int]) -> Any:
-    """A copy of ``leaf`` if it is an array whose id is in ``seen``, which it is from then on."""
+    """Return a copy of an array whose id is in ``seen``, else ``leaf``; add the id."""
     again = id(leaf) in seen and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     seen.add(id(leaf))
     return jnp.copy(leaf) if again else leaf
 
 
 def home_of(tree: Any) -> Any:
-    """The sharding over all devices of the mesh that an array of ``tree`` is on; else a committed one's; or None."""
+    """Return the sharding over all devices of a mesh in ``tree``, else that of a committed array, or None."""
     shardings = [leaf.sharding for leaf in jax.tree.leaves(tree) if is_put(leaf)]
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):
@@ -59,7 +58,7 @@ def home_of(tree: Any) -> Any:
 
 
 def at_home(leaf: Any, home: Any) -> jax.Array:
-    """``leaf``, at ``home`` if it was put on no device."""
+    """Return ``leaf``, moved to ``home`` if it is uncommitted."""
     if is_put(leaf):
         return leaf
     return jax.device_put(leaf, home) if home.is_fully_addressable else _spread(home)(leaf)
@@ -67,12 +66,12 @@ def at_home(leaf: Any, home: Any) -> jax.Array:
 
 @functools.cache
 def _spread(home: Any) -> Any:
-    """Puts an array that every process has onto the devices of all, where device_put takes no PRNG key."""
+    """Return a function that puts an array of every process onto all devices; device_put takes no PRNG key."""
     return jax.jit(lambda leaf: leaf, out_shardings=home)
 
 
 def at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
-    """``leaf`` as the specs of a step say.
+    """Return ``leaf`` where the specs of a step say.
 
     Raises:
       ValueError: it was put elsewhere.
@@ -90,7 +89,7 @@ def moved_to(leaf: Any, wanted: NamedSharding) -> Any:
 
 
 def _lies(leaf: jax.Array, wanted: NamedSharding) -> bool:
-    """Whether ``leaf`` lies so, on axes of these types."""
+    """Return whether ``leaf`` has the sharding ``wanted``, on axes of the same types."""
     types = {sharding.mesh.axis_types for sharding in (leaf.sharding, wanted) if isinstance(sharding, NamedSharding)}
     return len(types) == 1 and leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
 
@@ -109,7 +108,7 @@ def is_deleted(tree: Any) -> bool:
 
 
 def require_not_deleted(state: Any, error: Exception | None = None) -> None:
-    """Raises, in place of ``error``, if ``state`` was given to a step before, which deleted its arrays."""
+    """Raise an error, in place of ``error``, if an array of ``state`` was donated to an earlier step."""
     leaves = jax.tree.leaves_with_path(state)
     deleted = next((path for path, leaf in leaves if is_deleted(leaf)), None)
     if deleted is not None:
@@ -132,7 +131,7 @@ def require_params(params: Any) -> None:
 
 
 def require_examples(batch: Any) -> None:
-    """Raises if a ``batch`` has no examples: a mean over none is NaN, though its gradients are zeros, which train."""
+    """Raise an error if a batch has no examples: its loss is NaN, but its gradients are zeros, which train."""
     shapes = [shape for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape]
     if {shape[0] for shape in shapes} == {0}:
         raise ValueError(
@@ -142,7 +141,7 @@ def require_examples(batch: Any) -> None:
 
 
 def is_of_jax(leaf: Any) -> bool:
-    """Whether JAX takes a leaf for an array: a number, a key or a shape too."""
+    """Return whether JAX takes a leaf for an array: a number, a key or a shape too."""
     try:
         jax.typeof(leaf)
     except TypeError:
@@ -151,7 +150,9 @@ def is_of_jax(leaf: Any) -> bool:
 
 
 def microbatches(batch: Any, n: int) -> Any:
-    """The batch as ``n`` microbatches: leaves (batch, …) as (n, batch / n, …), example i in i % n; scalars repeated.
+    """Return a batch as ``n`` microbatches: leaves (batch, …) as (n, batch / n, …), example i in i % n.
+
+    Scalars are repeated.
 
     Raises:
       ValueError: leaves have other numbers of examples; ``n`` does not divide them; on axes of type Explicit, the
@@ -191,6 +192,6 @@ def microbatches(batch: Any, n: int) -> Any:
 
 
 def _devices_along_rows(leaf: jax.Array) -> int:
-    """How many devices axis 0 is split over by its type."""
+    """Return how many devices axis 0 is split over by its type."""
     sharding = jax.typeof(leaf).sharding
     return math.prod(sharding.mesh.shape[name] for name in as_tuple(sharding.spec[0])) if sharding.spec else 1

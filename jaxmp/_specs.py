@@ -19,7 +19,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Specs of all of ``state``: a leaf whose path ends in that of a param of its shape has the param's spec."""
+    """Return specs of a state: a leaf whose path ends in that of a param of its shape has the param's spec."""
     known = {
         (parts_of(path), tuple(leaf.shape)): spec
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), specs_in(specs), strict=True)
@@ -86,7 +86,7 @@ def require_specs(tree: Any, specs: Any) -> None:
 
 
 def fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """``spec`` itself, if it fits a leaf of ``shape``."""
+    """Return ``spec`` if it fits an array of ``shape``, else raise an error."""
     names = names_of(spec)
     require_axes(mesh, names, f"the axes of {key!r}")
     if len(spec) > len(shape) or len(set(names)) < len(names):

@@ -48,7 +48,7 @@ class LossScalingState(NamedTuple):
 
     @property
     def last_finite(self) -> jax.Array:
-        """Whether the last step was applied, a bool scalar; True before the first."""
+        """Return whether the last step was applied, a bool scalar; True before the first."""
         return self.consecutive_skipped == 0  # each array of a state costs more than a microsecond a step
 
 
@@ -135,7 +135,7 @@ def loss_scaling(
         made: Made | None,
         **extra_args: Any,
     ) -> tuple[Any, LossScalingState]:
-        """As ``update``, but in place of the updates comes what is made of them, if anything is."""
+        """Return what ``made`` computes from the updates in place of the updates."""
         _check_state(state)
         grads = widen(updates)
         squares = sum_of_squares(grads)
@@ -180,7 +180,7 @@ def loss_scaling(
 
 
 def require_outermost(tx: Any, opt_state: Any) -> None:
-    """Raises if :func:`jaxmp.low_precision` stands anywhere in ``tx`` but right inside :func:`loss_scaling`."""
+    """Raise an error if :func:`jaxmp.low_precision` is not directly inside :func:`loss_scaling`."""
     if rounds_params(opt_state) and not _is_outermost_low_precision(tx):
         raise ValueError(BEHIND_LOW_PRECISION)
 
@@ -190,14 +190,14 @@ def _is_outermost_low_precision(tx: Any) -> bool:
 
 
 def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
-    """The state of the optimizer in another ``loss_scaling`` as that in ``tx`` stores it."""
+    """Return the state of an optimizer as the optimizer in ``tx`` stores it."""
     before = inner_state if isinstance(inner_state, LowPrecisionState) else None
     inner_state = decoded(before.inner_state) if before else inner_state
     return tx.inner.wrap(inner_state, params, before) if _is_outermost_low_precision(tx) else inner_state
 
 
 def _copied_key(leaf: Any) -> Any:
-    """A copy of a key, which an optimizer hands out as it was given it: a donating step deletes what is in a state."""
+    """Return a copy of a key, which a donating step would delete for its owner."""
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
@@ -216,7 +216,7 @@ class Made(NamedTuple):
 
 
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
-    """The state of ``loss_scaling(tx, loss_scale)`` around a state of ``tx`` that has been training already.
+    """Return the state of ``loss_scaling(tx, loss_scale)`` around a state of ``tx`` that has trained already.
 
     ``grad_norm`` is what :func:`loss_scaling` is given.
 
@@ -243,19 +243,19 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
 
 
 def _own_array(path: Any, leaf: Any) -> jax.Array:
-    """A leaf of a loss scale as a new array; of ``LossScale(1024)`` the scale is 1024.0, for it may be halved."""
+    """Return a leaf of a loss scale as a new array; an integer scale becomes float32, as it may be halved."""
     dtype = jnp.result_type(leaf)
     is_whole = path_name(path) == "loss_scale" and jnp.issubdtype(dtype, jnp.integer)
     return jnp.array(leaf, jnp.float32 if is_whole else dtype)
 
 
 def has_loss_scale(opt_state: optax.OptState) -> bool:
-    """Whether an optimizer's state has a loss scale, wherever it is nested."""
+    """Return whether an optimizer's state has a loss scale, wherever it is nested."""
     return bool(scalings_in(opt_state))
 
 
 def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
-    """The one :class:`LossScalingState` in an optimizer's state, wherever it is nested.
+    """Return the one :class:`LossScalingState` in an optimizer's state, wherever it is nested.
 
     Raises:
       ValueError: there is none, or there are several.
@@ -277,7 +277,7 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """The loss-scale object in an optimizer's state, wherever it is nested.
+    """Return the loss-scale object in an optimizer's state, wherever it is nested.
 
     >>> tx = optax.chain(loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)))
     >>> get_loss_scale(tx.init(jnp.ones(2))).loss_scale
@@ -290,7 +290,7 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
 
 
 def _at_hand(opt_state: optax.OptState) -> LossScale:
-    """The loss scale in ``opt_state``, if no donating step has had it."""
+    """Return the loss scale in ``opt_state``, or raise an error if it was donated."""
     loss_scale = get_loss_scale(opt_state)
     require_not_deleted(loss_scale)
     return loss_scale
@@ -439,7 +439,7 @@ def scaled_value_and_grad(
 
 
 def is_list(argnums: Any) -> bool:
-    """Whether ``argnums`` lists places, as an array may too, so that there are gradients for each."""
+    """Return whether ``argnums`` is a list of places: a sequence, or an array with axes."""
     return isinstance(argnums, Sequence) or np.ndim(argnums) > 0
 
 
@@ -450,7 +450,7 @@ def places_of(argnums: Any, *others: type) -> list[Any]:
 
 
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
-    """``fun`` in the form that is differentiated with ``has_aux``: the scaled loss, and the true one with ``aux``."""
+    """Return ``fun`` with the results ``(scaled loss, (true loss, aux))``."""
     require_flag("has_aux", has_aux, "pass has_aux=True for a function that returns (loss, aux)")
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
@@ -529,7 +529,7 @@ def with_loss(step: Callable[..., T], loss: Any) -> T:
 
 
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
-    """An optimizer's state ``new`` where ``finite``, else ``old``, but for the loss scale and its counters."""
+    """Return ``new`` where ``finite``, else ``old`` with the loss scale and the counters of ``new``."""
 
     def keep(new: Any, old: Any) -> Any:
         if isinstance(new, LossScalingState):
@@ -540,13 +540,13 @@ def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
 
 
 def scalings_in(opt_state: optax.OptState) -> list[LossScalingState]:
-    """Those in an optimizer's state, wherever they are nested."""
+    """Return the loss-scaling states in an optimizer's state, wherever they are nested."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScalingState))
     return [node for node in nodes if isinstance(node, LossScalingState)]
 
 
 def require_loss(loss: Any, otherwise: str) -> Any:
-    """The ``loss`` that a function returned; ``otherwise`` is the remedy if that is no number at all.
+    """Return the ``loss`` of a function; ``otherwise`` is the remedy for what is no number.
 
     Raises:
       TypeError: it is no floating scalar.
@@ -560,13 +560,13 @@ def require_loss(loss: Any, otherwise: str) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is an array, of JAX or NumPy, a Python number or a Variable of NNX."""
+    """Return whether ``value`` is an array of JAX or NumPy, a Python number or a Variable of NNX."""
     number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
     return number or hasattr(value, "__jax_array__")
 
 
 def as_float(value: Any) -> float:
-    """A real number or scalar array, concrete; NaN for all else."""
+    """Return a concrete real number as a float, and NaN for all else."""
     is_real = is_number(value) and not isinstance(value, (bool, jax.core.Tracer)) and np.ndim(value) == 0
     dtype = jnp.result_type(value) if is_real else np.dtype(bool)
     is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
@@ -574,7 +574,7 @@ def as_float(value: Any) -> float:
 
 
 def described(value: Any) -> str:
-    """What a loss function returned, for an error: its dtype and shape, or its type; a tracer's type says nothing."""
+    """Return the dtype and shape of a value, or its type, for an error."""
     if is_number(value):
         return f"{jnp.result_type(value).name} of shape {np.shape(value)}"
     return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
@@ -599,7 +599,7 @@ def _check_state(state: Any) -> None:
 
 
 def _check_same_shapes(updates: Any, params: Any) -> None:
-    """Refuses updates that do not fit ``params`` (or the gradients), unless they are another tree altogether."""
+    """Raise an error if an update does not have the shape of its param; broadcasting would hide it."""
     made: Any = jax.tree.structure(updates)
     if made != jax.tree.structure(params):
         return

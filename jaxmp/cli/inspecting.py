@@ -10,12 +10,12 @@ from jaxmp.cli.errors import UsageError
 
 
 def where(options: argparse.Namespace) -> dict[str, Any]:
-    """The devices that a program is compiled for."""
+    """Return the options that say which devices a program is compiled for."""
     return {"device": options.device, "topology": options.topology}
 
 
 def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function under autocast with a policy, or as it is."""
+    """Return a function under autocast with a policy, or as it is."""
     from jaxmp.engine.autocast import autocast
     from jaxmp.inspect.targets import NNXStep, TrainStep
 
@@ -28,7 +28,7 @@ def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """What ``make`` of the function says of shapes."""
+    """Return the report of ``make(function)`` on shapes."""
     import jax
 
     from jaxmp.cli.loading import in_current_folder, load, told
@@ -45,7 +45,7 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
 
 
 def of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """What ``make`` of the function says of the arrays that another function returns; both are run."""
+    """Return the report of ``make(function)`` on the arrays that another function returns."""
     from jaxmp.cli.loading import check_count, function, in_current_folder, told
 
     with in_current_folder():

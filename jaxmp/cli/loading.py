@@ -30,7 +30,7 @@ class Loaded(NamedTuple):
 
 @contextlib.contextmanager
 def in_current_folder() -> Iterator[None]:
-    """Within it modules in the current folder go first."""
+    """Import modules of the current folder first."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
@@ -41,7 +41,7 @@ def in_current_folder() -> Iterator[None]:
 
 
 def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> Loaded:
-    """A function and its arguments.
+    """Return a function and its arguments.
 
     Args:
       name: ``"module:function"``.
@@ -65,7 +65,7 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
 
 
 def _shapes(example: str, fun: Callable[[], Any]) -> Any:
-    """The shapes of what a function returns; ShapeDtypeStructs as they are."""
+    """Return the shapes of the results of a function, and ShapeDtypeStructs as they are."""
     result: Any = None
 
     def arrays() -> Any:
@@ -163,7 +163,7 @@ def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> 
 
 
 def levels(overrides: Sequence[str]) -> dict[str, str]:
-    """Overrides that are written ``"KEY=LEVEL"``."""
+    """Return overrides that are written ``"KEY=LEVEL"``."""
     overridden: dict[str, str] = {}
     for text in overrides:
         key, _, level = text.rpartition("=")

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
 def plan(
     function: str, policy: str, shapes: Sequence[str] = (), example: str | None = None, overrides: Sequence[str] = ()
 ) -> Any:
-    """The :class:`jaxmp.CastPlan` of a function on abstract arguments; nothing is executed but imports.
+    """Return the :class:`jaxmp.CastPlan` of a function on abstract arguments; only imports are executed.
 
     Args:
       function, shapes, example: as for :func:`jaxmp.cli.loading.load`.
