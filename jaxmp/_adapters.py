@@ -38,10 +38,10 @@ Mode = Literal["written", "float32", "autocast"] | None
 
 
 def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Any]]:
-    """The policies of a model under autocast and its exceptions of operations, of what ``autocast`` is given."""
-    given = dict(pairs_of(overrides))
-    operations = {key: given.pop(key) for key in [*given] if isinstance(key, str) and key.startswith(OPERATIONS)}
-    policies = PolicyMap(PolicyMap("mixed_float16" if is_o1(policy) else policy), given)
+    """Return the policies of a model under autocast, and its overrides of operations."""
+    patterns = dict(pairs_of(overrides))
+    operations = {key: patterns.pop(key) for key in [*patterns] if isinstance(key, str) and key.startswith(OPERATIONS)}
+    policies = PolicyMap(PolicyMap("mixed_float16" if is_o1(policy) else policy), patterns)
     half = policies.compute_dtype
     if half not in CASTABLE or not is_half(half):
         raise ValueError(
@@ -233,13 +233,13 @@ class Treatment:
       mode: ``"written"`` if it computes as it is written, in the dtype of its field; ``"float32"`` if it is traced in
         float32, and hands out what the engine decides; ``"autocast"`` if autocast decides on the whole model; None if
         it is traced on the dtypes that come in, and decided on the graph.
-      asked: what an override asks of autocast.
+      override: the level of the override that covers it under autocast, if any.
       not_half: the reason why it is not half; None if it is.
     """
 
     policy: Policy
     mode: Mode
-    asked: str | None = None
+    override: str | None = None
     not_half: Reason | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -258,7 +258,7 @@ class Treatment:
     def mark(self) -> contextlib.AbstractContextManager[None]:
         """What tells the engine how to compute the code of a method."""
         if self.mode == "autocast":
-            return jax.named_scope(f"jaxmp.precision({self.asked})") if self.asked else contextlib.nullcontext()
+            return jax.named_scope(f"jaxmp.precision({self.override})") if self.override else contextlib.nullcontext()
         dtype = None if self.mode == "written" else self.policy.compute_dtype
         return computing(dtype, self.policy.matmul_precision, self.policy.matmul)
 
@@ -274,16 +274,26 @@ class Treatment:
 
 
 def handed_out(
-    result: Any, own: Treatment, caller: Treatment | None, given: set[int], arrays: Callable[..., Any] = jax.tree.map
+    result: Any,
+    treatment: Treatment,
+    caller: Treatment | None,
+    arguments: set[int],
+    map_arrays: Callable[..., Any] = jax.tree.map,
 ) -> Any:
-    """What a method returns, as the code that called it wants it.
+    """Return the result of a method in the dtypes that its caller expects.
 
-    What it only passes on, whose ids are ``given``, keeps its digits. ``arrays`` maps a function over its arrays.
+    Args:
+      result: a tree.
+      treatment: how the method was computed.
+      caller: how its caller is computed; None outside of modules.
+      arguments: the ids of the method's arguments: an argument that it returns is not rounded.
+      map_arrays: maps a function over the arrays of a tree.
     """
     if caller is not None and caller.is_float32:
-        return arrays(widen, result)
-    if own.is_float32:
-        return arrays(lambda leaf: leaf if id(leaf) in given else narrow(leaf, own.policy.compute_dtype), result)
+        return map_arrays(widen, result)
+    if treatment.is_float32:
+        half = treatment.policy.compute_dtype
+        return map_arrays(lambda leaf: leaf if id(leaf) in arguments else narrow(leaf, half), result)
     return result
 
 
@@ -313,16 +323,19 @@ def like(new: Any, old: Any) -> Any:
 
 
 def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...]) -> Any:
-    """As :func:`computed`; without ``jit`` a program is written once for all calls of one key with arrays of one type.
+    """Compute ``fun(*args)`` as :func:`computed` does, and remember its program for eager calls.
 
-    Its operations run one by one, as they would without the engine.
+    The operations of an eager call run one after the other, as without the engine.
 
     Args:
-      programs: those that were written before; the least recent ones are dropped.
-      key: what ``fun`` depends on besides its arguments, compared by ``==``.
-      fun: a function whose result depends on nothing else.
-      rules: what is asked of its operations.
+      programs: the programs of earlier calls; the least recent ones are dropped.
+      key: everything besides its arguments that ``fun`` depends on, compared by ``==``.
+      fun: a pure function.
+      rules: the rules for its operations.
       args: its arguments.
+
+    Raises:
+      RuntimeError: an array among the arguments of an eager call was deleted.
     """
     leaves, tree = jax.tree.flatten(args)
     operands = arrays_in(leaves)

@@ -33,7 +33,7 @@ from jaxmp._contexts import policies_off
 from jaxmp._functions import require_order
 from jaxmp.engine.autocast import computed
 from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
-from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, running
+from jaxmp.linen.run import Root, Run, is_running, replaced_fields, run_with_root, running
 from jaxmp.linen.variables import Variables
 from jaxmp.policy import PolicyMap, is_o1
 
@@ -131,6 +131,7 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
 
 
 def _under(module: M, root: Root, name: str) -> M:
+    """Return ``module`` under the policies of ``root``, in a call of ``jaxmp.linen.<name>``."""
     if not isinstance(module, nn.Module):
         raise wrong_model(module, "linen", name)
     root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
@@ -146,6 +147,7 @@ class _Policied(Hooks):
     def jaxmp_call(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
+        """Return ``call()``; from outside, in a run of its own, which the engine decides unless variables are made."""
         if policies_off.value or self.scope is None or is_checked(self):
             return call()
         if (run := run_with_root(self)) is not None:
@@ -296,7 +298,7 @@ def _fields(module: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(module) if field.init]
     with _views.turned(False):
         fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
-    return {**fields, **given_fields(module)}
+    return {**fields, **replaced_fields(module)}
 
 
 def _rebuild(base: Any, fields: dict[str, Any], root: Root, name: str | None, parent: Scope | None = None) -> Any:

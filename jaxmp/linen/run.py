@@ -241,6 +241,7 @@ class Run:
         return decision
 
     def _decide(self, module: Any, path: Path) -> _Decision:
+        """Return the decision for ``module``, and fill its fields."""
         policy, pattern = self.policies.resolve(self.prefix + path, self._classes_around(module, path))
         dtypes: dict[str, np.dtype] = {}
         mode: Mode = "autocast"
@@ -264,7 +265,7 @@ class Run:
         return _Decision(
             policy=policy,
             mode=mode,
-            asked=level_of(policy, self.policies.root.matmul) if self.autocast and pattern is not None else None,
+            override=level_of(policy, self.policies.root.matmul) if self.autocast and pattern is not None else None,
             not_half=reason_not_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
             param_dtype=None if keeps_params else dtypes.get("param_dtype", policy.param_dtype),
@@ -295,7 +296,7 @@ class Run:
     # --- what is done for a call ---
 
     def call(self, module: nn.Module, method: str, next_fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a method of ``module``, which belongs to this run, as was decided for it."""
+        """Call a method of ``module``, which belongs to this run, under its decision."""
         decision = self.decide(module)
         if method == "setup":
             next_fun(*args, **kwargs)
@@ -309,16 +310,13 @@ class Run:
                 return next_fun(*args, **kwargs)
         caller = _running.frames[-1] if _running.frames else None
         inside = caller is not None and caller.is_around(self, module)
-        own = decision.called_by(caller.decision if caller is not None and caller.run is self else None)
-        if own.is_float32 and not inside:
+        treatment = decision.called_by(caller.decision if caller is not None and caller.run is self else None)
+        if treatment.is_float32 and not inside:
             args, kwargs = jax.tree.map(widen, (args, kwargs))
-        given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))} if own.is_float32 else set()
-        _running.frames.append(_Frame(self, module, module.path, own))
+        arguments = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))} if treatment.is_float32 else set()
+        _running.frames.append(_Frame(self, module, module.path, treatment))
         try:
-            with (
-                decision.mark(),
-                decision.products(caller.decision if caller else None, self.ambient_precision),
-            ):
+            with decision.mark(), decision.products(caller.decision if caller else None, self.ambient_precision):
                 result = next_fun(*args, **kwargs)
         finally:
             _running.frames.pop()
@@ -326,9 +324,9 @@ class Run:
             keep_statistics(module, self._at(path) or {}, decision)
         if caller is not None and caller.run is self:
             if not inside:
-                result = handed_out(result, own, caller.decision, given)
+                result = handed_out(result, treatment, caller.decision, arguments)
         elif self.method is not None and (module is self.module or module is self.copy()):
-            result = handed_out(result, own, None, given) if self.prefix else result
+            result = handed_out(result, treatment, None, arguments) if self.prefix else result
             result = self.cast_output(result)  # before Linen captures it as an intermediate
         return result
 
@@ -349,7 +347,7 @@ class Run:
     # --- what is done at the end ---
 
     def finish(self) -> None:
-        """Comes after the run: params are stored, and what the policies matched is checked."""
+        """Store params in their param dtypes, and check the patterns, after the run."""
         if self.make_variables is not None:
             store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
@@ -405,31 +403,31 @@ def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) 
 
 # --- the fields and params of one module ---
 
-_GIVEN = "_jaxmp_given"  # where a module keeps the fields that its author gave and a policy replaced
+_REPLACED = "_jaxmp_replaced"  # where a module has the fields that its author wrote and a policy replaced
 _NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # fields of these hold none
 
 
-def given_fields(module: nn.Module) -> dict[str, Any]:
-    """The fields of ``module`` that a policy replaced, as its author gave them."""
-    return vars(module).get(_GIVEN, {})
+def replaced_fields(module: nn.Module) -> dict[str, Any]:
+    """Return the fields of ``module`` that a policy replaced, as its author wrote them."""
+    return vars(module).get(_REPLACED, {})
 
 
 def _fill_dtypes(
     module: Any, defaults: Mapping[str, Any], policy: Policy, overridden: bool, container: bool
 ) -> dict[str, np.dtype]:
-    """Fills the ``dtype`` and ``param_dtype`` fields of ``module`` that have their defaults; returns all it has then.
+    """Fill the ``dtype`` and ``param_dtype`` fields of ``module`` that have their defaults, and return both.
 
-    If it is ``overridden`` they are set whatever its author gave; a ``dtype`` of None is left alone in a ``container``.
+    In an ``overridden`` module they are filled in any case; in a ``container`` a ``dtype`` of None stays.
     """
     dtypes = {}
     for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
         if name not in defaults or not is_floating(getattr(module, name)):
             continue
-        given = getattr(module, name)
-        if name == "dtype" and given is None and container:
+        value = getattr(module, name)
+        if name == "dtype" and value is None and container:
             continue
-        if overridden or is_default(given, defaults[name]):
-            vars(module).setdefault(_GIVEN, {}).setdefault(name, given)
+        if overridden or is_default(value, defaults[name]):
+            vars(module).setdefault(_REPLACED, {}).setdefault(name, value)
             object.__setattr__(module, name, dtype)
         dtypes[name] = np.dtype(getattr(module, name))
     return dtypes
@@ -471,7 +469,7 @@ def _require_policy_in_bridge(module: Any, path: Path) -> None:
     if isinstance(make, type):
         checked.fail(make.__name__)
     if not isinstance(make, _WithPolicy):
-        vars(module).setdefault(_GIVEN, {})["nnx_class"] = make
+        vars(module).setdefault(_REPLACED, {})["nnx_class"] = make
         object.__setattr__(module, "nnx_class", checked)
 
 

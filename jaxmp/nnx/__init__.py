@@ -140,6 +140,7 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
 
 
 def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping[str, str] | None = None) -> M:
+    """Return a copy of ``model`` that shares its Variables, under policies or under autocast."""
     name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
         raise wrong_model(model, "nnx", name)
@@ -149,7 +150,7 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
         _require_policies_in_bridges(graph)
     policies.check(graph.classes, graph.variables)
     is_checked = is_half(policies.root.compute_dtype) and not graph.nested
-    _put_under(graph, policies, by_autocast, is_checked, operations=tuple((operations or {}).items()))
+    _put_under(graph, policies, by_autocast, is_checked, tuple((operations or {}).items()))
     note_copy(model)
     return copy
 
@@ -167,15 +168,16 @@ def _require_policies_in_bridges(graph: _Graph) -> None:
         )
 
 
-def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, is_checked: bool, **asked: Any) -> list[Decision]:
-    # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
-    decisions = [_decide(policies, by_autocast, node, graph, **asked) for node in graph.nodes]
+def _put_under(
+    graph: _Graph, policies: PolicyMap, by_autocast: bool, is_checked: bool, operations: tuple[tuple[str, str], ...]
+) -> None:
+    """Decide for every module of ``graph``, and then change them: a decision reads the dtypes of modules around."""
+    decisions = [_decide(policies, by_autocast, node, graph, operations) for node in graph.nodes]
     if is_checked:
         decisions[0] = dataclasses.replace(decisions[0], half=_half_policy(policies, graph, decisions))
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
         _set_up(node, decision, graph, casts)
-    return decisions
 
 
 def _decide(
@@ -183,33 +185,34 @@ def _decide(
     by_autocast: bool,
     node: _Node,
     graph: _Graph,
-    operations: tuple[tuple[str, str], ...] = (),
+    operations: tuple[tuple[str, str], ...],
 ) -> Decision:
+    """Return the decision for the module of ``node``."""
     policy, pattern = policies.resolve(_deciding_path(policies, node, graph), graph.classes)
     overridden = pattern is not None
-    filled = [name for name in node.given if not by_autocast and node.is_filled(name, overridden)]
-    own = None if by_autocast or "dtype" in filled else node.given.get("dtype")
+    filled = [name for name in node.dtypes if not by_autocast and node.is_filled(name, overridden)]
+    author_dtype = None if by_autocast or "dtype" in filled else node.dtypes.get("dtype")
     mode: Mode = None
     if by_autocast:
         mode = "autocast"
-    elif "dtype" in node.given or node.wraps_linen:
+    elif "dtype" in node.dtypes or node.wraps_linen:
         mode = "written"
     elif node.own_params() or (overridden and not node.is_parent()):
         mode = "float32"
-    computes = policy.compute_dtype if own is None else np.dtype(own)
+    computes = policy.compute_dtype if author_dtype is None else np.dtype(author_dtype)
     return Decision(
         policy=policies.root if by_autocast else policy,
         mode=mode,
-        asked=level_of(policy, policies.root.matmul) if by_autocast and overridden else None,
+        override=level_of(policy, policies.root.matmul) if by_autocast and overridden else None,
         not_half=reason_not_half(policy, computes, pattern, operations),
         is_root=node is graph.nodes[0],
-        given=tuple((name, node.given[name]) for name in filled),
+        replaced=tuple((name, node.dtypes[name]) for name in filled),
         operations=operations,
     )
 
 
 def _deciding_path(policies: PolicyMap, node: _Node, graph: _Graph) -> Path:
-    """Of the several paths of a shared module, the one for whose policy the first pattern speaks."""
+    """Return the path of a module, of several paths of a shared one the path that the first pattern matches."""
     order = [*policies.patterns, None]
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
@@ -233,7 +236,7 @@ def _set_up(
     """Put a module under its decision; ``casts`` holds the casts of Params so far, by the ids of the Params."""
     policy, bare = decision.policy, bare_class(node.module)
     dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
-    fills = {name: dtypes[name] for name, _ in decision.given}
+    fills = {name: dtypes[name] for name, _ in decision.replaced}
 
     def stored(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
         if not isinstance(var, nnx.Param):
@@ -242,15 +245,15 @@ def _set_up(
             casts[id(var)] = cast_variable(var, policy.param_dtype)
         return casts[id(var)]
 
-    has_param_dtype = "param_dtype" in fills or "param_dtype" not in node.given
+    has_param_dtype = "param_dtype" in fills or "param_dtype" not in node.dtypes
     if decision.mode != "autocast" and has_param_dtype and not node.wraps_linen:
         change_own(node.module, stored)
-    # Those around it are set up already; roots inside are from an earlier call.
+    # Modules around it are set up already; roots inside are from an earlier call.
     related = graph.nested if decision.is_root else [other.module for other in node.around]
-    known = [decision_of(module) for module in related if bare_class(module) is bare]
-    levels = [each.level for each in known if each is not None and dataclasses.replace(each, level=0) == decision]
+    others = [decision_of(module) for module in related if bare_class(module) is bare]
+    levels = [other.level for other in others if other and dataclasses.replace(other, level=0) == decision]
     decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
-    vars(node.module).update(node.given | fills)
+    vars(node.module).update(node.dtypes | fills)
     object.__setattr__(node.module, "__class__", policied_class(bare, decision))
 
 
@@ -267,7 +270,7 @@ class _Node:
     module: Any
     paths: list[Path]  # all that lead to it, as it may be shared
     around: list[_Node]  # the modules that it lies in, by the first path
-    given: dict[str, Any]  # its dtype attributes as its author gave them, where they are floating or None
+    dtypes: dict[str, Any]  # its dtype attributes as its author wrote them, where they are floating or None
 
     def is_filled(self, name: str, overridden: bool) -> bool:
         """Whether a policy sets the attribute ``name``.
@@ -276,14 +279,14 @@ class _Node:
         """
         if name == "dtype" and isinstance(self.module, _WRITE_PARAMS):
             return False
-        given = self.given[name]
+        given = self.dtypes[name]
         if overridden or is_default(given, _default(self.module, name)):
             return True
         for outer in self.around:
             default = _default(outer.module, name)
             if default is None or not is_floating(default) or np.dtype(default) != np.dtype(given):
                 continue
-            if is_default(outer.given.get(name, default), default):
+            if is_default(outer.dtypes.get(name, default), default):
                 return True
         return False
 
@@ -339,7 +342,7 @@ def _read_graph(model: nnx.Module) -> _Graph:
                 return
             if any(value is outer.module for outer in around):
                 return
-            node = nodes.setdefault(id(value), _Node(value, [], around, _given(value)))
+            node = nodes.setdefault(id(value), _Node(value, [], around, _author_dtypes(value)))
             node.paths.append(path)
             if node.wraps_linen:  # no pattern reaches into it
                 if node.has_linen_policy():
@@ -354,9 +357,9 @@ def _read_graph(model: nnx.Module) -> _Graph:
     return graph
 
 
-def _given(module: nnx.Module) -> dict[str, Any]:
+def _author_dtypes(module: nnx.Module) -> dict[str, Any]:
     decision = decision_of(module)
-    attributes = vars(module) | dict(decision.given if decision is not None else ())
+    attributes = vars(module) | dict(decision.replaced if decision is not None else ())
     given = {name: attributes[name] for name in _DTYPES if name in attributes and is_floating(attributes[name])}
     # Without a dtype, an Embed gives itself that of its params.
     if isinstance(module, nnx.Embed) and given.get("dtype") == given.get("param_dtype"):

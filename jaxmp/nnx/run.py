@@ -70,7 +70,7 @@ class Decision(Treatment):
 
     Attributes:
       is_root: whether its results are cast to the policy's output dtype.
-      given: the attributes that the policy replaced, as the author gave them.
+      replaced: the attributes that the policy replaced, as the author wrote them.
       level: how many modules of the same class are around it for which the same was decided, so that one that is nested
         in another is told from a copy that a transform has made.
       operations: the exceptions of operations from autocast.
@@ -78,14 +78,14 @@ class Decision(Treatment):
     """
 
     is_root: bool
-    given: tuple[tuple[str, Any], ...]
+    replaced: tuple[tuple[str, Any], ...]
     level: int = 0
     operations: tuple[tuple[str, str], ...] = ()
     half: HalfPolicy | None = None
 
 
 def decision_of(module: Any) -> Decision | None:
-    """What was decided for a module; None if it is under no policy."""
+    """Return the decision for a module; None if it is under no policy."""
     return getattr(type(module), "jaxmp_decision", None)
 
 
@@ -218,9 +218,9 @@ def is_running() -> bool:
 
 
 def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Calls ``method``, a descriptor in the class of ``module``: as a program of its own if it is called from outside.
+    """Call ``method``, a descriptor in the class of ``module``; as a program of its own if the call is from outside.
 
-    A module below a root that is called by itself, ``model.head(x)``, is a root of its own meanwhile.
+    A module below a root that is called by itself, ``model.head(x)``, is a root during the call.
     """
     caller, decision = _innermost.get(), _decision_now(module)
     if caller is not None and not (decision.is_root and not caller.is_in_run_of(type(module))):
@@ -235,16 +235,17 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 def _decision_now(module: Any) -> Any:
     """Return the decision for a call: while policies are off, the module only names its scope."""
     decision: Decision = type(module).jaxmp_decision
-    return dataclasses.replace(decision, mode="autocast", asked=None) if policies_off.value else decision
+    return dataclasses.replace(decision, mode="autocast", override=None) if policies_off.value else decision
 
 
 def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame | None, decision: Decision) -> Any:
+    """Call ``method`` of ``module`` as a program of its own, which the engine decides."""
     config: Any = jax.config
     ambient = caller.run.ambient_precision if caller else config.jax_default_matmul_precision
     if policies_off.value:
         run = _Run(type(module), ambient, {})
         run.find(module, ())
-        with _dtypes_as_given([node for node, _ in run.paths.values()]):
+        with _author_dtypes([node for node, _ in run.paths.values()]):
             return _run(run, module, method, args, kwargs)
     half = None if caller is not None or is_running_in("linen") else decision.half
     check = half and ProductsCheck(half.policy)
@@ -271,7 +272,7 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
 
 
 def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a method of ``module`` in a run; one that another of its methods calls just runs, in a transform too."""
+    """Call a method of ``module`` in a run; a method that another one of the module calls just runs."""
     decision, caller = _decision_now(module), _innermost.get()
     bound = method.__get__(module, type(module))
     known, here = run.paths.get(id(module)), caller if caller is not None and caller.run is run else None
@@ -287,13 +288,13 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     if scope and numbers.get() is not None:
         scope += f"/jaxmp.call:{next(run.calls)}"
 
-    given = set[int]()
+    arguments = set[int]()
     if decision.is_float32:
         args, kwargs = _arrays(widen, (args, kwargs))
-        given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
-    own = decision.called_by(here.decision if here else None)
+        arguments = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
+    treatment = decision.called_by(here.decision if here else None)
     run.called.add(id(module))
-    frame = _Frame(run, module, path, own, caller)
+    frame = _Frame(run, module, path, treatment, caller)
     with (
         frame.running(),
         jax.named_scope(scope) if scope else contextlib.nullcontext(),
@@ -307,7 +308,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         return result
     if here is None and decision.is_root:
         return _arrays(decision.policy.cast_to_output, result)
-    return handed_out(result, decision, here.decision if here else None, given, _arrays)
+    return handed_out(result, decision, here.decision if here else None, arguments, _arrays)
 
 
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
@@ -316,12 +317,12 @@ def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _dtypes_as_given(modules: list[Any]) -> Iterator[None]:
-    """While this lasts, the dtype attributes of modules are those that their author gave."""
-    filled = [(vars(module), dict(decision.given)) for module in modules if (decision := decision_of(module))]
-    before = [{name: attributes[name] for name in given} for attributes, given in filled]
-    for attributes, given in filled:
-        attributes.update(given)
+def _author_dtypes(modules: list[Any]) -> Iterator[None]:
+    """Give modules the dtype attributes that their author wrote, while the context lasts."""
+    filled = [(vars(module), dict(decision.replaced)) for module in modules if (decision := decision_of(module))]
+    before = [{name: attributes[name] for name in replaced} for attributes, replaced in filled]
+    for attributes, replaced in filled:
+        attributes.update(replaced)
     try:
         yield
     finally:
