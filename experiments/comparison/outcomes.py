@@ -235,7 +235,7 @@ def train(
             read(late.push(step, metrics))
         read(late.drain())
         test = experiment.evaluate(state)
-    except FloatingPointError as error:  # jaxmp.training.NonFiniteTrainingError
+    except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
         outcome.failure = str(error)
         read(late.drain())
         progress.advance(experiment.steps - len(curve), "stopped: not finite", title)

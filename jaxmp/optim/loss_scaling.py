@@ -82,7 +82,7 @@ def loss_scaling(
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
     >>> opt_state = tx.init(params)
-    >>> loss, grads = value_and_grad(lambda p: jnp.sum(p["w"] ** 2), opt_state)(params)
+    >>> loss, grads = jaxmp.value_and_grad(lambda p: jnp.sum(p["w"] ** 2), opt_state)(params)
     >>> grads["w"]  # 2 * w: the gradient of the true loss
     Array([4.], dtype=float32)
     >>> updates, opt_state = tx.update(grads, opt_state, params)

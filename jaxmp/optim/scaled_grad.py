@@ -32,7 +32,7 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
       ValueError: ``opt_state`` has no loss scale, or several.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
-    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
+    >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
     >>> jax.grad(lambda params: scale_loss(jnp.sum(params), opt_state))(jnp.ones(2))
     Array([8., 8.], dtype=float32)
     """
@@ -49,7 +49,7 @@ def unscale(grads: T, opt_state: optax.OptState) -> T:
       ValueError: ``opt_state`` has no loss scale, or several.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
-    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
+    >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
     >>> unscale({"w": jnp.array([8.0, 4.0], jnp.float16)}, opt_state)
     {'w': Array([1. , 0.5], dtype=float32)}
     """
@@ -101,7 +101,7 @@ def value_and_grad(
         differentiate has leaves that are not floating; ``argnums`` are no whole numbers.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
-    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
+    >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
     >>> value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
     (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
     """

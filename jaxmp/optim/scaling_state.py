@@ -45,7 +45,7 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
 
     >>> tx = optax.adam(1e-3)
     >>> opt_state = tx.init(jnp.ones(3))  # … and many steps later
-    >>> opt_state = wrap_opt_state(opt_state, jaxmp.DynamicLossScale())  # goes with loss_scaling(tx, …)
+    >>> opt_state = wrap_opt_state(opt_state, jaxmp.DynamicLossScale())  # goes with jaxmp.loss_scaling(tx, …)
 
     Raises:
       ValueError: the state has a loss scale already.
@@ -102,7 +102,7 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
     """Return the loss-scale object in an optimizer's state, wherever it is nested.
 
-    >>> tx = optax.chain(loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)))
+    >>> tx = optax.chain(jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)))
     >>> get_loss_scale(tx.init(jnp.ones(2))).loss_scale
     8.0
 
@@ -136,7 +136,7 @@ def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
         the trees differ in structure.
       TypeError: two leaves differ in shape.
 
-    >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
+    >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
     >>> params, mean = jnp.ones(2), jnp.zeros(())
     >>> _, opt_state = tx.update(jnp.array([jnp.inf, 0.0]), tx.init(params), params)
     >>> keep_if_skipped(opt_state, jnp.array(jnp.nan), mean)

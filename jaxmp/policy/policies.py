@@ -115,7 +115,7 @@ class Policy:
     def wrap(self, fun: F) -> F:
         """``fun`` with its floating arguments cast to the compute dtype and its results to the output dtype.
 
-        >>> half_dot = get_policy("mixed_float16").wrap(lambda x, y: x @ y)
+        >>> half_dot = jaxmp.get_policy("mixed_float16").wrap(lambda x, y: x @ y)
         >>> half_dot(jax.numpy.full((1, 1), 1 / 3), jax.numpy.ones((1, 1)))[0, 0]  # a third, rounded to float16
         Array(0.33325195, dtype=float32)
         """

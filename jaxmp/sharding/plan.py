@@ -51,7 +51,7 @@ class Sharding:
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> params = {"w": jnp.zeros((512, 512))}
-    >>> sharding = Sharding(mesh, fsdp_specs(params, mesh))
+    >>> sharding = Sharding(mesh, jaxmp.sharding.fsdp_specs(params, mesh))
     >>> state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(0.1), sharding)
     """
 

@@ -108,7 +108,7 @@ def make_train_step(
     >>> def loss_fn(params, model_state, batch, rng):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
     >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
-    >>> state = TrainState.create(params={"w": jnp.zeros((2, 1))}, tx=tx)
+    >>> state = jaxmp.TrainState.create(params={"w": jnp.zeros((2, 1))}, tx=tx)
     >>> step = make_train_step(loss_fn)
     >>> state, metrics = step(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
     >>> float(metrics["loss"]), float(metrics["loss_scale"]), int(state.step)

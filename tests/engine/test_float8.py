@@ -23,6 +23,7 @@ from jaxmp._internals.jax.walk import jaxprs_in
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.program import targets
 from jaxmp.policy import float8
+from jaxmp.training import step as train_step
 from tests.tools.autocast_tools import compiled, cosine, normal
 from tests.tools.plan_tools import doubled, plan, shape
 
@@ -485,7 +486,7 @@ class TestAccumulation:
         x, found, casts = normal(0, 2 * 48, 16), [], []
         for once in (True, False):
             if not once:
-                monkeypatch.setattr(jaxmp.training, "hoisted", lambda fun, *_: fun)
+                monkeypatch.setattr(train_step, "hoisted", lambda fun, *_: fun)
             step = jaxmp.make_train_step(
                 lambda p, s, batch, r: (loss(p, batch), s), accumulate_steps=2, remat=remat, donate=False
             )
@@ -650,7 +651,7 @@ class TestForTheH200:
         casts, kept = [], []
         for once in (True, False):
             if not once:
-                monkeypatch.setattr(jaxmp.training, "hoisted", lambda fun, *_: fun)
+                monkeypatch.setattr(train_step, "hoisted", lambda fun, *_: fun)
             step = jaxmp.make_train_step(
                 lambda p, s, x, r: (loss_of(mlp)(p, x), s), policy=SMALL, accumulate_steps=4, remat="full"
             )

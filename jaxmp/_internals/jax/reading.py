@@ -197,7 +197,7 @@ def _from_package(file: str) -> str:
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 # JAX leaves its own files and Python's library out of the sources of a program. So do jaxmp's, and the modules that are
 # frozen into Python, as runpy is.
-source_info_util.register_exclusion(str(Path(__file__).parents[1]) + os.sep)
+source_info_util.register_exclusion(str(Path(__file__).parents[2]) + os.sep)  # the folder of jaxmp
 source_info_util.register_exclusion("<frozen ")
 
 

@@ -20,6 +20,7 @@ from experiments.benchmarks.train_step.rows import ROWS, Row, rows_of
 from experiments.measure import flops
 from experiments.models import by_hand
 from experiments.models.workloads import NAMES, workload
+from jaxmp.training.step import TrainStep
 
 PARAMS = {"resnet50": 25_557_032, "bert": 109_518_912, "gpt2": 124_475_904}
 
@@ -164,7 +165,7 @@ def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(made, monkeyp
         return w - 0.1 * grad, loss
 
     called, compiled = [], []
-    kind = jaxmp.training.TrainStep
+    kind = TrainStep
     call = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, *args: called.append(1) or call(self, *args))
     state = jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=optax.sgd(0.1)) if made else jnp.ones(3)
