@@ -345,7 +345,7 @@ class _Program:
             if at in wanted and at not in self.origins and _numbers_of_bad(flags):
                 self.origins[at] = _origin(eqn.primitive.name, operands, results)
 
-        stepping.run(self.jaxpr, self.consts, self.inputs, visit)
+        stepping.run(self.jaxpr, self.consts, self.inputs, visit, wanted)
 
 
 def _numbers_of_bad(flags: Sequence[Any]) -> set[int]:

@@ -3,13 +3,16 @@
 Each equation is compiled alone, and equal equations share a compiled program. So compiling takes as long as the
 distinct equations of a program. As one program, the flags of all equations would make XLA compute long chains of
 operations again for each flag.
+
+A long scan without loops or branches in its body runs as one program, with the flags of all equations in all turns: a
+call from the host for each would take most of the time. Barriers between its equations keep XLA from fusing them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +24,13 @@ from jax.sharding import Mesh, NamedSharding
 from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import bound
 from jaxmp._internals.jax.rebind import in_place_of
+from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
 from jaxmp.inspect.program.equations import Key
 from jaxmp.inspect.program.evaluate import is_whole
+
+_LONG = 64
+"""The least number of turns of a scan that runs as one program: for fewer, compiling it takes longer than the calls."""
 
 
 class Moment(NamedTuple):
@@ -45,27 +52,35 @@ class Moment(NamedTuple):
 
 
 Visit = Callable[[Moment, Any, list[Any], list[Any], list[Any]], None]
+At = tuple[Key, tuple[int, ...]]
+"""The key of an equation, and its turn of each scan around."""
 Branches = dict[tuple[Key, tuple[int, ...]], set[int]]
 """The branches that each conditional took, by its key and its turns; several only in a while loop."""
 
 
-def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit) -> tuple[list[Any], Branches]:
+def run(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit, wanted: Collection[At] = ()
+) -> tuple[list[Any], Branches]:
     """Return the results of an open jaxpr, and the branches that its conditionals took.
 
     After each operation ``visit`` is called with the moment, the equation, its operands, its results, and a flag for
     each result: an array that is 0 if all elements are finite, or None for integers and the like.
+
+    A long scan runs as one program. Of its operations ``visit`` sees those that fail in some turn, without operands and
+    results, and in the turns that ``wanted`` names all operations with theirs.
     """
     shardings = [getattr(value, "sharding", None) for value in (*consts, *args)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
-    stepping = _Stepping(visit, waits=mesh is not None)
+    stepping = _Stepping(visit, wanted, waits=mesh is not None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
 
 
 class _Stepping:
-    def __init__(self, visit: Visit, waits: bool) -> None:
+    def __init__(self, visit: Visit, wanted: Collection[At], waits: bool) -> None:
         self.visit = visit
+        self.wanted = wanted
         self.waits = waits
         self.branches: Branches = {}
         self.compiled: dict[Key, Callable[..., Any]] = {}
@@ -129,6 +144,8 @@ class _Stepping:
         jaxpr, consts = reading.opened(bodies.jaxprs[0])
         stop = bodies.start + bodies.carry
         fixed, carry, inputs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
+        if length >= _LONG and not self.waits and _is_plain(jaxpr):
+            return self.long_scan(eqn, bodies, operands, moment)
         stacks: list[Any] | None = None
         for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
             now = moment._replace(turns=(*moment.turns, turn)).inside(0)
@@ -136,6 +153,102 @@ class _Stepping:
             carry, outputs = results[: bodies.carry], results[bodies.carry :]
             stacks = _stored(_repeated(outputs, length) if stacks is None else stacks, outputs, turn)
         return [*carry, *(stacks or [])]
+
+    def long_scan(self, eqn: Any, bodies: reading.Bodies, operands: list[Any], moment: Moment) -> list[Any]:
+        """Run a scan as one program, and then the wanted turns of it one equation at a time."""
+        loop = _flagged_scan(Operation(eqn))
+        carry, outputs, flags, carries = loop(operands)
+        failing = [
+            (operation, of_all_turns)
+            for operation, of_all_turns in zip(loop.operations, flags, strict=True)
+            if any(flag is not None and np.any(flag) for flag in of_all_turns)
+        ]
+        depth = len(moment.turns)
+        wanted_turns = {
+            turns[depth]
+            for key, turns in self.wanted
+            if key[: len(moment.key)] == moment.key and turns[:depth] == moment.turns and len(turns) > depth
+        }
+        jaxpr, consts = reading.opened(bodies.jaxprs[0])
+        fixed, inputs = operands[: bodies.start], operands[bodies.start + bodies.carry :]
+        length = eqn.params["length"]
+        for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            now = moment._replace(turns=(*moment.turns, turn)).inside(0)
+            if turn in wanted_turns:
+                self.body(jaxpr, consts, [*fixed, *_elements(carries, turn), *_elements(inputs, turn)], now)
+                continue
+            for (numbers, inner), of_all_turns in failing:
+                of_turn = [None if flag is None else flag[turn] for flag in of_all_turns]
+                self.visit(now._replace(key=(*now.key, *numbers)), inner, [], [], of_turn)
+        return [*carry, *outputs]
+
+
+class _FlaggedScan:
+    """A scan as one compiled program that returns the flags of all equations in all turns.
+
+    Attributes:
+      operations: the equations that run in a turn, each with its key in the body.
+    """
+
+    def __init__(self, eqn: Any) -> None:
+        bodies = reading.bodies_of(eqn)
+        assert bodies is not None
+        self.bodies = bodies
+        self.params = {"length": eqn.params["length"], "reverse": eqn.params["reverse"]}
+        self.operations: list[tuple[Key, Any]] = []
+        self.compiled = jax.jit(self._scan, compiler_options=AS_WRITTEN)
+
+    def __call__(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[list[Any]], list[Any]]:
+        """Return the last carry, the outputs, the flags of each operation on the host, and the carry of each turn."""
+        carry, (outputs, flags, carries) = self.compiled(*operands)
+        return carry, outputs, jax.device_get(flags), carries
+
+    def _scan(self, *operands: Any) -> Any:
+        bodies = self.bodies
+        stop = bodies.start + bodies.carry
+        fixed, first, inputs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
+        jaxpr, consts = reading.opened(bodies.jaxprs[0])
+
+        def turn(carry: list[Any], elements: list[Any]) -> Any:
+            self.operations = []
+            flags: list[list[Any]] = []
+            results = self._body(jaxpr, consts, [*fixed, *carry, *elements], (), flags)
+            return results[: bodies.carry], (results[bodies.carry :], flags, carry)
+
+        return lax.scan(turn, list(first), list(inputs), **self.params)
+
+    def _body(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], around: Key, flags: list[list[Any]]) -> Any:
+        numbers = iter(range(len(jaxpr.eqns)))
+
+        def equation(eqn: Any, operands: list[Any]) -> Any:
+            key = (*around, next(numbers))
+            bodies = reading.bodies_of(eqn)
+            if bodies is not None and not is_whole(eqn):
+                return self._body(*reading.opened(bodies.jaxprs[0]), operands, (*key, 0), flags)
+            with in_place_of(eqn):
+                results = bound(eqn, operands, eqn.params)
+            results = [lax.optimization_barrier(result) if is_inexact(result) else result for result in results]
+            self.operations.append((key, eqn))
+            flags.append([_zero_if_finite(result) if is_inexact(result) else None for result in results])
+            return results
+
+        return interpreted(jaxpr, consts, args, equation)
+
+
+@functools.lru_cache(maxsize=64)
+def _flagged_scan(operation: Operation) -> _FlaggedScan:
+    return _FlaggedScan(operation.eqn)
+
+
+def _is_plain(jaxpr: Any) -> bool:
+    """Return whether a body has no loops and no branches."""
+    for eqn in jaxpr.eqns:
+        bodies = reading.bodies_of(eqn)
+        if bodies is None or is_whole(eqn):
+            continue
+        if bodies.kind != "call" or not _is_plain(reading.opened(bodies.jaxprs[0])[0]):
+            return False
+    return True
 
 
 def _unused_after(jaxpr: Any) -> list[list[Any]]:
