@@ -98,7 +98,7 @@ class ProductsCheck:
 
 
 def _has_no_half_product(graph: Graph) -> bool:
-    """Whether a decided program has products under a module or an override, and none of all its products is half."""
+    """Return whether a decided program has products, but none in half, under its modules."""
     products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
     if any(_is_half(*product) for product in products):
         return False
@@ -111,13 +111,13 @@ def _has_no_half_product(graph: Graph) -> bool:
 
 
 def _is_half(step: Step, eqn: Any) -> bool:
-    """Whether a product, that of a step or one inside of it, has half operands or a half result; float8 ones too."""
+    """Return whether a product has half operands or a half result, or is float8."""
     compute = step.node.compute if step.node is not None and eqn is step.eqn else None
     return _is_narrow(compute) if compute is not None else any(map(_is_narrow_array, (*eqn.invars, *eqn.outvars)))
 
 
 def _may_multiply(eqn: Any) -> bool:
-    """Whether an equation may be a product in half for all that is known: a kernel of several half arrays, cuDNN's."""
+    """Return whether an unknown kernel, such as cuDNN's, reads several half arrays."""
     is_unknown = classify(eqn.primitive.name) in (Class.OPAQUE, None)
     return is_unknown and sum(map(_is_narrow_array, eqn.invars)) > 1
 

@@ -1,4 +1,4 @@
-"""What the adapters for Linen and NNX have in common.
+"""The borders of modules under a policy, for Linen and NNX.
 
 A module with a ``dtype`` field computes as it is written. One that has params and no such field is traced in float32,
 and the engine decides what in it is half: half values are widened on their way into it, which the engine sees through,
@@ -72,7 +72,7 @@ def full_class_name(value: Any) -> str:
 
 
 def is_running_in(library: str) -> bool:
-    """Whether a run of ``jaxmp.linen`` or ``jaxmp.nnx`` is under way."""
+    """Return whether a run of ``jaxmp.linen`` or ``jaxmp.nnx`` is under way."""
     run = sys.modules.get(f"jaxmp.{library}.run")
     return run is not None and run.is_running()
 
@@ -81,7 +81,7 @@ def is_running_in(library: str) -> bool:
 
 
 def is_floating(dtype: Any) -> bool:
-    """Whether ``dtype`` is what a policy may replace: a floating dtype, or None for "infer it"."""
+    """Return whether a policy may replace ``dtype``: a floating dtype or None."""
     try:
         return dtype is None or bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
     except TypeError:
@@ -89,7 +89,7 @@ def is_floating(dtype: Any) -> bool:
 
 
 def is_default(dtype: Any, default: Any) -> bool:
-    """Whether a floating ``dtype`` (or None) is the ``default`` of its field; without a default, None is."""
+    """Return whether ``dtype`` is the ``default`` of its field; without a default, None is."""
     if dtype is None or default is None or default is dataclasses.MISSING:
         return dtype is None
     return np.dtype(dtype) == np.dtype(default)
@@ -118,7 +118,7 @@ class Treatment:
 
     @property
     def is_float32(self) -> bool:
-        """Whether its code is traced in float32."""
+        """Return whether its code is traced in float32."""
         return self.mode == "float32"
 
     def called_by(self, caller: Treatment | None) -> Treatment:
@@ -130,7 +130,7 @@ class Treatment:
         return dataclasses.replace(self, mode="float32") if is_given_float32 else self
 
     def mark(self) -> contextlib.AbstractContextManager[None]:
-        """What tells the engine how to compute the code of a method."""
+        """Return the context in which the engine computes the code of a method."""
         if self.mode == "autocast":
             return jax.named_scope(f"jaxmp.precision({self.override})") if self.override else contextlib.nullcontext()
         dtype = None if self.mode == "written" else self.policy.compute_dtype
@@ -183,7 +183,7 @@ def narrow(value: Any, dtype: np.dtype) -> Any:
 
 
 def same_structure(tree: Any, other: Any) -> bool:
-    """Whether two pytrees have the same structure."""
+    """Return whether two pytrees have the same structure."""
     structure: Any = jax.tree.structure
     return bool(structure(tree) == structure(other))
 

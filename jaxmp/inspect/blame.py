@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -312,6 +313,10 @@ _PENDING = 4096
 """The number of flags that are fetched at a time: waiting for each takes longer than computing it."""
 
 
+class _Seen(Exception):
+    """Ends a run in which there is nothing more to see."""
+
+
 class _Program:
     """A program that was run once, with its operations that failed and the branches that its conditionals took."""
 
@@ -338,14 +343,17 @@ class _Program:
                 self.failures.setdefault((moment.key, moment.turns), _Failure(name, bad, moment.while_turn))
 
     def look_at(self, wanted: set[_At]) -> None:
-        """Run again for the origins of some failures."""
+        """Run again, up to the last of some failures, for their origins."""
 
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
             at = moment.key, moment.turns
             if at in wanted and at not in self.origins and _numbers_of_bad(flags):
                 self.origins[at] = _origin(eqn.primitive.name, operands, results)
+                if wanted <= self.origins.keys():
+                    raise _Seen
 
-        stepping.run(self.jaxpr, self.consts, self.inputs, visit, wanted)
+        with contextlib.suppress(_Seen):
+            stepping.run(self.jaxpr, self.consts, self.inputs, visit, wanted)
 
 
 def _numbers_of_bad(flags: Sequence[Any]) -> set[int]:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class LossScale:
-    """What every loss scale offers; a subclass of your own does for :func:`jaxmp.loss_scaling` too.
+    """The base class of loss scales; :func:`jaxmp.loss_scaling` takes subclasses of your own.
 
     A subclass has an attribute ``loss_scale`` and, if it changes, an ``adjust`` that returns a new object. It may be a
     dataclass or an ordinary class, with slots or not. Its instances are pytrees that pickle and Flax save: attributes
@@ -107,7 +107,7 @@ class LossScale:
         return _map_inexact(divide, tree)
 
     def is_stuck(self, before: LossScale) -> jax.Array:
-        """Whether this scale, which ``before`` became at a step that was not finite, shows that it cannot fall."""
+        """Return whether the scale ``before`` could not fall to this one after a non-finite step."""
         return jnp.asarray(self.loss_scale >= before.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:

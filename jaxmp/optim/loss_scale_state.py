@@ -64,7 +64,7 @@ class ScaleState:
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether the value of ``x`` can be looked at here."""
+    """Return whether the value of ``x`` is known here, and not traced."""
     return not isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) and getattr(x, "is_fully_addressable", True)
 
 

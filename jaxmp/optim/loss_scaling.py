@@ -193,7 +193,7 @@ class LossScaling(optax.GradientTransformationExtraArgs):
 
 
 class Made(NamedTuple):
-    """What a step makes of the updates, such as new params, and what it is if the step is skipped."""
+    """A function of the updates, such as new params, and its value if the step is skipped."""
 
     of: Callable[[Any], Any]
     before: Any

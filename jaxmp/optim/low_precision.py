@@ -220,7 +220,7 @@ def low_precision(
 
 
 class LowPrecision(optax.GradientTransformationExtraArgs):
-    """What :func:`low_precision` returns. It takes params in their own dtypes; ``str()`` says how all is stored."""
+    """The transform of :func:`low_precision`. It takes params in their own dtypes; ``str()`` says how all is stored."""
 
     wrap: Callable[..., LowPrecisionState]
     shown: Callable[[], str]
@@ -250,13 +250,13 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def rounds_params(opt_state: Any) -> bool:
-    """Whether an optimizer's state has :func:`jaxmp.low_precision`'s in it."""
+    """Return whether an optimizer's state has one of :func:`jaxmp.low_precision` in it."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LowPrecisionState))
     return any(isinstance(node, LowPrecisionState) for node in nodes)
 
 
 def with_compensation(weights: Any, opt_state: Any) -> Any:
-    """The params of which some are float32 by now, those with what rounding took from them while they were bfloat16."""
+    """Return params with their compensation added where they are float32 now."""
     if not isinstance(opt_state, LowPrecisionState) or opt_state.compensation is None:
         return weights
 

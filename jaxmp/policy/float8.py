@@ -260,18 +260,18 @@ def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, A
 
 
 def _opened(operand: tuple[Any, Any, Any], dtype: str) -> tuple[Any, Any, Any]:
-    """What :func:`quantised` returned, with the value in float8 for its bits."""
+    """Return the result of :func:`quantised` with its bits as float8 values."""
     value, bits, scale = operand
     return value, jax.lax.bitcast_convert_type(bits, dtype), scale
 
 
 def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
-    """What stands for a value in products, of what :func:`quantised` returned."""
+    """Return the operand of a product that the result of :func:`quantised` stands for."""
     return _dequantised(*_opened(operand, dtype))
 
 
 def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
-    """What the largest magnitude is divided by to become the largest of ``dtype``; of zeros, or beside a NaN, 1."""
+    """Return the scale that maps the largest magnitude to the largest of ``dtype``; of zeros or NaN, 1."""
     largest = _largest(jax.lax.stop_gradient(value))
     if not is_own and (axes := reading.manual_axes(value)):
         largest = jax.lax.pmax(largest, axes)
@@ -308,7 +308,7 @@ def _cast(value: Any, scale: Any, dtype: str) -> Any:
 
 @jax.custom_jvp
 def _dequantised(value: Any, quantised: Any, scale: Any) -> Any:
-    """What stands for ``value``, whose tangents it has; XLA drops ``value`` itself."""
+    """Return a stand-in with the tangents of ``value``; XLA drops ``value`` itself."""
     return quantised.astype(_COMPUTE) * scale.astype(_COMPUTE)
 
 
@@ -352,7 +352,7 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
 
 
 def available() -> str:
-    """Whether float8 is computed where what is traced now will run: ``"native"``, ``"emulate"`` or ``"no"``.
+    """Return how the traced program will compute float8: ``"native"``, ``"emulate"`` or ``"no"``.
 
     ``JAXMP_FLOAT8=emulate`` asks for the same numbers by casts on any device. The device is the first local one, or
     that of :func:`jaxmp.hardware.assumed`. The first one without float8 products is warned of, once a process.

@@ -48,7 +48,7 @@ def pairs_of(overrides: Any) -> list[tuple[Any, Any]]:
 
 
 def is_class_pattern(pattern: Pattern) -> bool:
-    """Whether ``pattern`` speaks of classes and not of paths."""
+    """Return whether ``pattern`` is one on classes, and not on paths."""
     return isinstance(pattern, type) or pattern.startswith("type:")
 
 
@@ -58,7 +58,7 @@ def pattern_text(pattern: Pattern) -> str:
 
 
 def matches(pattern: Pattern, path: Path, cls: type | tuple[type, ...] | None) -> bool:
-    """Whether ``pattern`` matches the module of class ``cls`` (None if unknown) at ``path`` itself; or one of several.
+    """Return whether ``pattern`` matches the module at ``path`` of class ``cls``, None if unknown, or one of several.
 
     >>> matches("**/Dense_*", ("encoder", "Dense_0"), None), matches("encoder", ("encoder", "Dense_0"), None)
     (True, False)

@@ -114,13 +114,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Description(tables.Shown):
-    """What each device holds: ``rows`` by leaf. ``str()`` is a table for people, the largest first."""
+    """The bytes that each device holds, by leaf. ``str()`` is a table, the largest first."""
 
     rows: tuple[Row, ...]
 
     @property
     def bytes(self) -> int:
-        """What one device holds of all leaves."""
+        """Bytes of all leaves on one device."""
         return sum(row.bytes for row in self.rows)
 
     @property
@@ -136,7 +136,7 @@ class Description(tables.Shown):
 
 
 def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
-    """What each device holds of ``shapes`` under ``specs``, leaf by leaf, and what stayed whole on all of them.
+    """Return the bytes that each device holds of ``shapes`` under ``specs``, and the leaves that stay whole.
 
     Args:
       shapes: a tree of arrays or ShapeDtypeStructs: params, or a whole state.

@@ -71,7 +71,7 @@ def make_eval_step(
 
 
 class EvalStep:
-    """What :func:`make_eval_step` returns.
+    """A jitted evaluation step; :func:`make_eval_step` returns it.
 
     ``jitted`` is the step as a jitted function, for ``lower`` and ``trace``.
     """

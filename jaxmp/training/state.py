@@ -32,7 +32,7 @@ S = TypeVar("S", bound="TrainState")
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """What training carries from step to step; Flax's ``TrainState`` and what mixed precision adds. A pytree.
+    """The state of a training run: Flax's ``TrainState``, and what mixed precision adds. A pytree.
 
     Attributes:
       step: int32 scalar, the calls so far, skipped ones included.
@@ -208,7 +208,7 @@ class TrainState(flax.struct.PyTreeNode):
         )
 
     def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
-        """What ``gradients`` gives for this state, or for one that carries more of it from microbatch to microbatch."""
+        """Return ``gradients`` of this state; a subclass may carry more from microbatch to microbatch."""
         return gradients(self)
 
 

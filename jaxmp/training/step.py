@@ -348,7 +348,7 @@ class TrainStep:
         return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, {**mean[1], **seen}
 
     def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
-        """What ``loss_fn`` returns for the params, their gradients, and what was seen meanwhile: here nothing."""
+        """Return the results of ``loss_fn``, the gradients, and what a subclass records: here nothing."""
         gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         return *gradients(state.params), {}
 
