@@ -1,4 +1,4 @@
-"""What a compiled program moves between devices: kind, dtype, axis of the mesh, bytes."""
+"""The data that a compiled program moves between devices: kind, dtype, axis of the mesh, bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Policies and loss scaling for Flax NNX modules that nobody edited.
+"""Policies for Flax NNX modules that nobody edited.
 
 :func:`apply_policy` returns a model that shares the Variables of the one it is given: the modules are copies whose
 ``dtype`` attributes are set and whose methods run under their policies (see ``jaxmp/nnx/run.py``). Transforms of NNX,
-``split`` and ``merge`` see an ordinary model. :class:`Optimizer` and :func:`value_and_grad` scale its loss.
+``split`` and ``merge`` see an ordinary model.
 """
 
 from __future__ import annotations

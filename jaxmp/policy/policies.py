@@ -1,4 +1,4 @@
-"""Policies: which dtype parameters are stored in, products are computed in, and results come out in."""
+"""A policy: the dtypes of params, compute and output of one piece of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Params over many devices: who holds what, and what crosses the wire in which dtype.
+"""Params over many devices: specs, gathers in half precision, sums of gradients in float32.
 
 JAX's own partitioner moves the data. The specs of params come from :func:`fsdp_specs`. A :class:`Sharding` tells a
 train step where its state lies. :func:`gather` gathers weights in half by hand, and :func:`describe` shows what each

@@ -1,11 +1,4 @@
-"""Params over many devices: who holds what, and what crosses the wire in which dtype.
-
-JAX's own partitioner does all moving. Here are the specs (:func:`fsdp_specs`), the choices of a train step
-(:class:`Sharding`), the gather of a weight in half whose gradient is reduced in float32 (:func:`gather`), and the
-account of what a compiled program moves (:func:`collectives`).
-
-Fully sharded data parallelism: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), Zhao et al. 2023 (arXiv:2304.11277).
-"""
+"""Specs of fully sharded params, and a table of the bytes that each device holds."""
 
 from __future__ import annotations
 

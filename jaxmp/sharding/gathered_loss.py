@@ -16,7 +16,7 @@ dtype of the product that it comes from. Products of two activations may also su
 they sum in float32 and round once, as on one device.
 
 The first axis of activations that the devices divide is taken for the axis of the batch. Another axis would cost time,
-but give the same numbers. All this is on axes of type Auto; ``_mesh_types`` rebuilds a loss on Explicit axes for them.
+but give the same numbers. All this is on axes of type Auto; ``mesh_types`` rebuilds a loss on Explicit axes for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the arrays of a train state and of a batch lie, in microbatches too, and which of them are gone."""
+"""Placement of the arrays of a train state and of a batch on the devices of a step."""
 
 from __future__ import annotations
 

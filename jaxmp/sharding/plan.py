@@ -1,4 +1,4 @@
-"""Where the params of a train step lie, and how its weights and gradients travel between the devices of a mesh."""
+"""The sharding of a train step, and the plan by which weights and gradients travel between its devices."""
 
 from __future__ import annotations
 

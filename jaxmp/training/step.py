@@ -1,4 +1,4 @@
-"""The state that training carries from step to step, and a jitted train step that is taken whole or not at all.
+"""A jitted train step that is taken whole or not at all.
 
 Where gradients are not finite, params, optimizer, batch statistics and moving average stay as they were.
 """
