@@ -1,8 +1,9 @@
 """Loss scaling as an optax transform: skip non-finite steps whole, adapt the scale.
 
 The transform wraps an optimizer, keeps the loss scale in the optimizer's state, and takes the true gradients of
-:func:`jaxmp.value_and_grad`. Nothing here talks to the host: a skipped step is a select on the device, and a branch in a train step on a CPU. After
-Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
+:func:`jaxmp.value_and_grad`. Nothing here talks to the host: a skipped step is a select on the device, and a branch in
+a train step on a CPU. After Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, with the semantics of
+torch's GradScaler.
 """
 
 from __future__ import annotations
