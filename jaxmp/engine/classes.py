@@ -37,29 +37,53 @@ class Class(enum.StrEnum):
     """Keeps the dtypes it was written with, and the plan says so: its meaning or its code depends on them."""
 
 
-class Kind(enum.IntEnum):
-    """What a node is before its neighbours have a say; the first four also what a value brings along to its readers."""
+class Kind(enum.Enum):
+    """What an operation is by itself, before its neighbours are considered. It never changes."""
 
-    SOURCE = 0
-    """An argument, a constant, or what is made of such only."""
-    HALF = 1
-    """A matrix product or convolution."""
-    FULL = 2
+    SOURCE = "source"
+    """An argument or a constant."""
+    HALF = "half"
+    """A matrix product or convolution, or an operation that a region or an override wants in half."""
+    FULL = "float32"
     """Computed in float32."""
-    STRICT = 3
+    STRICT = "beyond half"
     """Computed in float32, and its value may not exist in half precision: the mask's ``finfo.min``."""
-    INFER = 4
-    """Takes the colour that is inferred from where it stands."""
-    CLEAR = 5
-    """Moves data: the colour of its neighbours."""
-    JOIN = 6
+    INFER = "infer"
+    """Decided by where it stands."""
+    CLEAR = "moves"
+    """Moves data: has the dtype of what it moves."""
+    JOIN = "joins"
     """Several values become one: a loop's carry, a conditional's result."""
-    KEPT = 7
+    KEPT = "kept"
     """Keeps the dtypes it was written with."""
 
 
 # For the passes: `Kind.HALF` is looked up by code of the enum's class, which takes ten times as long on Python 3.11.
 SOURCE, HALF, FULL, STRICT, INFER, CLEAR, JOIN, KEPT = Kind
+
+
+class State(enum.IntEnum):
+    """The decision on a value. It only rises, so that the order in which rules are applied cannot matter."""
+
+    UNDECIDED = 0
+    HALF = 1
+    FLOAT32 = 2
+    BEYOND_HALF = 3
+    """Float32, and half precision cannot hold it."""
+
+
+class Rule(enum.StrEnum):
+    """The rules that decide on a value by its neighbours. The value is the name that docs and plans use."""
+
+    AMPLIFIED = "amplifier"
+    CANCELLATION = "cancellation"
+    SQUARES = "sum of squares"
+    SEARCH = "search"
+    CARRY = "carry"
+    DIFFERENCE = "difference"
+    FEEDS = "feeds only float32"
+    FOLLOWS = "follows float32"
+    RANGE = "range"
 
 
 # Names with spaces between, a line for each reason to be here; of opaque ones `*` is any part of a name.
@@ -71,7 +95,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         # near 1 (or 0, for a loss) all that counts is the small difference, which half has rounded away
         "log log1p log2 acos acosh asin atanh erf_inv",
         # its argument is a variance or a sum of squares, plus an epsilon that float16 does not have
-        "rsqrt",
+        "rsqrt sqrt cbrt",
         # an argument of 1000 rounded to bfloat16 is up to 2 radians off, and a float32 phase is often that large
         "sin cos",
         # well conditioned, but of this family, and nowhere that their time counts
@@ -110,7 +134,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "select_and_gather_add",
     ),
     Class.INFER: (
-        "neg sign abs sqrt cbrt logistic tanh erf",
+        "neg sign abs logistic tanh erf",
         # exp(-x²) decays in its tail, but gelu multiplies it by x and adds it to something larger
         "erfc",
         # before a sum they belong to a group
@@ -167,6 +191,21 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "after_all create_token dim_as_value dimension_size shape_assertion",
     ),
 }
+
+# Which operands' low digits become high ones: None for all, else the first so many.
+AMPLIFIERS: dict[str, int | None] = {
+    # an argument of 300 that is off by 1 is another phase
+    **dict.fromkeys(("sin", "cos", "tan")),
+    # 300.4 is 300 in bfloat16: another pixel, voxel or bin
+    **dict.fromkeys(("floor", "ceil", "round")),
+    "rem": 1,
+    # the exponential of an imaginary number is a wave
+    "complex": None,
+    # near their pole, 1 or -1, the small difference is all that counts
+    **dict.fromkeys(("acos", "acosh", "asin", "atanh", "erf_inv", "log1p")),
+}
+# A small change of a matrix is a large one of its factors, its inverse or its eigenvectors.
+SOLVERS = frozenset(" ".join(_TABLE[Class.LINALG]).split()) - {"fft", "symmetric_product"}
 
 _NAMES = {cls: tuple(" ".join(lines).split()) for cls, lines in _TABLE.items()}
 _CLASSES = {name: cls for cls, names in _NAMES.items() for name in names if "*" not in name}

@@ -1,25 +1,36 @@
-"""Colouring: which values are half, decided on the whole graph, in the passes that README.md lists."""
+"""Decide which values are half, on the whole graph.
+
+A few rules raise values to float32, until none of them raises any more (:func:`_settle`). What then stands between two
+products is half. A state only rises, so that the order of the rules cannot matter. README.md lists the rules.
+"""
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxmp._internals.jax.primitives import BROADCAST, COMBINES, MEETS, MONOTONE, PICKS
+from jaxmp._internals.jax.primitives import BROADCAST, EXTREMES, MONOTONE
 from jaxmp._internals.jax.reading import size_of
-from jaxmp._internals.jax.walk import PRODUCTS, nested_cycles, turns, walk
-from jaxmp.engine import groups
-from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, STRICT, Kind
+from jaxmp._internals.jax.walk import PRODUCTS, walk
+from jaxmp.engine import patterns
+from jaxmp.engine.amplifiers import raise_amplified
+from jaxmp.engine.cancellation import raise_cancelled
+from jaxmp.engine.casts import move_casts, put_casts_off
+from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, Class, Rule, State, primitives_of
 from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
+from jaxmp.engine.loops import decide_loops
+from jaxmp.engine.paths import readers_of
 
-_FLOAT32, _JOINED, _ROUNDING = np.dtype(np.float32), frozenset({"concatenate", "stack"}), frozenset({FULL, INFER})
+_FLOAT32 = np.dtype(np.float32)
+_ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
+_CAST = "convert_element_type"
 
 
 def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
-    """Gives every node the dtype that it will have, and the one that its operation computes in, if anything changes.
+    """Give every node the dtype that it will have, and the one that its operation computes in, if anything changes.
 
     Args:
       graph: its sources may have another ``dtype`` than they were written with.
@@ -27,134 +38,117 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
         product.
       force: decide although there is no product: the body of a rule belongs to a larger program.
     """
-    wanted = {node: dtype.itemsize for node, dtype in zip(graph.body.results, dtypes, strict=True) if node and dtype}
-    graph.wanted = results = [node for node, size in wanted.items() if size == 2]
-    for node in wanted.keys() - results:
-        node.is_seen = True
-    graph.groups = groups.find(graph)
-    nodes = [node for node in graph.nodes if node.kind is not SOURCE]  # of whose dtypes nothing is to be decided
-    products, named = [node for node in nodes if node.kind is HALF], [node for node in nodes if node.name in PRODUCTS]
-    graph.changes = force or bool(products) or any(node.kind is FULL for node in named)
+    _note_results(graph, dtypes)
+    nodes = [node for node in graph.nodes if node.kind is not SOURCE]
+    named = [node for node in nodes if node.name in PRODUCTS]
+    has_products = any(node.kind is HALF for node in nodes) or any(node.kind is FULL for node in named)
+    graph.changes = force or has_products
     if not graph.changes:
         return
     halves = [node for node in graph.nodes if node.kind is SOURCE and node.dtype.itemsize == 2]
-    for node in halves:
-        node.state = HALF
-    written = [node for node in named if node.kind is KEPT and all(each.written.itemsize == 2 for each in node.inputs)]
+    _find_products(graph, nodes, named, halves)
+    _find_looked_up(nodes)
+    narrowed = put_casts_off(nodes)
+
+    raise_amplified(graph)
+    raise_cancelled(nodes)
+    decide_loops(graph)
+    _find_activations(nodes)
+    products = [node for node in nodes if node.kind is HALF and node.state is State.HALF]
+    operands = [operand for node in products for operand in node.inputs]
+    _find_half_copies([*narrowed, *operands, *graph.wanted], nodes)
+    _settle(nodes)
+
+    graph.patterns = patterns.find(graph)
+    _lower(nodes, halves)
+    for node in nodes:
+        node.compute, node.dtype = _dtypes(node)
+    move_casts(nodes)
+
+
+def _note_results(graph: Graph, dtypes: Sequence[Any]) -> None:
+    """Note which results are wanted in half, and which are seen in float32."""
+    graph.wanted = []
+    for node, dtype in zip(graph.body.results, dtypes, strict=True):
+        if node is not None and dtype is not None and dtype.itemsize == 2 and node not in graph.wanted:
+            graph.wanted.append(node)
+        elif node is not None and dtype is not None:
+            node.is_seen = True
+
+
+def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], halves: Sequence[Node]) -> None:
+    """Find what lies after and before products, half arguments and half results."""
+    written = [
+        node for node in named if node.kind is KEPT and all(operand.written.itemsize == 2 for operand in node.inputs)
+    ]
+    products = [node for node in nodes if node.kind is HALF]
     for node in walk([*products, *written, *halves], users_of):
         node.after_product = True
-    products += groups.take_outer_products(named)
+    for node in named:  # the gradient of a weight, of one example, sums nothing
+        if node.kind is INFER and any(operand.after_product for operand in node.inputs):
+            node.kind, node.state, node.reason = HALF, State.HALF, "product"
+            products.append(node)
+    for node in walk([*products, *written, *graph.wanted], inputs_of):
+        node.before_product = True
+
+
+def _find_looked_up(nodes: Sequence[Node]) -> None:
+    """Find what is made of rows of a table; rows that a batch repeats are summed as a weight is."""
     for node in walk([node for node in nodes if node.is_looked_up], users_of):
         node.is_looked_up = True
-    for node in reversed(nodes):  # rows that a batch repeats belong to no example: they are summed as a weight is
-        if node.is_looked_up and not node.after_product and any(_grows(user, node) for user in node.users):
+    for node in reversed(nodes):
+        if node.is_looked_up and not node.after_product and any(_is_repeated_by(user, node) for user in node.users):
             node.is_looked_up = False
-    for node in walk([*products, *written, *results], inputs_of):
-        node.before_product = True
-    narrowed = _put_casts_off(nodes)
-    groups.find_activations(nodes)
-    groups.extend(nodes, graph.groups)
-    _hold_sums(graph, frozenset(written))
-    _keep_decay(nodes)
-    products = [node for node in products if node.kind is HALF]
-    _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
-    _settle(nodes)
-    groups.extend(nodes, graph.groups)  # also what feeds only what float32 was carried on to
-    seen = walk([node for node in nodes if node.is_seen], lambda node: node.inputs if node.kind is CLEAR else ())
-    rounded = {group.nodes[0] for group in graph.groups if group.rounded}.difference(seen)
-    for node in nodes:
-        node.compute, node.dtype = _dtypes(node, rounded)
-    _move_casts(nodes)
 
 
-def read_in(user: Node, operand: Node) -> np.dtype | None:
-    """The dtype that an operation reads an operand in; None for the one that it has."""
-    if user.compute is not None:
-        return user.compute
-    if user.kind in (CLEAR, JOIN):
-        return None if user.late else operand.late
-    return operand.written
+def _is_repeated_by(user: Node, operand: Node) -> bool:
+    """Return whether a reader repeats what was looked up, or moves it on to one that does."""
+    if user.kind is CLEAR and not user.is_looked_up:
+        return True
+    return user.name in (BROADCAST | {"broadcast_in_dim"}) and size_of(user.shape) > size_of(operand.shape)
 
 
-def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
-    """Makes float32 each carry that adds up, and all on its way round: half of the sum would be added to.
+def _find_activations(nodes: Sequence[Node]) -> None:
+    """Number each activation by the last product that it has an element for each element of.
 
-    One adds up if no product lies on the way round its own loop, but for ways by carries that a way past all products
-    makes float32: it takes small steps or steps in time, or is asked to be so. What comes from ``written`` products,
-    with none before the loop, is so as well.
+    The state of a loop is no activation: a sum with it is no residual stream.
     """
-    nodes, steps = graph.nodes, {group.nodes[0].same for group in graph.groups if group.name == groups.SMALL_STEP}
-    if not [node for node in nodes if node.kind is JOIN and node.name == "carry"]:
-        return
-    found, held = turns(nodes, _past_products, lambda node: node.name == "carry"), set[Node]()
-    for cycle in [each for each in found if HALF not in _kinds(each)]:  # which a region or an override asks for
-        reasons = {
-            "is computed with in float32, as asked": any(node.asked for node in cycle),
-            "takes small steps": not steps.isdisjoint([node.same for node in cycle]),
-            "is computed with in each step of time": bool(_kinds(cycle) & _ROUNDING and graph.in_time & {*cycle}),
-        }
-        for reason in [each for each, holds in reasons.items() if holds][:1]:
-            _hold(cycle, f"a carry that {reason}")
-            held.update(cycle)
-
-    def made_of(node: Node) -> Sequence[Node]:
-        return () if node in held else inputs_of(node)
-
-    for cycle in nested_cycles(nodes, made_of, lambda node: node.loop if node.name == "carry" else None):
-        kinds, joins, is_written = _kinds(cycle), [node for node in cycle if node.kind is JOIN], written & {*cycle}
-        # What comes in from no weight or argument is a stream of activations.
-        flows = is_written and any(each.inputs[0].is_cast_once and each.inputs[0] not in cycle for each in joins)
-        if HALF not in kinds and not flows and not kinds.isdisjoint(_ROUNDING):
-            _hold(joins if is_written else cycle, "a carry that adds up, with no product on its way round")
+    count = 0
+    for node in nodes:
+        operands: Sequence[Node] = ()
+        if node.kind is HALF or (node.rule is Rule.CARRY and node.name == "carry" and node.state is State.HALF):
+            count += 1
+            node.activation_of = count
+        elif node.rule is Rule.CARRY:
+            continue
+        elif node.kind is JOIN or (node.kind is CLEAR and node.name not in EXTREMES):
+            operands = node.inputs
+        elif node.name in _ELEMENTWISE:
+            operands = [operand for operand in node.inputs if operand.shape == node.shape]
+        node.activation_of = max([node.activation_of, *(operand.activation_of for operand in operands)])
 
 
-def _past_products(node: Node) -> Sequence[Node]:
-    return () if node.name in PRODUCTS else node.inputs
-
-
-def _kinds(cycle: Sequence[Node]) -> set[Kind]:
-    """The kinds of what lies on a way round a loop, but for what rounds nothing."""
-    return {node.kind for node in cycle if node.kind is not INFER or node.name not in COMBINES}
-
-
-def _keep_decay(nodes: Sequence[Node]) -> None:
-    """Makes float32 what a loop multiplies with a number near 1 and carries on: a discount, a rate of decay."""
-    ends = [end for node in nodes if node.name == "carry" for end in node.inputs[1:]]
-    for node in walk(ends, _past_products):
-        if node.loop and node.kind is INFER and groups.is_near_one(node):
-            _hold([node], "a factor near 1, which half would round")
-
-
-def _hold(cycle: Sequence[Node], reason: str) -> None:
-    """Makes float32 what adds up, and multiplies, on a way round a loop."""
-    for node in cycle:
-        if node.kind in (JOIN, INFER):
-            node.kind, node.reason = FULL, reason
-
-
-def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
-    """Finds what exists in half although it is computed in float32: what products read, and activations before them."""
+def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
+    """Find what exists in half although it is computed in float32: what products read, and activations before them."""
     for node in walk(operands, _moved_from):
         node.has_half_copy = True
 
-    def made_of(node: Node) -> Sequence[Node]:
+    def elements_of(node: Node) -> Sequence[Node]:
         return _moved_from(node) or [operand for operand in node.inputs if _is_elementwise(node, operand)]
 
-    heading = walk(operands, made_of)  # each element to a product, by way of operations on single elements
+    heading = walk(operands, elements_of)  # each element to a product, by way of operations on single elements
     starts = [
         operand
         for node in nodes
-        if node in heading and node.name not in ("add", "sub", "mul", "div")
+        if node in heading and node.name not in _ARITHMETIC
         for operand in node.inputs
-        # An epsilon would be lost again.
-        if operand.activation_of and not operand.has_epsilon and _is_elementwise(node, operand)
+        if operand.activation_of and _is_elementwise(node, operand)
     ]
     for node in walk(starts, _moved_from):
         node.has_half_copy = True
 
 
 def _moved_from(node: Node) -> Sequence[Node]:
-    """What is moved to make a node."""
     is_moved = node.kind is JOIN or (node.kind is CLEAR and node.name in MONOTONE)
     return node.inputs if is_moved else ()
 
@@ -164,122 +158,108 @@ def _is_elementwise(user: Node, operand: Node) -> bool:
 
 
 def _settle(nodes: Sequence[Node]) -> None:
-    """The state of every node: forwards once, and then round the loops until nothing changes any more."""
-    waiting, carries = collections.OrderedDict[Node, None](), set[Node]()
+    """Apply the rules of neighbours until nothing rises."""
+    waiting = dict.fromkeys(nodes)
+    while waiting:
+        node, _ = waiting.popitem()
+        if _rises(node):
+            waiting.update(dict.fromkeys(node.users))
+            waiting.update(dict.fromkeys(_computed_from(node)))
+
+
+def _computed_from(node: Node) -> list[Node]:
+    """Return the operations whose results a node reads, however these are moved."""
+    below = walk(node.inputs, lambda operand: operand.inputs if operand.kind is CLEAR else ())
+    return [operand for operand in below if operand.kind is INFER]
+
+
+def _rises(node: Node) -> bool:
+    """Apply the two rules of neighbours to a node; return whether its state rose."""
+    if node.kind is CLEAR:
+        highest = max(node.inputs, key=_state_of, default=None)
+        return highest is not None and node.raise_to(highest.state, Rule.FOLLOWS, highest)
+    if node.kind not in (INFER, JOIN) or is_stream(node):
+        return False
+    if node.name == "sub" and _is_difference(node):
+        return node.raise_to(State.FLOAT32, Rule.DIFFERENCE)
+    dragging = max((operand for operand in node.inputs if _drags(operand)), key=_state_of, default=None)
+    if dragging is not None:
+        return node.raise_to(dragging.state, Rule.FOLLOWS, dragging)
+    if node.kind is INFER and node.after_product:
+        readers = readers_of(node)
+        if readers and all(_is_float32(reader) for reader in readers):
+            return node.raise_to(State.FLOAT32, Rule.FEEDS, readers[0])
+    return False
+
+
+def _is_difference(node: Node) -> bool:
+    """Return whether a value that no product precedes is subtracted from one that a product made, or the reverse.
+
+    It is a target, a code or a mean, near which rounding leaves nothing of the difference.
+    """
+    after_product = [operand.after_product for operand in node.inputs]
+    return any(after_product) and not all(after_product)
+
+
+def _state_of(node: Node) -> State:
+    return node.state
+
+
+def _drags(operand: Node) -> bool:
+    """Return whether a float32 operand makes its reader float32: no half copy of it exists."""
+    return operand.state is State.BEYOND_HALF or (operand.state is State.FLOAT32 and not operand.has_half_copy)
+
+
+def _is_float32(reader: Node) -> bool:
+    """Return whether a reader computes in float32; what the author casts to float32 is the author's half up to there."""
+    return reader.state >= State.FLOAT32 and not (reader.name == _CAST and reader.kind is FULL)
+
+
+def is_stream(node: Node) -> bool:
+    """Return whether a node is a residual stream: the sum of activations of two products, or of one and an embedding.
+
+    The two terms of a softplus are activations of one product: their sum is none. A carry that is half is a stream.
+    """
+    if node.name == "carry":
+        return node.state is State.HALF
+    if node.name != "add" or not all([operand.activation_of or operand.is_looked_up for operand in node.inputs]):
+        return False
+    products = {operand.activation_of for operand in node.inputs}
+    return len(products) > 1
+
+
+def _lower(nodes: Sequence[Node], halves: Sequence[Node]) -> None:
+    """Make half what half values reach, if it is not float32 by now."""
+    for node in halves:
+        node.state = State.HALF
     for node in nodes:
-        if (state := _state(node)) is not node.state:
-            node.state = state
-            waiting.update(dict.fromkeys([user for user in node.users if user in carries] if carries else ()))
-        if node.name == "carry":  # what comes round a loop is behind it
-            carries.add(node)
-    for _ in range(64 * len(nodes)):
-        if not waiting:
-            return
-        node, _nothing = waiting.popitem(last=False)
-        state = _state(node)
-        if state is not node.state:
-            node.state = state
-            for user in node.users:
-                waiting[user] = None
-    for node in nodes:  # a loop that goes to and fro is float32
-        if node.kind is JOIN and node in waiting:
-            node.kind = FULL
-            return _settle(nodes)
+        if node.kind is KEPT and node.dtype.itemsize == 2:
+            node.state = State.HALF
+    starts = [node for node in nodes if node.state is State.HALF or node.late is not None or _is_rounded(node)]
+
+    def undecided(node: Node) -> list[Node]:
+        return [user for user in node.users if user.state < State.FLOAT32 and user.kind in (INFER, CLEAR, JOIN)]
+
+    for node in walk([*halves, *starts], undecided):
+        if node.state is State.UNDECIDED and node.kind in (INFER, JOIN):
+            node.state = State.HALF
 
 
-def _state(node: Node) -> Kind:
-    kind = node.kind
-    if kind is KEPT:
-        return HALF if node.dtype.itemsize == 2 else SOURCE
-    if kind is HALF or kind is FULL or kind is STRICT:
-        return kind
-    if node.late is not None:
-        return HALF
-    if kind is CLEAR:
-        return max([operand.state for operand in node.inputs], default=SOURCE)
-    # Where a product reads an operand too, there is a half copy of it.
-    seen = [HALF if each.state is FULL and each.has_half_copy else each.state for each in node.inputs]
-    highest = max(seen, default=SOURCE)
-    if node.kind is JOIN and highest is not STRICT:
-        if node.name == "carry" and seen[-1] is not SOURCE:
-            return seen[-1]
-        return HALF if HALF in seen else highest
-    # A stream goes on in half beside a float32 operand, but for a statistic, a mean or a logarithm of a sum.
-    if node.name == "add" and highest is FULL and HALF in seen:
-        are_large = all([each.activation_of or not each.after_product for each in node.inputs])
-        return HALF if are_large and not groups.are_of_one_product(node.inputs) else FULL
-    return highest
+def _is_rounded(node: Node) -> bool:
+    return node.state is State.FLOAT32 and node.has_half_copy
 
 
-def _dtypes(node: Node, rounded: Collection[Node]) -> tuple[np.dtype | None, np.dtype]:
+def _dtypes(node: Node) -> tuple[np.dtype | None, np.dtype]:
     """The dtype that an operation computes in, None for the one it was written with, and that of its result."""
-    kind = node.kind
-    if kind is CLEAR:
+    if node.kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
-        is_cast = node.late is not None or node.name == "convert_element_type"  # which readers make, or see through
+        is_cast = node.late is not None or node.name == _CAST  # which readers make, or see through
         return None, below.dtype if is_cast else below.late or below.dtype
-    if kind is KEPT:
+    if node.kind is KEPT:
         return None, node.written
     half = node.written if node.written.itemsize == 2 or node.half is None else node.half
-    if node.state >= FULL:
-        return _FLOAT32, half if node in rounded and node.has_half_copy else _FLOAT32
-    if kind is HALF or (node.state is HALF and node.before_product):
+    if node.state >= State.FLOAT32:
+        return _FLOAT32, half if node.is_rounded and node.has_half_copy else _FLOAT32
+    if node.kind is HALF or (node.state is State.HALF and node.before_product):
         return half, half
     return None, node.written
-
-
-def _put_casts_off(nodes: Sequence[Node]) -> list[Node]:
-    """Leaves to each reader the author's casts of weights to half, through all that only moves them.
-
-    The cotangents of a weight's elements, of its rows that many examples read, and of its uses are then summed in
-    float32: a cast before them would have them summed in half.
-
-    Returns:
-      What the author casts to half, weights or not.
-    """
-    cast: list[Node] = []
-    for node in nodes:
-        if node.name == "convert_element_type" and node.kind is KEPT and node.written.itemsize == 2:
-            cast += node.inputs
-            are_weights = all(operand.written == _FLOAT32 and not operand.is_cast_once for operand in node.inputs)
-            if are_weights and _varies(node) and not node.in_rule:
-                node.kind, node.late = CLEAR, node.written
-        elif node.kind is CLEAR and node.name in PICKS and len(node.inputs) == 1:
-            node.late = node.inputs[0].late
-        elif node.name in _JOINED and len(late := {operand.late for operand in node.inputs}) == 1 and None not in late:
-            node.kind, node.late = CLEAR, late.pop()
-    return cast
-
-
-def _varies(node: Node) -> bool:
-    """Whether a value is made of an argument, and not of constants only."""
-
-    def made_of(each: Node) -> Sequence[Node]:
-        return () if each.const is not None else each.inputs[: 1 if each.name == "carry" else None]
-
-    return any(each.kind is SOURCE and each.const is None for each in walk([node], made_of))
-
-
-def _move_casts(nodes: Sequence[Node]) -> None:
-    """Casts before a move that its one reader wants in half: so a transposed weight is transposed by the product.
-
-    A weight stays float32 up to what repeats it: several readers, the turns of a loop, a broadcast.
-    """
-    for node in reversed(nodes):
-        is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen
-        if not is_moved or node.dtype != _FLOAT32:
-            continue
-        wanted = {read_in(user, node) for user in node.users}
-        dtype = wanted.pop() if len(wanted) == 1 else None
-        # What meets it repeats it too, if only by a vmap from outside.
-        repeats = (user.loop != node.loop or user.name in MEETS for user in node.users)
-        repeated = not node.is_cast_once and (len(node.users) > 1 or any(repeats))
-        if dtype is not None and dtype.itemsize == 2 and node.late in (None, dtype) and not repeated:
-            node.compute, node.dtype, node.late = dtype, dtype, None
-
-
-def _grows(user: Node, operand: Node) -> bool:
-    """Whether a reader repeats what was looked up, or moves it on to one that does."""
-    if user.kind is CLEAR and not user.is_looked_up:
-        return True
-    return user.name in (BROADCAST | {"broadcast_in_dim"}) and size_of(user.shape) > size_of(operand.shape)

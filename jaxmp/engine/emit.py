@@ -25,8 +25,9 @@ from jaxmp._internals.jax.repeated_casts import (
 )
 from jaxmp._internals.jax.vmap_sharing import Examples, Same, same_in_bodies
 from jaxmp.base.dtypes import is_castable
+from jaxmp.engine.casts import read_in
 from jaxmp.engine.classes import KEPT
-from jaxmp.engine.decide import decide, read_in
+from jaxmp.engine.decide import decide
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
 from jaxmp.engine.rules import Rules

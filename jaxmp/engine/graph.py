@@ -10,18 +10,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxmp._internals.jax import reading
-from jaxmp._internals.jax.invariants import steps_in_time, unchanged
+from jaxmp._internals.jax.invariants import unchanged
+from jaxmp._internals.jax.primitives import EXTREMES
 from jaxmp._internals.jax.reading import Literal
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.dtypes import is_castable, range_of
 from jaxmp.engine import float8_products
-from jaxmp.engine.classes import CLEAR, JOIN, KEPT, SOURCE, STRICT, Kind
+from jaxmp.engine.classes import AMPLIFIERS, CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, Rule, State
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
 from jaxmp.engine.rules import Decision, Rules
 
@@ -37,7 +38,7 @@ class Node:
     reason: str  # why it is of this kind: a text for the plan, no more
     asked: str  # the level that a region or an override asks for
     half: np.dtype | None  # the half dtype of the code that it stands in
-    loop: int  # a number for the innermost loop body that it is computed in, 0 outside of any
+    loop: int  # the number of the innermost loop body that it is computed in, 0 outside of any
     in_rule: bool  # it is computed in a custom_vjp, whose rule is no derivative of it
     dtype: np.dtype  # that of the result, which jaxmp.engine.decide finds out
     inputs: Sequence[Node]
@@ -46,8 +47,7 @@ class Node:
     same: Node = dataclasses.field(init=False)
     origin: Node = dataclasses.field(init=False)  # that of what it was before it was moved
     const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
-    has_epsilon: bool = False  # an operand is a constant below half's smallest normal number, which would vanish
-    scale: Sequence[Node] = ()  # the one number that it multiplies or divides by
+    is_constant: bool = False  # made of constants and integers only
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
     float8: float8_products.Asked | None = None  # of a product, as its step has it
 
@@ -57,7 +57,10 @@ class Node:
     activation_of: int = 0  # the number of the last product that it has an element for each of; 0 for a statistic, say
     has_half_copy: bool = False  # it may be computed in float32, but a product or an activation reads it in half
     is_seen: bool = False  # a float32 result, or integers and bools are made of it that tell small differences apart
-    state: Kind = SOURCE  # what it brings along to those who read it: SOURCE, HALF, FULL or STRICT
+    is_rounded: bool = False  # a softmax, which is stored in half where products read it
+    state: State = State.UNDECIDED
+    rule: Rule | None = None  # which rule raised the state
+    cause: Node | None = None  # the neighbour by which it did so
     compute: np.dtype | None = None  # what it is computed in; None: as it was written, or was moved in
     late: np.dtype | None = None  # the half dtype of a cast by its author that each reader makes; the value is float32
 
@@ -71,7 +74,20 @@ class Node:
         """The dtype that its readers see."""
         return self.late or self.dtype
 
+    @property
+    def is_half_product(self) -> bool:
+        """Whether it is a product that is computed in half precision."""
+        return self.name in PRODUCTS and self.state is State.HALF
 
+    def raise_to(self, state: State, rule: Rule, cause: Node | None = None) -> bool:
+        """Raise the state, if it is lower; return whether it was. A level that was asked for is final."""
+        if state <= self.state or self.asked or self.kind is KEPT:
+            return False
+        self.state, self.rule, self.cause = state, rule, cause
+        return True
+
+
+_STATES = {HALF: State.HALF, FULL: State.FLOAT32, STRICT: State.BEYOND_HALF}
 _UNMARKED = Region()
 
 
@@ -83,7 +99,6 @@ class Form:
     bodies: reading.Bodies | None
     are_floats: list[bool]  # whether the engine may change the dtype of each result
     is_one_by_one: bool  # whether each result is made of the operand in its place, if data is moved: barriers, sort
-    scale: list[int]  # which operand is the one number that it multiplies or divides by
     decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # by marks and constants
 
 
@@ -107,6 +122,7 @@ class Step:
     bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
     node: Node | None = None  # that of the first floating result
+    loops: range = range(0)  # of a loop the numbers of its body and of the loops in it
 
     @property
     def joins(self) -> Sequence[Node | None]:
@@ -136,8 +152,7 @@ class Graph:
     body: Body
     steps: list[Step]  # all equations, each after those inside of it
     sources: list[Node | None]
-    in_time: Set[Node | None] = frozenset()  # the carries that loops step in time
-    groups: list[Any] = dataclasses.field(default_factory=list)  # what jaxmp.engine.groups.find recognised
+    patterns: list[Any] = dataclasses.field(default_factory=list)  # what jaxmp.engine.patterns names for readers
     wanted: Collection[Node] = ()  # the results that are wanted in half
     changes: bool = False  # whether anything is computed in another dtype than it was written in
 
@@ -151,13 +166,20 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
     builder = _Builder(rules, in_rule)
     sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
     body, _ = builder.body(jaxpr, consts, sources, names)
-    return Graph(builder.nodes, body, builder.steps, [node for node, *_ in sources], builder.in_time)
+    return Graph(builder.nodes, body, builder.steps, [node for node, *_ in sources])
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
     """Whether what an operation makes of floating values depends on their last digits, and is no comparison with 0."""
     is_largest = any(one.name in ("max", "min") and other in one.inputs for one in operands for other in operands)
     return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
+
+
+def _origin_of(node: Node) -> Node:
+    """Return the value that a node moves or casts, or itself."""
+    is_moved = node.kind is CLEAR and node.name not in EXTREMES and node.name not in AMPLIFIERS
+    is_cast = node.kind is FULL and node.name == "convert_element_type"
+    return node.inputs[0].origin if (is_moved or is_cast) and len(node.inputs) == 1 else node.same
 
 
 _Value = tuple[Node | None, Any, bool]
@@ -171,8 +193,7 @@ class _Builder:
         self.steps: list[Step] = []
         self.region = Region()
         self.marks: Any = ()  # what decisions depend on of the scopes
-        self.loop, self.loops = 0, itertools.count(1)
-        self.in_time = set[Node | None]()
+        self.loop, self.last_loop = 0, 0
         self.numbers: dict[Any, Any] = {}
         self.forms: dict[Any, Form] = {}
 
@@ -187,6 +208,8 @@ class _Builder:
     def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: str = "") -> Node:
         dtype, half = aval.dtype, self.region.half or self.rules.half
         node = Node(kind, name, dtype, aval.shape, reason, asked, half, self.loop, self.in_rule, dtype, inputs, [])
+        node.state = _STATES.get(kind, State.UNDECIDED)
+        node.is_constant = kind is not SOURCE and kind is not JOIN and all([operand.is_constant for operand in inputs])
         for operand in inputs:
             operand.users.append(node)
         self.nodes.append(node)
@@ -197,6 +220,7 @@ class _Builder:
             return None
         node = self.node(SOURCE, "source", aval, ())
         node.const = None if value is None else reading.extremes_of(value)
+        node.is_constant = value is not None
         return node
 
     def literal(self, atom: Any) -> _Value:
@@ -205,7 +229,7 @@ class _Builder:
         if type(first := self.numbers.get(key)) is not Node:
             return self.value(self.source(atom.aval, value), key, is_fixed=True)
         node = self.node(SOURCE, "source", atom.aval, ())
-        node.const, node.same, node.origin = first.const, first, first
+        node.const, node.is_constant, node.same, node.origin = first.const, True, first, first
         return node, first, True
 
     def body(
@@ -242,8 +266,7 @@ class _Builder:
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
         is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
-        scale = [n for n, of in enumerate(eqn.invars) if of.aval.shape == () and eqn.primitive.name in ("mul", "div")]
-        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one, scale)
+        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one)
         return form
 
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
@@ -289,12 +312,13 @@ class _Builder:
             value if n in step.unchanged else self.join("carry", aval, [value], (n, *key))
             for n, (aval, value) in enumerate(zip(avals, values[start:stop], strict=True))
         ]
-        self.loop = next(self.loops)
-        self.in_time.update(carry[n][0] for n in steps_in_time(bodies))
+        self.last_loop += 1
+        self.loop = first = self.last_loop
         conditions = [self.inner(step, one, [*values[: bodies.consts], *carry]) for one in bodies.jaxprs[:-1]]
         turns = [(node, ("turn", number), False) for node, number, _ in values[stop:]]
         results = self.inner(step, bodies.jaxprs[-1], [*values[bodies.consts : start], *carry, *turns])
         self.loop = around
+        step.loops = range(first, self.last_loop + 1)
         for n, ((join, *_), (node, *_)) in enumerate(zip(carry, results, strict=False)):
             if join is not None and node is not None and n not in step.unchanged:
                 join.inputs = [*join.inputs, node]
@@ -319,13 +343,16 @@ class _Builder:
         inputs = [node for node, *_ in values if node is not None]
         node = self.node(kind, name, aval, inputs) if is_castable(aval) else None
         self.check_range(node)
-        return self.value(node, (name, *key))
+        value = self.value(node, (name, *key))
+        if node is not None and name == "branches" and inputs:
+            node.origin = inputs[0].origin  # branches that compute the same in different ways
+        return value
 
     def check_range(self, join: Node | None) -> None:
         """A join of a value that does not exist in half, the mask's ``finfo.min``, is float32."""
         largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
-        if join is not None and join.kind is JOIN and join.half and largest > range_of(join.half)[1]:
-            join.kind, join.reason = STRICT, f"a constant beyond {join.half.name}'s largest number"
+        if join is not None and join.half and largest > range_of(join.half)[1]:
+            join.raise_to(State.BEYOND_HALF, Rule.RANGE)
 
     def leaf(self, step: Step, form: Form, numbers: Sequence[Any], fixed: Sequence[bool]) -> list[_Value]:
         nodes: list[Node | None] = []
@@ -335,7 +362,7 @@ class _Builder:
         known = (self.marks, *constants)
         if (decision := form.decisions.get(known)) is None:
             decision = form.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
-        kind, reason, asked, has_epsilon = decision
+        kind, reason, asked = decision
         step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is CLEAR
         step.float8 = float8_products.asked(step, self.rules) if name in PRODUCTS else None
         for position, is_float in enumerate(form.are_floats):
@@ -345,14 +372,14 @@ class _Builder:
                 reads = inputs if own is None else [each for each in own if each is not None]
                 node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
                 if step.node is None:
-                    step.node, node.has_epsilon = node, has_epsilon
-                    node.scale = form.scale and [operands[n] for n in form.scale]
+                    step.node = node
                 node.float8 = step.float8
             same: Any = node or object()
             if not eqn.effects:
                 same = self.numbers.setdefault((position, form.operation, *numbers), same)
             if node is not None:
-                node.same = node.origin = same
+                node.same = same
+                node.origin = _origin_of(node)
             nodes.append(node)
             found.append((node, same, step.is_fixed))
         if step.node is None:

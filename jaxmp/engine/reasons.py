@@ -5,10 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from jaxmp._internals.jax.walk import nearest
-from jaxmp.engine.classes import Class, Kind, classify
+from jaxmp.engine.classes import Class, Kind, Rule, State, classify
 from jaxmp.engine.graph import Graph, Node, Step
 
-_FULL = (Kind.FULL, Kind.STRICT)
+_BY_RULE = {
+    Rule.AMPLIFIED: "amplified by {}",
+    Rule.CANCELLATION: "a term that others cancel in {}",
+    Rule.SQUARES: "a product of a vector with itself sums squares",
+    Rule.SEARCH: "in a loop that runs until it converges",
+    Rule.CARRY: "added to the state of a loop",
+    Rule.DIFFERENCE: "a difference from what is float32",
+    Rule.FEEDS: "feeds only float32 operations, such as {}",
+    Rule.FOLLOWS: "follows {}, which is float32",
+    Rule.RANGE: "a constant beyond the largest half number",
+}
 
 
 class Reasons:
@@ -21,13 +31,12 @@ class Reasons:
     def __init__(self, graph: Graph) -> None:
         self.changed = graph.changes
         self.scopes = {node: step.names for step in graph.steps for node in step.nodes if node is not None}
-        groups = [group for group in graph.groups if graph.changes and group.nodes[0].compute == np.float32]
-        self.groups = [group.name for group in groups]
-        self.group_of = {node.same: group.name for group in groups for node in group.nodes}
+        patterns = [pattern for pattern in graph.patterns if pattern.nodes[0].compute == np.float32]
+        self.groups = [pattern.name for pattern in patterns]
+        self.group_of = {node.same: pattern.name for pattern in patterns for node in pattern.nodes}
         nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # None: the result of the function
         self.above = nearest(nodes, lambda node: node.inputs, _is_half)
-        self.below = nearest(nodes[::-1], lambda node: node.users, lambda user: user.kind is Kind.HALF, known=ends)
-        self.cause = nearest(nodes, lambda node: filter(_drags, node.inputs), lambda operand: operand.kind in _FULL)
+        self.below = nearest(nodes[::-1], lambda node: node.users, _is_half, known=ends)
 
     def of(self, step: Step) -> str:
         """Why an equation is computed as it is."""
@@ -50,13 +59,13 @@ class Reasons:
         if node.kind is Kind.CLEAR:
             return "moves data that only half operations read" if node.compute else "moves data"
         in_float32 = node.compute == np.float32
+        if in_float32 and node.rule is not None:
+            return _BY_RULE[node.rule].format(self._name(node.cause, step))
         if node.reason and (node.kind is not Kind.INFER or in_float32):
             return node.reason
         if node.compute and not in_float32:
             return f"between {self._name(self.above.get(node), step)} and {self._name(self.below.get(node), step)}"
-        if in_float32:
-            return f"goes on in float32 after {self._name(self.cause.get(node), step)}"
-        return "leads to no product" if node.state is Kind.HALF else "no product before it"
+        return "leads to no product" if node.state is State.HALF else "no product before it"
 
     def _name(self, node: Node | None, step: Step) -> str:
         if node is None:
@@ -74,13 +83,12 @@ class Reasons:
             "custom_jvp_call": "decided inside; its derivative rule when that runs",
             "custom_vjp_call": "decided inside; its derivative rules when they run",
         }.get(step.eqn.primitive.name, "decided inside")
-        held = {join.reason: None for join in step.joins if join is not None and join.kind in _FULL and join.reason}
-        return "; ".join([text, *(f"float32: {reason}" for reason in held)]) if self.changed else text
+        carries = [join for join in step.joins if join is not None and join.name == "carry" and join.compute]
+        states = [join for join in carries if join.compute == np.float32 and join.rule is Rule.CARRY]
+        return f"{text}; a state in float32" if self.changed and states else text
 
 
 def _is_half(node: Node) -> bool:
-    return node.kind is Kind.HALF or (node.kind is Kind.SOURCE and node.dtype.itemsize == 2)
-
-
-def _drags(node: Node) -> bool:
-    return node.state is Kind.STRICT or (node.state is Kind.FULL and not node.has_half_copy)
+    return (node.kind is Kind.HALF and node.state is State.HALF) or (
+        node.kind is Kind.SOURCE and node.dtype.itemsize == 2
+    )

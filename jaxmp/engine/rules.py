@@ -31,7 +31,6 @@ class Decision(NamedTuple):
     kind: Kind
     reason: str
     asked: str = ""
-    has_epsilon: bool = False
 
 
 @dataclasses.dataclass
@@ -172,5 +171,5 @@ class Rules:
         if name not in ("max", "min", "clamp") and any(largest > huge for _, largest in constants):
             return Decision(Kind.STRICT, f"a constant beyond {half.name}'s largest number")
         if any(0 < smallest < tiny for smallest, _ in constants):
-            return Decision(Kind.FULL, f"a constant below {half.name}'s smallest normal number", has_epsilon=True)
+            return Decision(Kind.FULL, f"a constant below {half.name}'s smallest normal number")
         return Decision(Kind.INFER, "")

@@ -112,7 +112,7 @@ def test_a_float32_position_code_does_not_make_the_stream_float32():
         for eqn in jax.make_jaxpr(half(fun))(X, W).eqns
         if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == X.shape
     ]
-    assert streams == ["float32", "bfloat16", "bfloat16"]
+    assert streams == ["float32", "float32", "bfloat16"]
 
 
 def test_data_movement_takes_the_colour_of_its_neighbours():

@@ -33,17 +33,6 @@ def test_a_softmax_errs_by_one_ulp(policy):
     assert np.max(np.abs(result - exact) / np.maximum(exact * info.eps, info.smallest_subnormal)) <= 1
 
 
-@pytest.mark.parametrize("policy", HALVES)
-def test_a_softmax_whose_sum_is_a_product_with_ones_is_float32(policy):
-    def fun(x):
-        exponential = jnp.exp(x @ W - jnp.max(x @ W, -1, keepdims=True))
-        return exponential / (exponential @ jnp.ones((8, 1)))
-
-    x = (normal(0, 4, 8) * 5).astype(HALVES[policy]).astype(jnp.float32)
-    np.testing.assert_allclose(half(fun, policy)(x), jax.nn.softmax(x), rtol=1e-5)
-    assert jaxmp.cast_plan(fun, policy)(x).summary.groups == {"softmax": 1}
-
-
 def test_a_softmax_is_rounded_where_it_ends():
     assert dtypes_of("div", half(between(jax.nn.softmax)), normal(0, 4, 8), W) == ["float32"]
     program = jax.make_jaxpr(half(between(lambda x: jax.nn.softmax(x))))(normal(0, 4, 8), W)
@@ -198,14 +187,6 @@ def test_special_functions_are_float32_as_a_whole():
     assert np.allclose(result, compiled(jax.scipy.special.log_ndtr)(rounded), rtol=1e-3, atol=1e-6)
 
 
-def test_a_product_of_log_probabilities_is_float32():
-    def loss(x, w):
-        return jnp.sum(jax.nn.log_softmax(x @ w) @ jnp.eye(8)[:, :1])
-
-    x = (normal(9, 4, 8) * 5).astype(jnp.bfloat16).astype(jnp.float32)
-    assert np.allclose(half(loss)(x, W), loss(x, W), rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     "fun",
     [
@@ -215,15 +196,6 @@ def test_a_product_of_log_probabilities_is_float32():
 )
 def test_a_product_of_other_logarithms_is_half(fun):
     assert products(half(fun), jnp.ones((4, 8)), W, jnp.ones(8)) == ["bfloat16"] * 2
-
-
-def test_who_asks_for_half_gets_a_half_product_of_log_probabilities():
-    def loss(x, w):
-        return jax.nn.log_softmax(x @ w) @ w
-
-    assert products(half(loss), jnp.ones((4, 8)), W) == ["bfloat16", "float32"]
-    overrides = {"primitive:dot_general": "half"}
-    assert products(half(loss, overrides=overrides), jnp.ones((4, 8)), W) == ["bfloat16"] * 2
 
 
 @pytest.mark.parametrize("norm", [lambda v: jnp.vdot(v, v), lambda v: jnp.einsum("bi,bi->b", v, v).sum()])
@@ -294,9 +266,6 @@ DISTANCES = {
     "norm(h)**2": of_norms(lambda h: jnp.linalg.norm(h, axis=-1) ** 2),
     "square(norm(h))": of_norms(lambda h: jnp.square(jnp.linalg.norm(h, axis=-1))),
     "einsum('id,id->i', h, h)": of_norms(lambda h: jnp.einsum("id,id->i", h, h)),
-    "h**2 @ ones": of_norms(lambda h: h**2 @ jnp.ones(8)),
-    "einsum('id,d->i', h * h, ones)": of_norms(lambda h: jnp.einsum("id,d->i", h * h, jnp.ones(8))),
-    "(h * h) @ ones of one column": lambda h: (n := (h * h) @ jnp.ones((8, 1))) + n.T - 2 * h @ h.T,
     "vmap(vdot)(h, h)": of_norms(lambda h: jax.vmap(jnp.vdot)(h, h)),
     "half of it": lambda h: jnp.sum(h**2, -1)[:, None] / 2 + jnp.sum(h**2, -1) / 2 - h @ h.T,
     "(-2 h) @ h.T": lambda h: jnp.sum(h**2, -1)[:, None] + jnp.sum(h**2, -1) + (-2 * h) @ h.T,
@@ -313,21 +282,7 @@ def test_distances_are_float32_in_every_spelling(spelling, policy):
 
     x = (5 + normal(0, 32, 8)).astype(HALVES[policy]).astype(jnp.float32)  # one rounding of which is an error of 30 %
     np.testing.assert_allclose(*both(fun, policy, x), rtol=1e-5, atol=2e-4)
-    assert jaxmp.cast_plan(fun, policy)(x).summary.groups["distances"] >= 1
-
-
-def of_one_norm(x):
-    squares = jnp.sum(x**2, -1)
-    return squares[:, None] + squares - 2 * x @ x.T
-
-
-@pytest.mark.parametrize("distances", [DISTANCES["sum(h**2)"], of_one_norm])
-def test_distances_are_float32_in_their_gradient(distances):
-    def slope(x):
-        return jax.grad(lambda x: jnp.sum(jnp.exp(-distances(x))))(x)
-
-    x = (5 + normal(0, 32, 8)).astype(jnp.bfloat16).astype(jnp.float32)
-    np.testing.assert_allclose(half(slope)(x), slope(x), rtol=1e-4, atol=1e-4)
+    assert jaxmp.cast_plan(fun, policy)(x).summary.groups["cancellation"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -340,58 +295,6 @@ def test_distances_are_float32_in_their_gradient(distances):
 )
 def test_products_that_no_squares_cancel_stay_half(fun):
     assert set(products(half(fun), normal(0, 4, 8))) == {"bfloat16"}
-
-
-LOG_PROBABILITIES = {
-    "log_softmax(h)": jax.nn.log_softmax,
-    "h - logsumexp(h)": lambda h: h - jax.nn.logsumexp(h, -1, keepdims=True),
-    "h - log(sum(exp(h)))": lambda h: h - jnp.log(jnp.sum(jnp.exp(h), -1, keepdims=True)),
-    "log(softmax(h))": lambda h: jnp.log(jax.nn.softmax(h)),
-    "log(softmax(h) + eps)": lambda h: jnp.log(jax.nn.softmax(h) + 1e-8),
-    "log(p) - log_softmax(h)": lambda h: jnp.log(0.125) - jax.nn.log_softmax(h),
-    "where(mask, log_softmax(h), 0)": lambda h: jnp.where(jnp.arange(8) < 5, jax.nn.log_softmax(h), 0),
-    "log(sigmoid(h) + eps)": lambda h: jnp.log(jax.nn.sigmoid(h) + 1e-8),
-    "log(clip(softmax(h)))": lambda h: jnp.log(jnp.clip(jax.nn.softmax(h), 1e-7, 1.0)),
-    "log(e / sum(e) + eps)": lambda h: jnp.log(jnp.exp(h) / jnp.sum(jnp.exp(h), -1, keepdims=True) + 1e-8),
-}
-
-
-@pytest.mark.parametrize(("spelling", "policy"), in_turn(LOG_PROBABILITIES))
-@pytest.mark.parametrize(
-    "add_up", [lambda p: p @ jnp.eye(8)[:, :3], lambda p: jnp.einsum("ij,ij->i", p, jnp.eye(8)[jnp.arange(4)])]
-)
-def test_products_of_log_probabilities_are_float32_in_every_spelling(spelling, add_up, policy):
-    def fun(x):
-        return add_up(LOG_PROBABILITIES[spelling](x @ W))
-
-    x = (5 * normal(9, 4, 8)).astype(HALVES[policy]).astype(jnp.float32)
-    np.testing.assert_allclose(*both(fun, policy, x), rtol=1e-6, atol=1e-6)
-    assert jaxmp.cast_plan(fun, policy)(x).summary.groups["log-probabilities"] == 1
-
-
-@pytest.mark.parametrize("policy", HALVES)
-def test_a_probability_that_a_product_picks_for_a_logarithm_is_float32(policy):
-    def fun(x):
-        picked = jnp.einsum("ij,ij->i", jax.nn.softmax(x @ W), jnp.eye(8)[jnp.arange(4)])
-        return -jnp.log(picked), jnp.log(1.0 - picked + 1e-7)
-
-    x = (5 * normal(9, 4, 8)).astype(HALVES[policy]).astype(jnp.float32)
-    for result, expected in zip(*both(fun, policy, x), strict=True):
-        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda h, y: jax.nn.logsumexp(h, -1) - jnp.einsum("ij,ij->i", h, y),
-        lambda h, y: jnp.mean(jax.nn.logsumexp(h, -1)) - jnp.vdot(h, y) / 4,
-        lambda h, y: jnp.vdot(h, y) - jnp.sum(jax.nn.logsumexp(h, -1)),
-    ],
-)
-def test_a_product_that_a_logsumexp_of_the_same_cancels_is_float32(loss):
-    x, y = (30 + normal(9, 4, 8)).astype(jnp.bfloat16).astype(jnp.float32), jax.nn.softmax(normal(2, 4, 8))
-    result = half(lambda x, y: loss(x @ W, y))(x, y)  # of which one rounding of 30 is an error of 10 %
-    np.testing.assert_allclose(result, loss(x, y), rtol=1e-4)
 
 
 def pixels():
@@ -419,16 +322,7 @@ FREQUENCIES = 10 * normal(4, 3, 16)
 EDGES, THRESHOLDS = jnp.linspace(-30, 30, 600), jnp.linspace(-1, 1, 8)
 
 
-def tent(distances):
-    return jnp.maximum(0.0, 1.0 - jnp.abs(distances))
-
-
 COORDINATES = {
-    "an interpolation on integers": (
-        lambda p, r: tent((p @ r.T)[:, :1] - jnp.arange(9).astype("float32")),
-        POINTS,
-        ROTATION,
-    ),
     "an affine warp": (warp, AFFINE),
     "a sampled grid": (sample, AFFINE),
     "floor": (lambda p, r: jnp.floor(p @ r.T / 0.05).astype(jnp.int32), POINTS, ROTATION),
@@ -441,7 +335,6 @@ COORDINATES = {
     "edges made here": (lambda p, r: jnp.histogram(p @ r, bins=300, range=(-30, 30))[0], POINTS, ROTATION),
     "an interpolated table": (lambda p, e: jnp.interp(p @ ROTATION, e, jnp.sin(e)), POINTS, EDGES),
     "compared with a table": (lambda p, e: (p @ ROTATION)[..., None] > e, POINTS, EDGES),
-    "a kernel around positions": (lambda p, r: jnp.abs((p @ r.T)[..., None] - jnp.arange(32.0)), POINTS, ROTATION),
     "sin(2 pi x b)": (lambda x, b: jnp.sin(2 * jnp.pi * (x @ b)), normal(5, 100, 3), FREQUENCIES),
     "sin and cos": (lambda x, b: jnp.stack([jnp.sin(x @ b), jnp.cos(x @ b)]), normal(5, 100, 3), FREQUENCIES),
     "sin(s x b)": (lambda x, s: jnp.sin(s * (x @ FREQUENCIES)), normal(5, 100, 3), normal(6, 16)),
@@ -455,7 +348,7 @@ COORDINATES = {
 def test_coordinates_and_phases_are_float32(spelling, policy):
     fun, *args = COORDINATES[spelling]
     jax.tree.map(np.testing.assert_array_equal, *both(fun, policy, *args))
-    assert jaxmp.cast_plan(fun, policy)(*args).summary.groups["coordinates"] >= 1
+    assert jaxmp.cast_plan(fun, policy)(*args).summary.groups["amplifier"] >= 1
 
 
 def rounded(x):
@@ -561,7 +454,7 @@ def test_covariances_as_a_difference_of_means_are_float32(spelling, policy):
     expected = np.cov(np.asarray(x, np.float64), np.asarray(y, np.float64), rowvar=False, bias=True)[:8, 8:]
     scale = len(x) if spelling == "sum" else 1
     np.testing.assert_allclose(half(covariance, policy)(x, y) / scale, expected, rtol=0.02, atol=0.02)
-    assert "moments" in jaxmp.cast_plan(covariance, policy)(x, y).summary.groups
+    assert "cancellation" in jaxmp.cast_plan(covariance, policy)(x, y).summary.groups
 
 
 @pytest.mark.parametrize(
@@ -584,16 +477,6 @@ def test_a_product_that_is_only_factorised_is_float32(policy):
     a = 3 * normal(0, 64, 8)
     result = half(lambda a: jnp.linalg.cholesky(a @ a.T + 1e-2 * jnp.eye(64)), policy)(a)
     np.testing.assert_array_equal(jnp.isfinite(result), True)
-
-
-def test_a_logarithm_of_a_product_of_exponentials_does_not_underflow():
-    a, b = 20 * normal(0, 4, 8), 20 * normal(1, 8, 4)
-
-    def fun(a, b):
-        high, wide = a.max(1, keepdims=True), b.max(0, keepdims=True)
-        return jnp.log(jnp.exp(a - high) @ jnp.exp(b - wide)) + high + wide
-
-    np.testing.assert_allclose(half(fun, "mixed_float16")(a, b), fun(a, b), rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", HALVES)

@@ -23,3 +23,5 @@ BROADCAST = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "rem", "
 MEETS = BROADCAST | COMBINES
 """Operations of several operands, of which JAX may repeat some to meet the others."""
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
+"""Operations that pick the largest or smallest element along an axis."""

@@ -84,6 +84,8 @@ def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[li
 
     number = {node: n for n, node in enumerate(nodes)}
     edges = [(number[operand], n) for n, node in enumerate(nodes) for operand in inputs_of(node)]
+    if not edges:
+        return []
     matrix = coo_array((np.ones(len(edges)), np.array(edges).T), (len(nodes), len(nodes)))
     found: dict[int, list[T]] = {}
     for node, label in zip(nodes, csgraph.connected_components(matrix, connection="strong")[1], strict=True):

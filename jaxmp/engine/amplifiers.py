@@ -1,0 +1,123 @@
+"""Amplifiers: operations that make the low digits of an operand high ones in their result.
+
+In bfloat16 a coordinate of 300.4 is 300, another pixel; a phase of 300.4 is noise. So all that an amplifier reads is
+float32, back through what keeps the digits: moves, scales, offsets and bounds, and products on the way. It ends at an
+activation. A factorisation amplifies whatever it is computed from, back to the nearest products. A logarithm or a root
+amplifies what is between it and the nearest product, the ``1 - x²`` of a squashed action, but not that product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from jaxmp._internals.jax.primitives import EXTREMES
+from jaxmp._internals.jax.reading import size_of
+from jaxmp._internals.jax.walk import PRODUCTS, walk
+from jaxmp.engine.classes import AMPLIFIERS, CLEAR, INFER, JOIN, SOLVERS, Rule, State
+from jaxmp.engine.graph import Graph, Node, Step
+from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, readers_of
+
+_ORDERINGS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # eq is the derivative of max
+_SEARCH = "call_hi_primitive"  # jnp.searchsorted from JAX 0.12 on
+_CAST = "convert_element_type"
+_ROOTS_AND_LOGARITHMS = frozenset({"log", "log2", "sqrt", "rsqrt"})
+_SQUARES = frozenset({"square", "integer_pow"})
+_ROUNDINGS = frozenset({"floor", "ceil", "round"})
+_QUANTISED = frozenset({"int8", "int4", "int2", "uint8", "uint4", "uint2"})
+_KEEP_QUANTISED = SUMS | SCALES | BOUNDS | {"select_n", _CAST}
+_READ_BY_ACTIVATION = PRODUCTS | {"reduce_sum"}
+
+
+def raise_amplified(graph: Graph) -> None:
+    """Make float32 all that amplifiers read."""
+    quantised = {operand for step in graph.steps if _is_quantising(step) for operand in step.operands}
+    for step in graph.steps:
+        name = step.eqn.primitive.name
+        if name in SOLVERS:
+            _raise(walk(_floats(step), _back_to_products), step)
+        elif name in _ROOTS_AND_LOGARITHMS:
+            _raise(walk(_floats(step), _keepers_of_range), step, but=PRODUCTS)
+        else:
+            _raise(walk(_amplified_operands(step, name, quantised), _keepers_of_digits), step)
+
+
+def _raise(nodes: Iterable[Node], step: Step, but: Collection[str] = ()) -> None:
+    for node in nodes:
+        is_decided_here = node.kind in (INFER, JOIN) or node.is_half_product
+        if node.after_product and is_decided_here and node.name not in but:
+            node.raise_to(State.FLOAT32, Rule.AMPLIFIED, step.node)
+
+
+def _floats(step: Step) -> list[Node]:
+    return [node for node in step.operands if node is not None]
+
+
+def _is_quantising(step: Step) -> bool:
+    """Return whether a step casts to the small integers of a quantised network."""
+    return step.eqn.primitive.name == _CAST and step.eqn.outvars[0].aval.dtype.name in _QUANTISED
+
+
+def _amplified_operands(step: Step, name: str, quantised: Collection[Node | None]) -> Sequence[Node]:
+    """Return the operands of a step whose low digits count in its result."""
+    if name in AMPLIFIERS:
+        is_quantised = name in _ROUNDINGS and step.node is not None and _is_quantised(step.node, quantised)
+        return () if is_quantised else _floats(step)[: AMPLIFIERS[name]]
+    if name in _ORDERINGS:
+        pairs = zip(_floats(step), _floats(step)[::-1], strict=True)
+        return [place for place, other in pairs if _is_scale_of(step, place, other)]
+    if name in (_CAST, _SEARCH):
+        dtype = step.eqn.outvars[0].aval.dtype
+        is_index = dtype.kind in "iu" and dtype.name not in _QUANTISED
+        return _floats(step) if is_index or dtype.kind == "c" else ()
+    return ()
+
+
+def _is_quantised(rounded: Node, quantised: Collection[Node | None]) -> bool:
+    """Return whether a rounded value, or a multiple of it, becomes a small integer or is read by a product."""
+
+    def follow(node: Node) -> Sequence[Node]:
+        is_passed = node is rounded or node.kind in (CLEAR, JOIN) or node.name in _KEEP_QUANTISED
+        return node.users if is_passed else ()
+
+    after = walk([rounded, *rounded.users], follow)
+    return any(reader.name in PRODUCTS or reader in quantised for reader in after)
+
+
+def _is_scale_of(step: Step, place: Node, other: Node) -> bool:
+    """Return whether ``place`` is compared with positions, or with each element of a table."""
+    if place is other or other.after_product:
+        return False
+    if other.is_constant and other.const is None:  # made of integers
+        return True
+    size = size_of(step.eqn.outvars[0].aval.shape)
+    is_table = 1 < size_of(other.origin.shape) < size and size_of(place.origin.shape) < size
+    return is_table or other.is_looked_up
+
+
+def _back_to_products(node: Node) -> Sequence[Node]:
+    return () if node.name in PRODUCTS else node.inputs
+
+
+def _keepers_of_range(node: Node) -> Sequence[Node]:
+    """Return the operands by which a value may be near the end of a root or a logarithm: ``1 - x²``, ``x² + eps``."""
+    if node.name in PRODUCTS:
+        return ()
+    return node.inputs if node.name in _SQUARES else _keepers_of_digits(node)
+
+
+def _keepers_of_digits(node: Node) -> Sequence[Node]:
+    """Return the operands of an operation whose result has their digits."""
+    if node.name in EXTREMES or not node.after_product:
+        return ()
+    if node.kind in (CLEAR, JOIN) or node.name in ("neg", _CAST):
+        return node.inputs
+    computed = [operand for operand in node.inputs if operand.after_product]
+    if node.name in PRODUCTS or node.name in SCALES:
+        return computed if len(computed) == 1 else ()
+    is_choice = node.name in BOUNDS or node.name == "select_n"
+    if is_choice or node.name in SUMS:
+        # What a product reads is an activation, or a residual stream.
+        is_activation = is_choice or len(computed) > 1
+        is_read = any(reader.name in _READ_BY_ACTIVATION for reader in readers_of(node))
+        return () if is_activation and is_read else computed
+    return ()

@@ -1,0 +1,155 @@
+"""Cancellation: differences of sums of squares or of products of the same vectors.
+
+``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small beside their terms, so that little but rounding errors
+would be left of products in half precision. These products are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.engine.classes import INFER, Rule, State
+from jaxmp.engine.graph import Node
+from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, multiple_of
+
+_OFFSETS = SUMS | BOUNDS | SCALES
+_ROOTS = frozenset({"sqrt", "rsqrt"})
+
+Vectors = tuple[Node, Node]
+
+
+def raise_cancelled(nodes: Sequence[Node]) -> None:
+    """Make float32 the products that sum squares, and those that other terms of a difference cancel."""
+    if not any(node.is_half_product for node in nodes):
+        return
+    for node in nodes:
+        if node.is_half_product and _squared_vector(node) is not None:
+            node.raise_to(State.FLOAT32, Rule.SQUARES)
+    for node in nodes:
+        if node.name in SUMS and not _is_part_of_sum(node):
+            for product in (*_distances(node), *_moments(node), *_cosines(node)):
+                product.raise_to(State.FLOAT32, Rule.CANCELLATION, node)
+
+
+def _is_part_of_sum(node: Node) -> bool:
+    """Return whether the one reader of a value adds it to others, or a multiple of it."""
+    while len(node.users) == 1:
+        node = node.users[0]
+        if node.name in SUMS:
+            return True
+        if multiple_of(node) is node:
+            return False
+    return False
+
+
+def _terms(total: Node) -> list[Node]:
+    """Return the terms of a sum, without their constant factors; one that stands in it twice comes twice."""
+    terms, stack = list[Node](), list(total.inputs)
+    while stack:
+        term = multiple_of(stack.pop())
+        if term.name in SUMS and len(term.users) == 1:
+            stack += term.inputs
+        else:
+            terms.append(term)
+    return terms
+
+
+def _vectors(value: Node) -> Vectors | None:
+    """Return the two values whose products ``value`` sums, each without constant factors."""
+    if value.name in PRODUCTS and len(value.inputs) == 2:
+        return multiple_of(value.inputs[0]), multiple_of(value.inputs[1])
+    if value.name == "reduce_sum":
+        summed = multiple_of(value.inputs[0])
+        return _vectors(summed) if summed.name in PRODUCTS else _factors(summed)  # a Gram matrix times the identity
+    return None
+
+
+def _factors(value: Node) -> Vectors | None:
+    """Return the two factors of an elementwise product or a square."""
+    is_outer = value.name in PRODUCTS and value.kind is INFER
+    if (value.name == "mul" or is_outer) and len(value.inputs) == 2:
+        return multiple_of(value.inputs[0]), multiple_of(value.inputs[1])
+    is_square = value.name == "square" or (value.name in ("integer_pow", "pow") and value.inputs)
+    if is_square:
+        base = multiple_of(value.inputs[0], SCALES | {"abs"})
+        return base, base
+    return None
+
+
+def _squared_vector(value: Node) -> Node | None:
+    """Return the vector whose squares ``value`` sums, one number for each vector."""
+    if value.name in ("square", "integer_pow"):  # the square of a norm
+        root = value.inputs[0].origin
+        return _squared_vector(multiple_of(root.inputs[0])) if root.name == "sqrt" else None
+    vectors = _vectors(value)
+    if vectors is None:
+        return None
+    first, second = vectors
+    is_sum = value.name == "reduce_sum" or len(value.shape) < len(value.inputs[0].shape)
+    return first if first is second and is_sum else None
+
+
+def _distances(total: Node) -> Iterator[Node]:
+    """Yield the products of vectors whose squares another term of the sum adds up."""
+    terms = _terms(total)
+    squared = {vector for term in terms if (vector := _squared_vector(term)) is not None}
+    for term in terms:
+        if term.name not in PRODUCTS:
+            continue
+        vectors = _vectors(term) or ()
+        is_gram_and_diagonal = len(set(vectors)) == 1 and terms.count(term) > 1
+        if is_gram_and_diagonal or not squared.isdisjoint(vectors):
+            yield term
+
+
+def _moments(total: Node) -> Iterator[Node]:
+    """Yield the sums of products, and the products of sums, of the same vectors."""
+    terms = _terms(total)
+    for term in terms:
+        sums = _factors(term)
+        if sums is None:
+            continue
+        for product in terms:
+            if product.name in PRODUCTS and product.kind is not INFER and _are_same(product, sums):
+                yield product
+                yield from (value for value in sums if value.name in PRODUCTS)
+
+
+def _are_same(product: Node, sums: Vectors) -> bool:
+    """Return whether ``sums`` add up the vectors whose products ``product`` adds up, with the same weights."""
+    vectors = _vectors(product)
+    if vectors is None:
+        return False
+    if all(value.name == "reduce_sum" for value in sums):
+        return {multiple_of(value.inputs[0]) for value in sums} == set(vectors)
+    pairs = [_vectors(value) if value.name in PRODUCTS else None for value in sums]
+    for squares, weights in (vectors, vectors[::-1]):
+        factors = _factors(squares)
+        wanted = [{factor, weights} for factor in factors or ()]
+        found = [set(pair) for pair in pairs if pair is not None]
+        if wanted and (found == wanted or found == wanted[::-1]):
+            return True
+    return False
+
+
+def _cosines(total: Node) -> Iterator[Node]:
+    """Yield products of unit vectors that are subtracted from a constant."""
+    constants = [term for term in total.inputs if term.is_constant]
+    for term in _terms(total) if len(constants) == 1 else ():
+        if term.name in PRODUCTS and all(map(_is_unit_vector, _vectors(term) or (term,))):
+            yield term
+
+
+def _is_unit_vector(value: Node) -> bool:
+    if value.name not in ("mul", "div"):
+        return False
+    return any(_is_norm(operand) for operand in value.inputs)
+
+
+def _is_norm(value: Node) -> bool:
+    """Return whether a value is the norm of a vector, or 1 over it."""
+    if value.name == "div" and value.inputs[0].is_constant:
+        value = value.inputs[1]
+    root = multiple_of(value, _OFFSETS)
+    return root.name in _ROOTS and _squared_vector(multiple_of(root.inputs[0], _OFFSETS)) is not None

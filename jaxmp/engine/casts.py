@@ -1,0 +1,79 @@
+"""Where casts stand: behind what repeats a weight, and before what moves data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxmp._internals.jax.primitives import MEETS, MONOTONE, PICKS
+from jaxmp._internals.jax.walk import walk
+from jaxmp.engine.classes import CLEAR, JOIN, KEPT, SOURCE
+from jaxmp.engine.graph import Node
+
+_FLOAT32, _JOINED = np.dtype(np.float32), frozenset({"concatenate", "stack"})
+
+
+def read_in(user: Node, operand: Node) -> np.dtype | None:
+    """Return the dtype that an operation reads an operand in; None for the one that it has."""
+    if user.compute is not None:
+        return user.compute
+    if user.kind in (CLEAR, JOIN):
+        return None if user.late else operand.late
+    return operand.written
+
+
+def put_casts_off(nodes: Sequence[Node]) -> list[Node]:
+    """Leave the author's casts of weights to half to each reader, through all that only moves them.
+
+    The cotangents of a weight's elements, of its rows that many examples read, and of its uses are then summed in
+    float32: a cast before them would have them summed in half.
+
+    Returns:
+      The values that the author casts to half, weights or not.
+    """
+    cast: list[Node] = []
+    for node in nodes:
+        if node.name == "convert_element_type" and node.kind is KEPT and node.written.itemsize == 2:
+            cast += node.inputs
+            are_weights = all(operand.written == _FLOAT32 and not operand.is_cast_once for operand in node.inputs)
+            if are_weights and _depends_on_arguments(node) and not node.in_rule:
+                node.kind, node.late = CLEAR, node.written
+        elif node.kind is CLEAR and node.name in PICKS and len(node.inputs) == 1:
+            node.late = node.inputs[0].late
+        elif node.name in _JOINED:
+            dtypes = {operand.late for operand in node.inputs}
+            if len(dtypes) == 1 and None not in dtypes:
+                node.kind, node.late = CLEAR, dtypes.pop()
+    return cast
+
+
+def _depends_on_arguments(node: Node) -> bool:
+    def follow(node: Node) -> Sequence[Node]:
+        if node.const is not None:
+            return ()
+        return node.inputs[:1] if node.name == "carry" else node.inputs
+
+    return any(node.kind is SOURCE and node.const is None for node in walk([node], follow))
+
+
+def move_casts(nodes: Sequence[Node]) -> None:
+    """Cast before a move that its one reader wants in half, so that the product itself transposes its weight.
+
+    A weight stays float32 up to what repeats it: several readers, the turns of a loop, a broadcast.
+    """
+    for node in reversed(nodes):
+        is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen
+        if not is_moved or node.dtype != _FLOAT32:
+            continue
+        wanted = {read_in(user, node) for user in node.users}
+        dtype = wanted.pop() if len(wanted) == 1 else None
+        if dtype is None or dtype.itemsize != 2 or node.late not in (None, dtype):
+            continue
+        if node.is_cast_once or not _is_repeated(node):
+            node.compute, node.dtype, node.late = dtype, dtype, None
+
+
+def _is_repeated(node: Node) -> bool:
+    """Return whether a weight has several readers, or one that may repeat it, if only by a vmap from outside."""
+    return len(node.users) > 1 or any(user.loop != node.loop or user.name in MEETS for user in node.users)

@@ -1,0 +1,109 @@
+"""Loops: which carries are half, and which loops must keep their products in float32.
+
+A loop over a stack of layers carries a residual stream, which is half. Every other carry stays float32: recurrent
+states, integrators, optimizers, running sums. A sum in half precision loses each term that is less than a 256th of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import numpy as np
+
+from jaxmp._internals.jax.searches import is_search
+from jaxmp._internals.jax.walk import PRODUCTS, cycles, walk
+from jaxmp.engine.classes import INFER, JOIN, Rule, State
+from jaxmp.engine.graph import Graph, Node, Step
+
+_PICKS_BY_TURN = frozenset({"dynamic_slice", "gather"})
+
+
+def decide_loops(graph: Graph) -> None:
+    """Make float32 the carries that no stack of layers has, what is added to them, and the products of searches."""
+    for step in graph.steps:
+        if step.bodies is None or step.bodies.kind not in ("scan", "while"):
+            continue
+        _decide_carries(graph, step)
+        if step.bodies.kind == "while" and is_search(step.bodies):
+            for inner in _steps_inside(step):
+                if inner.node is not None and inner.node.is_half_product:
+                    inner.node.raise_to(State.FLOAT32, Rule.SEARCH)
+
+
+def _steps_inside(step: Step) -> Iterator[Step]:
+    for body in step.inner:
+        for inner in body.steps:
+            yield inner
+            yield from _steps_inside(inner)
+
+
+def _decide_carries(graph: Graph, step: Step) -> None:
+    carries = {join for join in step.joins if join is not None}
+    if not carries:
+        return
+    inside = [node for node in graph.nodes if node.loop in step.loops or node in carries]
+    members = set(inside)
+
+    def inputs_inside(node: Node) -> list[Node]:
+        operands = node.inputs[1:] if node in carries else node.inputs
+        return [operand for operand in operands if operand in members]
+
+    def inputs_past_products(node: Node) -> list[Node]:
+        return [] if node.name in PRODUCTS else inputs_inside(node)
+
+    elements = _elements_of_turns(step, inside)
+    layered = set[Node]()
+    for cycle in cycles(inside, inputs_inside):
+        if carries.intersection(cycle) and _goes_through_layers(frozenset(cycle), elements):
+            layered.update(cycle)
+    sums = cycles(inside, inputs_past_products)
+    asked = {node for cycle in sums for node in cycle if any(_is_asked(other, "float32") for other in cycle)}
+    halves = {node for cycle in sums for node in cycle if any(_is_asked(other, "half") for other in cycle)}
+    for carry in carries:
+        is_half = (carry in layered and carry not in asked) or carry in halves
+        is_float32 = carry.written == np.float32 and not is_half
+        carry.raise_to(State.FLOAT32 if is_float32 else State.HALF, Rule.CARRY)
+    for cycle in sums:
+        held = [node for node in cycle if node in carries and node.state >= State.FLOAT32]
+        for node in cycle if held else ():
+            if node.kind in (INFER, JOIN):
+                node.raise_to(State.FLOAT32, Rule.CARRY, held[0])
+
+
+def _is_asked(node: Node, level: str) -> bool:
+    return bool(node.asked) and (node.asked == "half") == (level == "half")
+
+
+def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
+    """Return the matrices that are others in each turn: elements of scanned arrays, and of arrays by an index."""
+    assert step.bodies is not None
+    scanned = step.operands[step.bodies.start + step.bodies.carry :]
+    elements = {node for node in scanned if node is not None and len(node.shape) > 2}
+    return elements | {node for node in inside if node.name in _PICKS_BY_TURN and len(node.shape) > 1}
+
+
+def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) -> bool:
+    """Return whether a product on the cycle takes a weight that is another one in each turn.
+
+    A weight of a layer is read once in the turn. The minibatch of a descent is read twice: by the model and by its
+    derivative.
+    """
+
+    def outside(nodes: Iterable[Node]) -> list[Node]:
+        return [node for node in nodes if node not in cycle]
+
+    for product in cycle:
+        if product.name not in PRODUCTS:
+            continue
+        for weight in outside(product.inputs):
+            made_of = walk([weight], lambda node: () if node in elements else outside(node.inputs))
+            if any(_is_read_once(node, cycle) for node in made_of if node in elements):
+                return True
+    return False
+
+
+def _is_read_once(element: Node, cycle: Collection[Node]) -> bool:
+    """Return whether one operation on the cycle reads an element of the turn, or what is computed of it alone."""
+    computed = walk([element], lambda node: [user for user in node.users if user not in cycle])
+    readers = {user for node in computed for user in node.users if user in cycle}
+    return len(readers) == 1

@@ -1,0 +1,37 @@
+"""Ways through the graph: who reads a value, and what it is a multiple of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from jaxmp._internals.jax.walk import walk
+from jaxmp.engine.classes import CLEAR
+from jaxmp.engine.graph import Node
+
+SUMS = frozenset({"add", "sub", "add_any"})
+SCALES = frozenset({"mul", "div", "neg"})
+BOUNDS = frozenset({"max", "min", "clamp"})
+
+
+def readers_of(node: Node) -> list[Node]:
+    """Return the operations that compute with a value, however it is moved before."""
+    if not any(user.kind is CLEAR for user in node.users):
+        return list(dict.fromkeys(node.users))
+    after = walk(node.users, lambda user: user.users if user.kind is CLEAR else ())
+    return [user for user in after if user.kind is not CLEAR]
+
+
+def multiple_of(node: Node, through: Collection[str] = SCALES) -> Node:
+    """Return the value that ``node`` is made of by moves and by ``through`` operations with constants."""
+    while True:
+        node = node.origin
+        below = _only_variable(node) if node.name in through else None
+        if below is None or (node.name == "div" and below is not node.inputs[0]):
+            return node
+        node = below
+
+
+def _only_variable(node: Node) -> Node | None:
+    """Return the one operand that is no constant; None if there are several or none."""
+    variable = [operand for operand in node.inputs if not operand.is_constant]
+    return variable[0] if len(variable) == 1 else None

@@ -1,0 +1,116 @@
+"""Names for what the rules make float32: a softmax, a normalisation. They are for the reader of a plan.
+
+One of them decides something: a softmax is rounded where it ends, if only products read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.engine.classes import Rule, State
+from jaxmp.engine.graph import Graph, Node
+from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, multiple_of, readers_of
+
+_EXPONENTIALS, _LOGARITHMS, _ROOTS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"}), frozenset({"sqrt", "rsqrt"})
+_SQUARES = frozenset({"square", "integer_pow", "abs"})
+_OFFSETS = SUMS | SCALES | BOUNDS
+_OF_PRODUCTS = {Rule.AMPLIFIED: "amplifier", Rule.CANCELLATION: "cancellation", Rule.SEARCH: "search"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Operations that belong together; the first tells one from others of its name."""
+
+    name: str
+    nodes: tuple[Node, ...]
+
+
+def find(graph: Graph) -> list[Pattern]:
+    """Return the patterns of a decided graph, and mark the softmaxes that are rounded."""
+    patterns = list[Pattern]()
+    for node in graph.nodes:
+        if node.state >= State.FLOAT32 and node.inputs and node.name in _RECOGNISED:
+            patterns += _RECOGNISED[node.name](node)
+        elif node.rule in _OF_PRODUCTS and node.name in PRODUCTS:
+            patterns.append(Pattern(_OF_PRODUCTS[node.rule], (node,)))
+    return patterns
+
+
+def _exponential(value: Node) -> Node | None:
+    """Return the exponential that a value is, with a mask or weights too."""
+    value = value.origin
+    operands = [operand.origin for operand in value.inputs] if value.name in ("select_n", "mul") else [value]
+    return next((operand for operand in operands if operand.name in _EXPONENTIALS), None)
+
+
+def _softmax(node: Node) -> Iterator[Pattern]:
+    above, below = (operand.origin for operand in node.inputs)
+    exponential = _exponential(above)
+    summed = below.inputs if below.name == "reduce_sum" or below.name in PRODUCTS else ()
+    if exponential is None or exponential not in [_exponential(operand) for operand in summed]:
+        return
+    # Of a probability near 1 the logarithm is lost, if it is rounded.
+    node.is_rounded = not node.is_seen and not any(_is_logged(reader) for reader in readers_of(node))
+    yield Pattern("softmax", (node, below, exponential, *_shift(exponential)))
+
+
+def _shift(exponential: Node) -> Iterator[Node]:
+    """Yield the ``x - max(x)`` that an exponential is of."""
+    base = exponential.inputs[0].origin
+    if base.name == "sub":
+        yield base
+
+
+def _is_logged(reader: Node) -> bool:
+    return reader.name in _LOGARITHMS or (
+        reader.name in _OFFSETS and any(user.name in _LOGARITHMS for user in readers_of(reader))
+    )
+
+
+def _logarithm(node: Node) -> Iterator[Pattern]:
+    total = multiple_of(node.inputs[0], _OFFSETS)
+    exponential = _exponential(total.inputs[0] if total.name == "reduce_sum" else total) if total.inputs else None
+    if exponential is None:
+        return
+    name = "logsumexp" if total.name == "reduce_sum" else "softplus"
+    scores = {exponential.inputs[0].origin, *(shift.inputs[0].origin for shift in _shift(exponential))}
+    largest = [reader for reader in readers_of(node) if reader.name == "add"]
+    for value in (node, *largest):
+        for reader in readers_of(value):
+            if reader.name == "sub" and reader.inputs[0].origin in {*scores, *_shift(exponential)}:
+                name = "log-softmax"
+    yield Pattern(name, (node, total, exponential, *_shift(exponential), *largest))
+
+
+def _squares(node: Node) -> Iterator[Pattern]:
+    square = multiple_of(node.inputs[0], _OFFSETS)
+    is_square = square.name in _SQUARES or (square.name == "mul" and len({each.origin for each in square.inputs}) == 1)
+    if not is_square:
+        return
+    base = multiple_of(square.inputs[0], {"abs"})
+    roots = [reader for reader in _readers_past_offsets(node) if reader.name in _ROOTS]
+    if roots:
+        name = "normalisation" if any(reader.name in SCALES for reader in readers_of(roots[0])) else "norm"
+    elif base.name == "sub":
+        name = "absolute error" if square.name == "abs" else "squared error"
+    else:
+        name = "sum of magnitudes" if square.name == "abs" else "sum of squares"
+    yield Pattern(name, (node, square, base, *roots) if base.name == "sub" else (node, square, *roots))
+
+
+def _readers_past_offsets(node: Node) -> list[Node]:
+    """Return the readers of a value, and those of what it is with an offset, a scale or a bound."""
+    readers = readers_of(node)
+    for reader in readers:
+        if reader.name in _OFFSETS and len(readers) < 64:
+            readers += [user for user in readers_of(reader) if user not in readers]
+    return readers
+
+
+_RECOGNISED: dict[str, Callable[[Node], Iterator[Pattern]]] = {
+    "div": _softmax,
+    **dict.fromkeys(_LOGARITHMS, _logarithm),
+    "reduce_sum": _squares,
+}
