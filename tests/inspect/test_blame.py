@@ -48,7 +48,6 @@ def test_exp_overflows():
     blame = check(first_nonfinite(loss)(X), "exp", "overflow", path="outer/inner", source=line_of(loss))
     (operand,) = blame.operands
     assert (operand.dtype, operand.shape, operand.low, operand.high) == ("float32", (3,), 1.0, 100.0)
-    assert tuple(operand) == (1.0, 100.0)
     assert first_nonfinite(loss)(X / 10) is None
 
 
@@ -375,7 +374,7 @@ def test_a_train_step_by_itself():
 
 
 def test_an_error_of_the_search_does_not_hide_that_of_the_training(monkeypatch):
-    monkeypatch.setattr("jaxmp.inspect.blame._find", lambda *_: 1 / 0)
+    monkeypatch.setattr("jaxmp.inspect.blame._blame_in", lambda *_: 1 / 0)
     step = jaxmp.make_train_step(_loss, max_consecutive_skips=1)
     state, batch = _state(jaxmp.NoOpLossScale()), {"x": 100 * jnp.ones((2, 3))}
     with pytest.raises(jaxmp.NonFiniteTrainingError, match="1 steps in a row") as raised:
