@@ -20,7 +20,9 @@ from jaxmp.base.dtypes import nearest
 from jaxmp.base.trees import path_name
 from jaxmp.engine.flops import flops_of
 from jaxmp.inspect.compiled import hlo
-from jaxmp.inspect.memory_plan import Memory, batch_axes, leaves_of, of_call, on_mesh
+from jaxmp.inspect.memory_kinds import batch_axes, leaves_of
+from jaxmp.inspect.memory_kinds import sharding_on_mesh as on_mesh
+from jaxmp.inspect.memory_plan import Memory, of_call
 from jaxmp.inspect.program import targets
 from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.inspect.program.evidence import Argument, Audited, Sent
@@ -322,9 +324,9 @@ def _kinds(jitted: Any, inputs: tuple[Any, ...]) -> list[str | None]:
     """
     leaves = list(leaves_of(inputs, names_of_arguments(jitted)))
     is_array = hasattr(inputs[0], "dtype") if inputs else False
-    if any(leaf.is_told and leaf.kind != "other" for leaf in leaves) or (inputs[1:] and not is_array):
-        has_params = any(leaf.is_told and leaf.kind not in ("batch", "other") for leaf in leaves)
-        return [leaf.kind if leaf.is_told or not has_params else "batch" for leaf in leaves]
+    if any(leaf.is_recognised and leaf.kind != "other" for leaf in leaves) or (inputs[1:] and not is_array):
+        has_params = any(leaf.is_recognised and leaf.kind not in ("batch", "other") for leaf in leaves)
+        return [leaf.kind if leaf.is_recognised or not has_params else "batch" for leaf in leaves]
     return ["batch" if is_array and len(leaves) == 1 else None] * len(leaves)
 
 
