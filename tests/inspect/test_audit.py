@@ -18,7 +18,7 @@ from flax import nnx
 import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import AuditError, audit
-from jaxmp.inspect.auditing import _ran, _Repeated
+from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import findings
@@ -209,8 +209,8 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8]{1,0} parameter(0)
   ROOT %y = (f32[8,8]{1,0}, s8[4]) custom-call(%x, %x), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/loop/while/body/dot_general"}
 }""")  # noqa: E501
-    assert _ran(program, values.all) == {value: "float32"}
-    assert not _Repeated(program)(value)
+    assert dtypes_that_ran(program, values.all) == {value: "float32"}
+    assert not CastsInLoops(program)(value)
     product = dataclasses.replace(report.products[0], operands=("bfloat16", "bfloat16"))
     for on_cpu, kinds in ((False, ["compiled-otherwise"]), (True, [])):
         seen = Audited(
