@@ -33,7 +33,7 @@ from experiments.training import cli, processes
 from experiments.training.experiment import Batch, Experiment
 from experiments.training.metrics import Late
 from experiments.training.watching import Watching, tensorboard
-from jaxmp.inspect.watch import FILE
+from jaxmp.inspect.watch_files import FILE
 
 if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
     from experiments.training.checkpoints import Checkpoint

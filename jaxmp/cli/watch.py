@@ -42,7 +42,7 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
       UsageError: it is no folder of a run, or not watched.
     """
     from jaxmp.cli.loading import told
-    from jaxmp.inspect.watch import metrics, read
+    from jaxmp.inspect.watch_files import metrics, read
 
     with told(FileNotFoundError, ValueError):
         rows, seen = metrics(folder), read(folder)

@@ -13,7 +13,8 @@ import jaxmp
 from jaxmp import cli
 from jaxmp.inspect import Memory, Watch, compare, memory, numerics, plots
 from jaxmp.inspect.program.statistics import statistics_of
-from jaxmp.inspect.watch import FILE, line
+from jaxmp.inspect.watch import line
+from jaxmp.inspect.watch_files import FILE
 
 pytestmark = pytest.mark.once
 

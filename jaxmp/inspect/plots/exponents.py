@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp.base import dtypes, formats
-from jaxmp.inspect.measuring import TENSORS, Numerics
+from jaxmp.inspect.measuring import Numerics
+from jaxmp.inspect.numerics_records import TENSORS
 from jaxmp.inspect.plots.drawing import (
     BLACK,
     BLUE,

@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxmp.base import dtypes
 from jaxmp.inspect.plots.drawing import BLUE, RED, figure, label_rows, percent, set_title, short_path, style
-from jaxmp.inspect.watch import Watch, line, metrics, read
+from jaxmp.inspect.watch import Watch, line
+from jaxmp.inspect.watch_files import metrics, read
 
 _MAX_BORDERED = 60
 """Rows or columns of a heat map above which white borders would hide the cells."""
