@@ -15,7 +15,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import sharding
-from jaxmp.inspect import memory, traffic
+from jaxmp.inspect import memory, traffic_groups
 from jaxmp.inspect.program import targets
 from jaxmp.sharding import Sharding
 
@@ -448,19 +448,19 @@ class TestCollectives:
         ],
     )
     def test_groups_in_each_notation(self, text, groups):
-        assert traffic._groups(text) == groups
+        assert traffic_groups.groups_of(text) == groups
 
     def test_a_notation_that_is_not_known_is_an_error(self):
         with pytest.raises(ValueError, match=r"XLA's notations .* got replica_groups=<4x2>; take a JAX"):
-            traffic._groups("all-reduce(%x), replica_groups=<4x2>, to_apply=%add")
+            traffic_groups.groups_of("all-reduce(%x), replica_groups=<4x2>, to_apply=%add")
 
     def test_axes_of_groups(self):
         mesh = mesh_of(data=2, fsdp=2)
-        assert traffic._axis_of([[0, 1], [2, 3]], mesh) == "fsdp"
-        assert traffic._axis_of([[0, 2], [1, 3]], mesh) == "data"
-        assert traffic._axis_of([[0, 1, 2, 3]], mesh) == "data+fsdp"
-        assert traffic._axis_of([[0, 1], [1, 0]], mesh) == "fsdp"
-        assert traffic._axis_of([[0, 1]], None) == "2 devices"
+        assert traffic_groups.axis_of([[0, 1], [2, 3]], mesh) == "fsdp"
+        assert traffic_groups.axis_of([[0, 2], [1, 3]], mesh) == "data"
+        assert traffic_groups.axis_of([[0, 1, 2, 3]], mesh) == "data+fsdp"
+        assert traffic_groups.axis_of([[0, 1], [1, 0]], mesh) == "fsdp"
+        assert traffic_groups.axis_of([[0, 1]], None) == "2 devices"
 
 
 @pytest.fixture(scope="module")
