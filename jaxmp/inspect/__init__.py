@@ -1,4 +1,6 @@
-"""Tools that read programs and runs: precision, underflow, the first infinity, memory and time.
+"""Tools that read programs and runs.
+
+They report precision, underflow, the first infinity, differences, memory and time.
 
 The rest of jaxmp does not depend on them, and ``import jaxmp`` does not load them: write ``import jaxmp.inspect``.
 """

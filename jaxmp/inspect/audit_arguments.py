@@ -1,4 +1,4 @@
-"""The arguments of an audited call: params, optimizer state, statistics, loss scale, and weights on a mesh."""
+"""Tell the arguments of an audited call apart."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ _ROLE_OF_COLLECTION = {"params": "params", "batch_stats": "statistics"}
 
 
 def has_loss_scale(args: Any) -> bool | None:
-    """Return whether a loss scale among the arguments scales; None if there is no loss scale."""
+    """Return whether a loss scale among the arguments scales.
+
+    None if there is no loss scale.
+    """
 
     def is_loss_scale(node: Any) -> bool:
         return isinstance(node, LossScale)
@@ -47,7 +50,7 @@ def has_loss_scale(args: Any) -> bool | None:
 
 
 def roles_of(args: tuple[Any, ...]) -> list[Argument | None]:
-    """Return the role of each array among the arguments, in their order; None where nothing shows it."""
+    """Return the role of each array among the arguments; None if it is unknown."""
 
     def is_nnx(node: Any) -> bool:
         return isinstance(node, (*_ROLE_OF_CLASS, nnx.Variable))
@@ -74,7 +77,10 @@ def _role_of_nnx(node: Any) -> str | None:
 
 
 def _role_in_path(path: tuple[Any, ...]) -> Argument | None:
-    """Return the role that the first field of a train state or collection of Flax in a path gives an array."""
+    """Return the role that a path gives an array.
+
+    The first field of a train state or collection of Flax in the path decides.
+    """
     for n, key in enumerate(path):
         role = _ROLE_OF_FIELD.get(getattr(key, "name", "")) or _ROLE_OF_COLLECTION.get(str(getattr(key, "key", "")))
         if role:
@@ -88,7 +94,9 @@ def _role_in_path(path: tuple[Any, ...]) -> Argument | None:
 
 
 def kinds_of(jitted: Any, inputs: tuple[Any, ...]) -> list[str | None]:
-    """Return the kind of each array among the arguments, as :func:`jaxmp.inspect.memory` has it, or None.
+    """Return the kind of each array among the arguments; None if it is unknown.
+
+    The kinds are those of :func:`jaxmp.inspect.memory`.
 
     Types and names give the kind. Otherwise params are a tree and come first, and a single array is not params.
     """
@@ -104,7 +112,7 @@ def kinds_of(jitted: Any, inputs: tuple[Any, ...]) -> list[str | None]:
 def sent_over_batch_axes(
     rows: Sequence[Collective], inputs: tuple[Any, ...], kinds: Sequence[str | None]
 ) -> Iterator[Sent]:
-    """Yield the collectives over axes that the batch is split over, with their bytes of weights and of others.
+    """Yield the collectives over axes that the batch is split over.
 
     An array is taken for a weight if it has the size of an argument other than the batch, or of one layer of it.
     """
@@ -127,7 +135,10 @@ def sent_over_batch_axes(
 
 
 def _axes_of_weights(leaves: Sequence[tuple[Any, str | None]], over: set[str]) -> dict[int, set[str]]:
-    """Return the axes that weights are split over, by the sizes of weights and of their layers once gathered."""
+    """Return the axes that weights are split over, by gathered sizes.
+
+    The sizes are those of weights and of their layers.
+    """
     axes_by_size: dict[int, set[str]] = {}
     for leaf, kind in leaves:
         sharding = sharding_on_mesh(leaf)

@@ -1,4 +1,4 @@
-"""Find the operations of a program in its compiled program, by their scopes and sizes."""
+"""Find operations in a compiled program by their scopes and sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def _scopes(op_name: str) -> frozenset[str]:
 
 
 def dtypes_that_ran(program: hlo.Program, values: Sequence[Value]) -> dict[Value, str]:
-    """Return the dtypes of products in a compiled program, those left out that cannot be told apart."""
+    """Return the dtypes of products in a compiled program.
+
+    Products that cannot be told apart are left out.
+    """
     compiled: dict[Any, set[str]] = {}
     for computation, instruction, _ in program.walk():
         scopes = _scopes_of_instruction(instruction) if hlo.product_kind(instruction) else None

@@ -93,7 +93,7 @@ def _bound(flops: int, size: int, dtype: str, precision: Any, device: Hardware) 
 
 
 def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
-    """Yield the products in operations that have a program of their own (a kernel, a solver).
+    """Yield the products inside kernels and solvers.
 
     How often they run is unknown.
     """
@@ -117,7 +117,7 @@ def widest(dtypes: Collection[str]) -> str:
 
 
 def shares_of_flops(products: Sequence[Product]) -> dict[str, float]:
-    """Return the share of FLOPs by the dtype that products are computed in, largest first."""
+    """Return the share of FLOPs by the dtype of products, largest first."""
     flops = Counter[str]()
     for product in products:
         flops[widest(product.operands)] += work(product)

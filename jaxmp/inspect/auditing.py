@@ -1,4 +1,4 @@
-"""Report the precision of each product in a program and in its compiled program; nothing is executed."""
+"""Report the precision of each product in a program; nothing is executed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "ali
 
 
 class AuditError(AssertionError):
-    """A program does not keep the precision that its author declared; the text has a line for each fault."""
+    """A program does not keep the declared precision.
+
+    The text has a line for each fault.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +169,9 @@ def audit(
     topology: str | None = None,
     compile: bool = True,
 ) -> Callable[..., Audit]:
-    """Return a function of ``fun``'s arguments, or of their shapes, that returns its :class:`Audit`.
+    """Return a function that audits a call of ``fun``.
+
+    It takes ``fun``'s arguments, or their shapes, and returns an :class:`Audit`.
 
     Nothing is executed.
 
@@ -217,7 +222,10 @@ def _audit_of(
     program: hlo.Program | None,
     memory: Memory | None,
 ) -> Audit:
-    """Return the audit of a traced call; ``program`` and ``memory`` are None if it was not compiled."""
+    """Return the audit of a traced call.
+
+    ``program`` and ``memory`` are None if it was not compiled.
+    """
     values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has a class of its own
     kinds = kinds_of(jitted, inputs)
     weights = weights_in(values, kinds)

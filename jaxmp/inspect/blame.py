@@ -1,4 +1,4 @@
-"""Find the operation that made the first infinity or NaN of a loss or of its gradients."""
+"""Find the operation that made the first infinity or NaN."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Blame(tables.Shown):
 
 
 def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Callable[..., Blame | None]:
-    """Find the operation that made the first infinity or NaN of a loss or of its gradients.
+    """Find the operation that made the first infinity or NaN.
 
     The function and its derivative run one operation at a time, loops turn by turn. The search then goes back from
     results through values that are not finite. So an infinity that a ``where`` or a softmax removes is not blamed, and
@@ -137,7 +137,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
 
 
 def _blame_in_step(call: StepCall) -> Blame | None:
-    """Return the blame in the gradients of a train step, under the loss scale of its state."""
+    """Return the blame in a train step, under the loss scale of its state."""
 
     def program_for(state: Any) -> Callable[..., Any]:
         def program(params: Any, model_state: Any, batch: Any) -> Any:
@@ -198,7 +198,7 @@ def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
-    """Return the blame in a function that returns losses, other results, and gradients."""
+    """Return the blame in a function of losses, other results and gradients."""
     jaxpr, consts, structure = program_of(fun, *args)
     run = ProgramRun(jaxpr, consts, jax.tree.leaves(tuple(args)))
     values = values_of(jaxpr, consts, is_whole)

@@ -104,7 +104,9 @@ class Origin(NamedTuple):
 
 
 def origin_of(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Origin:
-    """Return the origin of results, computed by NumPy: compiling it with XLA would take longer.
+    """Return the origin of results.
+
+    NumPy computes it: compiling with XLA would take longer.
 
     Args:
       name: of the primitive.
@@ -139,7 +141,7 @@ def origin_of(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Ori
 
 
 def kind_of(name: str, origin: Origin) -> str:
-    """Return the kind of a blame: ``"overflow"``, ``"division by zero"`` or ``"invalid"``."""
+    """Return ``"overflow"``, ``"division by zero"`` or ``"invalid"``."""
     if not origin.is_born or (origin.is_nan and name not in _OVERFLOWS_TO_NAN):
         return "invalid"
     return "division by zero" if origin.is_pole else "overflow"

@@ -1,4 +1,4 @@
-"""The search for the operation to blame: back from the results through values that are not finite."""
+"""Search back from the results, through values that are not finite."""
 
 from __future__ import annotations
 
@@ -93,7 +93,10 @@ def _numbers_of_bad(flags: Sequence[Any]) -> set[int]:
 
 
 class Rank(enum.IntEnum):
-    """The order of suspects. Infinite inputs are often intended, so operations on finite numbers are blamed first."""
+    """The order of suspects.
+
+    Infinite inputs are often intended, so operations on finite numbers are blamed first.
+    """
 
     BORN = 0  # made of finite operands, or a NaN among the inputs
     ARGUMENT = 1  # infinite
@@ -158,7 +161,7 @@ def _order_of_suspects(suspects: Sequence[Suspect], early: set[Value]) -> Callab
 
 
 def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect], list[Suspect]]:
-    """Return the suspects behind values that are not finite, and the failures whose origin is not known yet."""
+    """Return the suspects, and the failures whose origin is unknown."""
     suspects: list[Suspect] = []
     unknown: list[Suspect] = []
     stack: list[tuple[Value, Turns, Any]] = [(value, (), None) for value in starts]

@@ -23,7 +23,9 @@ _GROWTH = 4
 def entered_in(
     half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], numbers: Collection[int], rounding: float
 ) -> str | None:
-    """Return the path where the error enters; None if nowhere, empty for code in no scope.
+    """Return the path where the error enters.
+
+    None if nowhere, empty for code in no scope.
 
     Args:
       half: the program under policies.
@@ -84,7 +86,10 @@ class _Entry:
         return self.forward[node] > _GROWTH * max(self.rounding, *before, 0.0)
 
     def is_backward_entry(self, node: _Node) -> bool:
-        """A gradient is computed from those of the readers of its value, and from all that these read."""
+        """Return whether the error enters at the gradient of a node.
+
+        A gradient is computed from those of the readers of its value, and from all values that these read.
+        """
         readers = self.readers.get(node, [])
         before = []
         for reader in readers:

@@ -105,7 +105,10 @@ def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.n
 
 
 def relative_error(half: np.ndarray, full: np.ndarray) -> float:
-    """Return the L2 norm of the difference over that of the reference; infinite where that is zero or not finite."""
+    """Return the L2 norm of the difference over that of the reference.
+
+    Infinite where the reference is zero or the difference is not finite.
+    """
     _, full, difference = _differences(half, full)
     error, size = np.linalg.norm(difference.ravel()), np.linalg.norm(full.ravel())
     if error == 0:
@@ -116,7 +119,7 @@ def relative_error(half: np.ndarray, full: np.ndarray) -> float:
 def rows_of_scopes(
     half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], finfo: jnp.finfo
 ) -> list[ComparedRow]:
-    """Return the rows of values that scopes return, of the results, and of the gradients that reach scopes."""
+    """Return the rows of scopes' values, of the results, and of scopes' gradients."""
     dtypes = {pair.path: half.compute_dtype(pair.path, half.values[pair.half]) for pair in pairs}
     rows = []
     for pair in pairs:
@@ -132,7 +135,7 @@ def rows_of_scopes(
 
 
 def rows_of_gradients(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) -> dict[int, ComparedRow]:
-    """Return the rows of the gradients of arguments, by the number of the argument's leaf."""
+    """Return the rows of the gradients of arguments, by the leaf's number."""
     return {
         n: compared_row(gradient.path, "backward", gradient.dtype, gradient.array, full.gradients[n].array, finfo)
         for n, gradient in half.gradients.items()
@@ -163,7 +166,10 @@ def total_row(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) ->
 
 
 def _differences(half: np.ndarray, full: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return both arrays and their difference; the same infinity or NaN in both, as in a mask, counts as 0."""
+    """Return both arrays and their difference.
+
+    The same infinity or NaN in both, as in a mask, counts as 0.
+    """
     is_same = ~np.isfinite(full) & ((half == full) | (np.isnan(half) & np.isnan(full)))
     half, full = np.where(is_same, 0, half), np.where(is_same, 0, full)
     return half, full, half - full

@@ -1,4 +1,4 @@
-"""Run one side of a comparison: record what scopes read and return, and the gradients that reach these values."""
+"""Run one side of a comparison, and record values and gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedProgram:
-    """A program that was run, with the values at the borders of its scopes, as NumPy arrays in float64.
+    """A program that was run, with the values at the borders of its scopes.
+
+    All arrays are NumPy's, in float64.
 
     Attributes:
       values: the values that the results depend on.
@@ -57,7 +59,10 @@ class RecordedProgram:
     products: list[tuple[str, str]]
 
     def compute_dtype(self, path: str, value: Value) -> str:
-        """Return the dtype of the products in a scope; without products that of a value before its last cast."""
+        """Return the dtype that a scope computes a value in.
+
+        It is that of the scope's products; without products that of the value before its last cast.
+        """
         inside = {dtype for scope, dtype in self.products if path and (scope == path or scope.startswith(f"{path}/"))}
         if inside:
             return ", ".join(sorted(inside))
@@ -69,7 +74,7 @@ class RecordedProgram:
 def run_and_record(
     fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str], grad: bool, loss_scale: float
 ) -> RecordedProgram:
-    """Run a function, and its derivative with ``grad``, and record the values at the borders of its scopes.
+    """Run a function, and record the values at the borders of its scopes.
 
     Args:
       fun: returns the loss, alone or first in a tuple; without ``grad`` anything.
@@ -92,23 +97,8 @@ def run_and_record(
     inputs = jax.tree.leaves(tuple(args))
     numbers = differentiated(args) if grad else []
 
-    def run(leaves: Sequence[Any], sinks: Any, consts: Any, inputs: Any) -> Any:
-        inputs = list(inputs)
-        for n, leaf in zip(numbers, leaves, strict=True):
-            inputs[n] = leaf
-        results, records = evaluate(jaxpr, consts, inputs, taps, sinks, keeps_rules=True)
-        if not grad:
-            return 0.0, (results, records)
-        scaled = results[0] if loss_scale == 1 else widen(results[0]) * loss_scale
-        return scaled, (results, records)
-
-    leaves = [inputs[n] for n in numbers]
-    if grad:
-        call = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), compiler_options=AS_WRITTEN)
-        (_, (results, records)), (grads, cotangents) = call(leaves, taps.sinks(), consts, inputs)
-    else:
-        _, (results, records) = jax.jit(run, compiler_options=AS_WRITTEN)(leaves, None, consts, inputs)
-        grads, cotangents = [], {}
+    scale = loss_scale if grad else None
+    results, records, grads, cotangents = _evaluate(jaxpr, consts, inputs, numbers, taps, scale)
     values = values_of(jaxpr, consts, functools.partial(is_whole, keeps_rules=True))
     leading = [value for value in leading_to(values.results) if value.is_computed]
     return RecordedProgram(
@@ -124,6 +114,33 @@ def run_and_record(
         },
         products=[(value.at.path, _dtype_of_product(value)) for value in values.all if value.name in PRODUCTS],
     )
+
+
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], numbers: Sequence[int], taps: Taps, scale: float | None
+) -> tuple[Any, Any, Any, Any]:
+    """Return results, records, gradients and the gradients of the sinks.
+
+    The first result is differentiated, times ``scale``, with respect to the inputs of these numbers. With None nothing
+    is differentiated.
+    """
+
+    def run(leaves: Sequence[Any], sinks: Any, consts: Any, inputs: Any) -> Any:
+        inputs = list(inputs)
+        for n, leaf in zip(numbers, leaves, strict=True):
+            inputs[n] = leaf
+        results, records = evaluate(jaxpr, consts, inputs, taps, sinks, keeps_rules=True)
+        if scale is None:
+            return 0.0, (results, records)
+        return results[0] if scale == 1 else widen(results[0]) * scale, (results, records)
+
+    leaves = [inputs[n] for n in numbers]
+    if scale is None:
+        _, (results, records) = jax.jit(run, compiler_options=AS_WRITTEN)(leaves, None, consts, inputs)
+        return results, records, [], {}
+    call = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), compiler_options=AS_WRITTEN)
+    (_, (results, records)), (grads, cotangents) = call(leaves, taps.sinks(), consts, inputs)
+    return results, records, grads, cotangents
 
 
 @jax.custom_vjp
@@ -143,7 +160,10 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 
 class _ValueTaps(Taps):
-    """Records whole values, and their gradients in float32 or wider; of a while loop those of its last turn."""
+    """Records whole values, and their gradients in float32 or wider.
+
+    Of a while loop it records the last turn.
+    """
 
     def record(self, value: jax.Array) -> jax.Array:
         return value

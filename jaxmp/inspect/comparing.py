@@ -90,7 +90,7 @@ def compare(
     grad: bool = True,
     loss_scale: float = 1.0,
 ) -> Callable[..., Comparison]:
-    """Compare a function with itself without policies, layer by layer, forward and backward.
+    """Compare a function with itself without policies, layer by layer.
 
     One side is ``fun`` as it is, with the policies of its modules and its autocasts. In the reference every policy,
     :func:`jaxmp.precision` region and autocast is off. Casts that the code of ``fun`` makes itself, and dtypes that its

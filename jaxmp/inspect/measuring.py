@@ -1,4 +1,4 @@
-"""Count the values of one training step: where gradients underflow, overflow, or change no weight."""
+"""Count where the values of one training step underflow or overflow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from jaxmp.training.step import TrainStep
 
 @dataclasses.dataclass(frozen=True)
 class Numerics(tables.Shown):
-    """The result of :func:`numerics`: mappings from path to :class:`Statistics`, in program order.
+    """The result of :func:`numerics`.
+
+    Mappings go from path to :class:`Statistics`, in program order.
 
     Gradients are those of the loss itself: they are divided by the loss scale, exactly. Values that vanished while they
     were computed are among their ``zeros``; ``below_normal`` and ``overflow`` are counted under the scale.
@@ -52,9 +54,10 @@ class Numerics(tables.Shown):
     updates: Mapping[str, Statistics]
 
     def recommended_scale(self, dtype: Any = "float16") -> float:
-        """Return the power of two from 1 to 2^24 under which fewest gradients become 0 in a dtype.
+        """Return the power of two under which fewest gradients become 0 in a dtype.
 
-        Gradients of activations and of params count. Four times the largest one stays finite. Of equally good scales it
+        Gradients of activations and of params count. The power is from 1 to 2^24, and four times the largest gradient
+        stays finite. Of equally good scales it
         is the smallest, and 1 if there is none.
         """
         gradients = [*self.activation_gradients.values(), *self.gradients.values()]
@@ -107,7 +110,7 @@ def numerics(
     loss_scale: float = 1.0,
     tx: optax.GradientTransformation | None = None,
 ) -> Callable[..., Numerics]:
-    """Count the values of one training step by their magnitudes, layer by layer, on the device.
+    """Count the values of one training step by magnitude, layer by layer.
 
     The function that it returns, ``(params, *args, opt_state=None) -> Numerics``, computes the gradients of the loss
     once and changes nothing. It is compiled once for equal shapes, and brings about 20 kB back for each tensor.
@@ -155,7 +158,7 @@ def numerics(
 
 
 def read_records(records: StepRecords, exponent: int) -> Numerics:
-    """Return the numerics of a step; ``exponent`` is the binary logarithm of its loss scale."""
+    """Return the numerics of a step under the loss scale ``2**exponent``."""
     loss, by_kind = records.read(exponent)
     return Numerics(loss, 2.0**exponent, **by_kind)
 
@@ -174,7 +177,10 @@ def _count_train_step(step: Any) -> Callable[..., Numerics]:
 
 
 def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Callable[..., StepRecords]:
-    """Return a function of params, arguments, optimizer state and loss scale that counts a step."""
+    """Return a function that counts a step.
+
+    It takes params, arguments, optimizer state and loss scale.
+    """
 
     @jax.jit
     def count(form: Any, params: Any, args: Any, opt_state: Any, scale: jax.Array) -> StepRecords:
@@ -207,10 +213,13 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _TreeForm:
-    """The form of params that are a tree of arrays, as :mod:`jaxmp.inspect.program.nnx_models` has one for models."""
+    """The form of params that are a tree of arrays.
+
+    :mod:`jaxmp.inspect.program.nnx_models` has one for models.
+    """
 
     def opened(self, params: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Return the arrays to differentiate, and a function that makes the loss function's argument of them."""
+        """Return the arrays, and a function that makes the loss's argument of them."""
         return params, lambda params: params
 
 

@@ -34,11 +34,12 @@ class ArrayInMemory:
 
 
 def arguments_in_memory(compiled: Any, program: Program, leaves: Sequence[Leaf]) -> Iterator[ArrayInMemory]:
-    """Yield the arguments of a compiled program, with the kinds and paths of ``leaves``."""
+    """Yield a compiled program's arguments, with the kinds of ``leaves``."""
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
     used = [(leaf.kind, leaf.path) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
     instructions = program.computations[program.entry].values()
-    parameters = sorted((each for each in instructions if each.opcode == "parameter"), key=_parameter_number)
+    parameters = [instruction for instruction in instructions if instruction.opcode == "parameter"]
+    parameters.sort(key=_parameter_number)
     constants = [("other", "constant")] * (len(parameters) - len(used))  # JAX may pass large constants first
     for parameter, (kind, path) in zip(parameters, constants + used, strict=True):
         for array in parameter.arrays:
@@ -61,7 +62,10 @@ def results_in_memory(compiled: Any, program: Program) -> Iterator[ArrayInMemory
 
 
 def temporaries_in_memory(program: Program, size: int) -> tuple[list[ArrayInMemory], int]:
-    """Return the compiler's buffers at the peak, and how many of ``size`` bytes none of them accounts for."""
+    """Return the compiler's buffers at the peak, and the bytes of no buffer.
+
+    ``size`` is the sum of both, which the compiler reports.
+    """
     arrays = []
     for buffer in memory_of_hlo.peak(program):
         if buffer.bytes <= size:  # the buffers are an estimate, which may be a little too large
@@ -77,7 +81,7 @@ def _in_memory(array: Array, kind: str, path: str, source: str = "") -> ArrayInM
 
 
 def _is_activation(program: Program, buffer: memory_of_hlo.Buffer) -> bool:
-    """Return whether a buffer is computed in the forward pass and read after it, by JAX's names of operations."""
+    """Return whether a buffer is computed in the forward pass and read after it."""
     maker, last_reader = program.made_by(buffer.maker), program.made_by(buffer.last)
     return _is_forward(maker.op_name) and not _is_forward(last_reader.op_name)
 

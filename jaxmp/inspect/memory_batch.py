@@ -26,7 +26,10 @@ class _Search:
         return self.peaks[number] <= self._limit
 
     def guess(self, low: int, first: int, second: int) -> int | None:
-        """Return the number at which the line through two known peaks reaches the limit; None if it does not rise."""
+        """Return the number at which the line through two peaks reaches the limit.
+
+        None if the line does not rise.
+        """
         slope = (self.peaks[second] - self.peaks[first]) / (second - first)
         return low + int((self._limit - self.peaks[low]) / slope) if slope > 0 else None
 
@@ -60,7 +63,7 @@ def largest_batch(peak_of: Callable[[int], int], limit: int, step: int, start: i
 
 
 def _bracket(search: _Search, step: int, number: int) -> tuple[int, int]:
-    """Return a number that fits and a larger one that does not, growing from ``number``."""
+    """Return a number that fits and a larger one that does not."""
     low = 1
     while search.fits(number):
         low = number

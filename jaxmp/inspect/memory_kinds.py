@@ -79,7 +79,10 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
 
 
 def _kind_in(node: Any, path: Sequence[Any]) -> str | None:
-    """Return the kind of the leaf at ``path`` in a node of a known type, without a path that of its params."""
+    """Return the kind of the leaf at ``path`` in a node of a known type.
+
+    Without a path it is the kind of the node's params. None for nodes of other types.
+    """
     field = str(getattr(path[0], "name", getattr(path[0], "key", ""))) if path else "params"
     if isinstance(node, nnx.Param):
         return "params"
@@ -106,7 +109,7 @@ def sharding_on_mesh(leaf: Any) -> NamedSharding | None:
 
 
 def batch_axes(batch: Iterable[Any]) -> dict[str, int]:
-    """Return the axes of the mesh that axis 0 of a batch is split over, with their sizes."""
+    """Return the mesh axes that a batch is split over, with their sizes."""
     for leaf in batch:
         sharding = sharding_on_mesh(leaf)
         if sharding is not None and axes_of(sharding.spec[:1]):

@@ -1,4 +1,4 @@
-"""The memory that a compiled program needs: how much, for what, and up to which batch it fits."""
+"""The memory that a compiled program needs, and the batch that fits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ _DOES_NOT_COMPILE = 2**62
 
 @dataclasses.dataclass(frozen=True)
 class Memory(tables.Shown):
-    """The memory that a compiled program needs on each device, and the data that devices send each other.
+    """The memory that a compiled program needs on each device.
+
+    With it comes the data that devices send each other.
 
     Attributes:
       device: its kind.
@@ -66,9 +68,9 @@ class Memory(tables.Shown):
     _parts: int = dataclasses.field(default=1, repr=False)
 
     def largest_batch(self, limit: int, *, multiple_of: int = 1) -> int:
-        """Return the largest size of the batch whose peak is at most ``limit`` bytes; 0 when nothing fits.
+        """Return the largest batch whose peak is at most ``limit`` bytes.
 
-        The size is that of axis 0, of all devices. All arrays of the batch whose axis 0 is as long as that of the first
+        The size is that of axis 0, of all devices; 0 when nothing fits. All arrays of the batch whose axis 0 is as long as that of the first
         one are scaled. Few sizes are compiled; the result is compiled, and so is the next larger size, which does not
         fit. Where a larger batch takes less memory, a still larger one may fit again: it is not searched for.
 
@@ -118,7 +120,10 @@ class Memory(tables.Shown):
 
     @property
     def sent(self) -> str:
-        """A line on the bytes that each device sends: in total, per param beside the ideal, by kind, dtype and axis."""
+        """A line on the bytes that each device sends.
+
+        It has the total, the bytes per param beside the ideal, and the parts by kind, dtype and axis.
+        """
         wire, a_param = self.collectives.wire, ""
         if self.ideal_wire is not None:
             a_param = f", {wire / self.params:.2f} bytes a param (ideal {self.ideal_wire / self.params:.2f})"
@@ -127,7 +132,9 @@ class Memory(tables.Shown):
 
 
 def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
-    """Return a function that computes the memory of a call of ``fun``; nothing is executed.
+    """Return a function that computes the memory of a call of ``fun``.
+
+    Nothing is executed.
 
     Kinds are known from a ``TrainState``, an NNX model or optimizer, an optax state and Flax's collections; else from
     the names ``params``, ``opt_state``, ``model_state``, ``batch``, ``rng`` of the arguments; else the first argument
@@ -171,7 +178,10 @@ def of_call(
     device: str | None,
     topology: str | None,
 ) -> Memory:
-    """Return the memory of a compiled call of :func:`jaxmp.inspect.program.targets.call_of`."""
+    """Return the memory of a compiled call.
+
+    ``call`` and ``inputs`` are those of :func:`jaxmp.inspect.program.targets.call_of`.
+    """
     leaves = list(leaves_of(inputs, names_of_arguments(call)))
     batch = [leaf.value for leaf in leaves if leaf.kind == "batch"]
     sizes = [np.shape(array)[0] for array in batch if np.shape(array)]
@@ -209,7 +219,10 @@ def of_call(
 
 
 def _resized(leaf: Leaf, size: int | None, new_size: int) -> Any:
-    """Return an array of the batch as a shape with ``new_size`` examples, any other leaf as it is."""
+    """Return an array of the batch as a shape with ``new_size`` examples.
+
+    Other leaves are returned as they are.
+    """
     value = leaf.value
     if leaf.kind != "batch" or np.shape(value)[:1] != (size,):
         return value
@@ -217,7 +230,10 @@ def _resized(leaf: Leaf, size: int | None, new_size: int) -> Any:
 
 
 def _peak(stats: Any) -> int:
-    """Return the bytes of a compiled program's arguments, of results that reuse none of them, and of temporaries."""
+    """Return the bytes that a compiled program needs.
+
+    They are those of arguments, of results that reuse none of these, and of temporaries.
+    """
     if stats is None:
         raise ValueError(
             "the compiler must tell how much memory a program takes, but this device's says nothing; name a GPU: "
@@ -230,7 +246,7 @@ def _peak(stats: Any) -> int:
 def _measured(
     compiled: jax.stages.Compiled, program: Program, leaves: Sequence[Leaf]
 ) -> tuple[int, dict[str, int], dict[str, int], tuple[ArrayInMemory, ...]]:
-    """Return the peak of a compiled program, its bytes by kind and by dtype, and the arrays, largest first."""
+    """Return the peak, its bytes by kind and by dtype, and the arrays."""
     stats: Any = compiled.memory_analysis()
     peak = _peak(stats)
     temporaries, unassigned = temporaries_in_memory(program, int(stats.temp_size_in_bytes))

@@ -1,4 +1,4 @@
-"""The records of a step: what is counted on the device, packed into one array, and read on the host."""
+"""The counts of a step: packed on the device, read on the host."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ TensorRecords = list[tuple[RecordedTensor, jax.Array]]
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class StepRecords:
-    """The records of a step in one array: a transfer of each record would take longer than counting it.
+    """The records of a step in one array.
+
+    A transfer of each record would take longer than counting it.
 
     Attributes:
       numbers: float32, the loss and the packed records, one after another.
@@ -201,7 +203,10 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 
 class _CountingTaps(Taps):
-    """Counts the values that scopes return on the way to the loss, the first result, and their gradients."""
+    """Counts the values that scopes return, and their gradients.
+
+    Only values on the way to the loss count; it is the first result.
+    """
 
     def __init__(self, jaxpr: Any) -> None:
         is_loss = [True] + [False] * (len(jaxpr.outvars) - 1)

@@ -1,4 +1,7 @@
-"""Predict the time of a compiled program on a GPU from peak rates, bandwidth and the cost of a launch."""
+"""Predict the time of a compiled program on a GPU.
+
+Peak rates, bandwidth and the cost of a launch are all that is known of the GPU.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ LAUNCH = 2e-6
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The cost of an instruction of the compiled program, all its turns in loops together.
+    """The cost of an instruction, all its turns in loops together.
 
     Attributes:
       name: the instruction's, in the text of the compiled program.
@@ -117,7 +120,9 @@ _SHOWN = 20
 
 
 def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
-    """Return a function that predicts the time of a call of ``fun``; nothing is executed.
+    """Return a function that predicts the time of a call of ``fun``.
+
+    Nothing is executed.
 
     A kernel takes the time of its products at a share of the peak rate (:data:`ACHIEVED`), that of its bytes at a share
     of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), and a launch. These are added, because measured products that move
@@ -157,7 +162,7 @@ def _hardware(device: str | None) -> hardware.Hardware:
 
 
 def of_program(program: Program, device: hardware.Hardware) -> Roofline:
-    """Return the prediction for a compiled program, on a device whose peak rates are known."""
+    """Return the prediction for a compiled program on a known device."""
     kernels = sorted(_kernels(program, program.entry, 1, device), key=lambda kernel: -kernel.milliseconds)
     total = sum(kernel.milliseconds for kernel in kernels)
     at_peak = 1e3 * sum(kernel.flops / _rate(kernel.dtype, device) for kernel in kernels if not kernel.recomputed)
@@ -222,6 +227,6 @@ def _kernel(
 
 
 def _rate(dtype: str, device: hardware.Hardware) -> float:
-    """Return the peak FLOP/s of a dtype; float32's for one that the table does not have."""
+    """Return the peak FLOP/s of a dtype; float32's if it is unknown."""
     rates = device.peak_tflops
     return 1e12 * rates.get(dtype, rates["float32"])

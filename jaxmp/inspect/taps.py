@@ -43,11 +43,14 @@ class Taps(ABC):
 
     @abstractmethod
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
-        """Return the zeros that stand for the gradients of a value in all turns of the loops around it."""
+        """Return the sink of a value: zeros for all turns of the loops around it."""
 
     @abstractmethod
     def merge(self, old: Any, new: Any) -> Any:
-        """Return the record of the turns of a while loop so far: ``old`` is of those before, zeros at the first."""
+        """Return the record of a while loop so far.
+
+        ``old`` is that of the turns before, zeros at the first.
+        """
 
     def sinks(self) -> dict[Key, dict[int, jax.Array]]:
         """Return a sink for each value outside of while loops, which have no gradients."""

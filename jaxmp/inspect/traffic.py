@@ -1,4 +1,4 @@
-"""The data that a compiled program moves between devices: kind, dtype, axis of the mesh, bytes."""
+"""The data that a compiled program moves between devices."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
 
 
 def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = None) -> Collectives:
-    """Return the collectives of a compiled program, by kind, dtype, mesh axis, size and place.
+    """Return the collectives of a compiled program.
+
+    Equal ones are counted together.
 
     On a CPU XLA widens half collectives to float32, so for their dtypes compile for a GPU, which need not be there.
 

@@ -1,4 +1,4 @@
-"""The groups of devices that a collective of a compiled program connects, and the mesh axes they lie along."""
+"""The groups of devices that a collective connects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Groups = list[list[int]]
 
 
 def groups_of(text: str) -> Groups:
-    """Return the groups of devices of an instruction; none if all devices exchange data.
+    """Return the groups of devices of an instruction.
+
+    There are none if all devices exchange data.
 
     Args:
       text: the instruction, as XLA prints it.
@@ -48,7 +50,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def _groups_of_reshaped(shape: list[int], order: list[int], transposed: list[int]) -> Groups:
-    """Return the groups of ``[2,4]<=[4,2]T(1,0)``: all devices in order, reshaped, transposed and reshaped."""
+    """Return the groups of ``[2,4]<=[4,2]T(1,0)``.
+
+    All devices in order are reshaped, transposed and reshaped again.
+    """
     devices = np.arange(math.prod(order)).reshape(order)
     if transposed:
         devices = devices.transpose(transposed)
@@ -78,7 +83,10 @@ def _groups_of_mesh(sizes: dict[str, int], device_ids: list[int], axes: str) -> 
 
 
 def axis_of(groups: Groups, mesh: Any) -> str:
-    """Return the fewest axes of the mesh along which the groups lie; the number of devices where there are none."""
+    """Return the fewest axes of the mesh along which the groups lie.
+
+    If the groups lie along no axes, return the number of devices.
+    """
     shape = dict(mesh.shape) if mesh is not None else {}
     devices = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
     for count in range(1, len(shape) + 1):

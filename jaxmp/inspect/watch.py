@@ -120,7 +120,10 @@ class Watch:
             del self._unread[step]
 
     def shares(self, kind: str = "activation_gradients", dtype: Any = "float16") -> dict[str, list[float]]:
-        """Return the shares of values that vanish in ``dtype`` under the scale of the step, by path, step by step."""
+        """Return the shares of values that vanish, by path, step by step.
+
+        Values become 0 in ``dtype`` under the scale of their step.
+        """
         vanished = [_vanished_shares(step, kind, dtype) for step in self.steps.values()]
         paths = dict.fromkeys(path for shares in vanished for path in shares)
         return {path: [shares.get(path, 0.0) for shares in vanished] for path in paths}

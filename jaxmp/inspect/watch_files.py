@@ -35,7 +35,9 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the watched steps of a run's folder; a line that is still being written is left out.
+    """Return the watched steps of a run's folder.
+
+    A line that is still being written is left out.
 
     Raises:
       FileNotFoundError: the run is not watched, or has no watched step yet.

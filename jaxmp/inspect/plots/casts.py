@@ -38,7 +38,7 @@ _WORDS = {
 
 
 class _Box(NamedTuple):
-    """Consecutive operations of one scope, and of one dtype unless ``dtype`` is empty."""
+    """Consecutive operations of one scope; of one dtype if ``dtype`` is set."""
 
     path: str
     dtype: str
@@ -53,7 +53,7 @@ class _Position(NamedTuple):
 
 
 def casts(plan: CastPlan) -> Any:
-    """Draw a plan of autocast as a coloured graph, from the top down, column by column.
+    """Draw a plan of autocast as a coloured graph, from the top down.
 
     A box holds consecutive operations of one scope and one dtype. In a large program it holds those of one scope, and
     is coloured by their shares of dtypes. A red arrow changes the dtype. A red diamond counts the casts that autocast
@@ -95,7 +95,10 @@ def _summary(plan: CastPlan) -> str:
 
 
 def _dtype_of(row: Operation) -> str:
-    """Return the widest floating dtype of an operation; empty without one. What moves data has that of its result."""
+    """Return the widest floating dtype of an operation; empty without one.
+
+    An operation that moves data has the dtype of its result.
+    """
     results = row.result.split(", ")
     names = [name for name in (results if row.cls == "clear" else row.operands) if "float" in name]
     names = names or [name for name in results if "float" in name]
@@ -107,7 +110,10 @@ def _width_and_name(dtype: str) -> tuple[int, str]:
 
 
 def _boxes(rows: Sequence[Operation]) -> list[_Box]:
-    """Group operations as finely as can be read: by path and dtype, then by path alone, with ever shorter paths."""
+    """Group operations as finely as can be read.
+
+    First by path and dtype, then by path alone, with ever shorter paths.
+    """
     numbers = _numbers_of_drawn(rows)
     deepest = max((rows[n].path.count("/") + 1 for n in numbers), default=1)
     for by_dtype in (True, False):
@@ -119,7 +125,10 @@ def _boxes(rows: Sequence[Operation]) -> list[_Box]:
 
 
 def _numbers_of_drawn(rows: Sequence[Operation]) -> list[int]:
-    """Return the numbers of the floating operations without a body, but for those that only move weights."""
+    """Return the numbers of the operations to draw.
+
+    They are floating and have no body; those that only move weights are left out.
+    """
     drawn: list[int] = []
     for n, row in enumerate(rows):
         has_body = n + 1 < len(rows) and rows[n + 1].depth > row.depth
@@ -151,7 +160,10 @@ def _boxes_of(rows: Sequence[Operation], groups: Sequence[_Group]) -> list[_Box]
 
 
 def _positions(boxes: Sequence[_Box]) -> tuple[list[_Position], int]:
-    """Place each box below those that it reads, straight below if that is free; return the height of a column, too."""
+    """Return the positions of boxes, and the height of a column.
+
+    A box lies below those that it reads, straight below if that place is free.
+    """
     layers = _layers(boxes)
     lanes = _lanes(boxes, layers)
     layer_count = max(layers) + 1
@@ -180,7 +192,10 @@ def _layers(boxes: Sequence[_Box]) -> list[int]:
 
 
 def _lanes(boxes: Sequence[_Box], layers: Sequence[int]) -> list[int]:
-    """Return the horizontal places: each the nearest free one to the lane of the last box that is read."""
+    """Return the horizontal places of boxes.
+
+    A box takes the free place nearest to the last box that it reads.
+    """
     lanes = [0] * len(boxes)
     taken: set[tuple[int, int]] = set()
     for number in sorted(range(len(boxes)), key=lambda n: (not boxes[n].reads, layers[n])):
@@ -193,7 +208,10 @@ def _lanes(boxes: Sequence[_Box], layers: Sequence[int]) -> list[int]:
 
 
 def _draw_arrows(axes: Any, number: int, boxes: Sequence[_Box], positions: Sequence[_Position]) -> None:
-    """Draw the arrows to a box, and the numbers of the boxes that it reads from other columns."""
+    """Draw the arrows to a box.
+
+    Boxes of other columns are named by their numbers.
+    """
     to = positions[number]
     in_other_columns = []
     for source in sorted(boxes[number].reads):
@@ -266,7 +284,10 @@ def _draw_casts(axes: Any, box: _Box, position: _Position) -> None:
 
 
 def _contents(box: _Box) -> str:
-    """Name the computations of a box: products, then groups that stay float32 or the other primitives."""
+    """Name the computations of a box.
+
+    Products come first, then groups that stay float32 or the other primitives.
+    """
     counts = collections.Counter(_WORDS.get(row.primitive, row.primitive) for row in box.rows if row.cls != "clear")
     products = [name for name in counts if name in ("product", "convolution")]
     words = [f"{counts[name]} {name}s" if counts[name] > 1 else name for name in products]

@@ -44,7 +44,7 @@ class _Tensor(NamedTuple):
 def exponents(
     found: Numerics | Statistics | Mapping[str, Statistics], dtype: Any = "float16", *, loss_scale: float = 1.0
 ) -> Any:
-    """Draw histograms of binary exponents, coloured by the fate of the values in a format.
+    """Draw histograms of binary exponents, coloured by the values' fate.
 
     A bar counts the values of one ``floor(log2|x|)``, as a share of all values of the tensor in percent. Zeros have no
     bar. The shares beside it are exactly those of :meth:`Statistics.under`. Below are the ranges of the formats.
@@ -98,7 +98,10 @@ def _tensors(found: Any, dtype: Any, loss_scale: float) -> list[_Tensor]:
 
 
 def _limits(tensors: Sequence[_Tensor], form: Any) -> tuple[int, int]:
-    """Return the exponents at the left and right border, around all visible bars and the format's range."""
+    """Return the exponents at the left and right border.
+
+    All visible bars and the format's range lie between.
+    """
     low, high = _smallest_exponent(form) - 4, min(form.max_exponent, 20) + 2
     for tensor in tensors:
         for side in (tensor.unscaled, tensor.in_format):

@@ -44,7 +44,7 @@ class _Scale(NamedTuple):
 
 
 def memory(plans: Mapping[str, Memory]) -> Any:
-    """Draw the memory of several plans at the peak, side by side: by kind, and by dtype.
+    """Draw the memory of several plans, side by side, by kind and by dtype.
 
     Bars are in MiB on one device, in KiB where all are smaller than 10 MiB.
 

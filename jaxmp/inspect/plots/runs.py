@@ -1,4 +1,4 @@
-"""Pictures of a training run: the share of values that underflow, and the loss scale."""
+"""Pictures of a training run: underflow, and the loss scale."""
 
 from __future__ import annotations
 
