@@ -57,8 +57,7 @@ class Numerics(tables.Shown):
         """Return the power of two under which fewest gradients become 0 in a dtype.
 
         Gradients of activations and of params count. The power is from 1 to 2^24, and four times the largest gradient
-        stays finite. Of equally good scales it
-        is the smallest, and 1 if there is none.
+        stays finite. Of equally good scales it is the smallest, and 1 if there is none.
         """
         gradients = [*self.activation_gradients.values(), *self.gradients.values()]
         if not gradients:

@@ -70,9 +70,10 @@ class Memory(tables.Shown):
     def largest_batch(self, limit: int, *, multiple_of: int = 1) -> int:
         """Return the largest batch whose peak is at most ``limit`` bytes.
 
-        The size is that of axis 0, of all devices; 0 when nothing fits. All arrays of the batch whose axis 0 is as long as that of the first
-        one are scaled. Few sizes are compiled; the result is compiled, and so is the next larger size, which does not
-        fit. Where a larger batch takes less memory, a still larger one may fit again: it is not searched for.
+        The size is that of axis 0, of all devices; 0 when nothing fits. All arrays of the batch whose axis 0 is as long
+        as that of the first one are scaled. Few sizes are compiled; the result is compiled, and so is the next larger
+        size, which does not fit. Where a larger batch takes less memory, a still larger one may fit again: it is not
+        searched for.
 
         Args:
           limit: bytes, as of :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
