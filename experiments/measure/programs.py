@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.measure import memory
-from jaxmp.inspect.compiled.hlo import NO_KERNEL, NO_WORK, Instruction, Program, is_end, product_kind
+from jaxmp.inspect.compiled.hlo import NO_KERNEL, NO_WORK, Instruction, Program, is_end
+from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind, products_of
 
 
 def facts(compiled: Any, program: Program) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def attention_flops(program: Program) -> dict[str, int]:
     """FLOPs of cuDNN's fused attentions by dtype: two products forward, five backward, masks ignored."""
     flops = Counter[str]()
     for computation, instruction, times in program.walk(into_fusions=False, repeat_loops=True):
-        for product in program.products_of(computation, instruction, masked=False):
+        for product in products_of(program, computation, instruction, masked=False):
             if product.kind == "attention":
                 flops[product.dtype] += times * product.flops
     return dict(flops)
@@ -108,7 +109,7 @@ def traffic(program: Program) -> tuple[float, float]:
     for computation, instruction, times in program.walk(into_fusions=False, repeat_loops=True):
         if instruction.opcode in NO_WORK or is_end(instruction.opcode) or _is_product(program, instruction):
             continue
-        moved = times * program.moved(computation, instruction)
+        moved = times * moved_bytes(program, computation, instruction)
         total += moved
         layout += moved * (instruction.opcode in ("copy", "transpose") or "wrapped_transpose" in instruction.text[:80])
     return total, layout

@@ -20,13 +20,16 @@ from jaxmp.base.dtypes import nearest
 from jaxmp.base.trees import path_name
 from jaxmp.engine.flops import flops_of
 from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.compiled.kernels import product_kind
 from jaxmp.inspect.memory_plan import Memory, batch_axes, leaves_of, of_call, on_mesh
 from jaxmp.inspect.program import targets
 from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.inspect.program.evidence import Argument, Audited, Sent
 from jaxmp.inspect.program.findings import FINDERS, Finding, findings
-from jaxmp.inspect.program.products import multiplied, unaligned, weights_in, work
-from jaxmp.inspect.program.values import Read, Value, same_turn, values_of
+from jaxmp.inspect.program.products import multiplied, work
+from jaxmp.inspect.program.reading_values import same_turn, values_of
+from jaxmp.inspect.program.values import Read, Value
+from jaxmp.inspect.program.weights import unaligned, weights_in
 from jaxmp.inspect.traffic import Collective
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.policy.patterns import matches
@@ -407,7 +410,7 @@ def _ran(program: hlo.Program, values: Sequence[Value]) -> dict[Value, str]:
     """The dtypes that products have in a compiled program, told by their scopes and by the sizes of their results."""
     compiled: dict[Any, set[str]] = {}
     for computation, instruction, _ in program.walk():
-        origin = _origin(instruction) if hlo.product_kind(instruction) else None
+        origin = _origin(instruction) if product_kind(instruction) else None
         dtypes = [hlo.dtype_name(dtype) for dtype in program.dtypes(computation, instruction)[:2]]
         if origin is None or not dtypes:
             continue

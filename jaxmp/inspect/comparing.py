@@ -20,6 +20,7 @@ from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
+from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
 from jaxmp.inspect.program.calls import (
     AS_WRITTEN,
     StepCall,
@@ -35,7 +36,8 @@ from jaxmp.inspect.program.calls import (
 from jaxmp.inspect.program.equations import Key, program_of
 from jaxmp.inspect.program.evaluate import evaluate, is_whole
 from jaxmp.inspect.program.products import multiplied
-from jaxmp.inspect.program.values import AtBorder, Turns, Value, leading_to, passed_in, returned, values_of
+from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.inspect.program.values import Turns, Value, leading_to
 from jaxmp.sharding.gathered_loss import Gathered
 from jaxmp.training.state import TrainState
 from jaxmp.training.step import TrainStep

@@ -19,11 +19,11 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.program import statistics
+from jaxmp.inspect.program.borders import returned
 from jaxmp.inspect.program.calls import is_step, require_own_settings, step_call
 from jaxmp.inspect.program.equations import Key, places, program_of
 from jaxmp.inspect.program.evaluate import evaluate
 from jaxmp.inspect.program.statistics import Record, Statistics
-from jaxmp.inspect.program.values import returned
 from jaxmp.optim.checks import require_loss
 from jaxmp.optim.loss_scaling import with_loss
 from jaxmp.optim.scaled_grad import scaled_loss

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxmp.base import hardware, tables
 from jaxmp.inspect.compiled.hlo import COLLECTIVES, CONTROL, NO_KERNEL, TRIPS, Instruction, Program, is_end, path_of
+from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
 from jaxmp.inspect.program import targets
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
@@ -164,7 +165,7 @@ def _uncounted(program: Program) -> list[str]:
     found = set()
     for computation, each, _ in program.walk():
         target = _TARGET.search(each.text) if each.opcode == "custom-call" else None
-        if target and not program.products_of(computation, each) and not target[1].startswith(_ONLY_MOVE):
+        if target and not products_of(program, computation, each) and not target[1].startswith(_ONLY_MOVE):
             found.add(target[1])
         if each.opcode.removesuffix("-start") in COLLECTIVES:
             found.add(each.opcode.removesuffix("-start"))
@@ -187,7 +188,8 @@ def _kernels(program: Program, computation: str, times: int, device: hardware.Ha
 def _kernel(
     program: Program, computation: str, instruction: Instruction, times: int, device: hardware.Hardware
 ) -> Kernel:
-    products, moved = program.products_of(computation, instruction), program.moved(computation, instruction)
+    products = products_of(program, computation, instruction)
+    moved = moved_bytes(program, computation, instruction)
     seconds = {
         "arithmetic": sum(each.flops / (ACHIEVED[each.kind] * _rate(each.dtype, device)) for each in products),
         "bytes": moved / (ACHIEVED_BANDWIDTH * (device.peak_bandwidth or math.inf)),

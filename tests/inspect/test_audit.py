@@ -22,7 +22,7 @@ from jaxmp.inspect.auditing import _ran, _Repeated
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import findings
-from jaxmp.inspect.program.values import values_of
+from jaxmp.inspect.program.reading_values import values_of
 
 pytestmark = pytest.mark.once
 

@@ -20,7 +20,7 @@ Key = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class EquationPlace:
     """An equation in its place.
 
     Attributes:
@@ -88,13 +88,13 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
     return *reading.opened(closed), jax.tree.structure(shapes)
 
 
-def places(jaxpr: Any) -> list[Place]:
+def places(jaxpr: Any) -> list[EquationPlace]:
     """Every equation in program order, one with bodies before what is in them.
 
     The bodies of ``jit``, ``checkpoint``, loops, branches and of functions with derivative rules are looked into; of a
     rule itself the equations are there once the function is differentiated.
     """
-    found: list[Place] = []
+    found: list[EquationPlace] = []
     opened, _ = reading.opened(jaxpr)
     _collect(opened, _Around(), [False] * len(opened.invars), found)
     return found
@@ -110,7 +110,7 @@ class _Around(NamedTuple):
     turns: tuple[int | None, ...] = ()
 
 
-def _collect(jaxpr: Any, around: _Around, late: Sequence[bool], found: list[Place]) -> list[bool]:
+def _collect(jaxpr: Any, around: _Around, late: Sequence[bool], found: list[EquationPlace]) -> list[bool]:
     """Adds the places of a body, some of whose inputs are computed from gradients; returns which of its results are."""
     numbers = itertools.count()
 
@@ -124,7 +124,7 @@ def _collect(jaxpr: Any, around: _Around, late: Sequence[bool], found: list[Plac
         bodies = reading.bodies_of(eqn)
         key, names = (*around.key, next(numbers)), (*around.names, *names)
         source = reading.user_source_of(eqn) or around.source or reading.source_of(eqn)
-        found.append(Place(key, eqn, names, source, phase, around.turns, bodies))
+        found.append(EquationPlace(key, eqn, names, source, phase, around.turns, bodies))
         results = [phase != "forward"] * len(eqn.outvars)
         for index, inner in enumerate(bodies.jaxprs if bodies else ()):
             body = reading.opened(inner)[0]

@@ -27,7 +27,7 @@ class Recorder(Protocol):
         """What goes on in place of ``results``, and a record: arrays in a pytree, or None.
 
         Args:
-          key: that of the equation's :class:`jaxmp.inspect.program.equations.Place`.
+          key: that of the equation's :class:`jaxmp.inspect.program.equations.EquationPlace`.
           eqn: the equation.
           operands, results: its values, traced.
           given: what :func:`evaluate` was given for the key; in a loop that of this turn.

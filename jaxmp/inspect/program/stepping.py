@@ -37,7 +37,7 @@ class Moment(NamedTuple):
     """An equation and the time at which it runs.
 
     Attributes:
-      key: as in :class:`jaxmp.inspect.program.equations.Place`.
+      key: as in :class:`jaxmp.inspect.program.equations.EquationPlace`.
       turns: the index into the inputs of each scan around it, outermost first.
       while_turn: the turn of the innermost while loop; -1 outside of one.
     """
