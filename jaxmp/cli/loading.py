@@ -83,7 +83,7 @@ def _shapes(example: str, fun: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def told(*kinds: type[Exception]) -> Iterator[None]:
+def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Raise errors of some kinds, which jaxmp has for wrong arguments, as a UsageError."""
     try:
         yield
@@ -133,7 +133,7 @@ def _shape(text: str) -> jax.ShapeDtypeStruct:
     if re.fullmatch(r"bool|u?int\d+|complex\d+", name) and hasattr(jnp, name):
         dtype = np.dtype(getattr(jnp, name))
     else:
-        with told(ValueError):
+        with usage_errors(ValueError):
             dtype = canonical_dtype(name)
     _check_dtype(dtype, repr(text))
     return jax.ShapeDtypeStruct(sizes, dtype)

@@ -53,10 +53,10 @@ def plot(options: argparse.Namespace, draw: Callable[[Any], Any]) -> None:
       UsageError: matplotlib is not installed, or the file cannot be written.
     """
     if options.plot is not None:
-        from jaxmp.cli.loading import told
+        from jaxmp.cli.loading import usage_errors
         from jaxmp.inspect import plots
 
-        with told(ValueError, ModuleNotFoundError):
+        with usage_errors(ValueError, ModuleNotFoundError):
             figure = draw(plots)
         try:
             figure.savefig(options.plot, dpi=110)

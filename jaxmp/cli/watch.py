@@ -41,10 +41,10 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     Raises:
       UsageError: it is no folder of a run, or not watched.
     """
-    from jaxmp.cli.loading import told
+    from jaxmp.cli.loading import usage_errors
     from jaxmp.inspect.watch import metrics, read
 
-    with told(FileNotFoundError, ValueError):
+    with usage_errors(FileNotFoundError, ValueError):
         rows, seen = metrics(folder), read(folder)
     if not rows:
         return "no step yet", seen

@@ -22,7 +22,7 @@ from jaxmp.engine.flops import flops_of
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.compiled.kernels import product_kind
 from jaxmp.inspect.memory_plan import Memory, batch_axes, leaves_of, of_call, on_mesh
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.program import compiling
 from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.inspect.program.evidence import Argument, Audited, Sent
 from jaxmp.inspect.program.findings import FINDERS, Finding, findings
@@ -214,14 +214,14 @@ def audit(
     chip = hardware.detect(device)
 
     def audited(*args: Any) -> Audit:
-        jitted, inputs = targets.call_of(fun, args)
+        jitted, inputs = compiling.call_of(fun, args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the loss has float16 products")  # a finding of its own
-            trace = targets.traced(jitted, inputs, device, compile, topology)
+            trace = compiling.traced(jitted, inputs, device, compile, topology)
         values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has a class of its own
         program = memory = None
         if compile:
-            compiled = targets.compiled_of(trace, device)
+            compiled = compiling.compiled_of(trace, device)
             program = hlo.Program(str(compiled.as_text()))
             memory = of_call(jitted, inputs, compiled, program, device, topology)
         ran = {} if program is None else _ran(program, values.all)

@@ -18,12 +18,13 @@ from jaxmp.base import dtypes, formats, tables
 from jaxmp.base import trees as _tree
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.engine.autocast import autocast
-from jaxmp.inspect.program import statistics
+from jaxmp.inspect.program import counting, statistics
 from jaxmp.inspect.program.borders import returned
 from jaxmp.inspect.program.calls import is_step, require_own_settings, step_call
+from jaxmp.inspect.program.counting import Record
 from jaxmp.inspect.program.equations import Key, places, program_of
 from jaxmp.inspect.program.evaluate import evaluate
-from jaxmp.inspect.program.statistics import Record, Statistics
+from jaxmp.inspect.program.statistics import Statistics
 from jaxmp.optim.checks import require_loss
 from jaxmp.optim.loss_scaling import with_loss
 from jaxmp.optim.scaled_grad import scaled_loss
@@ -219,7 +220,7 @@ class Found:
             for place in rows:
                 shape = (*place.turns, size)
                 stop = start + math.prod(shape)
-                it, lost, norms = statistics.unpacked(numbers[start:stop].reshape(shape))
+                it, lost, norms = counting.unpacked(numbers[start:stop].reshape(shape))
                 start = stop
                 of_gradients = exponent if place.kind.endswith("gradients") else 0
                 one = statistics.from_record(it, place.dtype, place.size, of_gradients, place.turns)
@@ -290,7 +291,7 @@ def differentiated(fun: Callable[[Any], tuple[jax.Array, Any]], params: Any) -> 
     floats = [leaf for leaf, floating in zip(leaves, is_float, strict=True) if floating]
     gradient = jax.grad(scaled, argnums=(0, 1), has_aux=True)
     (grads, sinks), (results, records) = gradient(floats, taps.sinks())
-    packed = jax.tree.map(statistics.packed, records, is_leaf=lambda node: isinstance(node, Record))
+    packed = jax.tree.map(counting.packed, records, is_leaf=lambda node: isinstance(node, Record))
     seen = [*taps.found("activations", packed), *taps.found("activation_gradients", sinks)]
     grads = jax.tree.unflatten(tree, whole(grads, list(map(jnp.zeros_like, leaves))))
     return jax.tree.unflatten(structure, results)[1], grads, seen
@@ -308,13 +309,13 @@ def found_in(loss: Any, params: Any, grads: Any, updates: Any, seen: Seen) -> Fo
                 groups.setdefault((leaf.shape, leaf.dtype, weight.dtype), []).append((place, leaf, weight))
         for group in groups.values():  # those of one shape together: each alone takes as long to compile
             rows, leaves, theirs = zip(*group, strict=True)
-            of_updates = jax.vmap(statistics.moved)(jnp.stack(leaves), jnp.stack(theirs)) if kind == "updates" else ()
-            packed = statistics.packed(jax.vmap(statistics.record)(jnp.stack(leaves)), *of_updates)
+            of_updates = jax.vmap(counting.moved)(jnp.stack(leaves), jnp.stack(theirs)) if kind == "updates" else ()
+            packed = counting.packed(jax.vmap(counting.record)(jnp.stack(leaves)), *of_updates)
             places.append((rows, packed.shape[-1]))
             found.append(packed.reshape(-1))
     for place, packed in seen:
         times = packed.shape[0] if packed.ndim > len(place.turns) + 1 else 1
-        places.append(((place,) * times, statistics.SIZE))
+        places.append(((place,) * times, counting.SIZE))
         found.append(packed.reshape(-1))
     return Found(jnp.concatenate(found), tuple(places))
 
@@ -391,7 +392,7 @@ class _Taps:
         sinks: dict[Key, dict[int, jax.Array]] = {}
         for each, _ in self.returned:
             if None not in each.turns:
-                zeros = jnp.zeros((*(turn or 0 for turn in each.turns), statistics.SIZE))
+                zeros = jnp.zeros((*(turn or 0 for turn in each.turns), counting.SIZE))
                 sinks.setdefault(each.key, {})[each.position] = zeros
         return sinks
 
@@ -399,7 +400,7 @@ class _Taps:
         """See :class:`jaxmp.inspect.program.evaluate.Recorder`."""
         if key not in self.positions:
             return results, None
-        records = {n: statistics.record(results[n]) for n in self.positions[key]}
+        records = {n: counting.record(results[n]) for n in self.positions[key]}
         return [_tap(x, given[n]) if given and n in given else x for n, x in enumerate(results)], records
 
     def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
@@ -421,7 +422,7 @@ def _tap(x: jax.Array, sink: jax.Array) -> jax.Array:
 
 
 def _backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return cotangent, statistics.packed(statistics.record(cotangent))
+    return cotangent, counting.packed(counting.record(cotangent))
 
 
 _tap.defvjp(lambda x, sink: (x, None), _backward)

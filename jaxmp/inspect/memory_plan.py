@@ -20,7 +20,7 @@ from jaxmp.base import tables
 from jaxmp.base.trees import path_name
 from jaxmp.inspect.compiled import memory_of_hlo
 from jaxmp.inspect.compiled.hlo import Array, Program, dtype_name
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.program import compiling, targets
 from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
 from jaxmp.sharding.specs import names_of as axes_of
@@ -205,8 +205,8 @@ def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str 
     """
 
     def plan(*args: Any) -> Memory:
-        call, inputs = targets.call_of(fun, args)
-        compiled = targets.compiled(call, inputs, device, topology)
+        call, inputs = compiling.call_of(fun, args)
+        compiled = compiling.compiled(call, inputs, device, topology)
         return of_call(call, inputs, compiled, Program(str(compiled.as_text())), device, topology)
 
     return plan
@@ -220,7 +220,7 @@ def of_call(
     device: str | None,
     topology: str | None,
 ) -> Memory:
-    """Return the memory of a compiled call of :func:`jaxmp.inspect.program.targets.call_of`."""
+    """Return the memory of a compiled call of :func:`jaxmp.inspect.program.compiling.call_of`."""
     leaves = list(leaves_of(inputs, names_of_arguments(call)))
     first = next((leaf.value for leaf in leaves if leaf.kind == "batch" and np.shape(leaf.value)), None)
     batch = None if first is None else np.shape(first)[0]
@@ -234,7 +234,7 @@ def of_call(
         ]
         resized = jax.tree.unflatten(jax.tree.structure(inputs), scaled)
         try:
-            return _peak(targets.compiled(call, resized, device, topology).memory_analysis())
+            return _peak(compiling.compiled(call, resized, device, topology).memory_analysis())
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
                 raise

@@ -11,7 +11,7 @@ from typing import Any
 from jaxmp.base import hardware, tables
 from jaxmp.inspect.compiled.hlo import COLLECTIVES, CONTROL, NO_KERNEL, TRIPS, Instruction, Program, is_end, path_of
 from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.program import compiling, targets
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
 """The share of the peak rate that a library's arithmetic reaches, on every device alike.
@@ -135,7 +135,7 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
     def predict(*args: Any) -> Roofline:
         described = _hardware(device)
-        return of_program(Program(str(targets.compiled(fun, args, device).as_text())), described)
+        return of_program(Program(str(compiling.compiled(fun, args, device).as_text())), described)
 
     return predict
 

@@ -127,9 +127,9 @@ def _share(program: Program, computation: str, results: _Results, buffers: list[
         new_at.setdefault(buffer.start, []).append(buffer)
     for position, instruction in enumerate(instructions):
         for operand, _ in written_into(program, computation, instruction).values():
-            for buffer in results.get(instruction.operands[operand], []):
-                if buffer is not None and buffer.end == position:
-                    buffer.end = position - 1
+            for written in results.get(instruction.operands[operand], []):
+                if written is not None and written.end == position:
+                    written.end = position - 1
         if instruction.opcode == "fusion" and "kind=kLoop" in instruction.text:
             free = [
                 buffer
