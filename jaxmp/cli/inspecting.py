@@ -1,4 +1,4 @@
-"""The parts that the commands of :mod:`jaxmp.inspect` share: the function, and the arguments that it is tried on."""
+"""The parts that the commands of :mod:`jaxmp.inspect` share."""
 
 from __future__ import annotations
 

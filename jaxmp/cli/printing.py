@@ -1,4 +1,4 @@
-"""The output of commands: JSON for programs, tables on a terminal, and unwrapped text in a pipe or file."""
+"""The output of commands: JSON, tables on a terminal, and unwrapped text elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def print_json(value: Any) -> None:
 
 
 def show(options: argparse.Namespace, result: Any, draw: Callable[[Any], Any] | None = None) -> None:
-    """Print a result as JSON, as a table on a terminal, or else as text, and write the picture that ``draw`` draws."""
+    """Print a result as JSON, a table or text, and write the picture that ``draw`` draws."""
     if options.json:
         print(result.to_json())
     elif sys.stdout.isatty():
@@ -73,9 +73,7 @@ def print_rich(terminal: Any, renderable: Any) -> None:
     """Print without the blanks that pad a table's lines."""
     with terminal.capture() as capture:
         terminal.print(renderable)
-    text = "\n".join(line.rstrip() for line in capture.get().splitlines())
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
 
 
 def print_pairs(rows: Sequence[tuple[str, str]]) -> None:

@@ -222,7 +222,7 @@ def audit(
         program = memory = None
         if compile:
             compiled = compiling.compiled_of(trace, device)
-            program = hlo.Program(str(compiled.as_text()))
+            program = hlo.HloProgram(str(compiled.as_text()))
             memory = of_call(jitted, inputs, compiled, program, device, topology)
         ran = {} if program is None else _ran(program, values.all)
         kinds = _kinds(jitted, inputs)
@@ -406,7 +406,7 @@ def _scopes(op_name: str) -> frozenset[str]:
     return frozenset(hlo.path_of(op_name).split("/"))
 
 
-def _ran(program: hlo.Program, values: Sequence[Value]) -> dict[Value, str]:
+def _ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Value, str]:
     """The dtypes that products have in a compiled program, told by their scopes and by the sizes of their results."""
     compiled: dict[Any, set[str]] = {}
     for computation, instruction, _ in program.walk():
@@ -430,7 +430,7 @@ def _ran(program: hlo.Program, values: Sequence[Value]) -> dict[Value, str]:
 class _Repeated:
     """Tells whether the compiled program makes a cast again in each turn of a loop."""
 
-    def __init__(self, program: hlo.Program) -> None:
+    def __init__(self, program: hlo.HloProgram) -> None:
         inside, stack = set[str](), list[str]()
         for _, instruction, _ in program.walk():
             if instruction.opcode == "while":

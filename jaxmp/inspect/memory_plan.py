@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jaxmp.base import tables
 from jaxmp.base.trees import path_name
 from jaxmp.inspect.compiled import memory_of_hlo
-from jaxmp.inspect.compiled.hlo import Array, Program, dtype_name
+from jaxmp.inspect.compiled.hlo import Array, HloProgram, dtype_name
 from jaxmp.inspect.program import compiling, targets
 from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
@@ -207,7 +207,7 @@ def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str 
     def plan(*args: Any) -> Memory:
         call, inputs = compiling.call_of(fun, args)
         compiled = compiling.compiled(call, inputs, device, topology)
-        return of_call(call, inputs, compiled, Program(str(compiled.as_text())), device, topology)
+        return of_call(call, inputs, compiled, HloProgram(str(compiled.as_text())), device, topology)
 
     return plan
 
@@ -216,7 +216,7 @@ def of_call(
     call: Any,
     inputs: tuple[Any, ...],
     compiled: jax.stages.Compiled,
-    program: Program,
+    program: HloProgram,
     device: str | None,
     topology: str | None,
 ) -> Memory:
@@ -281,7 +281,7 @@ def _peak(stats: Any) -> int:
 
 def _read(
     compiled: jax.stages.Compiled,
-    program: Program,
+    program: HloProgram,
     leaves: Sequence[Leaf],
     batch: int | None,
     device: str | None,
@@ -310,7 +310,7 @@ def _read(
     )
 
 
-def _arguments(compiled: Any, program: Program, leaves: Sequence[Leaf]) -> Iterator[Held]:
+def _arguments(compiled: Any, program: HloProgram, leaves: Sequence[Leaf]) -> Iterator[Held]:
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
     used = [(leaf.kind, leaf.path) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
     parameters = [each for each in program.computations[program.entry].values() if each.opcode == "parameter"]
@@ -320,7 +320,7 @@ def _arguments(compiled: Any, program: Program, leaves: Sequence[Leaf]) -> Itera
         yield from (_held(array, kind, path) for array in each.arrays)
 
 
-def _results(compiled: Any, program: Program) -> Iterator[Held]:
+def _results(compiled: Any, program: HloProgram) -> Iterator[Held]:
     """Those that are not written into arguments."""
     arrays = list(program.computations[program.entry].values())[-1].arrays
     made = [(leaf.kind, leaf.path) for leaf in leaves_of((compiled.out_info,), [], unknown="other")]
@@ -331,7 +331,7 @@ def _results(compiled: Any, program: Program) -> Iterator[Held]:
             yield _held(array, kind, path)
 
 
-def _temporaries(program: Program, size: int) -> tuple[list[Held], int]:
+def _temporaries(program: HloProgram, size: int) -> tuple[list[Held], int]:
     """The compiler's buffers at the peak, and how many of these ``size`` bytes none of them accounts for."""
     held = []
     for buffer in memory_of_hlo.peak(program):
@@ -347,7 +347,7 @@ def _held(array: Array, kind: str, path: str, source: str = "") -> Held:
     return Held(int(array.bytes), dtype_name(array.dtype), array.shape, kind, path, source)
 
 
-def _is_kept(program: Program, buffer: memory_of_hlo.Buffer) -> bool:
+def _is_kept(program: HloProgram, buffer: memory_of_hlo.Buffer) -> bool:
     """Whether a buffer is made in the forward pass and read after it, by the names that JAX gives to operations."""
     made, read = program.made_by(buffer.maker).op_name, program.made_by(buffer.last).op_name
     return _is_forward(made) and not _is_forward(read)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxmp.base import hardware, tables
-from jaxmp.inspect.compiled.hlo import COLLECTIVES, CONTROL, NO_KERNEL, TRIPS, Instruction, Program, is_end, path_of
+from jaxmp.inspect.compiled.hlo import COLLECTIVES, CONTROL, NO_KERNEL, TRIPS, HloProgram, Instruction, is_end, path_of
 from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
 from jaxmp.inspect.program import compiling, targets
 
@@ -135,7 +135,7 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
     def predict(*args: Any) -> Roofline:
         described = _hardware(device)
-        return of_program(Program(str(compiling.compiled(fun, args, device).as_text())), described)
+        return of_program(HloProgram(str(compiling.compiled(fun, args, device).as_text())), described)
 
     return predict
 
@@ -150,7 +150,7 @@ def _hardware(device: str | None) -> hardware.Hardware:
     return known
 
 
-def of_program(program: Program, device: hardware.Hardware) -> Roofline:
+def of_program(program: HloProgram, device: hardware.Hardware) -> Roofline:
     """The prediction for a program that is compiled already, on a device whose peak rates are known."""
     kernels = sorted(_kernels(program, program.entry, 1, device), key=lambda each: -each.milliseconds)
     total = sum(kernel.milliseconds for kernel in kernels)
@@ -160,7 +160,7 @@ def of_program(program: Program, device: hardware.Hardware) -> Roofline:
     )
 
 
-def _uncounted(program: Program) -> list[str]:
+def _uncounted(program: HloProgram) -> list[str]:
     """The kernels of others of unknown FLOPs, and the collectives, by name."""
     found = set()
     for computation, each, _ in program.walk():
@@ -172,7 +172,7 @@ def _uncounted(program: Program) -> list[str]:
     return sorted(found)
 
 
-def _kernels(program: Program, computation: str, times: int, device: hardware.Hardware) -> Iterator[Kernel]:
+def _kernels(program: HloProgram, computation: str, times: int, device: hardware.Hardware) -> Iterator[Kernel]:
     for each in program.computations.get(computation, {}).values():
         if each.opcode in CONTROL:
             trips = TRIPS.search(each.text)
@@ -186,7 +186,7 @@ def _kernels(program: Program, computation: str, times: int, device: hardware.Ha
 
 
 def _kernel(
-    program: Program, computation: str, instruction: Instruction, times: int, device: hardware.Hardware
+    program: HloProgram, computation: str, instruction: Instruction, times: int, device: hardware.Hardware
 ) -> Kernel:
     products = products_of(program, computation, instruction)
     moved = moved_bytes(program, computation, instruction)

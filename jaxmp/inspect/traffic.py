@@ -110,7 +110,7 @@ def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
     return total
 
 
-def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = None) -> Collectives:
+def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = None) -> Collectives:
     """What a compiled program moves between devices, by kind, dtype, axis of the mesh, size and place.
 
     On a CPU XLA widens half collectives to float32, so for their dtypes compile for a GPU, which need not be there.
@@ -126,7 +126,7 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = Non
     [('all-reduce', 'float32', 'fsdp', 4)]
     """
     mesh = next((s.mesh for s in jax.tree.leaves(compiled.input_shardings) if isinstance(s, NamedSharding)), None)
-    program = program or hlo.Program(str(compiled.as_text()))
+    program = program or hlo.HloProgram(str(compiled.as_text()))
     counts: collections.Counter[Any] = collections.Counter()
     for computation, instruction, times in program.walk(repeat_loops=True):
         kind = instruction.opcode.removesuffix("-start")

@@ -143,13 +143,11 @@ def test_python_m_jaxmp_is_the_command(monkeypatch, capsys):
 
 
 @pytest.mark.once
-def test_output_survives_a_pipe_that_closes_and_an_ascii_terminal():
+def test_output_survives_a_pipe_that_closes():
     command = f'"{sys.executable}" -m jaxmp formats | head -n 1'
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "float64" in done.stdout
-    code, out, err = run("doctor", PYTHONIOENCODING="ascii", JAX_PLATFORMS="cpu", TERM="dumb")
-    assert (code, err) == (0, "") and "? unset JAX_PLATFORMS" in out
 
 
 # --- doctor

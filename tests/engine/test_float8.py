@@ -626,7 +626,7 @@ class TestForTheH200:
                 return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads)
 
             text = compiling.compiled(jax.jit(step, donate_argnums=0), (params, x), "h200").as_text()
-        return text, hlo.Program(text)
+        return text, hlo.HloProgram(text)
 
     @pytest.mark.parametrize(("route", "count"), [("linen", 2), ("autocast", 1), ("nnx", 1)])
     def test_all_12_products_of_each_block_are_float8(self, route, count):

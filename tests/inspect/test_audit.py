@@ -203,7 +203,7 @@ def test_the_dtype_that_ran_is_read_from_the_compiled_program() -> None:
     # What a GPU's library runs in float32 although it is written in bfloat16.
     values = values_of(jax.make_jaxpr(fun)(*[jnp.ones((8, 8), BF16)] * 2))
     (value,) = (each for each in values.all if each.name == "dot_general")
-    program = hlo.Program("""HloModule m
+    program = hlo.HloProgram("""HloModule m
 
 ENTRY %main (x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8]{1,0} parameter(0)

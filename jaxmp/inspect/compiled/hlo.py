@@ -131,7 +131,9 @@ class Instruction:
 
 
 def path_of(op_name: str) -> str:
-    """Return the path in the name of an operation: without transformations, JAX's own scopes and the operation itself.
+    """Return the modules and scopes in the name of an operation.
+
+    Transformations, JAX's own scopes and the operation itself are left out.
 
     >>> path_of("jit(step)/transpose(jvp(GPT2))/attention2/qkv/dot_general")
     'GPT2/attention2/qkv'
@@ -147,7 +149,7 @@ def path_of(op_name: str) -> str:
     return "/".join(path)
 
 
-class Program:
+class HloProgram:
     """A program of XLA, from the text of its HLO, optimised or as it was lowered.
 
     Attributes:

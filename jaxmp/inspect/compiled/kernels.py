@@ -1,4 +1,4 @@
-"""The work of a kernel of a compiled program: its products and their FLOPs, and the bytes that it moves."""
+"""The work of a kernel: its products, their FLOPs, and the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 
-from jaxmp.inspect.compiled.hlo import BYTES, PARAMETER, WRITES_INTO, Array, Instruction, Program, dtype_name
+from jaxmp.inspect.compiled.hlo import BYTES, PARAMETER, WRITES_INTO, Array, HloProgram, Instruction, dtype_name
 
 _PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _LIBRARIES = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
@@ -32,7 +32,7 @@ class KernelProduct:
 
 
 def product_kind(instruction: Instruction) -> str | None:
-    """Return ``"dot"``, ``"convolution"`` or ``"attention"``; None for other instructions, fusions included."""
+    """Return ``"dot"``, ``"convolution"`` or ``"attention"``; None for other instructions."""
     if instruction.opcode != "custom-call":
         return _PRODUCTS.get(instruction.opcode)
     target = _call_target(instruction)
@@ -48,9 +48,12 @@ def _call_target(instruction: Instruction) -> str:
 
 
 def products_of(
-    program: Program, computation: str, instruction: Instruction, masked: bool = True
+    program: HloProgram, computation: str, instruction: Instruction, masked: bool = True
 ) -> list[KernelProduct]:
-    """Return the products of a kernel, in a fusion too; a causal attention counts the whole square unless masked."""
+    """Return the products of a kernel, also those in a fusion.
+
+    With ``masked`` a causal attention counts half the square, else the whole.
+    """
     if instruction.opcode == "fusion":
         inside = program.inside(instruction)
         return [product for name, inner in inside for product in products_of(program, name, inner, masked)]
@@ -103,7 +106,7 @@ def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:
     return 2 * math.prod(outputs) * math.prod(kernel) // max(features, 1) // zeros
 
 
-def written_into(program: Program, computation: str, instruction: Instruction) -> dict[int, tuple[int, float]]:
+def written_into(program: HloProgram, computation: str, instruction: Instruction) -> dict[int, tuple[int, float]]:
     """Return the results that are written into an operand.
 
     Returns:
@@ -145,7 +148,7 @@ def _behind_bitcasts(known: dict[str, Instruction], name: str) -> Instruction:
     return known[name]
 
 
-def moved_bytes(program: Program, computation: str, instruction: Instruction) -> float:
+def moved_bytes(program: HloProgram, computation: str, instruction: Instruction) -> float:
     """Return the bytes that a kernel reads and writes.
 
     An operand that it picks elements from, or writes elements into, counts with these elements only.

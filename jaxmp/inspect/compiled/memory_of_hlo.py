@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from jaxmp.inspect.compiled.hlo import CONTROL, Array, Instruction, Program, is_end
+from jaxmp.inspect.compiled.hlo import CONTROL, Array, HloProgram, Instruction, is_end
 from jaxmp.inspect.compiled.kernels import written_into
 
 _ALIASES = frozenset({"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier"})
@@ -39,7 +39,7 @@ _Results = dict[str, list[Buffer | None]]
 """The buffers of each result by the instruction's name; None stands for a parameter or a constant."""
 
 
-def peak(program: Program, computation: str = "") -> list[Buffer]:
+def peak(program: HloProgram, computation: str = "") -> list[Buffer]:
     """Return the buffers that exist when they are the most bytes, largest first.
 
     This is an estimate: XLA packs buffers by rules of its own. Parameters, results that are written into them, and
@@ -71,7 +71,7 @@ def peak(program: Program, computation: str = "") -> list[Buffer]:
     return sorted((buffer for buffer in largest if buffer.bytes), key=_size, reverse=True)
 
 
-def _run(program: Program, instruction: Instruction, position: int, results: _Results) -> list[Buffer]:
+def _run(program: HloProgram, instruction: Instruction, position: int, results: _Results) -> list[Buffer]:
     """Add the buffers of an instruction's results to ``results``, and return those that are new."""
     read = [buffer for name in instruction.operands for buffer in results.get(name, [])]
     for buffer in read:
@@ -99,7 +99,7 @@ def _run(program: Program, instruction: Instruction, position: int, results: _Re
     return new
 
 
-def _is_written(program: Program, loop: Instruction, number: int) -> bool:
+def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
     """Return whether the turns of a loop change an element of its carry."""
     match = _BODY.search(loop.text)
     body = program.computations[match[1]] if match else {}
@@ -114,7 +114,7 @@ def _is_written(program: Program, loop: Instruction, number: int) -> bool:
     return not (is_element and index is not None and int(index[1]) == number)
 
 
-def _share(program: Program, computation: str, results: _Results, buffers: list[Buffer]) -> None:
+def _share(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:
     """End each buffer that a loop fusion can write its result into one instruction early.
 
     XLA does so with buffers that the fusion reads directly, but not with one of several results, as a product of cuBLAS

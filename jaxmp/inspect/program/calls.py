@@ -90,7 +90,10 @@ def require_own_settings(**settings: Any) -> None:
 
 
 def named(args: Any) -> Any:
-    """Return arguments in which the modules of NNX models put their calls in scopes; they must have no other owner."""
+    """Let the modules of NNX models among the arguments put their calls in scopes.
+
+    The arguments must have no other owner.
+    """
     is_model = nnx_models.is_module
     return jax.tree.map(lambda node: nnx_models.with_scopes(node) if is_model(node) else node, args, is_leaf=is_model)
 
@@ -123,7 +126,10 @@ def _name_or_number(fun: Any, args: Sequence[Any]) -> list[str]:
 
 
 def differentiated(args: Sequence[Any]) -> list[int]:
-    """Return the numbers of the arrays to differentiate by: the floating ones of the first argument that has any."""
+    """Return the numbers of the arrays to differentiate by.
+
+    These are the floating arrays of the first argument that has any.
+    """
     leaves = jax.tree.leaves_with_path(tuple(args))
     floats = [(n, path[0].idx) for n, (path, leaf) in enumerate(leaves) if is_inexact(leaf)]
     return [n for n, argument in floats if argument == floats[0][1]]

@@ -40,7 +40,10 @@ def _narrows(value: Value) -> bool:
 
 
 def _casts_to_wider(narrowed: Value) -> list[Value]:
-    """Return the casts from the same half dtype that a cast to half undoes; empty if it casts anything else."""
+    """Return the casts from the same half dtype that a cast to half undoes.
+
+    The list is empty if the cast rounds any other value.
+    """
 
     def goes_on(value: Value) -> bool:
         return value.is_move or value.name == JOIN

@@ -144,7 +144,10 @@ def _magnitude(x: jax.Array) -> jax.Array:
 
 
 def _parts(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return binary exponents, int32, and the 23 bits of the mantissas behind the leading one; 0 counts as 2^-150."""
+    """Return binary exponents, int32, and the 23 bits of the mantissas behind the leading one.
+
+    0 counts as 2^-150.
+    """
     leading = lax.clz(magnitude)
     below = magnitude < 1 << MANTISSA
     fraction = jnp.where(below, magnitude << (leading - 8), magnitude) & ((1 << MANTISSA) - 1)
@@ -153,7 +156,10 @@ def _parts(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def packed(counts: Record, *movement: jax.Array) -> jax.Array:
-    """Return a record, and the results of :func:`moved`, as a float32 vector, as a cotangent is; numbers are exact."""
+    """Return a record, and the results of :func:`moved`, as one float32 vector.
+
+    A cotangent is such a vector. Every number is exact.
+    """
     integers, floats = [counts.counters, counts.limits, *movement[:1]], [counts.mean[..., None], *movement[1:]]
     whole = jnp.concatenate(integers, -1)
     parts = (whole & ((1 << _SPLIT) - 1), whole >> _SPLIT)
@@ -161,7 +167,10 @@ def packed(counts: Record, *movement: jax.Array) -> jax.Array:
 
 
 def unpacked(vector: np.ndarray) -> tuple[Any, ...]:
-    """Return the arguments of :func:`packed` from such vectors on the host, with the axes before the last."""
+    """Return the arguments of :func:`packed` from vectors on the host.
+
+    The axes before the last are kept.
+    """
     size = (vector.shape[-1] - (1 if vector.shape[-1] == SIZE else 3)) // 2
     low, high, floats = np.split(vector, [size, 2 * size], axis=-1)
     whole = low.astype(np.uint32) + (high.astype(np.uint32) << _SPLIT)

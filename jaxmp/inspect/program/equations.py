@@ -1,4 +1,4 @@
-"""The equations of a program with their places: key, scopes, source line, phase, and turns of the loops around."""
+"""The equations of a program, with their scopes, source lines and phases."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def turns_of(eqn: Any) -> tuple[int | None, ...]:
 
 
 def paths_left(names: reading.Names, readers: Iterable[reading.Names]) -> list[str]:
-    """Return the modules and named scopes that a value leaves on its way to its readers, the innermost first.
+    """Return the modules and named scopes that a value leaves, the innermost first.
 
     Args:
       names: the scopes in which it is computed.
@@ -192,7 +192,7 @@ def is_entered(names: reading.Names, reader: reading.Names) -> bool:
 
 
 def _is_left(names: reading.Names, stop: int) -> bool:
-    """Return whether a value that leaves the scope ``names[stop - 1]`` leaves a module's call or a named scope."""
+    """Return whether leaving the scope ``names[stop - 1]`` leaves a module or a named scope."""
     scope, inner = names[stop - 1], names[stop : stop + 1]
     return scope.startswith(CALL_SCOPE) or (_is_named(scope) and not any(name.startswith(CALL_SCOPE) for name in inner))
 

@@ -22,7 +22,10 @@ _RULE = Rule(lambda traced, args, dtypes: reading.evaluate(*traced, args), conte
 
 
 class Recorder(Protocol):
-    """The part of a tool that sees each operation; a loop, a branch or a function with rules is one operation, too."""
+    """The part of a tool that sees each operation.
+
+    A loop, a branch or a function with derivative rules is one operation, too.
+    """
 
     def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], given: Any) -> tuple[list[Any], Any]:
         """Return the results to go on with, and a record: arrays in a pytree, or None.
@@ -36,7 +39,7 @@ class Recorder(Protocol):
         """
 
     def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
-        """Return the record after a turn of a while loop from that of the turns before, which is zeros at the first."""
+        """Return the record of a while loop after a turn; the first turn finds zeros."""
 
 
 def evaluate(
@@ -117,7 +120,7 @@ class _RecordedEvaluation:
     def with_bodies(
         self, eqn: Any, bodies: reading.Bodies, operands: list[Any], key: Key, given: Records
     ) -> tuple[list[Any], Records]:
-        """Rebuild an equation around bodies that take the arrays for their places, too, and return their records."""
+        """Rebuild an equation so that its bodies take the given arrays and return records."""
         inside = {place: value for place, value in given.items() if place[: len(key)] == key != place}
         given_inside, tree = jax.tree.flatten(inside)
 

@@ -49,7 +49,10 @@ def _is_square(value: Value) -> bool:
 
 
 def _variance(root: Value) -> list[Value]:
-    """Return the operations of a variance from the squares to the root; empty if the root is of something else."""
+    """Return the operations of a variance, from the squares to the root.
+
+    The list is empty if the root is of something else.
+    """
     between = list[Value]()
 
     def goes_on(value: Value) -> bool:
@@ -71,7 +74,10 @@ def _key(value: Value) -> tuple[int, ...]:
 
 
 def _sum_of_squares(total: Value) -> list[Value]:
-    """Return the squares and their sum, or one product that is both; empty if the value is no sum of squares."""
+    """Return the squares and their sum, or one product that is both.
+
+    The list is empty if the value is no sum of squares.
+    """
     if _is_dot_of_itself(total):
         return [total]
     if total.place and terms(total):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxmp._internals.jax import reading
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
-from jaxmp.inspect.program.values import Value, computed_at, constant, leading_to, made_of, origins
+from jaxmp.inspect.program.values import Value, computed_at, constant, leading_to, made_of
 
 _SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})
 _SCALING |= {"reshape", "transpose", "squeeze"}
@@ -28,7 +28,7 @@ def half_losses(audited: Audited) -> Faults:
 
 
 def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
-    """Yield the forward values at whose source line differentiation begins; under vmap one for each example."""
+    """Yield the scalars of the forward pass at whose source line differentiation begins."""
     starts = set[tuple[str, str]]()
     for seed in _seeds(audited):
         if not any(operand.shape for operand in seed.inputs):
@@ -37,25 +37,8 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
         place = value.place
         if place is None or place.phase != "forward" or (place.path, place.source) not in starts:
             continue
-        transforms = reading.scopes_and_transforms(place.eqn)[1]
-        if "jvp" not in transforms:
-            continue
-        is_of_each_example = len(value.shape) <= transforms.count("vmap")
-        if not value.shape or (is_of_each_example and _is_reduced(value)):
+        if not value.shape and "jvp" in reading.scopes_and_transforms(place.eqn)[1]:
             yield value
-
-
-def _is_reduced(value: Value) -> bool:
-    """Return whether an array comes elementwise from a reduction to its shape."""
-
-    def is_elementwise(operation: Value) -> bool:
-        shapes = {operand.shape for operand in operation.inputs}
-        return bool(shapes) and shapes <= {value.shape, ()}
-
-    for origin in origins(value, is_elementwise):
-        if any(len(operand.shape) > len(value.shape) for operand in origin.inputs):
-            return True
-    return False
 
 
 def unscaled_float16(audited: Audited) -> Faults:
@@ -79,7 +62,7 @@ def unscaled_float16(audited: Audited) -> Faults:
 
 
 def _marks_of_scaling(audited: Audited) -> dict[Value, int]:
-    """Return the marks of all values: whether they come from a cotangent of the loss, and from a scaled one."""
+    """Mark the values that come from a cotangent of the loss, and from a scaled one."""
     marks = {}
     for seed in _seeds(audited):
         marks[seed] = _SEED | _SCALED if _is_loss_scale(seed, audited) else _SEED

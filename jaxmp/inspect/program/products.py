@@ -1,4 +1,4 @@
-"""Find products with operands in float32 or in two dtypes, with odd dimensions, or compiled in a wider dtype."""
+"""Find products whose dtypes or dimensions make them slow."""
 
 from __future__ import annotations
 

@@ -109,10 +109,10 @@ class Statistics:
         )
 
     def lost(self, dtype: Any) -> int:
-        """Return how many updates are below half an ulp of their weight in ``dtype``: added there, they change nothing.
+        """Return how many updates are below half an ulp of their weight in ``dtype``.
 
-        The ulp is the distance from the weight, rounded to the dtype, to the next larger number. An update of 0 is
-        below it, too.
+        Added in that dtype, they change nothing. The ulp is the distance from the weight, rounded to the dtype, to the
+        next larger number. An update of 0 is below it, too.
 
         Raises:
           ValueError: these are no updates, or another dtype than those of :meth:`under`.
@@ -124,7 +124,10 @@ class Statistics:
 
 @functools.lru_cache(4096)
 def _fates(name: str, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return which counts of so many exponents from ``first`` on vanish, become subnormal, and overflow in a format."""
+    """Return the counts that vanish, become subnormal, and overflow in a format.
+
+    They are of ``rows`` exponents from ``first`` on.
+    """
     layout = layout_of(name)
     smallest = layout.min_exponent - layout.mantissa_bits
     exponents, starts = np.arange(first, first + rows)[:, None], np.array(STARTS)

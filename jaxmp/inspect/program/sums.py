@@ -1,4 +1,4 @@
-"""Find sums in half of more terms than half counts: single operations, and carries that every turn adds to."""
+"""Find sums in half of more terms than half counts, in one operation or in a loop."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ _Sums = Mapping[Value, _Sum]
 
 
 def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
-    """Yield the sums that scans carry and round to half in every turn: an addition, the number of terms, the dtype.
+    """Yield the sums that scans carry and round to half in every turn.
+
+    Each is an addition, the number of terms and the dtype.
 
     Turns of a scan in a scan multiply. A factor on the way makes it no sum (a decay). If the carry is subtracted from
     its own sum, the rounding errors are compensated (Kahan's sum). While loops turn an unknown number of times.

@@ -226,7 +226,7 @@ def on(device: Any, tree: Any) -> Any:
 
 
 def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
-    """Return a pytree whose leaves lie on a mesh as ShapeDtypeStructs on a mesh of GPUs that are not there.
+    """Return the shapes of a pytree on a mesh of GPUs that are not there.
 
     Args:
       target: the GPU.

@@ -1,4 +1,4 @@
-"""The values of a program over all its bodies: their operations, operands, and turns of the loops around them."""
+"""The values of a program over all its bodies: their operations and operands."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Value:
                 yield number, value, other
 
     def order(self, turns: Turns = ()) -> tuple[float, ...]:
-        """Return a key that sorts values as they are computed: arguments first, a loop's result after the loop."""
+        """Return a key that sorts values as they are computed, arguments first."""
         numbers: list[float] = [*self.key, math.inf] if self.key else []
         for scan, turn in reversed(list(zip(self.scans, turns, strict=False))):
             numbers.insert(scan.depth, scan.length - 1 - turn if scan.reverse else turn)
@@ -217,7 +217,10 @@ def is_zero(value: Value) -> bool:
 
 
 def computed_at(value: Value) -> EquationPlace | tuple[str, str]:
-    """Return the equation of a value, within the loop or branch that returns it; else the line that reads it."""
+    """Return the equation that computes a value; for an argument the line that reads it.
+
+    The result of a loop or a branch is computed within it.
+    """
     visited = {value}
     while value.name in (JOIN, TURN, TURNS) and value.inputs[-1] not in visited:
         value = value.inputs[-1]

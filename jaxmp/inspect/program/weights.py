@@ -12,7 +12,9 @@ _WEIGHT, _DATA, _UNKNOWN, _PRODUCT = 1, 2, 4, 8
 
 
 def weights_in(values: Values, kinds: Sequence[str | None]) -> Callable[[Value], list[int]]:
-    """Return a function that says which operands of a product may be its weight: 0, 1, or both if it is unknown.
+    """Return a function that says which operands of a product may be its weight.
+
+    It returns ``[0]``, ``[1]``, or both if the weight is unknown.
 
     Args:
       values: the values of the program.
@@ -69,7 +71,7 @@ def _is_plain(value: Value) -> bool:
 
 
 def unaligned(product: Value, weights: Sequence[int]) -> dict[str, int]:
-    """Return the contracted and output-feature dimensions of a product that are no multiple of 16 bytes, by name.
+    """Return the dimensions of a product that are no multiple of 16 bytes, by name.
 
     The batch does not count: output features are those of the weight, and if either operand may be it (``weights``),
     the aligned ones. A dimension of 1 does not count, as that is no matrix product; nor do the few channels of a stem.
