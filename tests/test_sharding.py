@@ -16,7 +16,7 @@ from recompiles import compiled_once
 import jaxmp
 from jaxmp import sharding
 from jaxmp.inspect import memory, traffic_groups
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.program import compiling, targets
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
@@ -484,7 +484,7 @@ class TestForEightGPUs:
 
     def test_weights_cross_the_wire_in_half_and_gradients_in_float32(self, step_and_shapes):
         step, (state, batch) = step_and_shapes
-        found = jaxmp.inspect.collectives(targets.compiled(step, (state, batch), "h200", "1x2x4"))
+        found = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200", "1x2x4"))
         weights = sum(leaf.size for name, leaf in state.params.items() if name != "bias")
         moved = {(row.kind, row.dtype): 0.0 for row in found.rows}
         for row in found.rows:
@@ -506,6 +506,6 @@ class TestForEightGPUs:
     def test_a_topology_that_does_not_fit_is_refused(self, step_and_shapes):
         step, args = step_and_shapes
         with pytest.raises(ValueError, match=r"must have the GPUs of the mesh, got '1x1x4' of 4 and a mesh of 8"):
-            targets.compiled(step, args, "h200", "1x1x4")
+            compiling.compiled(step, args, "h200", "1x1x4")
         with pytest.raises(ValueError, match=r"slices × hosts × GPUs of each host, .* got '8'"):
-            targets.compiled(step, args, "h200", "8")
+            compiling.compiled(step, args, "h200", "8")

@@ -64,7 +64,7 @@ def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], 
     args = jax.eval_shape(start)
     compiled = memory.compiled(step, args, config.device)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args[0]))
-    moved = programs.traffic(hlo.Program(compiled.as_text()))[0]
+    moved = programs.traffic(hlo.HloProgram(compiled.as_text()))[0]
     found = {"kept": kept, "moved": moved, "temporary": compiled.memory_analysis().temp_size_in_bytes}
     turn = None if config.device else timing.turn(compiled, *jax.jit(start)())
     return {name: n / args[1].size for name, n in found.items()}, turn

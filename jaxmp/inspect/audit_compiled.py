@@ -9,6 +9,7 @@ from typing import Any
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.inspect.audit_products import widest
 from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.compiled.kernels import product_kind
 from jaxmp.inspect.program.values import Value
 
 _ScopesAndPass = tuple[frozenset[str], bool]
@@ -29,14 +30,14 @@ def _scopes(op_name: str) -> frozenset[str]:
     return frozenset(hlo.path_of(op_name).split("/"))
 
 
-def dtypes_that_ran(program: hlo.Program, values: Sequence[Value]) -> dict[Value, str]:
+def dtypes_that_ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Value, str]:
     """Return the dtypes of products in a compiled program.
 
     Products that cannot be told apart are left out.
     """
     compiled: dict[Any, set[str]] = {}
     for computation, instruction, _ in program.walk():
-        scopes = _scopes_of_instruction(instruction) if hlo.product_kind(instruction) else None
+        scopes = _scopes_of_instruction(instruction) if product_kind(instruction) else None
         dtypes = [hlo.dtype_name(dtype) for dtype in program.dtypes(computation, instruction)[:2]]
         if scopes is None or not dtypes:
             continue
@@ -56,7 +57,7 @@ def dtypes_that_ran(program: hlo.Program, values: Sequence[Value]) -> dict[Value
 class CastsInLoops:
     """The casts that a compiled program repeats in each turn of a loop."""
 
-    def __init__(self, program: hlo.Program) -> None:
+    def __init__(self, program: hlo.HloProgram) -> None:
         self._casts: set[Any] = set()
         for name in _computations_in_loops(program):
             for instruction in program.computations.get(name, {}).values():
@@ -71,7 +72,7 @@ class CastsInLoops:
         return (_scopes_of_value(value), value.dtype.name, math.prod(value.shape)) in self._casts
 
 
-def _computations_in_loops(program: hlo.Program) -> set[str]:
+def _computations_in_loops(program: hlo.HloProgram) -> set[str]:
     stack: list[str] = []
     for _, instruction, _ in program.walk():
         if instruction.opcode == "while":

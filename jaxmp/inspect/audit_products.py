@@ -14,8 +14,10 @@ from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.base.hardware import Hardware
 from jaxmp.engine.flops import flops_of
-from jaxmp.inspect.program.products import multiplied, unaligned, work
-from jaxmp.inspect.program.values import Read, Value, Values, same_turn
+from jaxmp.inspect.program.products import multiplied, work
+from jaxmp.inspect.program.reading_values import same_turn
+from jaxmp.inspect.program.values import Read, Value, Values
+from jaxmp.inspect.program.weights import unaligned
 
 
 @dataclasses.dataclass(frozen=True)

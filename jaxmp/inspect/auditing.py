@@ -17,11 +17,12 @@ from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect.audit_products import Product, product_of, products_in_kernels, shares_of_flops, widest
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.memory_plan import Memory, of_call
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.program import compiling
 from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import FINDERS, Finding, findings
-from jaxmp.inspect.program.products import weights_in, work
-from jaxmp.inspect.program.values import values_of
+from jaxmp.inspect.program.products import work
+from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.inspect.program.weights import weights_in
 from jaxmp.policy.patterns import matches
 from jaxmp.policy.policy_map import get_policy
 
@@ -199,14 +200,14 @@ def audit(
     hardware_of_device = hardware.detect(device)
 
     def audit_call(*args: Any) -> Audit:
-        jitted, inputs = targets.call_of(fun, args)
+        jitted, inputs = compiling.call_of(fun, args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the loss has float16 products")  # a finding of its own
-            trace = targets.traced(jitted, inputs, device, compile, topology)
+            trace = compiling.traced(jitted, inputs, device, compile, topology)
         program = memory = None
         if compile:
-            compiled = targets.compiled_of(trace, device)
-            program = hlo.Program(str(compiled.as_text()))
+            compiled = compiling.compiled_of(trace, device)
+            program = hlo.HloProgram(str(compiled.as_text()))
             memory = of_call(jitted, inputs, compiled, program, device, topology)
         return _audit_of(trace, jitted, inputs, policy, hardware_of_device, program, memory)
 
@@ -219,7 +220,7 @@ def _audit_of(
     inputs: tuple[Any, ...],
     policy: Any,
     device: hardware.Hardware,
-    program: hlo.Program | None,
+    program: hlo.HloProgram | None,
     memory: Memory | None,
 ) -> Audit:
     """Return the audit of a traced call.

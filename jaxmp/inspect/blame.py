@@ -27,7 +27,8 @@ from jaxmp.inspect.program.calls import (
 )
 from jaxmp.inspect.program.equations import program_of
 from jaxmp.inspect.program.evaluate import is_whole
-from jaxmp.inspect.program.values import Turns, Value, Values, leading_to, values_of
+from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.inspect.program.values import Turns, Value, Values, leading_to
 from jaxmp.optim.loss_scale import StaticLossScale
 from jaxmp.optim.scaling_state import LossScalingState
 

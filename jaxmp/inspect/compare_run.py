@@ -13,11 +13,13 @@ import numpy as np
 
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.trees import widen
+from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named
 from jaxmp.inspect.program.equations import Key, program_of
 from jaxmp.inspect.program.evaluate import evaluate, is_whole
 from jaxmp.inspect.program.products import multiplied
-from jaxmp.inspect.program.values import AtBorder, Value, leading_to, passed_in, returned, values_of
+from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.inspect.program.values import Value, leading_to
 from jaxmp.inspect.taps import Taps
 
 Slot = tuple[Key, int]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmp.inspect.compiled import memory_of_hlo
-from jaxmp.inspect.compiled.hlo import Array, Program, dtype_name
+from jaxmp.inspect.compiled.hlo import Array, HloProgram, dtype_name
 from jaxmp.inspect.memory_kinds import Leaf, leaves_of
 
 
@@ -33,7 +33,7 @@ class ArrayInMemory:
     source: str
 
 
-def arguments_in_memory(compiled: Any, program: Program, leaves: Sequence[Leaf]) -> Iterator[ArrayInMemory]:
+def arguments_in_memory(compiled: Any, program: HloProgram, leaves: Sequence[Leaf]) -> Iterator[ArrayInMemory]:
     """Yield a compiled program's arguments, with the kinds of ``leaves``."""
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
     used = [(leaf.kind, leaf.path) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
@@ -50,7 +50,7 @@ def _parameter_number(instruction: Any) -> int:
     return int(re.findall(r"parameter\((\d+)\)", instruction.text)[0])
 
 
-def results_in_memory(compiled: Any, program: Program) -> Iterator[ArrayInMemory]:
+def results_in_memory(compiled: Any, program: HloProgram) -> Iterator[ArrayInMemory]:
     """Yield the results of a compiled program that are not written into arguments."""
     *_, root = program.computations[program.entry].values()
     names = [(leaf.kind, leaf.path) for leaf in leaves_of((compiled.out_info,), [], unknown="other")]
@@ -61,7 +61,7 @@ def results_in_memory(compiled: Any, program: Program) -> Iterator[ArrayInMemory
             yield _in_memory(array, kind, path)
 
 
-def temporaries_in_memory(program: Program, size: int) -> tuple[list[ArrayInMemory], int]:
+def temporaries_in_memory(program: HloProgram, size: int) -> tuple[list[ArrayInMemory], int]:
     """Return the compiler's buffers at the peak, and the bytes of no buffer.
 
     ``size`` is the sum of both, which the compiler reports.
@@ -80,7 +80,7 @@ def _in_memory(array: Array, kind: str, path: str, source: str = "") -> ArrayInM
     return ArrayInMemory(int(array.bytes), dtype_name(array.dtype), array.shape, kind, path, source)
 
 
-def _is_activation(program: Program, buffer: memory_of_hlo.Buffer) -> bool:
+def _is_activation(program: HloProgram, buffer: memory_of_hlo.Buffer) -> bool:
     """Return whether a buffer is computed in the forward pass and read after it."""
     maker, last_reader = program.made_by(buffer.maker), program.made_by(buffer.last)
     return _is_forward(maker.op_name) and not _is_forward(last_reader.op_name)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp.base import tables
 from jaxmp.inspect import memory_batch
-from jaxmp.inspect.compiled.hlo import Program
+from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.memory_arrays import (
     ArrayInMemory,
     arguments_in_memory,
@@ -22,7 +22,7 @@ from jaxmp.inspect.memory_arrays import (
     temporaries_in_memory,
 )
 from jaxmp.inspect.memory_kinds import Leaf, batch_axes, leaves_of, sharding_on_mesh
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.program import compiling, targets
 from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
 
@@ -164,9 +164,9 @@ def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str 
     """
 
     def memory_of_call(*args: Any) -> Memory:
-        call, inputs = targets.call_of(fun, args)
-        compiled = targets.compiled(call, inputs, device, topology)
-        return of_call(call, inputs, compiled, Program(str(compiled.as_text())), device, topology)
+        call, inputs = compiling.call_of(fun, args)
+        compiled = compiling.compiled(call, inputs, device, topology)
+        return of_call(call, inputs, compiled, HloProgram(str(compiled.as_text())), device, topology)
 
     return memory_of_call
 
@@ -175,13 +175,13 @@ def of_call(
     call: Any,
     inputs: tuple[Any, ...],
     compiled: jax.stages.Compiled,
-    program: Program,
+    program: HloProgram,
     device: str | None,
     topology: str | None,
 ) -> Memory:
     """Return the memory of a compiled call.
 
-    ``call`` and ``inputs`` are those of :func:`jaxmp.inspect.program.targets.call_of`.
+    ``call`` and ``inputs`` are those of :func:`jaxmp.inspect.program.compiling.call_of`.
     """
     leaves = list(leaves_of(inputs, names_of_arguments(call)))
     batch = [leaf.value for leaf in leaves if leaf.kind == "batch"]
@@ -193,7 +193,7 @@ def of_call(
         resized = [_resized(leaf, size, new_size) for leaf in leaves]
         args = jax.tree.unflatten(jax.tree.structure(inputs), resized)
         try:
-            return _peak(targets.compiled(call, args, device, topology).memory_analysis())
+            return _peak(compiling.compiled(call, args, device, topology).memory_analysis())
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -245,7 +245,7 @@ def _peak(stats: Any) -> int:
 
 
 def _measured(
-    compiled: jax.stages.Compiled, program: Program, leaves: Sequence[Leaf]
+    compiled: jax.stages.Compiled, program: HloProgram, leaves: Sequence[Leaf]
 ) -> tuple[int, dict[str, int], dict[str, int], tuple[ArrayInMemory, ...]]:
     """Return the peak, its bytes by kind and by dtype, and the arrays."""
     stats: Any = compiled.memory_analysis()

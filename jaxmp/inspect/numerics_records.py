@@ -13,11 +13,12 @@ import numpy as np
 
 from jaxmp.base import dtypes
 from jaxmp.base.trees import is_float_array, path_name
-from jaxmp.inspect.program import statistics
+from jaxmp.inspect.program import counting, statistics
+from jaxmp.inspect.program.borders import returned
+from jaxmp.inspect.program.counting import Record
 from jaxmp.inspect.program.equations import Key, program_of
 from jaxmp.inspect.program.evaluate import evaluate
-from jaxmp.inspect.program.statistics import Record, Statistics
-from jaxmp.inspect.program.values import returned
+from jaxmp.inspect.program.statistics import Statistics
 from jaxmp.inspect.taps import Taps
 
 TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updates")
@@ -91,7 +92,7 @@ class StepRecords:
 
 
 def _statistics(tensor: RecordedTensor, packed: np.ndarray, exponent: int) -> Statistics:
-    record, lost, norms = statistics.unpacked(packed)
+    record, lost, norms = counting.unpacked(packed)
     exponent = exponent if tensor.kind.endswith("gradients") else 0
     result = statistics.from_record(record, tensor.dtype, tensor.size, exponent, tensor.turns)
     if lost.size:
@@ -126,7 +127,7 @@ def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activation
             numbers.append(packed.reshape(-1))
     for tensor, packed in activations:
         has_microbatches = packed.ndim > len(tensor.turns) + 1
-        groups.append(((tensor,) * (packed.shape[0] if has_microbatches else 1), statistics.SIZE))
+        groups.append(((tensor,) * (packed.shape[0] if has_microbatches else 1), counting.SIZE))
         numbers.append(packed.reshape(-1))
     return StepRecords(jnp.concatenate(numbers), tuple(groups))
 
@@ -147,8 +148,8 @@ def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[Reco
         tensors, leaves, weights_of_group = zip(*group, strict=True)
         moved = ()
         if kind == "updates":
-            moved = jax.vmap(statistics.moved)(jnp.stack(leaves), jnp.stack(weights_of_group))
-        packed = statistics.packed(jax.vmap(statistics.record)(jnp.stack(leaves)), *moved)
+            moved = jax.vmap(counting.moved)(jnp.stack(leaves), jnp.stack(weights_of_group))
+        packed = counting.packed(jax.vmap(counting.record)(jnp.stack(leaves)), *moved)
         records.append((tensors, packed))
     return records
 
@@ -177,7 +178,7 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
 
     differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
     (grads_of_floats, sinks), (results, records) = differentiate([leaves[n] for n in numbers], taps.sinks())
-    packed = jax.tree.map(statistics.packed, records, is_leaf=lambda node: isinstance(node, Record))
+    packed = jax.tree.map(counting.packed, records, is_leaf=lambda node: isinstance(node, Record))
     recorded = [*taps.named("activations", packed), *taps.named("activation_gradients", sinks)]
     grads = [jnp.zeros_like(leaf) for leaf in leaves]
     for n, grad in zip(numbers, grads_of_floats, strict=True):
@@ -196,7 +197,7 @@ def _tap_forward(value: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _tap_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return cotangent, statistics.packed(statistics.record(cotangent))
+    return cotangent, counting.packed(counting.record(cotangent))
 
 
 _tap.defvjp(_tap_forward, _tap_backward)
@@ -213,13 +214,13 @@ class _CountingTaps(Taps):
         super().__init__(jaxpr, returned(jaxpr, is_loss))
 
     def record(self, value: jax.Array) -> Record:
-        return statistics.record(value)
+        return counting.record(value)
 
     def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
         return _tap(value, sink)
 
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
-        return jnp.zeros((*turns, statistics.SIZE))
+        return jnp.zeros((*turns, counting.SIZE))
 
     def merge(self, old: Record, new: Record) -> Record:
         return old.added(new)

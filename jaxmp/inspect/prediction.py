@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxmp.base import hardware, tables
-from jaxmp.inspect.compiled.hlo import COLLECTIVES, CONTROL, NO_KERNEL, TRIPS, Instruction, Program, is_end, path_of
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled.hlo import COLLECTIVES, CONTROL, NO_KERNEL, TRIPS, HloProgram, Instruction, is_end, path_of
+from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
+from jaxmp.inspect.program import compiling, targets
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
 """The share of the peak rate that a library's arithmetic reaches, on every device alike.
@@ -146,7 +147,7 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
     def predict(*args: Any) -> Roofline:
         device_hardware = _hardware(device)
-        return of_program(Program(str(targets.compiled(fun, args, device).as_text())), device_hardware)
+        return of_program(HloProgram(str(compiling.compiled(fun, args, device).as_text())), device_hardware)
 
     return predict
 
@@ -161,7 +162,7 @@ def _hardware(device: str | None) -> hardware.Hardware:
     return known
 
 
-def of_program(program: Program, device: hardware.Hardware) -> Roofline:
+def of_program(program: HloProgram, device: hardware.Hardware) -> Roofline:
     """Return the prediction for a compiled program on a known device."""
     kernels = sorted(_kernels(program, program.entry, 1, device), key=lambda kernel: -kernel.milliseconds)
     total = sum(kernel.milliseconds for kernel in kernels)
@@ -169,12 +170,12 @@ def of_program(program: Program, device: hardware.Hardware) -> Roofline:
     return Roofline(device.name, total, tuple(kernels), at_peak / total if total else 0.0, tuple(_uncounted(program)))
 
 
-def _uncounted(program: Program) -> list[str]:
+def _uncounted(program: HloProgram) -> list[str]:
     """Return the names of kernels with unknown FLOPs, and of collectives."""
     names = set()
     for computation, instruction, _ in program.walk():
         target = _TARGET.search(instruction.text) if instruction.opcode == "custom-call" else None
-        if target and not program.products_of(computation, instruction) and not target[1].startswith(_ONLY_MOVE):
+        if target and not products_of(program, computation, instruction) and not target[1].startswith(_ONLY_MOVE):
             names.add(target[1])
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
@@ -182,7 +183,7 @@ def _uncounted(program: Program) -> list[str]:
     return sorted(names)
 
 
-def _kernels(program: Program, computation: str, times: int, device: hardware.Hardware) -> Iterator[Kernel]:
+def _kernels(program: HloProgram, computation: str, times: int, device: hardware.Hardware) -> Iterator[Kernel]:
     for instruction in program.computations.get(computation, {}).values():
         if instruction.opcode in CONTROL:
             trips = TRIPS.search(instruction.text)
@@ -201,9 +202,9 @@ def _milliseconds(kernels: Sequence[Kernel]) -> float:
 
 
 def _kernel(
-    program: Program, computation: str, instruction: Instruction, times: int, device: hardware.Hardware
+    program: HloProgram, computation: str, instruction: Instruction, times: int, device: hardware.Hardware
 ) -> Kernel:
-    products, moved = program.products_of(computation, instruction), program.moved(computation, instruction)
+    products, moved = products_of(program, computation, instruction), moved_bytes(program, computation, instruction)
     seconds = {
         "arithmetic": sum(
             product.flops / (ACHIEVED[product.kind] * _rate(product.dtype, device)) for product in products

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from jaxmp.inspect.program.borders import AtBorder
 from jaxmp.inspect.program.equations import Key, places
-from jaxmp.inspect.program.values import AtBorder
 
 
 class Taps(ABC):

@@ -114,7 +114,7 @@ def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
     return 8 * numbers * ((parts - 1) / parts + (copies - 1) / copies / parts)
 
 
-def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = None) -> Collectives:
+def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = None) -> Collectives:
     """Return the collectives of a compiled program.
 
     Equal ones are counted together.
@@ -131,7 +131,7 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = Non
     >>> [(row.kind, row.dtype, row.axis, row.bytes) for row in moved.rows]
     [('all-reduce', 'float32', 'fsdp', 4)]
     """
-    program = program or hlo.Program(str(compiled.as_text()))
+    program = program or hlo.HloProgram(str(compiled.as_text()))
     mesh = _mesh_of(compiled)
     counts: collections.Counter[Any] = collections.Counter()
     for computation, instruction, times in program.walk(repeat_loops=True):
@@ -159,7 +159,7 @@ def _mesh_of(compiled: jax.stages.Compiled) -> Any:
 
 
 def _arrays_by_dtype(
-    program: hlo.Program, computation: str, instruction: hlo.Instruction, kind: str, devices: int
+    program: hlo.HloProgram, computation: str, instruction: hlo.Instruction, kind: str, devices: int
 ) -> dict[str, tuple[int, ...]]:
     """Return the bytes of the whole arrays that a collective moves, by dtype."""
     instructions = program.computations[computation]

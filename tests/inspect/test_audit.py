@@ -22,7 +22,7 @@ from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import findings
-from jaxmp.inspect.program.values import values_of
+from jaxmp.inspect.program.reading_values import values_of
 
 pytestmark = pytest.mark.once
 
@@ -203,7 +203,7 @@ def test_the_dtype_that_ran_is_read_from_the_compiled_program() -> None:
     # What a GPU's library runs in float32 although it is written in bfloat16.
     values = values_of(jax.make_jaxpr(fun)(*[jnp.ones((8, 8), BF16)] * 2))
     (value,) = (each for each in values.all if each.name == "dot_general")
-    program = hlo.Program("""HloModule m
+    program = hlo.HloProgram("""HloModule m
 
 ENTRY %main (x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8]{1,0} parameter(0)

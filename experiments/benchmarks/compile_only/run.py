@@ -85,7 +85,7 @@ def measure(case: Workload, row: Row, target: str) -> dict[str, Any]:
     with attention.implementation("cudnn"), targets.with_cudnn(targets.target_of(target).cudnn):
         counted = flops.count(step, state, case.batch)
     compiled = memory.compiled(step, (state, case.batch), target)
-    program = hlo.Program(compiled.as_text())
+    program = hlo.HloProgram(compiled.as_text())
     for name, attended in programs.attention_flops(program).items():
         counted[name] = counted.get(name, 0) + attended
     return {

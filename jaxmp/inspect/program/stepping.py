@@ -1,7 +1,7 @@
-"""Run a program one equation at a time, with a flag for each result: whether it is finite.
+"""Run a program one equation at a time, with a flag for each result that says whether it is finite.
 
-Each equation is compiled alone, and equal equations share a compiled program. So compiling takes as long as the
-distinct equations of a program. As one program, the flags of all equations would make XLA compute long chains of
+Each equation is compiled alone, and equal equations share a compiled program, so compiling takes as long as the
+distinct equations of a program. In one program with the flags of all equations, XLA would compute long chains of
 operations again for each flag.
 
 A long scan without loops or branches in its body runs as one program, with the flags of all equations in all turns: a
@@ -37,7 +37,7 @@ class Moment(NamedTuple):
     """An equation and the time at which it runs.
 
     Attributes:
-      key: as in :class:`jaxmp.inspect.program.equations.Place`.
+      key: as in :class:`jaxmp.inspect.program.equations.EquationPlace`.
       turns: the index into the inputs of each scan around it, outermost first.
       while_turn: the turn of the innermost while loop; -1 outside of one.
     """
@@ -69,15 +69,24 @@ def run(
     A long scan runs as one program. Of its operations ``visit`` sees those that fail in some turn, without operands and
     results, and in the turns that ``wanted`` names all operations with theirs.
     """
-    shardings = [getattr(value, "sharding", None) for value in (*consts, *args)]
-    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+    mesh = _mesh_of((*consts, *args))
     stepping = _Stepping(visit, wanted, waits=mesh is not None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
 
 
+def _mesh_of(values: Sequence[Any]) -> Mesh | None:
+    """Return the mesh of the first array that lies on one."""
+    for value in values:
+        sharding = getattr(value, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
 class _Stepping:
+    """A run of a program one equation at a time."""
+
     def __init__(self, visit: Visit, wanted: Collection[At], waits: bool) -> None:
         self.visit = visit
         self.wanted = wanted
@@ -147,7 +156,7 @@ class _Stepping:
         if length >= _LONG and not self.waits and _is_plain(jaxpr):
             return self.long_scan(eqn, bodies, operands, moment)
         stacks: list[Any] | None = None
-        for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        for turn in _turns_in_order(eqn):
             now = moment._replace(turns=(*moment.turns, turn)).inside(0)
             results = self.body(jaxpr, consts, [*fixed, *carry, *_elements(inputs, turn)], now)
             carry, outputs = results[: bodies.carry], results[bodies.carry :]
@@ -163,16 +172,10 @@ class _Stepping:
             for operation, of_all_turns in zip(loop.operations, flags, strict=True)
             if any(flag is not None and np.any(flag) for flag in of_all_turns)
         ]
-        depth = len(moment.turns)
-        wanted_turns = {
-            turns[depth]
-            for key, turns in self.wanted
-            if key[: len(moment.key)] == moment.key and turns[:depth] == moment.turns and len(turns) > depth
-        }
+        wanted_turns = self._wanted_turns(moment)
         jaxpr, consts = reading.opened(bodies.jaxprs[0])
         fixed, inputs = operands[: bodies.start], operands[bodies.start + bodies.carry :]
-        length = eqn.params["length"]
-        for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        for turn in _turns_in_order(eqn):
             now = moment._replace(turns=(*moment.turns, turn)).inside(0)
             if turn in wanted_turns:
                 self.body(jaxpr, consts, [*fixed, *_elements(carries, turn), *_elements(inputs, turn)], now)
@@ -181,6 +184,22 @@ class _Stepping:
                 of_turn = [None if flag is None else flag[turn] for flag in of_all_turns]
                 self.visit(now._replace(key=(*now.key, *numbers)), inner, [], [], of_turn)
         return [*carry, *outputs]
+
+    def _wanted_turns(self, moment: Moment) -> set[int]:
+        """Return the turns of a scan in which an operation is wanted."""
+        depth = len(moment.turns)
+        turns = set[int]()
+        for key, turns_around in self.wanted:
+            is_inside = key[: len(moment.key)] == moment.key and len(turns_around) > depth
+            if is_inside and turns_around[:depth] == moment.turns:
+                turns.add(turns_around[depth])
+        return turns
+
+
+def _turns_in_order(scan: Any) -> range:
+    """Return the indices of the turns of a scan in the order in which they run."""
+    turns = range(scan.params["length"])
+    return turns[::-1] if scan.params["reverse"] else turns
 
 
 class _FlaggedScan:
@@ -252,7 +271,7 @@ def _is_plain(jaxpr: Any) -> bool:
 
 
 def _unused_after(jaxpr: Any) -> list[list[Any]]:
-    """The variables that nothing reads after each equation."""
+    """Return for each equation the variables that nothing reads after it."""
     last = {}
     for number, eqn in enumerate(jaxpr.eqns):
         for atom in (*eqn.invars, *eqn.outvars):
