@@ -24,8 +24,7 @@ from jaxmp.inspect.program.equations import Key, places, program_of
 from jaxmp.inspect.program.evaluate import evaluate
 from jaxmp.inspect.program.statistics import Record, Statistics
 from jaxmp.inspect.program.values import returned
-from jaxmp.optim.checks import require_loss
-from jaxmp.optim.loss_scaling import with_loss
+from jaxmp.optim.checks import as_optimizer, require_loss
 from jaxmp.optim.scaled_grad import scaled_loss
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.training.state import TrainState
@@ -321,8 +320,7 @@ def found_in(loss: Any, params: Any, grads: Any, updates: Any, seen: Seen) -> Fo
 
 def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any, **more: Any) -> Any:
     """What an optimizer makes of the gradients that it takes."""
-    update = optax.with_extra_args_support(tx).update
-    return with_loss(lambda **value: update(grads, opt_state, params, **value, **more)[0], loss)
+    return as_optimizer(tx).update(grads, opt_state, params, value=loss, **more)[0]
 
 
 _SEEN = "jaxmp.inspect"

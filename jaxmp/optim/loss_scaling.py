@@ -20,13 +20,12 @@ from jaxmp.base import hardware
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import all_finite, max_abs, select_tree, sum_of_squares, widen
-from jaxmp.optim.checks import check_same_shapes, check_state
+from jaxmp.optim.checks import as_optimizer, check_same_shapes, check_state
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
 from jaxmp.optim.low_precision import (
     BEHIND_LOW_PRECISION,
     LowPrecision,
     LowPrecisionState,
-    as_optimizer,
     decoded,
     rounds_params,
 )
@@ -248,14 +247,6 @@ def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
     if closed.effects:
         return select_tree(pred, made(), otherwise)
     return jax.lax.cond(pred, lambda: select_tree(True, made(), otherwise), lambda: otherwise)
-
-
-def with_loss(step: Callable[..., T], loss: Any) -> T:
-    """Call ``step(value=loss)``, for optimizers that look at the loss, or ``step()`` where a transform takes none."""
-    try:
-        return step(value=loss)
-    except TypeError:  # optax.contrib.sam takes none
-        return step()
 
 
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:

@@ -20,9 +20,9 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import nearest
 from jaxmp.base.trees import is_float_array, path_name, widen
+from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
 
 Rounding = Literal["stochastic", "kahan", "nearest"]
@@ -233,20 +233,6 @@ BEHIND_LOW_PRECISION = (
     "low_precision rounds params, so nothing but loss_scaling may stand around it: what does changes its updates, or "
     "hands it params in float32; put it outside: jaxmp.loss_scaling(jaxmp.low_precision(optax.chain(…)), loss_scale)"
 )
-
-
-def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """``tx`` as an optimizer that may be given extra arguments, of which it takes those that it knows.
-
-    Raises:
-      TypeError: ``tx`` is no optimizer.
-    """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"an optimizer must be one of optax's, got {printed(tx)}; write optax.adam(1e-3), say, and for one with a "
-            "loss scale jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())"
-        )
-    return optax.with_extra_args_support(tx)
 
 
 def rounds_params(opt_state: Any) -> bool:

@@ -14,9 +14,10 @@ import optax
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
+from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.loss_scaling import Made, in_precision_of, loss_scaling, require_outermost, take_step
-from jaxmp.optim.low_precision import as_optimizer, in_dtype_of, with_compensation
+from jaxmp.optim.low_precision import in_dtype_of, with_compensation
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state, has_loss_scale
 from jaxmp.sharding.placement import (
     require_params,
@@ -207,7 +208,7 @@ class TrainState(flax.struct.PyTreeNode):
             **changes,
         )
 
-    def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
+    def _trace(self, gradients: Callable[[Any], Any]) -> Any:
         """Return ``gradients`` of this state; a subclass may carry more from microbatch to microbatch."""
         return gradients(self)
 
