@@ -26,11 +26,11 @@ from jaxmp.optim.low_precision import (
     BEHIND_LOW_PRECISION,
     LowPrecision,
     LowPrecisionState,
-    decoded,
     rounds_params,
 )
 from jaxmp.optim.scaled_grad import global_norm, nan_if_infinite
 from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state, wrap_opt_state
+from jaxmp.optim.stored_moments import decoded
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
     """Return the state of an optimizer as the optimizer in ``tx`` stores it."""
     before = inner_state if isinstance(inner_state, LowPrecisionState) else None
     inner_state = decoded(before.inner_state) if before else inner_state
-    return tx.inner.wrap(inner_state, params, before) if _is_outermost_low_precision(tx) else inner_state
+    return tx.inner.transform.wrap(inner_state, params, before) if _is_outermost_low_precision(tx) else inner_state
 
 
 def _copied_key(leaf: Any) -> Any:

@@ -83,6 +83,7 @@ def at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
 
 
 def moved_to(leaf: Any, wanted: NamedSharding) -> Any:
+    """Return ``leaf`` in the sharding ``wanted``."""
     return leaf if is_put(leaf) and _lies(leaf, wanted) else jax.device_put(leaf, wanted)
 
 
@@ -93,10 +94,12 @@ def _lies(leaf: jax.Array, wanted: NamedSharding) -> bool:
 
 
 def is_traced(tree: Any) -> bool:
+    """Return whether a leaf of ``tree`` is a tracer."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def is_put(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a committed array."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
 
 

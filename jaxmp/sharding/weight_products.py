@@ -1,4 +1,4 @@
-"""The products, lookups and convolutions of weights that are gathered; the sums of their gradients are in float32."""
+"""Products, lookups and convolutions of gathered weights, whose gradients are summed in float32."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def goes_by_rows(eqn: Any, position: int) -> bool:
     return (eqn.primitive.name, position) in _BY_ROWS
 
 
-def product_by_rows(eqn: Any, position: int, use: Use, given: Sequence[Any]) -> Any:
+def product_by_rows(eqn: Any, position: int, use: Use, values: Sequence[Any]) -> Any:
     """Return a product or a lookup; each device sums the gradient of the weight over its own rows."""
     plan, name = use.source.plan, eqn.primitive.name
     aval, out = eqn.invars[position].aval, eqn.outvars[0].aval
-    others = [value for n, value in enumerate(given) if n != position]
+    others = [value for n, value in enumerate(values) if n != position]
     dims = _rows_of(eqn, position, plan)
     half, tap = use.source.gathered()
 
@@ -87,18 +87,20 @@ def product_by_rows(eqn: Any, position: int, use: Use, given: Sequence[Any]) -> 
     return by_rows(source.param if dims is None else tap, half, None if keeps else source.param, *others)
 
 
-def in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
+def in_float8(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
     """Return a product in float8; each device sums the gradient of the weight over its own rows, in float32.
 
     None where there are two weights, or nothing that the devices divide.
     """
-    product = next(each for each in equations(eqn.params["call_jaxpr"]) if each.primitive.name == "dot_general")
-    both = zip(given, eqn.invars, strict=True)
-    operands = [value.read(atom.aval.dtype) if isinstance(value, Use) else value for value, atom in both]
-    sides = [side for side in (0, 1) if isinstance(given[3 * side], Use)]
+    product = next(inner for inner in equations(eqn.params["call_jaxpr"]) if inner.primitive.name == "dot_general")
+    operands = [
+        value.read(atom.aval.dtype) if isinstance(value, Use) else value
+        for value, atom in zip(values, eqn.invars, strict=True)
+    ]
+    sides = [side for side in (0, 1) if isinstance(values[3 * side], Use)]
     if len(sides) != 1:
         return None
-    side, use = sides[0], given[3 * sides[0]]
+    side, use = sides[0], values[3 * sides[0]]
     other, *cast = operands[3 - 3 * side :][:3]
     plan, dims = use.source.plan, _rows_of(product, side, use.source.plan)
     if dims is None:
