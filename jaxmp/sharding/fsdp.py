@@ -122,12 +122,12 @@ class Description(tables.Shown):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all leaves on one device."""
+        """Return the bytes of all leaves on one device."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def replicated(self) -> tuple[ShardedLeaf, ...]:
-        """The leaves that every device holds whole, the largest first."""
+        """Return the leaves that every device holds whole, the largest first."""
         return tuple(row for row in self.rows if row.whole)
 
     def _shown(self) -> Any:

@@ -36,7 +36,7 @@ from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted, product_dtypes
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
-from jaxmp.policy import float8
+from jaxmp.policy.float8_product import recipe_of
 from jaxmp.sharding.entered_bodies import EnteredBodies, is_entered
 from jaxmp.sharding.plan import Plan, while_tracing
 from jaxmp.sharding.specs import require_specs, specs_in
@@ -195,7 +195,7 @@ class _Rewriting:
             repeats_rows = name == "gather" and eqn.outvars[0].aval.size > eqn.invars[position].aval.size
             if not is_common or repeats_rows:
                 return [as_value(use, product_by_rows(eqn, position, use, values), is_common)]
-        if (recipe := float8.recipe_of(eqn)) and (product := in_float8(eqn, recipe, values)) is not None:
+        if (recipe := recipe_of(eqn)) and (product := in_float8(eqn, recipe, values)) is not None:
             return [as_value(use, product, is_common)]
         if is_entered(eqn):
             return self._entered(eqn, operands)

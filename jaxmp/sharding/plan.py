@@ -32,7 +32,7 @@ _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharding:
-    """How the state of a train step is split over devices, and how its gradients are summed over them.
+    """The layout of a train step's state over devices, and how its gradients are summed.
 
     Pass one to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`.
 

@@ -15,7 +15,7 @@ from jaxmp._internals.jax.bodies import bound, params_in_dtype
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
-from jaxmp.policy import float8
+from jaxmp.policy import float8_product
 from jaxmp.sharding.plan import Plan, wide
 from jaxmp.sharding.weights import Use, anywhere
 
@@ -114,8 +114,8 @@ def in_float8(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
         if is_exact:
             cotangent, other = cotangent.astype(jnp.bfloat16), other.astype(jnp.bfloat16)
         else:
-            cotangent = float8.dequantised((None, cotangent, scale), recipe.gradient)
-            other = float8.dequantised((None, other, other_scale), recipe.forward)
+            cotangent = float8_product.dequantised((None, cotangent, scale), recipe.gradient)
+            other = float8_product.dequantised((None, other, other_scale), recipe.forward)
         factors = [other, other]
 
         def multiplied(weight: Any) -> Any:
@@ -131,7 +131,7 @@ def in_float8(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
 
     def backward(kept: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
         # It is quantised for the gradient of the other operand too: XLA does it once.
-        of_result = (cotangent, kept[1]) if is_exact else float8.quantised(cotangent, recipe.gradient)[1:]
+        of_result = (cotangent, kept[1]) if is_exact else float8_product.quantised(cotangent, recipe.gradient)[1:]
         parts = plan.over_rows(of_weight, (dims[0], 0, dims[1], 0), (*of_result, *kept))
         return cotangent, plan.of_parts(parts, use.source.spec), None, None
 
