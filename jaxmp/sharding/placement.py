@@ -112,12 +112,3 @@ def require_params(params: Any) -> None:
             f"params are what is trained, got variables with {', '.join(map(repr, params))}; pass "
             "params=variables['params'], and the other collections as model_state="
         )
-
-
-def is_of_jax(leaf: Any) -> bool:
-    """Return whether JAX takes a leaf for an array: a number, a key or a shape too."""
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True
