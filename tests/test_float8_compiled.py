@@ -16,7 +16,7 @@ import jaxmp
 from jaxmp import Float8
 from jaxmp.inspect.compiled.hlo import NO_KERNEL, HloProgram, is_end
 from jaxmp.inspect.program import compiling, targets
-from jaxmp.policy import float8
+from jaxmp.policy import float8_product
 from jaxmp.sharding import Sharding
 from jaxmp.training import loss_function
 
@@ -26,7 +26,7 @@ T, K, N = 4096, 2048, 8192
 
 
 def dot(x, w, recipe=RECIPE, dimensions=(((1,), (0,)), ((), ()))):
-    return float8.dot_general(x, w, dimensions, recipe)
+    return float8_product.dot_general(x, w, dimensions, recipe)
 
 
 def given_gradient(params, model_state, batch, rng):

@@ -16,7 +16,7 @@ from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.engine.marks import DECIDED, WITH_RULE
-from jaxmp.policy import float8
+from jaxmp.policy import float8, float8_product
 
 _recipe = functools.cache(float8.get_recipe)
 _MARK = re.compile(r"jaxmp\.(precision|compute)\([\w:]*(?:;recipe=(.+))?\)")
@@ -53,7 +53,7 @@ class Asked:
         """Its results, and the types of what it multiplies."""
         (lhs, rhs), numbers = operands, self._step.eqn.params["dimension_numbers"]
         weight, _ = self._answer
-        result = float8.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)
+        result = float8_product.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)
         return [result], [jax.ShapeDtypeStruct(each.shape, self._recipe.forward) for each in operands]
 
     @functools.cached_property

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 
 from jaxmp.base.trees import widen
 from jaxmp.inspect.numerics_records import StepRecords, gradients_and_records, records_of_step
-from jaxmp.optim.loss_scaling import with_loss
+from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.scaled_grad import scaled_loss
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.training.state import TrainState
@@ -63,5 +62,4 @@ class CountingStep(TrainStep):
 
 def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any, **more: Any) -> Any:
     """Return the updates that an optimizer computes from true gradients."""
-    update = optax.with_extra_args_support(tx).update
-    return with_loss(lambda **value: update(grads, opt_state, params, **value, **more)[0], loss)
+    return as_optimizer(tx).update(grads, opt_state, params, value=loss, **more)[0]

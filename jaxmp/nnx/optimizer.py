@@ -20,9 +20,9 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.engine.module_border import full_class_name
 from jaxmp.nnx.policy_check import needs_policy, require_policy
+from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.optim.loss_scaling import loss_scaling, require_outermost, take_step
-from jaxmp.optim.low_precision import as_optimizer
 from jaxmp.optim.scaled_grad import global_norm, is_list, places_of, scaled_loss, true_gradients
 from jaxmp.optim.scaling_state import get_loss_scale, has_loss_scale
 from jaxmp.sharding.placement import copied_if_seen

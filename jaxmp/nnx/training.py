@@ -143,7 +143,7 @@ class _State(train_step.TrainState):
         "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))"
     )
 
-    def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
+    def _trace(self, gradients: Callable[[Any], Any]) -> Any:
         try:
             return gradients(self)
         except _TrainedWritten as found:  # which only a trace can tell; most loss functions write to none

@@ -8,10 +8,9 @@ array lies somewhere, the rebuilt program has a constraint.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,21 +35,6 @@ def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
         if mesh.explicit_axes:
             return mesh
     return None
-
-
-@contextlib.contextmanager
-def noting_types() -> Iterator[None]:
-    """Add a note to JAX's error about the sharding of a type, as Flax's Dropout raises on Explicit axes."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
-            error.add_note(
-                "jaxmp: the mesh has axes of type Explicit, where JAX wants to be told where some results lie; write "
-                "out_sharding= there, or jax.sharding.auto_axes around the model, or make the mesh with "
-                "axis_types=(jax.sharding.AxisType.Auto,)"
-            )
-        raise
 
 
 def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:

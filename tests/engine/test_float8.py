@@ -22,7 +22,7 @@ from experiments.models.nnx import GPT2 as NNXGPT2
 from jaxmp._internals.jax.walk import jaxprs_in
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.program import compiling, targets
-from jaxmp.policy import float8
+from jaxmp.policy import float8, float8_product
 from jaxmp.training import step as train_step
 from tests.tools.autocast_tools import compiled, cosine, normal
 from tests.tools.plan_tools import doubled, plan, shape
@@ -282,7 +282,7 @@ def by_hand(x, w):
     """The product as the engine writes it."""
     half = [each.astype(jnp.bfloat16) for each in (x, w)]
     recipe = jaxmp.Float8(min_dim=16, min_tokens=16)
-    return float8.dot_general(*half, (((x.ndim - 1,), (0,)), ((), ())), recipe, weight="rhs")
+    return float8_product.dot_general(*half, (((x.ndim - 1,), (0,)), ((), ())), recipe, weight="rhs")
 
 
 def mlp(params, x):
@@ -381,7 +381,7 @@ class TestTransformations:
         jax.tree.map(np.testing.assert_array_equal, *found)
 
     def test_remat_float8_keeps_the_operands_in_float8_and_nothing_else(self):
-        policy = jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS)
+        policy = jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)
         fun = jax.checkpoint(jaxmp.autocast(mlp, SMALL), policy=policy)
         kept = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], MLP, normal(0, 128, 16))
         large = {(leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(kept) if leaf.size > 1}
