@@ -341,13 +341,13 @@ class CountingStep(TrainStep):
         self.found = metrics.pop(_SEEN), metrics["loss_scale"]
         return state, metrics
 
-    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
         """See :class:`jaxmp.training.TrainStep`."""
         fun = scaled_loss(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         result, grads, seen = differentiated(fun, state.params)
         return result, grads, {_SEEN: seen}
 
-    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """See :class:`jaxmp.training.TrainStep`."""
         loss, grads, model_state, metrics = super().gradients(state, batch, rng)
         true_grads = get_loss_scale(state.opt_state).unscale(_tree.widen(grads))

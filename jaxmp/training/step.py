@@ -43,7 +43,7 @@ from jaxmp.training.state import TrainState
 from jaxmp.training.stuck_runs import StuckRuns, explanation
 
 S = TypeVar("S", bound="TrainState")
-Metrics = dict[str, Any]
+Metrics = dict[str, jax.Array]
 
 
 def make_train_step(
@@ -288,7 +288,7 @@ class TrainStep:
         own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
         return new_state, {**own, **metrics}
 
-    def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+    def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """As ``gradients``, on the mesh of the step."""
         if self._plan is None:
             return self.gradients(state, batch, rng)
@@ -297,7 +297,7 @@ class TrainStep:
             specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self._accumulate_steps)
             return on_auto_axes(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
 
-    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
         require_examples(batch)
         return state._given_to(lambda state: self._gradients(state, batch, rng))
@@ -306,7 +306,9 @@ class TrainStep:
         gathered: GatheredParams | None = None
         loss_of: Callable[..., Any] = self._loss_fn
 
-        def gradients(model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics, Metrics]:
+        def gradients(
+            model_state: Any, batch: Any, rng: Any
+        ) -> tuple[jax.Array, Any, Any, dict[str, Any], dict[str, Any]]:
             self._warn_if_unscaled(state, model_state, batch, rng)
 
             def loss_fn(params: Any) -> Any:
@@ -347,7 +349,7 @@ class TrainStep:
         mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
         return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, {**mean[1], **seen}
 
-    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
         """Return the results of ``loss_fn``, the gradients, and what a subclass records: here nothing."""
         gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         return *gradients(state.params), {}
