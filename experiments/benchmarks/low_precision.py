@@ -71,7 +71,7 @@ def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], 
 
 
 def step_mib(config: Config, variant: tuple[str, str]) -> float:
-    """What a train step needs at most."""
+    """Return the peak memory of a train step."""
     length, layers, width, batch = (32, 2, 256, 2) if config.smoke else (2048, 24, 2048, 8)
     model = GPT2(50257, length, layers, width // 128, width, "full", loop=True)
     model = jaxmp.linen.apply_policy(model, "mixed_bfloat16" if variant == REFERENCE else "bfloat16_sr")

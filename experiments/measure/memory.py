@@ -13,7 +13,7 @@ from jaxmp.inspect.program import compiling
 from jaxmp.training.step import TrainStep
 
 NO_ROOM = sys.maxsize
-"""What a step needs that could not even be compiled: nobody knows how much."""
+"""The need of a step that had no room to be compiled."""
 
 
 def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> int:

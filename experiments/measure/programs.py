@@ -1,4 +1,4 @@
-"""What XLA's programs consist of: products and casts by dtype, kernels, and the bytes that all but products move."""
+"""Count products, casts, kernels and bytes in XLA's programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def products(program: HloProgram) -> Counter[str]:
 
 
 def words(numbers: Mapping[str, int]) -> str:
-    """How many there are of each kind."""
+    """Return the number of each kind."""
     return ", ".join(f"{number} {kind}" for kind, number in sorted(numbers.items())) or "none"
 
 
@@ -116,6 +116,6 @@ def traffic(program: HloProgram) -> tuple[float, float]:
 
 
 def _is_product(program: HloProgram, instruction: Instruction) -> bool:
-    """Whether it is a product, or a library's product that a fusion hands a slice to."""
+    """Return whether it is a product, or a fusion around a library's product."""
     calls = [each for _, each in program.inside(instruction)] if instruction.opcode == "fusion" else []
     return bool(product_kind(instruction)) or any(each.opcode == "custom-call" and product_kind(each) for each in calls)

@@ -1,4 +1,4 @@
-"""What GPT-2 and BERT share: embeddings that are also the output layer, and blocks that recompute."""
+"""The common parts of GPT-2 and BERT: embeddings, and blocks that recompute."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        """What leaves the block, from what came in and what attention made of it."""
+        """Return the output of the block, from its input and attention's result."""
         raise NotImplementedError
 
     def __call__(self, x: jax.Array, batch: int, mask: jax.Array | None = None) -> jax.Array:

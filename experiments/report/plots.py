@@ -1,4 +1,4 @@
-"""How pictures look, drawn without a display, and the curves of a run; every other picture is beside what it shows."""
+"""The style of pictures, drawn without a display, and the curves of a run."""
 
 from __future__ import annotations
 

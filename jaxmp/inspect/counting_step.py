@@ -35,16 +35,17 @@ class CountingStep(TrainStep):
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         """Take a step, and keep its records."""
         state, metrics = super().__call__(state, batch)
-        self.records, self.loss_scale = metrics.pop(_RECORDS), metrics["loss_scale"]
+        counted: dict[str, Any] = metrics
+        self.records, self.loss_scale = counted.pop(_RECORDS), metrics["loss_scale"]
         return state, metrics
 
-    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
         """See :class:`jaxmp.training.TrainStep`."""
         fun = scaled_loss(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         result, grads, activations = gradients_and_records(fun, state.params)
         return result, grads, {_RECORDS: activations}
 
-    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """See :class:`jaxmp.training.TrainStep`."""
         loss, grads, model_state, metrics = super().gradients(state, batch, rng)
         true_grads = get_loss_scale(state.opt_state).unscale(widen(grads))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -188,6 +188,14 @@ def _below(pattern: Pattern, root: str) -> Pattern:
         return pattern
     first, _, rest = str(pattern).partition("/")
     return (rest or "**") if first == root or first.startswith(f"{root}.") else pattern
+
+
+@overload
+def get_policy(policy: Policy) -> Policy: ...
+@overload
+def get_policy(policy: PolicyMap) -> PolicyMap: ...
+@overload
+def get_policy(policy: object) -> Policy | PolicyMap: ...
 
 
 def get_policy(policy: Any) -> Policy | PolicyMap:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import flax.struct
 import jax
@@ -58,6 +58,10 @@ class TrainState(flax.struct.PyTreeNode):
     rng: Any
     apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
     tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
+
+    if TYPE_CHECKING:  # Flax's has no types, which a strict checker would report to every subclass
+
+        def __init_subclass__(cls, **kwargs: Any) -> None: ...
 
     @classmethod
     def create_sharded(

@@ -42,7 +42,7 @@ from jaxmp.training.state import TrainState
 from jaxmp.training.stuck_runs import NonFiniteTrainingError, StuckRuns, explanation
 
 S = TypeVar("S", bound="TrainState")
-Metrics = dict[str, Any]
+Metrics = dict[str, jax.Array]
 
 
 def make_train_step(
@@ -303,7 +303,7 @@ class TrainStep:
             updated = on_auto_axes(updated, self._plan.specs_of(state))
         return updated(state, grads, model_state, loss, rng)
 
-    def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+    def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """Compute :meth:`gradients` on the mesh of the step."""
         if self._plan is None:
             return self.gradients(state, batch, rng)
@@ -312,7 +312,7 @@ class TrainStep:
             specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self._accumulate_steps)
             return on_auto_axes(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
 
-    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """Return true loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
         require_examples(batch)
         return state._trace(lambda state: self._gradients(state, batch, rng))
@@ -326,7 +326,9 @@ class TrainStep:
         )
         return loss, grads, model_state, {**metrics, **records}
 
-    def _accumulated_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+    def _accumulated_gradients(
+        self, state: TrainState, batch: Any, rng: Any
+    ) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """Return what :meth:`gradients` does, from a scan over microbatches."""
         count = self._accumulate_steps
         turns = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
@@ -374,7 +376,7 @@ class TrainStep:
         (loss, (new_model_state, metrics)), grads, records = self.differentiated(loss_of_params, state)
         return loss, grads, require_same_structure(new_model_state, model_state), metrics, records
 
-    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
         """Return the results of ``loss_fn``, the gradients, and what a subclass records: here nothing."""
         gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         return *gradients(state.params), {}
