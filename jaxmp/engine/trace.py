@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.patches import stand_ins
 from jaxmp._internals.jax.program import Program, arrays_in
+from jaxmp._internals.jax.sources import current_names
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.marks import SPECIAL, region_of
 from jaxmp.engine.rules import Rules
@@ -28,7 +28,7 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
     silent = Rules(rules.half, rules.overrides)  # whose questions are no matches of overrides
 
     def ask() -> np.dtype | None:
-        names = reading.current_names()
+        names = current_names()
         asked = silent.asked_of("dot_general", names)
         return None if asked is not None and asked[0] != "half" else region_of(names).half or rules.half
 

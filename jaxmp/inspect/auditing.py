@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import asks_for_highest
 from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.base import hardware, tables
 from jaxmp.base.dtypes import nearest
@@ -364,9 +364,7 @@ def _inside_kernels(values: Any, chip: hardware.Hardware) -> tuple[Product, ...]
 
 
 def _bound(flops: int, size: int, dtype: str, precision: Any, chip: hardware.Hardware) -> str | None:
-    is_tensorfloat = (
-        dtype == "float32" and "tensorfloat32" in chip.peak_tflops and not reading.asks_for_highest(precision)
-    )
+    is_tensorfloat = dtype == "float32" and "tensorfloat32" in chip.peak_tflops and not asks_for_highest(precision)
     rate = chip.peak_tflops.get("tensorfloat32" if is_tensorfloat else dtype)
     if rate is None or chip.peak_bandwidth is None:
         return None

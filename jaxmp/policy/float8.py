@@ -23,8 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.cast_with_transpose import cast_with_transpose
+from jaxmp._internals.jax.sources import names_of
+from jaxmp._internals.jax.traces import manual_axes, may_be_skipped
 from jaxmp.base import hardware
 from jaxmp.base.dtypes import canonical_dtype, nearest
 
@@ -181,14 +182,14 @@ def dot_general(
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
     with jax.named_scope(f"jaxmp.float8({recipe})"):
         # Outside of the product, so that what is a weight's can be computed once for many products.
-        is_own = reading.may_be_skipped()
+        is_own = may_be_skipped()
         operands = quantised(lhs, recipe.forward, is_own), quantised(rhs, recipe.forward, is_own)
         return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own)(*operands)
 
 
 def recipe_of(eqn: Any) -> Float8 | None:
     """The recipe of a product in a program, whose operands are those of :func:`quantised`; None if it is none."""
-    names = reading.names_of(eqn) if eqn.primitive.name == "custom_jvp_call" else ()
+    names = names_of(eqn) if eqn.primitive.name == "custom_jvp_call" else ()
     found = re.fullmatch(r"jaxmp\.float8\((.*)\)", names[-1]) if names else None
     return get_recipe(found[1]) if found else None
 
@@ -273,7 +274,7 @@ def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
 def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
     """Return the scale that maps the largest magnitude to the largest of ``dtype``; of zeros or NaN, 1."""
     largest = _largest(jax.lax.stop_gradient(value))
-    if not is_own and (axes := reading.manual_axes(value)):
+    if not is_own and (axes := manual_axes(value)):
         largest = jax.lax.pmax(largest, axes)
     scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
     scale = jax.lax.select(largest > 0, scale, jnp.ones_like(scale))

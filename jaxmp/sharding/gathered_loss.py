@@ -31,12 +31,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import bound, is_body_alone, rebuilt
+from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
 from jaxmp._internals.jax.invariants import same_in_turns, same_results
 from jaxmp._internals.jax.primitives import BROADCAST
 from jaxmp._internals.jax.program import Program, arrays_in
 from jaxmp._internals.jax.rebind import in_place_of
+from jaxmp._internals.jax.sources import user_source_of
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted, jaxprs_in, product_dtypes
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
@@ -217,10 +218,10 @@ class _Rewriting:
 
     def _entered(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """Return the results of a call, a scan or a branch; weights that it alone reads are gathered inside it."""
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         assert bodies is not None
         if is_body_alone(eqn):
-            jaxpr, consts = reading.opened(bodies.jaxprs[0])
+            jaxpr, consts = opened(bodies.jaxprs[0])
             for (value, _), var in zip(operands, jaxpr.invars, strict=True):
                 if isinstance(value, Use):
                     value.source.is_alone &= has_one_reader(jaxpr, var)
@@ -238,7 +239,7 @@ class _Entered:
       operands: of the equation.
     """
 
-    def __init__(self, rewriting: _Rewriting, eqn: Any, bodies: reading.Bodies, operands: Sequence[Value]) -> None:
+    def __init__(self, rewriting: _Rewriting, eqn: Any, bodies: Bodies, operands: Sequence[Value]) -> None:
         self._rewriting, self._eqn, self._bodies = rewriting, eqn, bodies
         self._name, self._is_scan = eqn.primitive.name, bodies.kind == "scan"
         indices = int(bodies.kind == "cond")  # a number, and so common
@@ -289,7 +290,7 @@ class _Entered:
 
     def _body(self, body: Any, *args: Any) -> list[Any]:
         """Return the results of a rewritten body, as arrays."""
-        jaxpr, consts = reading.opened(body)
+        jaxpr, consts = opened(body)
         arguments = [self._argument(n, arg, jaxpr) for n, arg in enumerate(args)]
         values = list(zip(arguments, self._are_common, strict=True))
         ends = self._rewriting.results(jaxpr, consts, values)
@@ -393,7 +394,7 @@ def _require_float32(use: Use, eqn: Any, position: int) -> None:
     if halves and use.source.plan.reduce_dtype == _FLOAT32:
         raise ValueError(
             f"the gradient of {use.source.name!r} cannot be summed in float32: {eqn.primitive.name} at "
-            f"{reading.user_source_of(eqn)} computes it in {halves[0]}; compute in float32 there, or pass "
+            f"{user_source_of(eqn)} computes it in {halves[0]}; compute in float32 there, or pass "
             f"make_train_step(…, reduce_dtype={halves[0]!r})"
         )
 
@@ -423,7 +424,7 @@ def _inside(eqn: Any) -> list[Any]:
 
 def _is_entered(eqn: Any) -> bool:
     """Return whether weights are gathered in the bodies of an equation."""
-    bodies = reading.bodies_of(eqn)
+    bodies = bodies_of(eqn)
     if bodies is None:
         return False
     return is_body_alone(eqn) or bodies.kind in ("scan", "cond") or eqn.primitive.name in _ENTERED_CALLS

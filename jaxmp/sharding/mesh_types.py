@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import Rule, bound, rebuilt
+from jaxmp._internals.jax.equations import RESHARDS, bodies_of, opened
 from jaxmp._internals.jax.program import Program, arrays_in, is_array
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted, is_jaxpr
@@ -116,9 +116,9 @@ def _rebound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in reading.RESHARDS:
+    if name in RESHARDS:
         return [_constrained(operands[0], params["dst_sharding"])]
-    bodies = reading.bodies_of(eqn)
+    bodies = bodies_of(eqn)
     if bodies is None:
         return _bound(eqn, operands)
     if name == "shard_map":
@@ -155,7 +155,7 @@ def _names_explicit_axes(sharding: Any) -> bool:
 
 
 def _body(body: Any, *args: Any) -> list[Any]:
-    jaxpr, consts = reading.opened(body)
+    jaxpr, consts = opened(body)
     return _evaluated(jaxpr, consts, args)
 
 

@@ -15,7 +15,7 @@ from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
 from jaxmp._internals.flax.nnx import NODES, OWN, STATE, are_data, check_may_change, has_int_keys
 from jaxmp._internals.flax.nnx_variables import PLAIN, is_node, is_pytree, is_variable
 from jaxmp._internals.jax.program import is_array
-from jaxmp._internals.jax.reading import is_tracing
+from jaxmp._internals.jax.traces import is_tracing
 
 
 class ArrayCall(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
-from jaxmp._internals.jax.reading import Bodies, Opened, asks_for_highest, in_dtype_of_scatter, opened, shape_of
+from jaxmp._internals.jax.equations import Bodies, Opened, asks_for_highest, in_dtype_of_scatter, opened, shape_of
 from jaxmp._internals.jax.walk import PRODUCTS
 
 Values = Sequence[Any]
@@ -37,7 +37,7 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> 
     """``eqn`` with ``functions`` for its bodies, as a function of its flat operands.
 
     Args:
-      eqn: an equation that :func:`jaxmp._internals.jax.reading.bodies_of` knows.
+      eqn: an equation that :func:`jaxmp._internals.jax.equations.bodies_of` knows.
       bodies: what it says of it.
       functions: for each body a function from all its flat inputs (constants first) to a list of its results.
       rule: how the derivative rules of custom_jvp and custom_vjp are evaluated.

@@ -10,7 +10,7 @@ import jax
 from jax._src.interpreters.partial_eval import partial_eval_jaxpr_custom
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmp._internals.jax.reading import Bodies, bodies_of, evaluate, is_literal, opened
+from jaxmp._internals.jax.equations import Bodies, bodies_of, evaluate, is_literal, opened
 from jaxmp._internals.jax.walk import PRODUCTS, interpreted
 from jaxmp.base.dtypes import is_castable
 

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import opened
+from jaxmp._internals.jax.traces import is_tracing
 
 
 class Program:
@@ -37,7 +38,7 @@ class Program:
             return arrays_in(results)
 
         with _told():
-            self.jaxpr = reading.opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
+            self.jaxpr = opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
         self._write = write
 
     @property
@@ -75,7 +76,7 @@ def remedy_of(error: Exception, when: str) -> str | None:
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
     """Notes what helps on an error of JAX that names the function above as what was traced, not one of the user's."""
-    is_outermost = not reading.is_tracing()
+    is_outermost = not is_tracing()
     try:
         yield
     except Exception as error:

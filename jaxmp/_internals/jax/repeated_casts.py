@@ -27,9 +27,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._internals.jax.bodies import bound, params_in_dtype
+from jaxmp._internals.jax.equations import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp._internals.jax.invariants import unchanged
 from jaxmp._internals.jax.primitives import BROADCAST, PICKS
-from jaxmp._internals.jax.reading import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp._internals.jax.vmap_sharing import Examples
 from jaxmp.base.dtypes import is_castable
 

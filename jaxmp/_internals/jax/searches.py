@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
 from jaxmp._internals.jax.primitives import PICKS
-from jaxmp._internals.jax.reading import Bodies, bodies_of, opened
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 
 

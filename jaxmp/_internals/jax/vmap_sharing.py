@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from jaxmp._internals.jax.equations import Bodies, is_literal
 from jaxmp._internals.jax.invariants import same_inside, same_values
-from jaxmp._internals.jax.reading import Bodies, batches_around, is_batched, is_literal
+from jaxmp._internals.jax.traces import batches_around, is_batched
 
 Same = Sequence[Sequence[bool]]
 """For each ``jax.vmap`` around, whether its examples share each of some operands or arguments."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.reading import is_literal
+from jaxmp._internals.jax.equations import is_literal
 
 T = TypeVar("T", bound=Hashable)
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.sources import source_among
 
 _DTYPES = {
     0.25: "s2 u2",
@@ -229,7 +229,7 @@ class Program:
             facts |= {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", location)}
             places.append((self._frames["FileNames"][facts["file_name_id"]], facts["line"]))
             number = facts.get("parent_frame_id", 0) - shift
-        return reading.source_among(places)
+        return source_among(places)
 
     def bodies(self, instruction: Instruction) -> list[str]:
         """The computations that an instruction calls, without the condition of a loop whose repetitions are known."""

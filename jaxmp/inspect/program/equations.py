@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax import equations
+from jaxmp._internals.jax.equations import Bodies, bodies_of
+from jaxmp._internals.jax.sources import Names, scopes_and_transforms, source_of, user_source_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.nnx import run as nnx_run
 
@@ -37,11 +39,11 @@ class Place:
 
     key: Key
     eqn: Any
-    names: reading.Names
+    names: Names
     source: str
     phase: str
     turns: tuple[int | None, ...]
-    bodies: reading.Bodies | None
+    bodies: Bodies | None
 
     @property
     def path(self) -> str:
@@ -55,7 +57,7 @@ class Place:
         return math.prod(turns) if len(turns) == len(self.turns) else None
 
 
-def path_in(names: reading.Names) -> str:
+def path_in(names: Names) -> str:
     """The path that scopes make, without jaxmp's marks and JAX's own."""
     return "/".join(filter(_is_named, names))
 
@@ -85,7 +87,7 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
             closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     finally:
         nnx_run.numbers.reset(token)
-    return *reading.opened(closed), jax.tree.structure(shapes)
+    return *equations.opened(closed), jax.tree.structure(shapes)
 
 
 def places(jaxpr: Any) -> list[Place]:
@@ -95,7 +97,7 @@ def places(jaxpr: Any) -> list[Place]:
     rule itself the equations are there once the function is differentiated.
     """
     found: list[Place] = []
-    opened, _ = reading.opened(jaxpr)
+    opened, _ = equations.opened(jaxpr)
     _collect(opened, _Around(), [False] * len(opened.invars), found)
     return found
 
@@ -104,7 +106,7 @@ class _Around(NamedTuple):
     """What a body has around it."""
 
     key: Key = ()
-    names: reading.Names = ()
+    names: Names = ()
     source: str = ""
     phase: str = "forward"
     turns: tuple[int | None, ...] = ()
@@ -115,19 +117,19 @@ def _collect(jaxpr: Any, around: _Around, late: Sequence[bool], found: list[Plac
     numbers = itertools.count()
 
     def equation(eqn: Any, is_late: list[bool]) -> list[bool]:
-        names, transforms = reading.scopes_and_transforms(eqn)
+        names, transforms = scopes_and_transforms(eqn)
         phase = around.phase
         if phase == "forward" and "transpose" in transforms:
             phase = "backward"
         elif phase == "forward" and any(is_late) and "jvp" not in transforms:
             phase = "update"
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         key, names = (*around.key, next(numbers)), (*around.names, *names)
-        source = reading.user_source_of(eqn) or around.source or reading.source_of(eqn)
+        source = user_source_of(eqn) or around.source or source_of(eqn)
         found.append(Place(key, eqn, names, source, phase, around.turns, bodies))
         results = [phase != "forward"] * len(eqn.outvars)
         for index, inner in enumerate(bodies.jaxprs if bodies else ()):
-            body = reading.opened(inner)[0]
+            body = equations.opened(inner)[0]
             inside = _Around((*key, index), names, source, phase, (*around.turns, *turns_of(eqn)))
             if bodies is not None and bodies.kind == "call" and phase != "backward":
                 # A jitted train step is no update as a whole: its operands and results count one by one.
@@ -148,7 +150,7 @@ def turns_of(eqn: Any) -> tuple[int | None, ...]:
     return (None,) if eqn.primitive.name == "while" else ()
 
 
-def paths_left(names: reading.Names, readers: Iterable[reading.Names]) -> list[str]:
+def paths_left(names: Names, readers: Iterable[Names]) -> list[str]:
     """The modules and named scopes that a value leaves on its way to its readers, the innermost first.
 
     Args:
@@ -159,18 +161,18 @@ def paths_left(names: reading.Names, readers: Iterable[reading.Names]) -> list[s
     return [path_in(names[:stop]) for stop in range(len(names), inside, -1) if _is_left(names, stop)]
 
 
-def is_entered(names: reading.Names, reader: reading.Names) -> bool:
+def is_entered(names: Names, reader: Names) -> bool:
     """Return whether ``reader`` is in a module or named scope that ``names`` is not in."""
     return any(map(_is_named, reader[_shared(names, reader) :]))
 
 
-def _is_left(names: reading.Names, stop: int) -> bool:
+def _is_left(names: Names, stop: int) -> bool:
     """Whether who leaves the scope ``names[stop - 1]`` leaves a module or a named scope: of a module its call."""
     own, inner = names[stop - 1], names[stop : stop + 1]
     return own.startswith(_CALL) or (_is_named(own) and not any(name.startswith(_CALL) for name in inner))
 
 
-def _shared(names: reading.Names, others: reading.Names) -> int:
+def _shared(names: Names, others: Names) -> int:
     """How many scopes two places share."""
     pairs = zip(names, others, strict=False)
     return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(names), len(others)))

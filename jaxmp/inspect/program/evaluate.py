@@ -10,14 +10,15 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax import equations
 from jaxmp._internals.jax.bodies import Rule, bound, rebuilt
+from jaxmp._internals.jax.equations import RESHARDS, Bodies, bodies_of, is_literal
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.equations import Key
 
 Records = dict[Key, Any]
-_RULE = Rule(lambda traced, args, dtypes: reading.evaluate(*traced, args), contextlib.nullcontext)
+_RULE = Rule(lambda traced, args, dtypes: equations.evaluate(*traced, args), contextlib.nullcontext)
 
 
 class Recorder(Protocol):
@@ -61,7 +62,7 @@ def evaluate(
         and ``checkpoint`` stays. Otherwise what they compute is looked into.
     """
     results, records = _Evaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(given or {}))
-    written = map(reading.is_literal, jaxpr.outvars)  # a number that the function returns, whatever it is given
+    written = map(is_literal, jaxpr.outvars)  # a number that the function returns, whatever it is given
     arrays = [jnp.asarray(each) if number else each for each, number in zip(results, written, strict=True)]
     return arrays, records
 
@@ -89,13 +90,13 @@ class _Evaluation:
         return interpreted(jaxpr, consts, args, equation), records
 
     def equation(self, eqn: Any, operands: list[Any], key: Key, given: Records, records: Records) -> list[Any]:
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn, self.keeps_rules):
             results = bound(eqn, operands, eqn.params)
             # The same numbers, of the type that can be looked at where the result lies.
-            operands = results if eqn.primitive.name in reading.RESHARDS else operands
+            operands = results if eqn.primitive.name in RESHARDS else operands
         elif bodies.kind == "call" and not (self.keeps_rules and eqn.primitive.name == "remat2"):
-            opened = reading.opened(bodies.jaxprs[0])
+            opened = equations.opened(bodies.jaxprs[0])
             results, inner = self.body(*opened, operands, (*key, 0), given)
             records |= inner
             return results
@@ -110,7 +111,7 @@ class _Evaluation:
         return results
 
     def with_bodies(
-        self, eqn: Any, bodies: reading.Bodies, operands: list[Any], key: Key, given: Records
+        self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, given: Records
     ) -> tuple[list[Any], Records]:
         """An equation built again around bodies that take what is given for their places, and return their records."""
         own, tree = jax.tree.flatten(
@@ -118,7 +119,7 @@ class _Evaluation:
         )
 
         def body(index: int, *values: Any) -> tuple[list[Any], Records]:
-            jaxpr, consts = reading.opened(bodies.jaxprs[index])
+            jaxpr, consts = equations.opened(bodies.jaxprs[index])
             plain, more = values[: len(jaxpr.invars)], values[len(jaxpr.invars) :]
             return self.body(jaxpr, consts, plain, (*key, index), jax.tree.unflatten(tree, more))
 
@@ -146,9 +147,9 @@ class _Evaluation:
         stop = len(eqn.outvars)
         return list(out[:stop]), jax.tree.unflatten(structure, out[stop:])
 
-    def loop(self, eqn: Any, bodies: reading.Bodies, operands: list[Any], key: Key) -> tuple[list[Any], Records]:
+    def loop(self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key) -> tuple[list[Any], Records]:
         """A while loop that carries its turn and its records, too."""
-        condition, step = (reading.opened(jaxpr) for jaxpr in bodies.jaxprs)
+        condition, step = (equations.opened(jaxpr) for jaxpr in bodies.jaxprs)
         consts = operands[bodies.consts : bodies.start]
 
         def turn(*carry: Any) -> tuple[list[Any], Records]:
@@ -159,7 +160,7 @@ class _Evaluation:
         size = len(init)
 
         def stays(*values: Any) -> list[Any]:
-            return reading.evaluate(*condition, values[: bodies.consts + size])
+            return equations.evaluate(*condition, values[: bodies.consts + size])
 
         def go(*values: Any) -> list[Any]:
             carry, (number, *old) = values[len(consts) : len(consts) + size], values[len(consts) + size :]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.sources import scopes_and_transforms
 from jaxmp.base import tables
 from jaxmp.engine.marks import DECIDED
 from jaxmp.inspect.program.constants import inexact_integers, overflowing_constants, vanishing_constants
@@ -142,7 +142,7 @@ def _half_losses(audited: Audited) -> Found:
         place = value.place
         if place is None or not value.is_half or place.phase != "forward":
             continue
-        transforms = reading.scopes_and_transforms(place.eqn)[1]
+        transforms = scopes_and_transforms(place.eqn)[1]
         if "jvp" not in transforms or (place.path, place.source) not in differentiated:
             continue
         if value.shape and not (len(value.shape) <= transforms.count("vmap") and _is_reduced(value)):

@@ -23,9 +23,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding, use_abstract_mesh
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.patches import with_cudnn as with_cudnn
 from jaxmp._internals.jax.program import is_array
+from jaxmp._internals.jax.traces import static_arguments
 from jaxmp.base import hardware
 from jaxmp.inspect.program.calls import named
 from jaxmp.nnx.training import TrainStep as NNXStep
@@ -296,7 +296,7 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
         is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
         return fun, tuple(args if is_of_shapes else fun.placed(*args))
     if hasattr(fun, "trace"):
-        static = {n % len(args): args[n] for n in reading.static_arguments(fun) if -len(args) <= n < len(args)}
+        static = {n % len(args): args[n] for n in static_arguments(fun) if -len(args) <= n < len(args)}
         arrays = tuple(None if n in static else arg for n, arg in enumerate(args))
         return (_Given(fun, static) if static else fun), arrays
 

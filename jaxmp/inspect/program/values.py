@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import Bodies, elements_of, opened
 from jaxmp._internals.jax.primitives import COMBINES, PICKS
+from jaxmp._internals.jax.sources import Names
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.equations import Key, Place, is_entered, paths_left, places
 from jaxmp.inspect.program.evaluate import is_whole
@@ -156,7 +157,7 @@ class Values:
 
 def values_of(jaxpr: Any, consts: Sequence[Any] = (), whole: Callable[[Any], bool] = lambda eqn: False) -> Values:
     """The values of a program, open or closed; ``whole`` says of an equation with bodies that it is one operation."""
-    jaxpr, own = reading.opened(jaxpr)
+    jaxpr, own = opened(jaxpr)
     builder = _Builder({place.key: place for place in places(jaxpr)}, whole)
     arguments = [builder.add(Value(var.aval, "argument", position=n)) for n, var in enumerate(jaxpr.invars)]
     results = builder.body(jaxpr, consts or own, arguments, (), (), ())
@@ -260,7 +261,7 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
     ]
 
 
-def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Place, int, list[reading.Names]]]:
+def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Place, int, list[Names]]]:
     """Yield the floating values that lead to a root, with the scopes that read them."""
     values = values_of(jaxpr, [None] * len(jaxpr.constvars), functools.partial(is_whole, keeps_rules=True))
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
@@ -277,7 +278,7 @@ def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Pla
 
 
 def _constant(aval: Any, value: Any) -> Value:
-    return Value(aval, "constant", constant=value, const=reading.elements_of(value))
+    return Value(aval, "constant", constant=value, const=elements_of(value))
 
 
 def same_turn(turns: Turns) -> list[Turns]:
@@ -355,8 +356,7 @@ class _Builder:
             return self.loop(place, bodies, operands, scans, loops)
         given = operands if bodies.kind == "call" else operands[1:]
         inner = [
-            self.body(*reading.opened(jaxpr), given, (*place.key, n), scans, loops)
-            for n, jaxpr in enumerate(bodies.jaxprs)
+            self.body(*opened(jaxpr), given, (*place.key, n), scans, loops) for n, jaxpr in enumerate(bodies.jaxprs)
         ]
         if bodies.kind == "call":
             return inner[0]
@@ -372,7 +372,7 @@ class _Builder:
     def loop(
         self,
         place: Place,
-        bodies: reading.Bodies,
+        bodies: Bodies,
         operands: list[Value],
         scans: tuple[Scan, ...],
         loops: tuple[Key, ...],
@@ -390,12 +390,12 @@ class _Builder:
             return Value(aval, name, place.key, None, -1, scans, within, reads=[(0, operand, step)])
 
         start, stop = bodies.start, bodies.start + bodies.carry
-        jaxpr, consts = reading.opened(bodies.jaxprs[last])
+        jaxpr, consts = opened(bodies.jaxprs[last])
         held = [inside(_HELD, each.aval, each, steps.outside) for each in operands[:start]]
         carry = [self.add(inside(JOIN, each.aval, each, steps.at_start)) for each in operands[start:stop]]
         if last:
             condition = (*held[: bodies.consts], *carry)
-            self.body(*reading.opened(bodies.jaxprs[0]), condition, (*place.key, 0), scans, (*loops, (*place.key, 0)))
+            self.body(*opened(bodies.jaxprs[0]), condition, (*place.key, 0), scans, (*loops, (*place.key, 0)))
         sliced = zip(jaxpr.invars[stop - bodies.consts :], operands[stop:], strict=True)
         turns = [self.add(inside(TURN, var.aval, each, steps.outside)) for var, each in sliced]
         made = self.body(jaxpr, consts, [*held[bodies.consts :], *carry, *turns], (*place.key, last), scans, within)
