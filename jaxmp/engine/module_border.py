@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.equations import evaluate
-from jaxmp._internals.jax.program import Program, arrays_in, is_array
+from jaxmp._internals.jax.program import TracedProgram, arrays_in, is_array
 from jaxmp._internals.jax.traces import is_tracing, trace_context
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import CASTABLE, is_half
@@ -223,7 +223,7 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
         hash(whole)
     except TypeError:  # an argument or a field has none
         return computed(fun, rules, args, {})
-    program = programs.get(whole) or Program(lambda *args: computed(fun, rules, args, {}), args)
+    program = programs.get(whole) or TracedProgram(lambda *args: computed(fun, rules, args, {}), args)
     with _lock:
         programs.pop(whole, None)  # the latest stands last
         programs[whole] = program

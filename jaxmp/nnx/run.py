@@ -54,7 +54,7 @@ class HalfPolicy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decision(Treatment):
+class NnxDecision(Treatment):
     """How a module computes; the same for modules of one class that differ in nothing else, as transforms want it.
 
     Under autocast the policy is that of the whole model.
@@ -75,7 +75,7 @@ class Decision(Treatment):
     half: HalfPolicy | None = None
 
 
-def decision_of(module: Any) -> Decision | None:
+def decision_of(module: Any) -> NnxDecision | None:
     """Return the decision for a module; None if it is under no policy."""
     return getattr(type(module), "jaxmp_decision", None)
 
@@ -86,7 +86,7 @@ def bare_class(module: Any) -> Any:
 
 
 @functools.cache
-def policied_class(bare: Any, decision: Decision) -> Any:
+def policied_class(bare: Any, decision: NnxDecision) -> Any:
     """The subclass of ``bare``, a class of modules, whose instances do as was decided."""
 
     def fill(namespace: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def _reduce(self: Any) -> Any:  # for pickle and copy.copy
     return _unpickle, (bare_class(self), decision_of(self)), dict(vars(self))
 
 
-def _unpickle(bare: Any, decision: Decision) -> Any:
+def _unpickle(bare: Any, decision: NnxDecision) -> Any:
     return object.__new__(policied_class(bare, decision))
 
 
@@ -176,14 +176,14 @@ class _Run:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Frame:
+class _NnxCall:
     """A method that runs, in which run, and the one that called it."""
 
     run: _Run
     module: Any
     path: Path
-    decision: Decision
-    caller: _Frame | None
+    decision: NnxDecision
+    caller: _NnxCall | None
 
     def is_in_run_of(self, cls: type) -> bool:
         """Whether a run of a root of a class is under way."""
@@ -200,7 +200,7 @@ class _Frame:
             _innermost.reset(token)
 
 
-_innermost: ContextVar[_Frame | None] = ContextVar("jaxmp_nnx_frame", default=None)
+_innermost: ContextVar[_NnxCall | None] = ContextVar("jaxmp_nnx_frame", default=None)
 
 
 def is_running() -> bool:
@@ -225,11 +225,11 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
 def _decision_now(module: Any) -> Any:
     """Return the decision for a call: while policies are off, the module only names its scope."""
-    decision: Decision = type(module).jaxmp_decision
+    decision: NnxDecision = type(module).jaxmp_decision
     return dataclasses.replace(decision, mode="autocast", override=None) if policies_off.value else decision
 
 
-def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame | None, decision: Decision) -> Any:
+def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCall | None, decision: NnxDecision) -> Any:
     """Call ``method`` of ``module`` as a program of its own, which the engine decides."""
     config: Any = jax.config
     ambient = caller.run.ambient_precision if caller else config.jax_default_matmul_precision
@@ -285,7 +285,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         arguments = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
     treatment = decision.called_by(here.decision if here else None)
     run.called.add(id(module))
-    frame = _Frame(run, module, path, treatment, caller)
+    frame = _NnxCall(run, module, path, treatment, caller)
     with (
         frame.running(),
         jax.named_scope(scope) if scope else contextlib.nullcontext(),
@@ -340,7 +340,7 @@ def _half_params_widened(modules: list[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _dtypes_kept(module: Any, decision: Decision) -> Iterator[None]:
+def _dtypes_kept(module: Any, decision: NnxDecision) -> Iterator[None]:
     """What a method writes to Variables of ``module``, other than Params, has the dtypes that these had before.
 
     A module without a ``dtype`` attribute makes Params in the param dtype; what one that is traced in float32 has

@@ -35,7 +35,7 @@ from jaxmp._internals.jax.bodies import bound, is_body_alone, rebuilt
 from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
 from jaxmp._internals.jax.invariants import same_in_turns, same_results
 from jaxmp._internals.jax.primitives import BROADCAST
-from jaxmp._internals.jax.program import Program, arrays_in
+from jaxmp._internals.jax.program import TracedProgram, arrays_in
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.sources import user_source_of
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted, jaxprs_in, product_dtypes
@@ -135,11 +135,11 @@ class Gathered:
             leaves[n] += self.plan.reduced(parts, specs[n]).astype(leaves[n].dtype)
         return jax.tree.unflatten(tree, leaves)
 
-    def _uses(self, params: Any, rest: tuple[Any, ...]) -> tuple[Program, list[Use]]:
+    def _uses(self, params: Any, rest: tuple[Any, ...]) -> tuple[TracedProgram, list[Use]]:
         """Trace the loss, and return its program and the floating params in it."""
         require_specs(params, self.plan.specs)
         with while_tracing(self.plan):
-            program = Program(self.loss_fn, (params, *rest))
+            program = TracedProgram(self.loss_fn, (params, *rest))
         jaxpr, _ = program.jaxpr
         product_halves = {np.dtype(name) for name in product_dtypes(jaxpr) if is_half(np.dtype(name))}
         uses = []

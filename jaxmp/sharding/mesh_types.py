@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._internals.jax.bodies import Rule, bound, rebuilt
 from jaxmp._internals.jax.equations import RESHARDS, bodies_of, opened
-from jaxmp._internals.jax.program import Program, arrays_in, is_array
+from jaxmp._internals.jax.program import TracedProgram, arrays_in, is_array
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted, is_jaxpr
 from jaxmp.sharding.specs import Mesh
@@ -88,7 +88,7 @@ def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:
             jax.tree.map(lambda leaf: laid(leaf, PartitionSpec()), whole) for whole in (params, model_state, rng)
         )
         with jax.sharding.use_abstract_mesh(around):
-            program = Program(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
+            program = TracedProgram(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
         jaxpr, consts = program.jaxpr
         return program.unflatten(_evaluated(jaxpr, consts, arrays_in(jax.tree.leaves(args))))
 
