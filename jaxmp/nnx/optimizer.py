@@ -112,7 +112,7 @@ class Optimizer(_Object):
         return self._skipped[...]
 
     def ema_model(self, model: Any) -> Any:
-        """A copy of ``model`` with the moving averages in the place of what is trained, in its dtypes, for evaluation.
+        """Return a copy of ``model`` for evaluation, with the moving averages in place of its trained Variables.
 
         Raises:
           ValueError: the optimizer keeps no moving average.
@@ -167,7 +167,7 @@ class Optimizer(_Object):
         return updates
 
     def _take(self, state: TrainState) -> None:
-        """Takes over what a train step made of this optimizer's state."""
+        """Take over the state that a train step returned."""
         variables = self.opt_state, self.step, self._skipped, self._stuck
         values = state.opt_state, state.step, state.skipped, state.stuck
         _set(variables, values)
@@ -176,7 +176,7 @@ class Optimizer(_Object):
 
 
 def _set(variables: Any, values: Any) -> None:
-    """Gives each Variable its value, which may be a tree (``nnx.update`` would make a State of it)."""
+    """Give each Variable its value, which may be a tree (``nnx.update`` would make a State of it)."""
     jax.tree.map(nnx.Variable.set_raw_value, variables, values, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
@@ -219,7 +219,7 @@ def _require_some(params: Any, model: Any, wrt: Any) -> None:
 
 
 def _values(model: Any) -> dict[str, Any]:
-    """What every Variable and array of ``model`` holds, by its path; the state of random number generators left out."""
+    """Return the values of all Variables and arrays of ``model`` by path, without random number generators."""
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
     return {_name(path): value_of(leaf) for path, leaf in leaves}
 
@@ -229,13 +229,13 @@ def _name(path: Any) -> str:
 
 
 def _changed(model: Any, before: dict[str, Any]) -> dict[str, Any]:
-    """Those of the values ``before`` that are others now."""
+    """Return the values ``before`` that have changed."""
     now = _values(model)
     return {name: value for name, value in before.items() if name in now and now[name] is not value}
 
 
 def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
-    """Gives ``model`` the values ``before`` unless ``finite``."""
+    """Give ``model`` the values ``before``, unless ``finite``."""
     arrays = []
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         old, new = before.get(_name(path)), value_of(leaf)
@@ -317,7 +317,7 @@ def _is_module(node: Any) -> bool:
 
 
 def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer, *, is_trained: bool) -> None:
-    """Has ``optimizer`` put ``changed`` back if it skips; what it does not train is put back if it will skip these."""
+    """Have ``optimizer`` put ``changed`` back if it skips; of other models, do so here if it will skip."""
     if is_trained:
         with contextlib.suppress(TraceContextError):  # in a loop or a function that was not given the optimizer
             return optimizer._remember(changed)

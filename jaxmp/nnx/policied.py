@@ -30,7 +30,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """``model`` computing under a policy; a copy of its modules that shares its Variables.
+    """Return ``model`` under a policy: a copy of its modules that shares its Variables.
 
     Params are kept in the param dtype, every module computes in the compute dtype of its own policy, and what the root
     returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
@@ -86,10 +86,10 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
 
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """``model`` under :func:`jaxmp.autocast`; a copy that shares its Variables, as that of :func:`apply_policy` does.
+    """Return ``model`` under :func:`jaxmp.autocast`: a copy of its modules that shares its Variables.
 
-    No attribute and no Variable changes: what runs is decided operation by operation, on the program of a whole call of
-    the root. Variables that it writes to are written, and the paths of the modules stand on JAX's name stack meanwhile.
+    No attribute and no Variable changes: each operation is decided on its own, on the program of a whole call of the
+    root. The paths of the modules are scopes on JAX's name stack.
 
     Sharp edge: a generator runs when its method has returned, in float32.
 
@@ -153,7 +153,7 @@ def _put_under(
     is_checked: bool,
     operations: tuple[tuple[str, str], ...],
 ) -> None:
-    """Decide for every module of ``graph``, and then change them: a decision reads the dtypes of modules around."""
+    """Decide for every module of ``graph``, then change them all: a decision reads the dtypes of modules around."""
     decisions = [_decide(policies, by_autocast, node, graph, operations) for node in graph.nodes]
     if is_checked:
         decisions[0] = dataclasses.replace(decisions[0], half=_half_policy(policies, graph, decisions))

@@ -33,7 +33,7 @@ from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policies import Policy, check_backend
 
-# What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
+# These keep the dtype in which modules computed them. All other Variables keep the dtypes that they have.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
 # Of methods with such names these compute; the others are how Python and Flax handle an object.
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "pow", "rshift", "or", "and")
@@ -55,7 +55,7 @@ class HalfPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NnxDecision(Treatment):
-    """How a module computes; the same for modules of one class that differ in nothing else, as transforms want it.
+    """How an NNX module computes; equal for equal modules of one class, as transforms need it.
 
     Under autocast the policy is that of the whole model.
 
@@ -81,13 +81,13 @@ def decision_of(module: Any) -> NnxDecision | None:
 
 
 def bare_class(module: Any) -> Any:
-    """The class of a module as its author wrote it."""
+    """Return the class of a module as its author wrote it."""
     return getattr(type(module), "jaxmp_bare_class", type(module))
 
 
 @functools.cache
 def policied_class(bare: Any, decision: NnxDecision) -> Any:
-    """The subclass of ``bare``, a class of modules, whose instances do as was decided."""
+    """Return the subclass of ``bare``, a class of modules, whose instances run under ``decision``."""
 
     def fill(namespace: dict[str, Any]) -> None:
         namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "jaxmp_programs": {}, "__reduce__": _reduce}
@@ -106,12 +106,12 @@ def _unpickle(bare: Any, decision: NnxDecision) -> Any:
 
 
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
-    """What the author's classes define and computes when it is called; not ``__init__``, ``eval`` and their like.
+    """Yield the methods of the author's classes that compute something, without ``__init__``, ``eval`` and the like.
 
-    A generator, or a context manager that is one, runs when its method has returned: it acts on the module itself.
+    A generator is left out: it runs after its method has returned.
     """
-    own = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
-    for name in {name for cls in own for name in vars(cls)}:
+    classes = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
+    for name in {name for cls in classes for name in vars(cls)}:
         is_handled = name not in _SPECIAL_METHODS if name.startswith("__") else hasattr(nnx.Module, name)  # eval, say
         if is_handled:
             continue
@@ -127,6 +127,7 @@ def _is_generator(method: Any) -> bool:
 
 
 def _entrance(name: str, method: Any) -> Callable[..., Any]:
+    """Return ``method`` so that it runs under the decision for its module."""
     # The default of Flax's init_cache, float32, fits no layer that computes in another dtype, a bare one neither.
     own = inspect.signature(method) if name == "init_cache" and inspect.isfunction(method) else inspect.Signature()
     makes_cache = "dtype" in own.parameters
@@ -142,7 +143,7 @@ def _entrance(name: str, method: Any) -> Callable[..., Any]:
 
 
 def _dtype_of_cache(module: Any) -> Any:
-    """The dtype that a module which computes as it is written computes in; None if it has none."""
+    """Return the ``dtype`` of a module that computes as it is written; None for all others."""
     return vars(module).get("dtype") if type(module).jaxmp_decision.mode == "written" else None
 
 
@@ -171,13 +172,13 @@ class _Run:
         return True
 
     def find(self, module: Any, path: Path) -> None:
-        """Notes the paths of a module and of those below it."""
+        """Note the paths of a module and of those below it."""
         self.paths.update((id(node), (node, (*path, *below))) for below, node in modules_in(module))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _NnxCall:
-    """A method that runs, in which run, and the one that called it."""
+    """A method of an NNX module that runs, its run, and its caller."""
 
     run: _Run
     module: Any
@@ -186,12 +187,12 @@ class _NnxCall:
     caller: _NnxCall | None
 
     def is_in_run_of(self, cls: type) -> bool:
-        """Whether a run of a root of a class is under way."""
+        """Return whether a run of a root of the class ``cls`` is under way."""
         return self.run.cls is cls or (self.caller is not None and self.caller.is_in_run_of(cls))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While this lasts, what is called is called by it."""
+        """Be the caller of all methods, while the context lasts."""
         token = _innermost.set(self)
         try:
             with float32_caller(type(self.module) if self.decision.is_float32 else None):
@@ -204,7 +205,7 @@ _innermost: ContextVar[_NnxCall | None] = ContextVar("jaxmp_nnx_frame", default=
 
 
 def is_running() -> bool:
-    """Whether a method of a module under a policy runs."""
+    """Return whether a method of a module under a policy runs."""
     return _innermost.get() is not None
 
 
@@ -303,7 +304,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
-    """``convert`` on the arrays of ``tree`` outside modules, rngs and other objects of NNX, which are left alone."""
+    """Return ``tree`` with ``convert`` of its arrays, except those in modules and other objects of NNX."""
     return jax.tree.map(lambda leaf: leaf if is_object(leaf) else convert(leaf), tree, is_leaf=is_object)
 
 
@@ -323,7 +324,7 @@ def _author_dtypes(modules: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _half_params_widened(modules: list[Any]) -> Iterator[None]:
-    """While this lasts, half Params of those of ``modules`` that are traced in float32 are float32."""
+    """Widen the half Params of those ``modules`` that are traced in float32, while the context lasts."""
     stored = []
     for module in modules:
         decision = decision_of(module)
@@ -341,10 +342,10 @@ def _half_params_widened(modules: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dtypes_kept(module: Any, decision: NnxDecision) -> Iterator[None]:
-    """What a method writes to Variables of ``module``, other than Params, has the dtypes that these had before.
+    """Keep the dtypes of the Variables of ``module``, Params excepted, when a method writes to them.
 
-    A module without a ``dtype`` attribute makes Params in the param dtype; what one that is traced in float32 has
-    computed is stored in its compute dtype.
+    A module without a ``dtype`` attribute makes new Params in the param dtype. A module that is traced in float32
+    stores its activations in its compute dtype.
     """
     if decision.mode == "autocast":
         yield

@@ -96,6 +96,6 @@ def _of_operation(name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrig
 
 
 def _selected(which: _ProductOrigin, cases: Sequence[_ProductOrigin]) -> _ProductOrigin:
-    """The origin of one of several values: a step that is taken or not is one of a sum all the same."""
+    """Return the origin of a value that is selected from several."""
     highest = max(cases)
     return ANEW if which is ANEW and highest is FIXED else highest
