@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._internals.jax.equations import size_of
 from jaxmp._internals.jax.primitives import BROADCAST, COMBINES, MEETS, MONOTONE, PICKS
-from jaxmp._internals.jax.reading import size_of
 from jaxmp._internals.jax.walk import PRODUCTS, nested_cycles, turns, walk
 from jaxmp.engine import groups
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, STRICT, Kind

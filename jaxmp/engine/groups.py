@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import is_literal, size_of
 from jaxmp._internals.jax.primitives import COMBINES
 from jaxmp._internals.jax.searches import is_search
 from jaxmp._internals.jax.walk import PRODUCTS, walk
@@ -460,7 +460,7 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
         out: Any = next(iter(step.eqn.outvars), None)
         reals = [operand for operand in step.operands if operand]
         if name in (_CAST, "complex", "mul", "neg", "exp") and out.aval.dtype.kind == "c":
-            atoms = (atom for atom in step.eqn.invars if not reading.is_literal(atom))
+            atoms = (atom for atom in step.eqn.invars if not is_literal(atom))
             reals = [*dict.fromkeys((*reals, *(real for atom in atoms for real in complexes.get(atom, ()))))]
             complexes[out] = reals
         ends = list[Node]()
@@ -468,7 +468,7 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
         if squared or name in _ORDERINGS:  # |x - position|: an interpolation
             pair, known = (squared.inputs, of_iota) if squared else (reals, of_positions)
             others = [each for each in zip(pair, pair[::-1], strict=True) if each[1] not in of_products]
-            size = reading.size_of(out.aval.shape)
+            size = size_of(out.aval.shape)
             tables = () if squared else [each for each in others if _is_table(*each, computed, size)]
             ends = [each[0] for each in others if each[1] in known or each in tables]
         elif name in ("sin", "cos", "tan") or (name == "exp" and node is None):
@@ -509,7 +509,7 @@ def _squared_difference(node: Node) -> Node | None:
 
 def _is_table(place: Node, other: Node, computed: Collection[Node], size: int) -> bool:
     """Whether a value is compared with each of a table, or with what is looked up there, as the edges of bins are."""
-    sizes = [reading.size_of(each.origin.shape) for each in (place, other)]
+    sizes = [size_of(each.origin.shape) for each in (place, other)]
     is_each = max(sizes) < size and sizes[1] > 1
     is_looked_up = any(each.is_looked_up for each in walk([other], lambda node: node.inputs))
     return other not in computed and (is_each or is_looked_up)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import asks_for_highest
 from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.base.hardware import Hardware
 from jaxmp.engine.flops import flops_of
@@ -85,9 +85,7 @@ def product_of(value: Value, ran: str | None, device: Hardware, weights: Sequenc
 
 
 def _bound(flops: int, size: int, dtype: str, precision: Any, device: Hardware) -> str | None:
-    is_tensorfloat = (
-        dtype == "float32" and "tensorfloat32" in device.peak_tflops and not reading.asks_for_highest(precision)
-    )
+    is_tensorfloat = dtype == "float32" and "tensorfloat32" in device.peak_tflops and not asks_for_highest(precision)
     rate = device.peak_tflops.get("tensorfloat32" if is_tensorfloat else dtype)
     if rate is None or device.peak_bandwidth is None:
         return None

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import evaluate, opened
+from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base import hardware
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
@@ -262,12 +263,12 @@ def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
     as prints, happen in any case.
     """
     is_alone = jax.sharding.get_abstract_mesh().empty
-    if not (is_alone and reading.is_tracing() and hardware.detect().platform == "cpu"):
+    if not (is_alone and is_tracing() and hardware.detect().platform == "cpu"):
         return select_tree(pred, make(), otherwise)
     closed, shapes = jax.make_jaxpr(make, return_shape=True)()
 
     def evaluated() -> T:
-        result: T = jax.tree.unflatten(jax.tree.structure(shapes), reading.evaluate(*reading.opened(closed), []))
+        result: T = jax.tree.unflatten(jax.tree.structure(shapes), evaluate(*opened(closed), []))
         return result
 
     if closed.effects:

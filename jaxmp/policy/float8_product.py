@@ -20,8 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.cast_with_transpose import cast_with_transpose
+from jaxmp._internals.jax.sources import names_of
+from jaxmp._internals.jax.traces import manual_axes, may_be_skipped
 from jaxmp.policy.float8 import Float8, get_recipe
 
 RESIDUALS = "jaxmp_float8"
@@ -66,14 +67,14 @@ def dot_general(
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
     with jax.named_scope(f"jaxmp.float8({recipe})"):
         # Quantised outside of the product, so that a weight can be quantised once for many products.
-        is_own = reading.may_be_skipped()
+        is_own = may_be_skipped()
         operands = quantised(lhs, recipe.forward, is_own), quantised(rhs, recipe.forward, is_own)
         return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own)(*operands)
 
 
 def recipe_of(eqn: Any) -> Float8 | None:
     """Return the recipe of a float8 product in a program, or None for any other equation."""
-    names = reading.names_of(eqn) if eqn.primitive.name == "custom_jvp_call" else ()
+    names = names_of(eqn) if eqn.primitive.name == "custom_jvp_call" else ()
     scope = re.fullmatch(r"jaxmp\.float8\((.*)\)", names[-1]) if names else None
     return get_recipe(scope[1]) if scope else None
 
@@ -185,7 +186,7 @@ def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
 def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
     """Return the scale that maps the largest magnitude to the largest of ``dtype``; of zeros or NaN, 1."""
     largest = _largest(jax.lax.stop_gradient(value))
-    if not is_own and (axes := reading.manual_axes(value)):
+    if not is_own and (axes := manual_axes(value)):
         largest = jax.lax.pmax(largest, axes)
     scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
     scale = jax.lax.select(largest > 0, scale, jnp.ones_like(scale))

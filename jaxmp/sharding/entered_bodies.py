@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import is_body_alone, rebuilt
+from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
 from jaxmp._internals.jax.invariants import same_in_turns
 from jaxmp.sharding.weight_readers import has_one_reader
 from jaxmp.sharding.weights import Source, Use, Value, arrays_of, as_value, weight_of
@@ -25,7 +25,7 @@ Rewrite = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
 
 def is_entered(eqn: Any) -> bool:
     """Return whether weights are gathered in the bodies of an equation."""
-    bodies = reading.bodies_of(eqn)
+    bodies = bodies_of(eqn)
     if bodies is None:
         return False
     return is_body_alone(eqn) or bodies.kind in ("scan", "cond") or eqn.primitive.name in _ENTERED_CALLS
@@ -41,7 +41,7 @@ class EnteredBodies:
       operands: of the equation.
     """
 
-    def __init__(self, rewrite: Rewrite, eqn: Any, bodies: reading.Bodies, operands: Sequence[Value]) -> None:
+    def __init__(self, rewrite: Rewrite, eqn: Any, bodies: Bodies, operands: Sequence[Value]) -> None:
         self._rewrite, self._eqn, self._bodies = rewrite, eqn, bodies
         self._name, self._is_scan = eqn.primitive.name, bodies.kind == "scan"
         indices = int(bodies.kind == "cond")  # the index of a branch is a number, and so common
@@ -87,7 +87,7 @@ class EnteredBodies:
 
     def _body(self, body: Any, *args: Any) -> list[Any]:
         """Return the results of a rewritten body, as arrays."""
-        jaxpr, consts = reading.opened(body)
+        jaxpr, consts = opened(body)
         arguments = [self._argument(n, arg, jaxpr) for n, arg in enumerate(args)]
         values = list(zip(arguments, self._are_common, strict=True))
         ends = self._rewrite(jaxpr, consts, values)

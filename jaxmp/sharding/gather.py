@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.traces import manual_axes, shows_what_varies
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import canonical_dtype
 from jaxmp.sharding.plan import Sharding as Sharding
@@ -80,7 +80,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
             f"{', '.join(f'{name!r} of type {types[name].name}' for name in axes) or 'none'}; make the mesh with the "
             "same of axis_types for them"
         )
-    if types[axes[0]] is AxisType.Manual and not reading.shows_what_varies():
+    if types[axes[0]] is AxisType.Manual and not shows_what_varies():
         raise ValueError(
             "gather must know which arrays differ between devices, and shard_map(…, check_vma=False) hides it; leave "
             "check_vma=False out"
@@ -127,7 +127,7 @@ def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
                 f"for {name!r} and axes {over}; put {', '.join(axes)} last"
             )
         gathered_axes.append(axes)
-    rest = tuple(axis for axis in over if axis not in reading.manual_axes(leaf))
+    rest = tuple(axis for axis in over if axis not in manual_axes(leaf))
 
     @jax.custom_vjp
     def whole(leaf: Any) -> Any:

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import bound, is_body_alone
-from jaxmp._internals.jax.program import Program, arrays_in
+from jaxmp._internals.jax.equations import bodies_of, opened
+from jaxmp._internals.jax.program import TracedProgram, arrays_in
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted, product_dtypes
 from jaxmp.base import trees as _tree
@@ -120,11 +120,11 @@ class Gathered:
             leaves[n] += self.plan.reduced(parts, specs[n]).astype(leaves[n].dtype)
         return jax.tree.unflatten(tree, leaves)
 
-    def _uses(self, params: Any, rest: tuple[Any, ...]) -> tuple[Program, list[Use]]:
+    def _uses(self, params: Any, rest: tuple[Any, ...]) -> tuple[TracedProgram, list[Use]]:
         """Trace the loss, and return its program and the floating params in it."""
         require_specs(params, self.plan.specs)
         with while_tracing(self.plan):
-            program = Program(self.loss_fn, (params, *rest))
+            program = TracedProgram(self.loss_fn, (params, *rest))
         jaxpr, _ = program.jaxpr
         product_halves = {np.dtype(name) for name in product_dtypes(jaxpr) if is_half(np.dtype(name))}
         uses = []
@@ -203,10 +203,10 @@ class _Rewriting:
 
     def _entered(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """Return the results of a call, a scan or a branch; weights that it alone reads are gathered inside it."""
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         assert bodies is not None
         if is_body_alone(eqn):
-            jaxpr, consts = reading.opened(bodies.jaxprs[0])
+            jaxpr, consts = opened(bodies.jaxprs[0])
             for (value, _), var in zip(operands, jaxpr.invars, strict=True):
                 if isinstance(value, Use):
                     value.source.is_alone &= has_one_reader(jaxpr, var)

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import Rule, bound, rebuilt
-from jaxmp._internals.jax.program import Program, arrays_in, is_array
+from jaxmp._internals.jax.equations import RESHARDS, bodies_of, opened
+from jaxmp._internals.jax.program import TracedProgram, arrays_in, is_array
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted, is_jaxpr
 from jaxmp.sharding.specs import Mesh
@@ -72,7 +72,7 @@ def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:
             jax.tree.map(lambda leaf: laid(leaf, PartitionSpec()), whole) for whole in (params, model_state, rng)
         )
         with jax.sharding.use_abstract_mesh(around):
-            program = Program(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
+            program = TracedProgram(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
         jaxpr, consts = program.jaxpr
         return program.unflatten(_evaluated(jaxpr, consts, arrays_in(jax.tree.leaves(args))))
 
@@ -100,9 +100,9 @@ def _rebound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in reading.RESHARDS:
+    if name in RESHARDS:
         return [_constrained(operands[0], params["dst_sharding"])]
-    bodies = reading.bodies_of(eqn)
+    bodies = bodies_of(eqn)
     if bodies is None:
         return _bound(eqn, operands)
     if name == "shard_map":
@@ -139,7 +139,7 @@ def _names_explicit_axes(sharding: Any) -> bool:
 
 
 def _body(body: Any, *args: Any) -> list[Any]:
-    jaxpr, consts = reading.opened(body)
+    jaxpr, consts = opened(body)
     return _evaluated(jaxpr, consts, args)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import canonical_dtype
 from jaxmp.sharding.placement import moved_to
@@ -127,7 +127,7 @@ class Plan:
 
     def set(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the mesh of the plan is the current one."""
-        if not reading.is_tracing() and not isinstance(self.mesh, jax.sharding.AbstractMesh):
+        if not is_tracing() and not isinstance(self.mesh, jax.sharding.AbstractMesh):
             return jax.set_mesh(self.mesh)
         around: Mesh = jax.sharding.get_abstract_mesh()
         if (around.shape, around.axis_types) == (self.mesh.shape, self.mesh.axis_types):

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import bound, params_in_dtype
+from jaxmp._internals.jax.equations import names_a_dtype, opened
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
@@ -210,7 +210,7 @@ def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole:
     Convolutions have half results, as cuDNN makes no others; those over the rows of all devices (``is_whole``), which
     XLA divides, are computed in ``dtype``.
     """
-    jaxpr, consts = reading.opened(jax.make_jaxpr(fun)(cotangent))
+    jaxpr, consts = opened(jax.make_jaxpr(fun)(cotangent))
 
     def equation(eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -230,7 +230,7 @@ def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole:
 def may_be_wide(eqn: Any) -> bool:
     """Return whether :func:`computed_wide` takes an equation: it has half operands, and no parameter names a dtype."""
     has_half = any(is_half(getattr(atom.aval, "dtype", np.int32)) for atom in eqn.invars)
-    return has_half and not reading.names_a_dtype(eqn)
+    return has_half and not names_a_dtype(eqn)
 
 
 def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import bound
 from jaxmp._internals.jax.invariants import same_results
 from jaxmp._internals.jax.primitives import BROADCAST
+from jaxmp._internals.jax.sources import user_source_of
 from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.trees import is_float_array
@@ -85,7 +85,7 @@ def _require_float32(use: Use, eqn: Any, position: int) -> None:
     if halves and use.source.plan.reduce_dtype == _FLOAT32:
         raise ValueError(
             f"the gradient of {use.source.name!r} cannot be summed in float32: {eqn.primitive.name} at "
-            f"{reading.user_source_of(eqn)} computes it in {halves[0]}; compute in float32 there, or pass "
+            f"{user_source_of(eqn)} computes it in {halves[0]}; compute in float32 there, or pass "
             f"Sharding(…, reduce_dtype={halves[0]!r})"
         )
 

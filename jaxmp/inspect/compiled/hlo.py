@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.sources import source_among
 
 _DTYPES = {
     0.25: "s2 u2",
@@ -229,7 +229,7 @@ class HloProgram:
             location = _facts(self._frames["FileLocations"][frame["file_location_id"]])
             lines.append((self._frames["FileNames"][location["file_name_id"]], location["line"]))
             number = frame.get("parent_frame_id", 0) - shift
-        return reading.source_among(lines)
+        return source_among(lines)
 
     def bodies(self, instruction: Instruction) -> list[str]:
         """Return the computations that an instruction calls.

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.sources import Names
 from jaxmp.inspect.program.equations import EquationPlace, Key, is_entered, paths_left
 from jaxmp.inspect.program.evaluate import is_whole
 from jaxmp.inspect.program.reading_values import values_of
@@ -62,11 +62,11 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
     return values
 
 
-def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[reading.Names]]]:
+def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[Names]]]:
     """Yield the floating values that lead to a root, with the scopes that read them."""
     values = values_of(jaxpr, [None] * len(jaxpr.constvars), functools.partial(is_whole, keeps_rules=True))
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
-    readers = collections.defaultdict[Value, list[reading.Names]](list)
+    readers = collections.defaultdict[Value, list[Names]](list)
     for value in ends:
         readers[value].append(())
     sources = leading_to(ends)

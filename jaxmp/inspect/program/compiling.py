@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.program import is_array
+from jaxmp._internals.jax.traces import static_arguments
 from jaxmp.base import hardware
 from jaxmp.inspect.program import targets
 from jaxmp.inspect.program.calls import named
@@ -49,7 +49,7 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
 def _with_static_arguments(jitted: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """Return a jitted function of its arrays, which has None in the place of each static argument, and the arrays."""
     static = {}
-    for number in reading.static_arguments(jitted):
+    for number in static_arguments(jitted):
         if -len(args) <= number < len(args):
             static[number % len(args)] = args[number]
     if not static:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax import equations
+from jaxmp._internals.jax.equations import Bodies, bodies_of
+from jaxmp._internals.jax.sources import Names, scopes_and_transforms, source_of, user_source_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.nnx import run as nnx_run
 
@@ -40,11 +42,11 @@ class EquationPlace:
 
     key: Key
     eqn: Any
-    names: reading.Names
+    names: Names
     source: str
     phase: str
     turns: tuple[int | None, ...]
-    bodies: reading.Bodies | None
+    bodies: Bodies | None
 
     @property
     def path(self) -> str:
@@ -58,7 +60,7 @@ class EquationPlace:
         return math.prod(turns) if len(turns) == len(self.turns) else None
 
 
-def path_in(names: reading.Names) -> str:
+def path_in(names: Names) -> str:
     """Return the path that scopes make, without jaxmp's marks and JAX's own scopes."""
     return "/".join(filter(_is_named, names))
 
@@ -88,7 +90,7 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
             closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     finally:
         nnx_run.numbers.reset(token)
-    return *reading.opened(closed), jax.tree.structure(shapes)
+    return *equations.opened(closed), jax.tree.structure(shapes)
 
 
 def places(jaxpr: Any) -> list[EquationPlace]:
@@ -97,7 +99,7 @@ def places(jaxpr: Any) -> list[EquationPlace]:
     The bodies of ``jit``, ``checkpoint``, loops, branches and functions with derivative rules are included. The
     equations of a derivative rule are there once the function is differentiated.
     """
-    opened, _ = reading.opened(jaxpr)
+    opened, _ = equations.opened(jaxpr)
     collected: list[EquationPlace] = []
     _collect(opened, _Around(), [False] * len(opened.invars), collected)
     return collected
@@ -107,7 +109,7 @@ class _Around(NamedTuple):
     """The place of the equation around a body."""
 
     key: Key = ()
-    names: reading.Names = ()
+    names: Names = ()
     source: str = ""
     phase: str = "forward"
     turns: tuple[int | None, ...] = ()
@@ -121,15 +123,15 @@ def _collect(jaxpr: Any, around: _Around, inputs: Sequence[bool], collected: lis
     numbers = itertools.count()
 
     def equation(eqn: Any, operands: list[bool]) -> list[bool]:
-        names, transforms = reading.scopes_and_transforms(eqn)
+        names, transforms = scopes_and_transforms(eqn)
         place = EquationPlace(
             key=(*around.key, next(numbers)),
             eqn=eqn,
             names=(*around.names, *names),
-            source=reading.user_source_of(eqn) or around.source or reading.source_of(eqn),
+            source=user_source_of(eqn) or around.source or source_of(eqn),
             phase=_phase(around.phase, transforms, any(operands)),
             turns=around.turns,
-            bodies=reading.bodies_of(eqn),
+            bodies=bodies_of(eqn),
         )
         collected.append(place)
         return _collect_bodies(place, around.phase, operands, collected)
@@ -154,7 +156,7 @@ def _collect_bodies(
         return results
     is_call = place.bodies.kind == "call"
     for index, inner in enumerate(place.bodies.jaxprs):
-        body, _ = reading.opened(inner)
+        body, _ = equations.opened(inner)
         turns = (*place.turns, *turns_of(place.eqn))
         inside = _Around((*place.key, index), place.names, place.source, place.phase, turns)
         if is_call and place.phase != "backward":
@@ -175,7 +177,7 @@ def turns_of(eqn: Any) -> tuple[int | None, ...]:
     return (None,) if eqn.primitive.name == "while" else ()
 
 
-def paths_left(names: reading.Names, readers: Iterable[reading.Names]) -> list[str]:
+def paths_left(names: Names, readers: Iterable[Names]) -> list[str]:
     """Return the modules and named scopes that a value leaves, the innermost first.
 
     Args:
@@ -186,18 +188,18 @@ def paths_left(names: reading.Names, readers: Iterable[reading.Names]) -> list[s
     return [path_in(names[:stop]) for stop in range(len(names), shared, -1) if _is_left(names, stop)]
 
 
-def is_entered(names: reading.Names, reader: reading.Names) -> bool:
+def is_entered(names: Names, reader: Names) -> bool:
     """Return whether ``reader`` is in a module or named scope that ``names`` is not in."""
     return any(map(_is_named, reader[_shared(names, reader) :]))
 
 
-def _is_left(names: reading.Names, stop: int) -> bool:
+def _is_left(names: Names, stop: int) -> bool:
     """Return whether leaving the scope ``names[stop - 1]`` leaves a module or a named scope."""
     scope, inner = names[stop - 1], names[stop : stop + 1]
     return scope.startswith(CALL_SCOPE) or (_is_named(scope) and not any(name.startswith(CALL_SCOPE) for name in inner))
 
 
-def _shared(names: reading.Names, others: reading.Names) -> int:
+def _shared(names: Names, others: Names) -> int:
     """Return how many scopes two places share."""
     count = 0
     while count < min(len(names), len(others)) and names[count] == others[count]:

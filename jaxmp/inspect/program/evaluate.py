@@ -11,14 +11,15 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax import equations
 from jaxmp._internals.jax.bodies import Rule, bound, rebuilt
+from jaxmp._internals.jax.equations import RESHARDS, Bodies, bodies_of, is_literal
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.equations import Key
 
 Records = dict[Key, Any]
-_RULE = Rule(lambda traced, args, dtypes: reading.evaluate(*traced, args), contextlib.nullcontext)
+_RULE = Rule(lambda traced, args, dtypes: equations.evaluate(*traced, args), contextlib.nullcontext)
 
 
 class Recorder(Protocol):
@@ -67,7 +68,7 @@ def evaluate(
     """
     results, records = _RecordedEvaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(given or {}))
     for n, var in enumerate(jaxpr.outvars):
-        if reading.is_literal(var):  # a number that the function returns for all arguments
+        if is_literal(var):  # a number that the function returns for all arguments
             results[n] = jnp.asarray(results[n])
     return results, records
 
@@ -97,13 +98,13 @@ class _RecordedEvaluation:
         return interpreted(jaxpr, consts, args, equation), records
 
     def equation(self, eqn: Any, operands: list[Any], key: Key, given: Records, records: Records) -> list[Any]:
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn, self.keeps_rules):
             results = bound(eqn, operands, eqn.params)
             # A reshard keeps the numbers, and those of the result have the type that the recorder can use there.
-            operands = results if eqn.primitive.name in reading.RESHARDS else operands
+            operands = results if eqn.primitive.name in RESHARDS else operands
         elif bodies.kind == "call" and not (self.keeps_rules and eqn.primitive.name == "remat2"):
-            opened = reading.opened(bodies.jaxprs[0])
+            opened = equations.opened(bodies.jaxprs[0])
             results, inner = self.body(*opened, operands, (*key, 0), given)
             records |= inner
             return results
@@ -118,14 +119,14 @@ class _RecordedEvaluation:
         return results
 
     def with_bodies(
-        self, eqn: Any, bodies: reading.Bodies, operands: list[Any], key: Key, given: Records
+        self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, given: Records
     ) -> tuple[list[Any], Records]:
         """Rebuild an equation so that its bodies take the given arrays and return records."""
         inside = {place: value for place, value in given.items() if place[: len(key)] == key != place}
         given_inside, tree = jax.tree.flatten(inside)
 
         def body(index: int, *values: Any) -> tuple[list[Any], Records]:
-            jaxpr, consts = reading.opened(bodies.jaxprs[index])
+            jaxpr, consts = equations.opened(bodies.jaxprs[index])
             plain, more = values[: len(jaxpr.invars)], values[len(jaxpr.invars) :]
             return self.body(jaxpr, consts, plain, (*key, index), jax.tree.unflatten(tree, more))
 
@@ -151,9 +152,9 @@ class _RecordedEvaluation:
         stop = len(eqn.outvars)
         return list(out[:stop]), jax.tree.unflatten(structure, out[stop:])
 
-    def loop(self, eqn: Any, bodies: reading.Bodies, operands: list[Any], key: Key) -> tuple[list[Any], Records]:
+    def loop(self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key) -> tuple[list[Any], Records]:
         """Rebuild a while loop so that it carries the number of its turn and its records, too."""
-        condition, step = (reading.opened(jaxpr) for jaxpr in bodies.jaxprs)
+        condition, step = (equations.opened(jaxpr) for jaxpr in bodies.jaxprs)
         consts = operands[bodies.consts : bodies.start]
 
         def turn(*carry: Any) -> tuple[list[Any], Records]:
@@ -164,7 +165,7 @@ class _RecordedEvaluation:
         size = len(init)
 
         def goes_on(*values: Any) -> list[Any]:
-            return reading.evaluate(*condition, values[: bodies.consts + size])
+            return equations.evaluate(*condition, values[: bodies.consts + size])
 
         def one_turn(*values: Any) -> list[Any]:
             carry, (number, *old) = values[len(consts) : len(consts) + size], values[len(consts) + size :]

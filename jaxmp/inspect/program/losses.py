@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.sources import scopes_and_transforms
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
 from jaxmp.inspect.program.values import Value, computed_at, constant, leading_to, made_of
 
@@ -37,7 +37,7 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
         place = value.place
         if place is None or place.phase != "forward" or (place.path, place.source) not in starts:
             continue
-        if not value.shape and "jvp" in reading.scopes_and_transforms(place.eqn)[1]:
+        if not value.shape and "jvp" in scopes_and_transforms(place.eqn)[1]:
             yield value
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import Bodies, elements_of, opened
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.equations import EquationPlace, Key, places
 from jaxmp.inspect.program.values import (
@@ -40,7 +40,7 @@ def values_of(jaxpr: Any, consts: Sequence[Any] = (), is_whole: Callable[[Any], 
       consts: the constants of an open one.
       is_whole: whether an equation with bodies counts as one operation.
     """
-    jaxpr, closed_consts = reading.opened(jaxpr)
+    jaxpr, closed_consts = opened(jaxpr)
     reader = _Reader({place.key: place for place in places(jaxpr)}, is_whole)
     arguments = [reader.add(Value(var.aval, "argument", position=n)) for n, var in enumerate(jaxpr.invars)]
     results = reader.body(jaxpr, consts or closed_consts, arguments, (), _Loops())
@@ -92,7 +92,7 @@ def _maps_across(scan: Scan | None) -> _TurnMaps:
 
 
 def _constant(aval: Any, number: Any) -> Value:
-    return Value(aval, "constant", constant=number, const=reading.elements_of(number))
+    return Value(aval, "constant", constant=number, const=elements_of(number))
 
 
 def _literal(atom: Any) -> Value:
@@ -149,11 +149,9 @@ class _Reader:
 
     def branch(self, place: EquationPlace, number: int, inputs: list[Value], loops: _Loops) -> list[Value]:
         assert place.bodies is not None
-        return self.body(*reading.opened(place.bodies.jaxprs[number]), inputs, (*place.key, number), loops)
+        return self.body(*opened(place.bodies.jaxprs[number]), inputs, (*place.key, number), loops)
 
-    def conditional(
-        self, place: EquationPlace, bodies: reading.Bodies, operands: list[Value], loops: _Loops
-    ) -> list[Value]:
+    def conditional(self, place: EquationPlace, bodies: Bodies, operands: list[Value], loops: _Loops) -> list[Value]:
         branches = [self.branch(place, number, operands[1:], loops) for number in range(len(bodies.jaxprs))]
         results = []
         for n in range(len(place.eqn.outvars)):
@@ -163,7 +161,7 @@ class _Reader:
             results.append(self.result(place, JOIN, n, reads, loops))
         return results
 
-    def loop(self, place: EquationPlace, bodies: reading.Bodies, operands: list[Value], around: _Loops) -> list[Value]:
+    def loop(self, place: EquationPlace, bodies: Bodies, operands: list[Value], around: _Loops) -> list[Value]:
         """Read a loop; a while loop counts as one turn, and its condition leads to no result."""
         eqn, step = place.eqn, len(bodies.jaxprs) - 1
         scan = None
@@ -183,7 +181,7 @@ class _Reader:
         if bodies.kind == "while":
             in_condition = _Loops(inside.scans, (*around.bodies, (*place.key, 0)))
             self.branch(place, 0, [*constants[: bodies.consts], *carry], in_condition)
-        jaxpr, _ = reading.opened(bodies.jaxprs[step])
+        jaxpr, _ = opened(bodies.jaxprs[step])
         inputs = []
         for var, value in zip(jaxpr.invars[stop - bodies.consts :], operands[stop:], strict=True):
             inputs.append(self.add(entering(TURN, var.aval, value, maps.outside)))
@@ -195,7 +193,7 @@ class _Reader:
     def loop_results(
         self,
         place: EquationPlace,
-        bodies: reading.Bodies,
+        bodies: Bodies,
         init: list[Value],
         results: list[Value],
         maps: _TurnMaps,

@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import bound
+from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
@@ -101,7 +101,7 @@ class _Stepping:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(atom: Any) -> Any:
-            return np.asarray(atom.val, atom.aval.dtype) if reading.is_literal(atom) else values[atom]
+            return np.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
 
         for number, (eqn, unused) in enumerate(zip(jaxpr.eqns, self.unused[jaxpr], strict=True)):
             results = self.equation(eqn, [read(atom) for atom in eqn.invars], around.inside(number))
@@ -111,15 +111,15 @@ class _Stepping:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: Any, operands: list[Any], moment: Moment) -> list[Any]:
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn):
             return self.operation(eqn, operands, moment)
         if bodies.kind == "call":
-            return self.body(*reading.opened(bodies.jaxprs[0]), operands, moment.inside(0))
+            return self.body(*opened(bodies.jaxprs[0]), operands, moment.inside(0))
         if bodies.kind == "cond":
             branch = int(operands[0])
             self.branches.setdefault((moment.key, moment.turns), set()).add(branch)
-            return self.body(*reading.opened(bodies.jaxprs[branch]), operands[1:], moment.inside(branch))
+            return self.body(*opened(bodies.jaxprs[branch]), operands[1:], moment.inside(branch))
         if bodies.kind == "while":
             return self.while_loop(bodies, operands, moment)
         return self.scan(eqn, bodies, operands, moment)
@@ -134,8 +134,8 @@ class _Stepping:
         self.visit(moment, eqn, operands, results, flags)
         return results
 
-    def while_loop(self, bodies: reading.Bodies, operands: list[Any], moment: Moment) -> list[Any]:
-        condition, step = (reading.opened(jaxpr) for jaxpr in bodies.jaxprs)
+    def while_loop(self, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
+        condition, step = (opened(jaxpr) for jaxpr in bodies.jaxprs)
         for_condition, for_step = operands[: bodies.consts], operands[bodies.consts : bodies.start]
         carry, turn = operands[bodies.start :], 0
         while True:
@@ -146,11 +146,11 @@ class _Stepping:
             carry = self.body(*step, [*for_step, *carry], now.inside(1))
             turn += 1
 
-    def scan(self, eqn: Any, bodies: reading.Bodies, operands: list[Any], moment: Moment) -> list[Any]:
+    def scan(self, eqn: Any, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
         length = eqn.params["length"]
         if not length:
             return self.operation(eqn, operands, moment)
-        jaxpr, consts = reading.opened(bodies.jaxprs[0])
+        jaxpr, consts = opened(bodies.jaxprs[0])
         stop = bodies.start + bodies.carry
         fixed, carry, inputs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
         if length >= _LONG and not self.waits and _is_plain(jaxpr):
@@ -163,7 +163,7 @@ class _Stepping:
             stacks = _stored(_repeated(outputs, length) if stacks is None else stacks, outputs, turn)
         return [*carry, *(stacks or [])]
 
-    def long_scan(self, eqn: Any, bodies: reading.Bodies, operands: list[Any], moment: Moment) -> list[Any]:
+    def long_scan(self, eqn: Any, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
         """Run a scan as one program, and then the wanted turns of it one equation at a time."""
         loop = _flagged_scan(Operation(eqn))
         carry, outputs, flags, carries = loop(operands)
@@ -173,7 +173,7 @@ class _Stepping:
             if any(flag is not None and np.any(flag) for flag in of_all_turns)
         ]
         wanted_turns = self._wanted_turns(moment)
-        jaxpr, consts = reading.opened(bodies.jaxprs[0])
+        jaxpr, consts = opened(bodies.jaxprs[0])
         fixed, inputs = operands[: bodies.start], operands[bodies.start + bodies.carry :]
         for turn in _turns_in_order(eqn):
             now = moment._replace(turns=(*moment.turns, turn)).inside(0)
@@ -210,7 +210,7 @@ class _FlaggedScan:
     """
 
     def __init__(self, eqn: Any) -> None:
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         assert bodies is not None
         self.bodies = bodies
         self.params = {"length": eqn.params["length"], "reverse": eqn.params["reverse"]}
@@ -226,7 +226,7 @@ class _FlaggedScan:
         bodies = self.bodies
         stop = bodies.start + bodies.carry
         fixed, first, inputs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
-        jaxpr, consts = reading.opened(bodies.jaxprs[0])
+        jaxpr, consts = opened(bodies.jaxprs[0])
 
         def turn(carry: list[Any], elements: list[Any]) -> Any:
             self.operations = []
@@ -241,9 +241,9 @@ class _FlaggedScan:
 
         def equation(eqn: Any, operands: list[Any]) -> Any:
             key = (*around, next(numbers))
-            bodies = reading.bodies_of(eqn)
+            bodies = bodies_of(eqn)
             if bodies is not None and not is_whole(eqn):
-                return self._body(*reading.opened(bodies.jaxprs[0]), operands, (*key, 0), flags)
+                return self._body(*opened(bodies.jaxprs[0]), operands, (*key, 0), flags)
             with in_place_of(eqn):
                 results = bound(eqn, operands, eqn.params)
             results = [lax.optimization_barrier(result) if is_inexact(result) else result for result in results]
@@ -262,10 +262,10 @@ def _flagged_scan(operation: Operation) -> _FlaggedScan:
 def _is_plain(jaxpr: Any) -> bool:
     """Return whether a body has no loops and no branches."""
     for eqn in jaxpr.eqns:
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn):
             continue
-        if bodies.kind != "call" or not _is_plain(reading.opened(bodies.jaxprs[0])[0]):
+        if bodies.kind != "call" or not _is_plain(opened(bodies.jaxprs[0])[0]):
             return False
     return True
 
@@ -275,10 +275,10 @@ def _unused_after(jaxpr: Any) -> list[list[Any]]:
     last = {}
     for number, eqn in enumerate(jaxpr.eqns):
         for atom in (*eqn.invars, *eqn.outvars):
-            if not reading.is_literal(atom):
+            if not is_literal(atom):
                 last[atom] = number
     for atom in jaxpr.outvars:
-        if not reading.is_literal(atom):
+        if not is_literal(atom):
             last.pop(atom, None)
     unused: list[list[Any]] = [[] for _ in jaxpr.eqns]
     for var, number in last.items():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import opened
 from jaxmp.inspect.program.equations import turns_of
 from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults
 from jaxmp.inspect.program.values import JOIN, TURN, TURNS, Value, Values, is_move_or_cast, is_zero, leading_to
@@ -41,7 +41,7 @@ def terms(value: Value) -> int:
     """Return how many terms each element of a sum has; 0 if the value is no sum."""
     params, name = value.at.eqn.params, value.name
     if name in ("reduce", "reduce_window"):
-        body = reading.opened(params["jaxpr"])[0]
+        body = opened(params["jaxpr"])[0]
         if {eqn.primitive.name for eqn in body.eqns} != {"add"}:
             return 0
     if name in ("reduce_sum", "reduce"):
