@@ -24,7 +24,7 @@ from flax import linen as nn
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import opened
 from jaxmp.engine import decide, graph
 from jaxmp.engine.classes import Kind
 from jaxmp.engine.rules import Rules
@@ -81,7 +81,7 @@ def coloured_block() -> list[Box]:
     x, w = jax.ShapeDtypeStruct((2 * 128, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
     params = jax.eval_shape(lambda x: block.init(jax.random.key(0), x, 2), x)
     closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
-    whole = graph.build(*reading.opened(closed), Rules(half, {}))
+    whole = graph.build(*opened(closed), Rules(half, {}))
     boxes = [Box(node, step.names, node.kind) for step in _steps(whole.body) if (node := step.node) is not None]
     decide.decide(whole, [None])
     return boxes

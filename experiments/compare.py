@@ -33,11 +33,12 @@ from experiments.comparison import report as comparison_report
 from experiments.comparison.outcomes import BASELINE, RESERVED, Outcome, Task, compare, read_variant
 from experiments.comparison.picture import picture
 from experiments.measure.environment import environment
+from experiments.report.json_files import write_json
 from experiments.report.progress import Progress
 from experiments.training import cli
 from experiments.training.experiment import Experiment
 from experiments.training.precision import compute_dtype, read_policy
-from experiments.training.runs import run_folder, write_json
+from experiments.training.run_folders import run_folder
 
 TASKS = {
     **{name: Task(image_classification, {"dataset": name}) for name in data.IMAGES},

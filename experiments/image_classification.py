@@ -16,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 if not __package__:  # started as a file: the folder above this one has the packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -30,24 +31,13 @@ import tyro
 import jaxmp
 from experiments import data, models
 from experiments.data import images
-from experiments.training import batch_size, cli, loop, mesh
+from experiments.models import nnx as nnx_models
+from experiments.training import cli, image_training, loop, mesh
 from experiments.training.experiment import Experiment
 from experiments.training.metrics import accuracy
-from experiments.training.precision import (
-    compute_dtype,
-    read_autocast,
-    read_low_precision,
-    read_overrides,
-    read_policy,
-    require_matches,
-)
-from jaxmp.sharding import Sharding
+from experiments.training.precision import read_low_precision, read_overrides, read_precision, require_matches
 
-LINEN = {
-    "cnn": lambda classes, small_images: models.CNN(classes),
-    "resnet18": models.resnet18,
-    "resnet50": models.resnet50,
-}
+LINEN = {"resnet18": models.resnet18, "resnet50": models.resnet50}
 SMALL = 64  # up to this height a residual network has the stem for small images
 
 
@@ -84,51 +74,37 @@ class Config(cli.Training):
     """Height and width to which images are resized on the device, bilinearly; 0 leaves them as they are."""
 
 
-class Data(NamedTuple):
-    """A set, held where it fits, with its classes, each channel's mean and standard deviation, and its origin."""
-
-    train: images.Images
-    test: images.Images
-    classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    origin: str
+# --- model and optimizer ----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def load(dataset: str, data_dir: Path | None) -> Data:
-    """The training and the held-out images."""
-    splits = data.read(dataset, data_dir)
-    # The digits stay in [0, 1].
-    mean, std = ((), ()) if dataset == "digits" else images.statistics(splits["train"]["image"])
-    classes = 1 + max(int(split["label"].max()) for split in splits.values())
-    train, test = images.hold(splits["train"]), images.hold(splits["test"])
-    return Data(train, test, classes, mean, std, data.origin(dataset, data_dir))
+def network(config: Config, policy: Any, shape: tuple[int, int, int], classes: int) -> models.Functions:
+    """Return the network under its policy, or without one, as functions of arrays.
 
-
-def functions(config: Config, policy: Any, shape: tuple[int, int, int], classes: int) -> models.Functions:
-    """The network under its policy, or without one, for images of that shape and that many classes."""
+    Args:
+      config: the flags.
+      policy: of the modules; None leaves the network as it is.
+      shape: height, width and channels of an image.
+      classes: how many there are.
+    """
     overrides, small = read_overrides(config.override), shape[0] <= SMALL
     if config.api == "linen":
-        model = LINEN[config.model](classes, small_images=small)
-        model = model if policy is None else jaxmp.linen.apply_policy(model, policy, overrides)
+        model = models.CNN(classes) if config.model == "cnn" else LINEN[config.model](classes, small_images=small)
+        if policy is not None:
+            model = jaxmp.linen.apply_policy(model, policy, overrides)
         return models.linen_functions(model, shape)
-
-    from experiments.models import nnx
-    from jaxmp.nnx import apply_policy
 
     def build(rngs: Any) -> Any:
         if config.model == "cnn":
-            model: Any = nnx.CNN(shape, classes=classes, rngs=rngs)
+            model: Any = nnx_models.CNN(shape, classes=classes, rngs=rngs)
         else:
-            model = nnx.resnet18(shape[2], classes=classes, small_images=small, rngs=rngs)
-        return model if policy is None else apply_policy(model, policy, overrides)
+            model = nnx_models.resnet18(shape[2], classes=classes, small_images=small, rngs=rngs)
+        return model if policy is None else jaxmp.nnx.apply_policy(model, policy, overrides)
 
     return models.nnx_functions(build)
 
 
 def optimizer(config: Config, steps: int) -> optax.GradientTransformation:
-    """The optimizer that the flags describe, for so many steps."""
+    """Return the optimizer that the flags describe, without loss scaling."""
     learning_rate: Any = config.learning_rate
     if config.schedule == "cosine":
         rise = max(1, steps // 20)
@@ -139,54 +115,8 @@ def optimizer(config: Config, steps: int) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(config.weight_decay), sgd)
 
 
-def check(config: Config) -> None:
-    """Checks the flags.
-
-    Raises:
-      ValueError: one has a value that cannot be, or two do not go together.
-    """
-    cli.check(config)
-    cli.require("--epochs", config.epochs, 1)
-    cli.require("--steps", config.steps, 0)
-    cli.require("--image-size", config.image_size, 0)
-    cli.require("--weight-decay", config.weight_decay, 0)
-    if config.model == "cnn" and config.image_size == 1:
-        raise ValueError("--model cnn halves its images: --image-size must be at least 2, or 0 for theirs, got 1")
-    if config.api == "nnx" and config.model == "resnet50":
-        raise ValueError("--api nnx has cnn and resnet18, got --model resnet50; use --api linen")
-    if config.api == "nnx" and config.override and (config.autocast or config.opt_level == "O1"):
-        raise ValueError(
-            "under autocast --override matches the names on JAX's name stack, where --api nnx puts none, got "
-            f"{config.override[0]!r}; use --api linen"
-        )
-
-
-def prepare(config: Config) -> Experiment:
-    """Everything that training needs.
-
-    Raises:
-      ValueError: a flag has a value that cannot be.
-      DataError: the data cannot be had, or a batch does not fit.
-    """
-    check(config)
-    devices = mesh.read(config.mesh)
-    mesh.require_rows(devices, config.batch_size, config.accumulate)
-    mesh.require_no_tensor(devices, f"--model {config.model}")
-    place = None if devices is None else functools.partial(mesh.spread, devices)
-    policy, loss_scale, loss_scale_name = read_policy(config.policy, config.loss_scale, config.opt_level)
-    autocast = read_autocast(config.autocast, config.opt_level, policy, config.override)
-
-    train, test, classes, mean, std, origin = load(config.dataset, config.data_dir)
-    cli.require("--shift", config.shift, 0, train.image.shape[1])
-    epoch = images.steps_per_epoch(train, config.batch_size)
-    steps = config.steps or config.epochs * epoch
-    # The first module would round its input anyway, unless an override says otherwise.
-    dtype = "float32" if config.override or autocast else compute_dtype(policy).name
-    pixels = images.Pixels(config.image_size, mean, std, dtype)
-    shape = pixels.shape(train.image.shape[1:])
-
-    init, apply = functions(config, None if autocast else policy, shape, classes)
-    tx = jaxmp.loss_scaling(read_low_precision(optimizer(config, steps), config.low_precision, config.seed), loss_scale)
+def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``loss_fn(params, model_state, batch, rng)`` of a network's ``apply``, as a train step takes it."""
 
     def loss_fn(params: Any, model_state: Any, batch: images.Batch, rng: Any, train: bool = True) -> Any:
         logits, model_state = apply(params, model_state, batch["image"], train)
@@ -194,64 +124,85 @@ def prepare(config: Config) -> Experiment:
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
         return loss, model_state, {"accuracy": accuracy(logits, batch["label"])}
 
+    return loss_fn
+
+
+# --- the experiment, and its loop -------------------------------------------------------------------------------------
+
+
+def prepare(config: Config) -> Experiment:
+    """Make everything that training needs.
+
+    Raises:
+      ValueError: a flag has a value out of range.
+      DataError: the data cannot be read, or a batch does not fit.
+    """
+    image_training.check(config)
+    devices, place = mesh.placing(config)
+    mesh.require_no_tensor(devices, f"--model {config.model}")
+    precision = read_precision(config)
+
+    dataset = image_training.load(config.dataset, config.data_dir)
+    cli.require("--shift", config.shift, 0, dataset.train.image.shape[1])
+    steps_per_epoch = images.steps_per_epoch(dataset.train, config.batch_size)
+    steps = config.steps or config.epochs * steps_per_epoch
+    pixels = dataset.pixels(config.image_size, precision.input_dtype(config))
+    shape = pixels.shape(dataset.train.image.shape[1:])
+    init, apply = network(config, precision.module_policy, shape, dataset.classes)
+
+    loss_fn = loss_function(apply)
+    tx = read_low_precision(optimizer(config, steps), config.low_precision, config.seed)
+    tx = jaxmp.loss_scaling(tx, precision.loss_scale)
+    sharding = mesh.sharding(devices, jax.eval_shape(init, 0)[0])  # an override that matches nothing is an error here
+    step = jaxmp.make_train_step(
+        loss_fn,
+        accumulate_steps=config.accumulate,
+        ema_decay=config.ema or None,
+        remat=None if config.remat == "none" else config.remat,
+        sharding=sharding,
+        **precision.autocast,
+    )
+    eval_fn = mesh.gathered(functools.partial(loss_fn, train=False), sharding)
+    eval_step = jaxmp.make_eval_step(eval_fn, use_ema=config.ema > 0, **precision.autocast)
+
     def fields() -> dict[str, Any]:
         return {"apply_fn": apply, "model_state": init(0)[1], "ema": config.ema > 0}
 
     def create(params: Any) -> jaxmp.TrainState:
         return jaxmp.TrainState.create(params=params, tx=tx, **fields())
 
-    params = jax.eval_shape(init, 0)[0]  # a pattern that matches nothing is an error here, not after the folder is made
-    specs = sharding = create_on_mesh = None
-    if devices is not None:
-        specs = jaxmp.sharding.fsdp_specs(params, devices)
-        sharding = Sharding(devices, specs)
+    def create_on_mesh(seed: int) -> jaxmp.TrainState:
+        return jaxmp.TrainState.create_sharded(lambda: init(seed)[0], tx, sharding, **fields())
 
-        def create_on_mesh(seed: int) -> jaxmp.TrainState:
-            return jaxmp.TrainState.create_sharded(lambda: init(seed)[0], tx, sharding, **fields())
-
+    test_batch_size = 1024 if shape[0] <= SMALL else config.batch_size
     experiment = Experiment(
-        loss_fn=jaxmp.autocast(loss_fn, **autocast) if autocast else loss_fn,
-        step=jaxmp.make_train_step(
-            loss_fn,
-            accumulate_steps=config.accumulate,
-            ema_decay=config.ema or None,
-            remat=None if config.remat == "none" else config.remat,  # on a mesh weights are gathered again
-            sharding=sharding,
-            **autocast,
-        ),
-        eval_step=jaxmp.make_eval_step(
-            mesh.gathered(functools.partial(loss_fn, train=False), devices, specs), use_ema=config.ema > 0, **autocast
-        ),
+        loss_fn=precision.under_autocast(loss_fn),
+        step=step,
+        eval_step=eval_step,
         init_params=lambda seed: init(seed)[0],
         create=create,
         train_batches=lambda seed, start=0: images.epochs(
-            train, config.batch_size, seed, config.shift, start, config.flip, pixels, place
+            dataset.train, config.batch_size, seed, config.shift, start, config.flip, pixels, place
         ),
-        test_batches=lambda: images.in_order(test, 1024 if shape[0] <= SMALL else config.batch_size, pixels, place),
+        test_batches=lambda: images.in_order(dataset.test, test_batch_size, pixels, place),
         steps=steps,
         batch_size=config.batch_size,
-        precision={
-            "policy": str(policy),
-            "loss_scale_rule": loss_scale_name,
-            "data": origin,
-            "autocast": "yes" if autocast else "no",
-        },
-        create_on_mesh=create_on_mesh,
+        precision=precision.description(dataset.origin),
+        create_on_mesh=None if sharding is None else create_on_mesh,
     )
-    if autocast:
+    if precision.autocast:
         require_matches(experiment)
     return experiment
 
 
-def most(config: Config) -> int:
-    """The largest batch that makes sense: the whole set."""
-    return len(load(config.dataset, config.data_dir).train.label)
+def largest_batch(config: Config) -> int:
+    """Return the largest batch that makes sense: the whole set."""
+    return len(image_training.load(config.dataset, config.data_dir).train.label)
 
 
 def train(config: Config) -> dict[str, Any]:
-    with cli.bad_values_end_it():
-        config = batch_size.settled("image_classification", config, prepare, most)
-    with loop.running("image_classification", config, prepare) as run:
+    """Train as the flags say, and return the summary."""
+    with loop.running("image_classification", config, prepare, largest_batch) as run:
         for batch in run.batches():
             run.state, metrics = run.experiment.step(run.state, batch)
             run.log(metrics)

@@ -34,13 +34,15 @@ import jax.numpy as jnp
 import optax
 import tyro
 
+import jaxmp
 from experiments.data import DataError, text, tokens
 from experiments.models import GPT2, NextToken
 from experiments.models.gpt2 import SIZES
 from experiments.models.weights import PUBLISHED_GPT2
-from experiments.training import batch_size, cli, loop, mesh, sampling, text_training
+from experiments.training import cli, loop, mesh, sampling, text_training
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.metrics import accuracy
+from experiments.training.precision import read_precision
 from experiments.training.text_training import Task
 
 Size = Literal["124M", "355M", "774M", "1558M", "1.3B", "1.8B", "7B"]
@@ -62,11 +64,11 @@ class Config(text_training.TextTraining):
     sample_tokens: int = 200
     """Tokens that gpt2 writes at the end; 0 for none."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: an empty line)")] = ""
-    """What they go on from."""
+    """The text that the sample continues."""
     temperature: float = 0.8
-    """What their logits are divided by; 0 takes the likeliest token."""
+    """Divides the logits of the sample; 0 takes the likeliest token."""
     top_k: int = 40
-    """They are drawn from so many of the likeliest; 0 draws from all."""
+    """The sample is drawn from so many of the likeliest tokens; 0 draws from all."""
 
 
 def settled(config: Config) -> Config:
@@ -111,13 +113,23 @@ def prepare(config: Config) -> Experiment:
     """
     config = settled(config)
     check(config)
-    precision = text_training.read_precision(config)
-    devices, place = text_training.placing(config)
+    precision = read_precision(config)
+    devices, place = mesh.placing(config)
     if config.model == "next_token":
         mesh.require_no_tensor(devices, "--model next_token")
     held = load(config)
     task = gpt2(config, held, place) if config.model == "gpt2" else next_token(config, held, place)
-    return text_training.build(config, task, precision, held.origin, devices)
+    setup = text_training.set_up(config, task, precision, devices)  # model and optimizer under the precision
+    step = jaxmp.make_train_step(
+        setup.loss_fn,
+        accumulate_steps=config.accumulate,
+        ema_decay=config.ema or None,
+        remat=None if task.remat == "none" else task.remat,
+        sharding=setup.sharding,
+        **setup.autocast,
+    )
+    eval_step = jaxmp.make_eval_step(setup.eval_loss_fn, use_ema=config.ema > 0, **setup.eval_autocast)
+    return setup.experiment(step, eval_step, held.origin)
 
 
 def load(config: Config) -> tokens.Text:
@@ -226,16 +238,15 @@ def gpt2(config: Config, held: tokens.Text, place: text.Place | None = None) -> 
     )
 
 
-def most(config: Config) -> int:
-    """The largest batch that makes sense: the held-out text of next_token once, or the training text of gpt2."""
+def largest_batch(config: Config) -> int:
+    """Return the largest batch that makes sense: the held-out text of next_token once, or the training text of gpt2."""
     held = load(config)
     return len(held.test) // config.test_batches if config.model == "next_token" else len(held.train) // config.context
 
 
 def train(config: Config) -> dict[str, Any]:
-    with cli.bad_values_end_it():
-        config = batch_size.settled("language_modeling", settled(config), prepare, most)
-    with loop.running("language_modeling", config, prepare) as run:
+    """Train as the flags say, and return the summary."""
+    with loop.running("language_modeling", settled(config), prepare, largest_batch) as run:
         for batch in run.batches():
             run.state, metrics = run.experiment.step(run.state, batch)
             run.log(metrics)

@@ -31,14 +31,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jaxmp
 from experiments import data
 from experiments.data import text, tokens
 from experiments.data.masking import IGNORE, mask
 from experiments.models import BERT
 from experiments.models.weights import PUBLISHED_BERT
-from experiments.training import batch_size, cli, loop, mesh, text_training
+from experiments.training import cli, loop, mesh, text_training
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.metrics import accuracy
+from experiments.training.precision import read_precision
 from experiments.training.text_training import Task
 
 _SHOWN, _SHOWN_TOKENS = 4, 64  # pieces of text that are shown with guesses, and tokens of each
@@ -58,10 +60,21 @@ def prepare(config: Config) -> Experiment:
     """
     config = text_training.settled(config, "bert")
     text_training.check(config)
-    precision = text_training.read_precision(config)
-    devices, place = text_training.placing(config)
+    precision = read_precision(config)
+    devices, place = mesh.placing(config)
     held = text_training.load(config)
-    return text_training.build(config, bert(config, held, place), precision, held.origin, devices)
+    task = bert(config, held, place)
+    setup = text_training.set_up(config, task, precision, devices)  # model and optimizer under the precision
+    step = jaxmp.make_train_step(
+        setup.loss_fn,
+        accumulate_steps=config.accumulate,
+        ema_decay=config.ema or None,
+        remat=None if task.remat == "none" else task.remat,
+        sharding=setup.sharding,
+        **setup.autocast,
+    )
+    eval_step = jaxmp.make_eval_step(setup.eval_loss_fn, use_ema=config.ema > 0, **setup.eval_autocast)
+    return setup.experiment(step, eval_step, held.origin)
 
 
 def bert(config: Config, held: tokens.Text, place: text.Place | None = None) -> Task:
@@ -81,7 +94,7 @@ def bert(config: Config, held: tokens.Text, place: text.Place | None = None) -> 
         return {"tokens": shown, "targets": targets, "guesses": guesses}
 
     def weight(batch: Batch) -> jax.Array:
-        """Of a mean over a part's guesses, for the mean over equal parts to be that over all guesses."""
+        """Return a part's share of the guesses: weighted so, means of parts make the mean of all."""
         expected = batch["guesses"].sum()
         return (batch["targets"] != IGNORE).sum().astype(jnp.float32) / jnp.where(expected > 0, expected, 1)
 
@@ -170,15 +183,14 @@ def _guess(model: nn.Module, size: int, params: Any, shown: jax.Array) -> jax.Ar
     return jnp.argmax(model.apply({"params": params}, shown)[..., :size], axis=-1)
 
 
-def most(config: Config) -> int:
-    """The largest batch that makes sense: the training text once."""
+def largest_batch(config: Config) -> int:
+    """Return the largest batch that makes sense: the training text once."""
     return len(text_training.load(config).train) // config.context
 
 
 def train(config: Config) -> dict[str, Any]:
-    with cli.bad_values_end_it():
-        config = batch_size.settled("masked_lm", text_training.settled(config, "bert"), prepare, most)
-    with loop.running("masked_lm", config, prepare) as run:
+    """Train as the flags say, and return the summary."""
+    with loop.running("masked_lm", text_training.settled(config, "bert"), prepare, largest_batch) as run:
         for batch in run.batches():
             run.state, metrics = run.experiment.step(run.state, batch)
             run.log(metrics)

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from jaxmp.policy.policy_map import get_policy as get_policy
     from jaxmp.training.evaluation import make_eval_step as make_eval_step
     from jaxmp.training.state import TrainState as TrainState
-    from jaxmp.training.step import NonFiniteTrainingError as NonFiniteTrainingError
     from jaxmp.training.step import make_train_step as make_train_step
+    from jaxmp.training.stuck_runs import NonFiniteTrainingError as NonFiniteTrainingError
 
 __version__ = "0.1.0"
 
@@ -97,10 +97,8 @@ _NAMES = {
     ),
     "jaxmp.training.evaluation": ("make_eval_step",),
     "jaxmp.training.state": ("TrainState",),
-    "jaxmp.training.step": (
-        "make_train_step",
-        "NonFiniteTrainingError",
-    ),
+    "jaxmp.training.step": ("make_train_step",),
+    "jaxmp.training.stuck_runs": ("NonFiniteTrainingError",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -113,7 +113,7 @@ class Policy(policies.Policy):
 
 
 def get_policy(policy_name: str) -> Policy:
-    """The policy that jmp reads from a string.
+    """Return the policy that jmp reads from a string.
 
     Args:
       policy_name: ``KEY=DTYPE`` with commas between; the keys are ``p`` or ``params`` (float32 if missing), ``c`` or
@@ -138,22 +138,22 @@ def get_policy(policy_name: str) -> Policy:
 
 
 def half_dtype() -> Any:
-    """``jnp.bfloat16`` on TPU, else ``jnp.float16``."""
+    """Return ``jnp.bfloat16`` on TPU, else ``jnp.float16``."""
     return getattr(jnp, dtypes.half_dtype().name)
 
 
 def cast_to_full(tree: T) -> T:
-    """Casts the floating arrays of ``tree`` to float32 (see :func:`jaxmp.base.trees.cast`)."""
+    """Cast the floating arrays of ``tree`` to float32 (see :func:`jaxmp.base.trees.cast`)."""
     return _tree.cast(tree, jnp.float32)
 
 
 def cast_to_half(tree: T) -> T:
-    """Casts the floating arrays of ``tree`` to :func:`half_dtype` (see :func:`jaxmp.base.trees.cast`)."""
+    """Cast the floating arrays of ``tree`` to :func:`half_dtype` (see :func:`jaxmp.base.trees.cast`)."""
     return _tree.cast(tree, half_dtype())
 
 
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:
-    """``a`` where the bool scalar ``pred`` holds, else ``b`` (see :func:`jaxmp.base.trees.select_tree`).
+    """Return ``a`` if the bool scalar ``pred`` holds, else ``b`` (see :func:`jaxmp.base.trees.select_tree`).
 
     Raises:
       AssertionError: ``pred`` is not a boolean scalar.
@@ -168,7 +168,7 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
 
 class _Widening(LossScale):
     def scale(self, tree: T) -> T:
-        """``tree`` times the scale; half-precision leaves become float32 first."""
+        """Multiply ``tree`` by the scale; half-precision leaves become float32 first."""
         return super().scale(_tree.widen(tree))
 
 
@@ -185,12 +185,12 @@ class StaticLossScale(_Widening, loss_scale.StaticLossScale):
             super().__post_init__()
 
     def scale(self, tree: T) -> T:
-        """``tree`` times the scale; half-precision leaves become float32 first."""
+        """Multiply ``tree`` by the scale; half-precision leaves become float32 first."""
         require("loss_scale", self.loss_scale)
         return super().scale(tree)
 
     def unscale(self, tree: T) -> T:
-        """``tree`` divided by the scale; half-precision leaves become float32 first."""
+        """Divide ``tree`` by the scale; half-precision leaves become float32 first."""
         require("loss_scale", self.loss_scale)
         return super().unscale(tree)
 

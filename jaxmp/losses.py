@@ -52,7 +52,7 @@ class _Options(NamedTuple):
 
 
 class _Denominators(NamedTuple):
-    """The log-sum-exp of each token's logits in two parts, whose sum it is: the largest logit, and what is left."""
+    """The log-sum-exp of each token's logits, as the sum of the largest logit and a remainder."""
 
     largest: jax.Array
     logarithm: jax.Array
@@ -66,9 +66,9 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """The cross-entropy of each label, in nats; 0 where it is ignored.
+    """Return the cross-entropy of each label, in nats; 0 where it is ignored.
 
-    What the gradient needs is kept in the dtype of the logits, as is the gradient itself; all between is float32.
+    The residuals and the gradient have the dtype of the logits; everything between is float32.
 
     Args:
       logits: (..., classes) of any floating dtype.
@@ -129,7 +129,7 @@ def projected_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """The mean cross-entropy of the logits ``x @ weights.T + bias``, which never exist as a whole.
+    """Return the mean cross-entropy of ``x @ weights.T + bias``, computed in chunks.
 
     The logits of one chunk of tokens are computed in the dtype of ``x``, and with them what they add to the gradients:
     that of ``weights`` and ``bias`` is summed over the chunks in float32. Without a gradient none is computed.
@@ -188,7 +188,10 @@ def projected_cross_entropy(
 def _spread(
     plan: Plan, options: _Options, chunks: int, dtypes: Any, x: Any, weights: Any, bias: Any, labels: Any
 ) -> jax.Array:
-    """The mean of tokens that a train step has spread over devices: each adds up what its own give the weights."""
+    """Return the mean over tokens that a train step has split over devices.
+
+    Each device sums what its own tokens add to the gradient of the weights.
+    """
     x, labels = plan.parts(x), plan.parts(labels)
     weights, bias = plan.copies(weights), None if bias is None else plan.copies(bias)
 
@@ -197,8 +200,8 @@ def _spread(
 
     means = jax.vmap(mean, in_axes=(0, 0, None if bias is None else 0, 0))(x, weights, bias, labels)
     with precision("float32"):
-        found = (labels != _IGNORED).sum(1)
-        return (means * (found / jnp.maximum(found.sum(), 1)).astype(means.dtype)).sum()
+        counted = (labels != _IGNORED).sum(1)
+        return (means * (counted / jnp.maximum(counted.sum(), 1)).astype(means.dtype)).sum()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -263,7 +266,7 @@ def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any) -> tuple[jax.
 
 
 def _split(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
-    """Both with a leading axis of chunks, each of every n-th token; filled up with ignored ones."""
+    """Return both with a leading axis of chunks of every n-th token, filled up with ignored tokens."""
     missing = -len(x) % chunks
     x = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, chunks, x.shape[1])
     labels = jnp.pad(labels, (0, missing), constant_values=_IGNORED).reshape(-1, chunks)
@@ -279,7 +282,7 @@ def _count(labels: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, _Denominators]:
-    """The loss of each label and what its probabilities are divided by, in float32.
+    """Return the loss of each label and the denominators of its probabilities, in float32.
 
     The largest logit stays apart: added to the logarithm of a sum it would round it, the more the larger logits are.
     """
@@ -300,7 +303,7 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
 
 
 def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators, options: _Options) -> jax.Array:
-    """The gradient of each loss with respect to its logits, in float32."""
+    """Return the gradient of each loss with respect to its logits, in float32."""
     classes, smoothing, z_loss = options
     with precision("float32"):
         # Or XLA shares the differences from the largest logit with the loss, and keeps them in float32.
@@ -320,9 +323,9 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
 
 
 def _shift(dtype: Any, options: _Options) -> float:
-    """What float16 gradients of logits are multiplied by, so that they are no subnormals: a power of two, or 1.
+    """Return the power of two that keeps float16 gradients of logits out of the subnormals; 1 for other dtypes.
 
-    That makes none overflow: each is 1 at most, and more by what the z-loss adds for the largest logit there is.
+    None overflows: a gradient is at most 1, plus the part of the z-loss for the largest logit.
     """
     if dtype != jnp.float16:
         return 1.0
@@ -331,7 +334,7 @@ def _shift(dtype: Any, options: _Options) -> float:
 
 
 def _limits(logits: jax.Array, classes: int) -> jax.Array:
-    """An upper bound of each logit: none for a class, -inf for what pads the vocabulary."""
+    """Return an upper bound of each logit: inf for a class, -inf for the padding of the vocabulary."""
     limits = jnp.where(jnp.arange(logits.shape[-1]) < classes, jnp.inf, -jnp.inf)
     return limits.astype(logits.dtype)
 
@@ -364,7 +367,7 @@ def _check(labels: jax.Array, shape: tuple[int, ...], label_smoothing: float, z_
 
 
 def _is(kind: type, value: Any) -> bool:
-    """Whether a number is one of that kind, NumPy's too, and no array."""
+    """Return whether a number is of that kind, NumPy's too, and not an array."""
     return isinstance(value, kind)
 
 
@@ -375,5 +378,5 @@ def _check_floating(**arrays: jax.Array) -> None:
 
 
 def _wide(dtype: Any) -> Any:
-    """What is computed in."""
+    """Return the dtype to compute in."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Float8, Policy, PolicyMap, get_policy, hardware
 from jaxmp.inspect.program import targets
-from jaxmp.policy import float8
+from jaxmp.policy import float8, float8_product
 from jaxmp.sharding import Sharding
 from jaxmp.training import loss_function
 
@@ -34,7 +34,7 @@ def drawn(*shape, seed=0, dtype=jnp.bfloat16, spread=1.0):
 
 
 def dot(x, w, recipe=RECIPE, dimensions=PLAIN, **options):
-    return float8.dot_general(x, w, dimensions, recipe, **options)
+    return float8_product.dot_general(x, w, dimensions, recipe, **options)
 
 
 def exact(x):
@@ -147,7 +147,7 @@ class TestNumbers:
     @pytest.mark.parametrize("dtype", [E4M3, E5M2])
     def test_scales_are_bfloat16_numbers_with_which_the_largest_just_fits(self, dtype):
         largest = np.exp2(np.random.default_rng(0).uniform(-80, 120, 500)).astype(np.float32)
-        scales = np.array(jax.lax.map(lambda x: float8._scale(x, np.dtype(dtype).name), largest[:, None]))
+        scales = np.array(jax.lax.map(lambda x: float8_product._scale(x, np.dtype(dtype).name), largest[:, None]))
         assert np.array_equal(scales, scales.astype(ml_dtypes.bfloat16).astype(np.float32))
         ratio = largest.astype(np.float64) / float(ml_dtypes.finfo(dtype).max) / scales
         assert ratio.min() > 1 - 2**-7 and ratio.max() <= 1
@@ -227,7 +227,7 @@ class TestTransformations:
         for got, want in zip(jax.grad(scanned, (0, 1))(x, ws), jax.grad(looped, (0, 1))(x, ws), strict=True):
             assert off(got, want) < 0.06  # what XLA rounds differently may be quantised differently
 
-    @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS)])
+    @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)])
     def test_remat_changes_no_bit(self, policy, operands):
         x, w, _ = operands
         wanted = jax.jit(jax.grad(loss, (0, 1)))(x, w)

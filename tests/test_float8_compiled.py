@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Float8
-from jaxmp.inspect.compiled.hlo import NO_KERNEL, Program, is_end
-from jaxmp.inspect.program import targets
-from jaxmp.policy import float8
+from jaxmp.inspect.compiled.hlo import NO_KERNEL, HloProgram, is_end
+from jaxmp.inspect.program import compiling, targets
+from jaxmp.policy import float8_product
 from jaxmp.sharding import Sharding
 from jaxmp.training import loss_function
 
@@ -26,7 +26,7 @@ T, K, N = 4096, 2048, 8192
 
 
 def dot(x, w, recipe=RECIPE, dimensions=(((1,), (0,)), ((), ()))):
-    return float8.dot_general(x, w, dimensions, recipe)
+    return float8_product.dot_general(x, w, dimensions, recipe)
 
 
 def given_gradient(params, model_state, batch, rng):
@@ -39,7 +39,7 @@ def shape(*sizes):
 
 
 def program(fun, *args):
-    return Program(targets.compiled(jax.jit(fun), args, "h200").as_text())
+    return HloProgram(compiling.compiled(jax.jit(fun), args, "h200").as_text())
 
 
 def calls(found):
@@ -103,8 +103,8 @@ class TestForAnH200:
         batch = {"x": placed(jax.ShapeDtypeStruct((4096, 256), jnp.float32)),
                  "g": placed(jax.ShapeDtypeStruct((4096, 512), jnp.float32))}  # fmt: skip
         step = jaxmp.make_train_step(given_gradient, policy=policy, sharding=Sharding(mesh, specs))
-        made = targets.compiled(step, (state, batch), "h200")
-        assert calls(Program(made.as_text())) == (2, 2)
+        made = compiling.compiled(step, (state, batch), "h200")
+        assert calls(HloProgram(made.as_text())) == (2, 2)
         rows = jaxmp.inspect.collectives(made).rows
         assert [row.dtype for row in rows if row.kind == "reduce-scatter"] == ["float32"]
         assert [row.dtype for row in rows if row.kind == "all-gather"] == ["bfloat16"]
@@ -135,7 +135,7 @@ class TestForAnH200:
         )
         options = {**targets.COMPILER_OPTIONS, "xla_allow_excess_precision": False}
         text = lowered.lower(lowering_platforms=("cuda",)).compile(compiler_options=options).as_text()
-        assert calls(Program(text)) == (1, 1)
+        assert calls(HloProgram(text)) == (1, 1)
         # The scales reach the call through bfloat16, which changes no bit of what has no bits beyond.
         assert "65520" in text and "4294901760" in text
 
@@ -145,6 +145,6 @@ class TestForAnH200:
 
         args = shape(2048, 1024), shape(3, 1024, 1024)
         for fun in (loss, jax.checkpoint(loss, policy=loss_function.REMAT["float8"])):
-            text = targets.compiled(jax.jit(jax.grad(fun, (0, 1))), args, "h200").as_text()
+            text = compiling.compiled(jax.jit(jax.grad(fun, (0, 1))), args, "h200").as_text()
             stacked = set(re.findall(r"(\w+)\[3,2048,1024\]", text))
             assert stacked and stacked <= {"f8e4m3fn", "u8"}

@@ -15,8 +15,8 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import sharding
-from jaxmp.inspect import memory, traffic
-from jaxmp.inspect.program import targets
+from jaxmp.inspect import memory, traffic_groups
+from jaxmp.inspect.program import compiling, targets
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
@@ -448,19 +448,19 @@ class TestCollectives:
         ],
     )
     def test_groups_in_each_notation(self, text, groups):
-        assert traffic._groups(text) == groups
+        assert traffic_groups.groups_of(text) == groups
 
     def test_a_notation_that_is_not_known_is_an_error(self):
         with pytest.raises(ValueError, match=r"XLA's notations .* got replica_groups=<4x2>; take a JAX"):
-            traffic._groups("all-reduce(%x), replica_groups=<4x2>, to_apply=%add")
+            traffic_groups.groups_of("all-reduce(%x), replica_groups=<4x2>, to_apply=%add")
 
     def test_axes_of_groups(self):
         mesh = mesh_of(data=2, fsdp=2)
-        assert traffic._axis_of([[0, 1], [2, 3]], mesh) == "fsdp"
-        assert traffic._axis_of([[0, 2], [1, 3]], mesh) == "data"
-        assert traffic._axis_of([[0, 1, 2, 3]], mesh) == "data+fsdp"
-        assert traffic._axis_of([[0, 1], [1, 0]], mesh) == "fsdp"
-        assert traffic._axis_of([[0, 1]], None) == "2 devices"
+        assert traffic_groups.axis_of([[0, 1], [2, 3]], mesh) == "fsdp"
+        assert traffic_groups.axis_of([[0, 2], [1, 3]], mesh) == "data"
+        assert traffic_groups.axis_of([[0, 1, 2, 3]], mesh) == "data+fsdp"
+        assert traffic_groups.axis_of([[0, 1], [1, 0]], mesh) == "fsdp"
+        assert traffic_groups.axis_of([[0, 1]], None) == "2 devices"
 
 
 @pytest.fixture(scope="module")
@@ -484,7 +484,7 @@ class TestForEightGPUs:
 
     def test_weights_cross_the_wire_in_half_and_gradients_in_float32(self, step_and_shapes):
         step, (state, batch) = step_and_shapes
-        found = jaxmp.inspect.collectives(targets.compiled(step, (state, batch), "h200", "1x2x4"))
+        found = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200", "1x2x4"))
         weights = sum(leaf.size for name, leaf in state.params.items() if name != "bias")
         moved = {(row.kind, row.dtype): 0.0 for row in found.rows}
         for row in found.rows:
@@ -506,6 +506,6 @@ class TestForEightGPUs:
     def test_a_topology_that_does_not_fit_is_refused(self, step_and_shapes):
         step, args = step_and_shapes
         with pytest.raises(ValueError, match=r"must have the GPUs of the mesh, got '1x1x4' of 4 and a mesh of 8"):
-            targets.compiled(step, args, "h200", "1x1x4")
+            compiling.compiled(step, args, "h200", "1x1x4")
         with pytest.raises(ValueError, match=r"slices × hosts × GPUs of each host, .* got '8'"):
-            targets.compiled(step, args, "h200", "8")
+            compiling.compiled(step, args, "h200", "8")

@@ -96,7 +96,7 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
         lowered = step.lower(jax.eval_shape(start), case.batch)
         compiled = lowered.compile()
         texts = {"lowered": lowered.as_text("hlo"), "compiled": compiled.as_text()}
-        counts = {stage: programs.counts(hlo.Program(text)) for stage, text in texts.items()}
+        counts = {stage: programs.counts(hlo.HloProgram(text)) for stage, text in texts.items()}
         about = {"bytes": memory.of_compiled(compiled), "programs": counts}
         turn = timing.turn(compiled, start(), batch)
         return Prepared(turn, lambda: float(turn()[1]), about=about)

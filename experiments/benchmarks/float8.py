@@ -161,7 +161,7 @@ def ready(part: Part, size: Any, way: str, tokens: int, device: str | None, rout
     """A way of jaxmp's, compiled, with what its program tells."""
     start, step = case_of(part, size, way, tokens, route)
     compiled = memory.compiled(step, jax.eval_shape(start), device)
-    found = programs.facts(compiled, hlo.Program(compiled.as_text()))
+    found = programs.facts(compiled, hlo.HloProgram(compiled.as_text()))
     dots = {name: count for name, count in found["products"].items() if name.startswith("dot")}
     float8 = sum(count for name, count in dots.items() if "f8e" in name)
     about = {"float8 of products": f"{float8} of {sum(dots.values())}", "kernels": found["launches"]}

@@ -30,7 +30,7 @@ import tyro
 from experiments.benchmarks.shared import records
 from experiments.report.tables import Table, terminal
 from experiments.training import cli, kept
-from experiments.training.runs import alone_in, run_folder
+from experiments.training.run_folders import alone_in, run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -39,7 +39,7 @@ LEAST = 1.0
 TO_REPORT = 0.1
 """Of a piece's minutes, those in which it starts nothing new and writes what it has."""
 CUT = 124
-"""What `timeout` exits with when it has ended a command."""
+"""The exit code of `timeout` when it has ended a command."""
 
 STEP_ROWS = (
     "jaxmp-bf16", "hand-bf16", "compile-bf16", "jaxmp-fp16", "jaxmp-fp16-unscaled", "compile-fp16", "jaxmp-bf16-remat",
@@ -82,7 +82,7 @@ class Piece:
 
     @property
     def missing(self) -> list[str]:
-        """What it wants and is not installed."""
+        """The packages that the piece wants and that are not installed."""
         return [package for package in self.wants if importlib.util.find_spec(package) is None]
 
     @property
@@ -173,7 +173,7 @@ def _captured(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def foreseen(pieces: list[Piece], here: dict[str, Any], small: bool) -> list[str]:
-    """What will fail or be missing, by what is not here: packages, data, memory."""
+    """Return warnings about missing packages, data and memory."""
     found = [
         f"{package} is not installed: wanted by {', '.join(piece.name for piece in pieces if package in piece.wants)}"
         for package in dict.fromkeys(package for piece in pieces for package in piece.missing)
@@ -192,7 +192,7 @@ def foreseen(pieces: list[Piece], here: dict[str, Any], small: bool) -> list[str
 
 
 class Run:
-    """What became of each piece, in a folder that the next command goes on from.
+    """The state of each piece, in a folder with which the next command continues.
 
     Args:
       config: the flags.

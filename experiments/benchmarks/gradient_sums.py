@@ -247,7 +247,7 @@ def _torch_loop(torch: Any, x: Any, recurrent: Any) -> Any:
 
 
 def torch_gradient(case: Case, half: str) -> np.ndarray:
-    """What PyTorch's autocast makes of the gradient."""
+    """Return the gradient under PyTorch's autocast."""
     import torch
 
     params = {name: torch.tensor(value, requires_grad=True) for name, value in case.params.items()}
@@ -378,7 +378,7 @@ def table(results: list[dict[str, Any]], half: str) -> Table:
 
 
 def sentence(run: dict[str, Any]) -> str:
-    """What the README says of it, with its number: the embedding in bfloat16."""
+    """Return the README's sentence: the error of an embedding in bfloat16."""
     found = next(each for each in run["results"] if (each["case"], each["half"]) == ("embedding", "bfloat16"))
     ours = max(found["ways"][way]["error"] for way in (LINEN, NNX, AUTOCAST))
     return (

@@ -124,7 +124,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def picture(result: dict[str, Any]) -> plots.Panel:
-    """What each variant adds to a step without scaling, in percent, with the rounds' quartiles."""
+    """Return the cost of each variant in percent of an unscaled step, with quartiles."""
     rows = {name: row["ratio"] for name, row in result["variants"].items() if name != REFERENCE and "ratio" in row}
     dots = {label: tuple(100 * (ratio - 1) for ratio in ratios) for label, ratios in rows.items()}
     return plots.Panel(

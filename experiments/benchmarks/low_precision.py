@@ -64,14 +64,14 @@ def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], 
     args = jax.eval_shape(start)
     compiled = memory.compiled(step, args, config.device)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args[0]))
-    moved = programs.traffic(hlo.Program(compiled.as_text()))[0]
+    moved = programs.traffic(hlo.HloProgram(compiled.as_text()))[0]
     found = {"kept": kept, "moved": moved, "temporary": compiled.memory_analysis().temp_size_in_bytes}
     turn = None if config.device else timing.turn(compiled, *jax.jit(start)())
     return {name: n / args[1].size for name, n in found.items()}, turn
 
 
 def step_mib(config: Config, variant: tuple[str, str]) -> float:
-    """What a train step needs at most."""
+    """Return the peak memory of a train step."""
     length, layers, width, batch = (32, 2, 256, 2) if config.smoke else (2048, 24, 2048, 8)
     model = GPT2(50257, length, layers, width // 128, width, "full", loop=True)
     model = jaxmp.linen.apply_policy(model, "mixed_bfloat16" if variant == REFERENCE else "bfloat16_sr")

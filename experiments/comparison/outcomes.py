@@ -46,7 +46,7 @@ def read_variant(text: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained: a training script, and a preset of its flags."""
+    """A training script with a preset of its flags."""
 
     script: ModuleType
     preset: dict[str, Any]
@@ -87,7 +87,7 @@ class Task:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one policy with one loss scale did. Lists have one entry a seed, the baseline's in the same order.
+    """The results of a policy with a loss scale; lists have one entry for each seed.
 
     Attributes:
       policy: the policy's name.
@@ -124,7 +124,7 @@ class Outcome:
 
     @property
     def label(self) -> str:
-        """What it is called."""
+        """The name in tables and pictures."""
         return label(self.policy, self.loss_scale)
 
 

@@ -1,4 +1,4 @@
-"""What a comparison says: tables, the users' acceptance rule, one sentence."""
+"""The report of a comparison: tables, an acceptance rule, and one sentence."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def criteria(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> list[Cr
 
 
 def tables(title: str, outcomes: list[Outcome], tensor_cores: bool) -> list[Table]:
-    """What came out, what it cost, and how the acceptance rule judges it on a device with or without tensor cores."""
+    """Return tables of results, costs and the verdict of the acceptance rule."""
     baseline = outcomes[0]
     notes = (NOTES["rule"],) if tensor_cores else (NOTES["rule"], NOTES["not judged"])
     return [
@@ -112,7 +112,7 @@ def as_json(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> dict[str
 
 
 def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
-    """What the formats did to the held-out result of this task, made from the numbers.
+    """Return a sentence on the held-out results of a task.
 
     A result counts as worse than float32's if it is so by more than two standard deviations over float32's seeds, and
     by more than 0.02 of loss or 0.5 points of accuracy.

@@ -86,7 +86,7 @@ def encoded(path: Path, shape: tuple[int, int, int]) -> io.BytesIO | Image.Image
 
 
 def visible(folder: Path) -> list[Path]:
-    """What is in a folder, but for what is hidden."""
+    """Return the files and folders in a folder that are not hidden."""
     return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 

@@ -60,7 +60,7 @@ def on_device(columns: Columns) -> Images:
 
 
 def steps_per_epoch(images: Images, batch_size: int) -> int:
-    """How many whole batches a split has.
+    """Return the number of whole batches in a split.
 
     Raises:
       DataError: not one.
@@ -150,7 +150,7 @@ def _send(images: Images, rows: np.ndarray, place: Place | None) -> tuple[jax.Ar
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each asked for one earlier than it is needed."""
+    """Yield the items, each computed one earlier than it is needed."""
     ahead = next(items)
     for item in items:
         yield ahead

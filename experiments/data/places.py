@@ -65,7 +65,7 @@ def find(name: str, root: Path) -> tuple[Found | None, list[str]]:
 
 
 def parsed(name: str, paths: Mapping[str, str | Path], origin: str) -> Found:
-    """What is in the archives at ``paths``, by the names under which they are published."""
+    """Return the images in the archives at ``paths``, keyed by their published names."""
 
     def read(split: str) -> archives.Split:
         if name == "cifar10":

@@ -152,7 +152,7 @@ def _prepare(name: str, root: Path, final: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without TFDS's progress bars, its announcement on stdout and absl's advice."""
+    """Silence TFDS's progress bars, its announcement on stdout, and absl's advice."""
     import tensorflow_datasets as tfds
 
     logger = logging.getLogger("absl")

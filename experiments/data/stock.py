@@ -109,7 +109,7 @@ def _reach(url: str) -> None:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[None]:
-    """With TFDS's bar while it downloads, where somebody is looking."""
+    """Show TFDS's progress bar on a terminal while it downloads."""
     if sys.stderr.isatty():
         tfds.enable_progress_bar()
     try:

@@ -1,1 +1,1 @@
-"""What a step takes: time, memory, operations, zeros among gradients; and on which machine."""
+"""Measure a step: time, memory, operations, vanished gradients, and the machine."""

@@ -87,7 +87,7 @@ def command() -> str:
 
 
 def program_line() -> list[str]:
-    """How this process was started, without its arguments."""
+    """Return the command that started this process, without its arguments."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
         return ["python", "-m", spec.name.removesuffix(".__main__")]

@@ -1,4 +1,4 @@
-"""How many gradients a format turned into zeros: of the parameters, and of the activations on the way to them."""
+"""Count gradients of params and activations that a format turned into zeros."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jaxmp
 
 
 def zero_share(reference: Any, grads: Any) -> float:
-    """Of the entries that are not zero in ``reference``, the share that is exactly zero in ``grads``.
+    """Return the share of ``reference``'s nonzero entries that are zero in ``grads``.
 
     Not a number for trees without arrays.
 

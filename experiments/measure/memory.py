@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from experiments.models import attention
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.program import compiling
 from jaxmp.training.step import TrainStep
 
 NO_ROOM = sys.maxsize
-"""What a step needs that could not even be compiled: nobody knows how much."""
+"""The need of a step that had no room to be compiled."""
 
 
 def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> int:
@@ -45,7 +45,8 @@ def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None
       device: a GPU that is not there to compile for, where half attention is cuDNN's; None for the device that is.
     """
     with attention.implementation("cudnn" if device else None):
-        return targets.compiled(step if isinstance(step, TrainStep) else jax.jit(step, donate_argnums=0), args, device)
+        jitted = step if isinstance(step, TrainStep) else jax.jit(step, donate_argnums=0)
+        return compiling.compiled(jitted, args, device)
 
 
 def of_compiled(compiled: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""What is measured in a process of its own, one after the other, while the next one's imports run; and busy hosts."""
+"""Measure rows in processes of their own, one after the other; keep cores busy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.training.runs import strict_json
+from experiments.report.json_files import strict_json
 
 PATIENCE = 300.0
 """Seconds that a row alone may take: what hangs is not to take the time of all others."""
@@ -59,7 +59,7 @@ def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def answer(measure: Callable[[], dict[str, Any]]) -> None:
-    """What a process of :func:`in_processes` does: waits for its turn, measures, and prints what it found.
+    """Wait for this process's turn, measure, and print the result.
 
     It ends with the process that started it: it would measure beside the next run's rows.
 
@@ -75,7 +75,7 @@ def answer(measure: Callable[[], dict[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def busy_cores(count: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Within it a process of its own works on every core of the host, or so many processes do: those."""
+    """Keep every core of the host busy, or ``count`` of them; yields the processes."""
     program = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
     started = [subprocess.Popen(program, stdout=subprocess.PIPE) for _ in range(count or os.cpu_count() or 1)]
     try:

@@ -27,7 +27,7 @@ _PRODUCT = re.compile(
 
 
 def uses_tensor_cores(kernel: str, precision: str = "half") -> bool:
-    """Whether a kernel multiplies on tensor cores, as its name tells.
+    """Return whether a kernel multiplies on tensor cores, judged by its name.
 
     Where true float32 products were asked for, ``"fp32"``, only a name that says so counts.
 

@@ -1,4 +1,4 @@
-"""What XLA's programs consist of: products and casts by dtype, kernels, and the bytes that all but products move."""
+"""Count products, casts, kernels and bytes in XLA's programs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.measure import memory
-from jaxmp.inspect.compiled.hlo import NO_KERNEL, NO_WORK, Instruction, Program, is_end, product_kind
+from jaxmp.inspect.compiled.hlo import NO_KERNEL, NO_WORK, HloProgram, Instruction, is_end
+from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind, products_of
 
 
-def facts(compiled: Any, program: Program) -> dict[str, Any]:
+def facts(compiled: Any, program: HloProgram) -> dict[str, Any]:
     """What a compiled function has of all that this module counts, and bytes: ``traffic``, ``temporaries``, ``peak``.
 
     Args:
@@ -28,12 +29,12 @@ def facts(compiled: Any, program: Program) -> dict[str, Any]:
     }
 
 
-def counts(program: Program) -> dict[str, Any]:
+def counts(program: HloProgram) -> dict[str, Any]:
     """``products``, ``casts``, and ``round_trips``, the casts that undo one another."""
     return {"products": products(program), "casts": casts(program), "round_trips": round_trips(program)}
 
 
-def products(program: Program) -> Counter[str]:
+def products(program: HloProgram) -> Counter[str]:
     """How many matrix products, convolutions and fused attentions there are, as in ``"dot bf16×bf16"``."""
     counts = Counter[str]()
     for computation, instruction, times in program.walk():
@@ -43,7 +44,7 @@ def products(program: Program) -> Counter[str]:
 
 
 def words(numbers: Mapping[str, int]) -> str:
-    """How many there are of each kind."""
+    """Return the number of each kind."""
     return ", ".join(f"{number} {kind}" for kind, number in sorted(numbers.items())) or "none"
 
 
@@ -56,7 +57,7 @@ def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
     )
 
 
-def casts(program: Program) -> Counter[str]:
+def casts(program: HloProgram) -> Counter[str]:
     """How many casts between floating dtypes there are, as in ``"f32→bf16"``."""
     counts = Counter[str]()
     for computation, instruction, times in program.walk():
@@ -65,7 +66,7 @@ def casts(program: Program) -> Counter[str]:
     return counts
 
 
-def round_trips(program: Program) -> int:
+def round_trips(program: HloProgram) -> int:
     """How many casts undo the cast before them: float32 to half and back, or half to float32 and back."""
     count = 0
     for computation, instruction, times in program.walk():
@@ -76,14 +77,14 @@ def round_trips(program: Program) -> int:
     return count
 
 
-def _cast(program: Program, computation: str, instruction: Instruction) -> str | None:
+def _cast(program: HloProgram, computation: str, instruction: Instruction) -> str | None:
     if instruction.opcode != "convert":
         return None
     (old, *_), new = program.dtypes(computation, instruction) or ("",), instruction.arrays[0].dtype
     return f"{old}→{new}" if "f" in old and "f" in new else None
 
 
-def launches(program: Program) -> int:
+def launches(program: HloProgram) -> int:
     """How many kernels a run launches: fusions, products, copies and the like, a loop's as often as it repeats.
 
     A call of a library is one, however many kernels the library makes of it.
@@ -92,29 +93,29 @@ def launches(program: Program) -> int:
     return sum(times for _, each, times in kernels if each.opcode not in NO_KERNEL and not is_end(each.opcode))
 
 
-def attention_flops(program: Program) -> dict[str, int]:
+def attention_flops(program: HloProgram) -> dict[str, int]:
     """FLOPs of cuDNN's fused attentions by dtype: two products forward, five backward, masks ignored."""
     flops = Counter[str]()
     for computation, instruction, times in program.walk(into_fusions=False, repeat_loops=True):
-        for product in program.products_of(computation, instruction, masked=False):
+        for product in products_of(program, computation, instruction, masked=False):
             if product.kind == "attention":
                 flops[product.dtype] += times * product.flops
     return dict(flops)
 
 
-def traffic(program: Program) -> tuple[float, float]:
+def traffic(program: HloProgram) -> tuple[float, float]:
     """Bytes that kernels other than products move, read plus written, and those of them that change a layout."""
     total = layout = 0.0
     for computation, instruction, times in program.walk(into_fusions=False, repeat_loops=True):
         if instruction.opcode in NO_WORK or is_end(instruction.opcode) or _is_product(program, instruction):
             continue
-        moved = times * program.moved(computation, instruction)
+        moved = times * moved_bytes(program, computation, instruction)
         total += moved
         layout += moved * (instruction.opcode in ("copy", "transpose") or "wrapped_transpose" in instruction.text[:80])
     return total, layout
 
 
-def _is_product(program: Program, instruction: Instruction) -> bool:
-    """Whether it is a product, or a library's product that a fusion hands a slice to."""
+def _is_product(program: HloProgram, instruction: Instruction) -> bool:
+    """Return whether it is a product, or a fusion around a library's product."""
     calls = [each for _, each in program.inside(instruction)] if instruction.opcode == "fusion" else []
     return bool(product_kind(instruction)) or any(each.opcode == "custom-call" and product_kind(each) for each in calls)

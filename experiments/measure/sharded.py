@@ -23,7 +23,7 @@ Way = Literal["linen", "autocast", "nnx", "hand"]
 
 
 def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way: Way = "linen") -> dict[str, Any]:
-    """What a train step of a model needs of each GPU of a cluster, and what that sends, in bytes.
+    """Return the bytes that a train step needs on each GPU, and sends.
 
     A GPU has 8 sequences of 1,024 tokens, or 2 that are longer. The blocks are a loop, each computed again in its
     backward pass.

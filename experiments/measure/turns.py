@@ -1,4 +1,4 @@
-"""What takes turns in one process: ways that are made ready, timed beside one another, and may fail alone."""
+"""Time several functions in turn in one process; each may fail alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LACKS = "not installed: "
 
 @dataclasses.dataclass
 class Prepared:
-    """What is compiled and has its state on the device, a step say.
+    """A compiled function whose state is on the device, such as a step.
 
     Attributes:
       turn: does it once, without waiting; what it returns ``jax.block_until_ready`` can wait for.
@@ -114,7 +114,7 @@ def compared(
     block_ms: float,
     tell: Callable[[int, str], None],
 ) -> dict[str, dict[str, Any]]:
-    """What is known of each way, its times and their ratio to the first one's; an ``error`` of one that failed.
+    """Return each way's times and their ratio to the first one's, or its ``error``.
 
     Args:
       make: name to what makes it ready.

@@ -19,7 +19,7 @@ _implementation: ContextVar[Implementation | None] = ContextVar("attention_imple
 
 @contextlib.contextmanager
 def implementation(name: Implementation | None) -> Iterator[None]:
-    """Within it :func:`attention` is traced for that implementation, whatever the default backend is.
+    """Trace :func:`attention` for that implementation, whatever the default backend is.
 
     Who compiles for a GPU that is not there asks for ``"cudnn"``; None goes by the default backend again. A jitted
     function that was traced before keeps what it was traced for.
@@ -44,7 +44,7 @@ def implementation(name: Implementation | None) -> Iterator[None]:
 
 
 def asked() -> Implementation | None:
-    """What :func:`implementation` asks for here."""
+    """Return the implementation to trace for."""
     return _implementation.get()
 
 

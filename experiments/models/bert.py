@@ -60,7 +60,7 @@ class BERT(nn.Module):
     def hidden(
         self, tokens: jax.Array, *, token_types: jax.Array | None = None, mask: jax.Array | None = None
     ) -> jax.Array:
-        """What the encoder's last layer gives, (batch, sequence, width).
+        """Return the output of the encoder's last layer, (batch, sequence, width).
 
         Args:
           tokens: (batch, sequence).

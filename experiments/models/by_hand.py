@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """What GPT-2 and BERT have; their embeddings are the output layer too."""
+    """The common part of GPT-2 and BERT, whose embeddings are the output layer too."""
 
     vocabulary: int
     sequence: int

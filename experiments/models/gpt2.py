@@ -64,7 +64,7 @@ class GPT2(nn.Module):
         return self.wte.attend(self.hidden(tokens))[..., : self.vocabulary]
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
-        """What the output layer reads, (batch, sequence, width)."""
+        """Return the input of the output layer, (batch, sequence, width)."""
         return self._hidden(tokens).reshape(*tokens.shape, self.width)
 
     def loss(self, tokens: jax.Array, targets: jax.Array, *, ignore_index: int | None = None) -> jax.Array:

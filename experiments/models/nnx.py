@@ -1,4 +1,4 @@
-"""The same models in Flax NNX, in float32: with the weights of the Linen ones they compute what those compute."""
+"""The models in Flax NNX, which compute the same as those in Linen."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class GPT2(nnx.Module):
         return self.embed.attend(self.hidden(tokens))
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
-        """What the output layer reads, (batch, tokens, width)."""
+        """Return the input of the output layer, (batch, tokens, width)."""
         x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         if isinstance(self.blocks, nnx.List):
             for block in self.blocks:

@@ -1,4 +1,4 @@
-"""What GPT-2 and BERT share: embeddings that are also the output layer, and blocks that recompute."""
+"""The common parts of GPT-2 and BERT: embeddings, and blocks that recompute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from experiments.models.attention import attention
 from jaxmp.base.hardware import align_dim
 from jaxmp.losses import projected_cross_entropy
-from jaxmp.policy import float8
+from jaxmp.policy import float8_product
 
 Remat = Literal["none", "attention", "dots", "float8", "full"]
 NORMAL = nn.initializers.normal(0.02)
@@ -72,7 +72,7 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        """What leaves the block, from what came in and what attention made of it."""
+        """Return the output of the block, from its input and attention's result."""
         raise NotImplementedError
 
     def __call__(self, x: jax.Array, batch: int, mask: jax.Array | None = None) -> jax.Array:
@@ -97,7 +97,7 @@ class Block(nn.Module):
         if self.remat == "dots":
             run = nn.remat(whole, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
         elif self.remat == "float8":
-            run = nn.remat(whole, policy=jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS))
+            run = nn.remat(whole, policy=jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS))
         elif self.remat == "full":
             run = nn.remat(whole)
         return run(self, x)

@@ -48,7 +48,7 @@ class _Leaf(NamedTuple):
 
 
 class Published(NamedTuple):
-    """How a kind of model is published: :data:`PUBLISHED_GPT2` and :data:`PUBLISHED_BERT`.
+    """The published form of a model's weights: :data:`PUBLISHED_GPT2`, :data:`PUBLISHED_BERT`.
 
     Attributes:
       model: the model whose params these are, from the shapes of the tensors and the number of layers.

@@ -27,7 +27,7 @@ LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large a model and its batch are.
+    """The sizes of a model and its batch.
 
     Attributes:
       batch_size: examples a step.
@@ -54,13 +54,13 @@ FULL = {
     "bert": Sizes(64, 512, vocabulary=30522),
     "gpt2": Sizes(16, 1024, vocabulary=50257),
 }
-"""What the field measures."""
+"""The usual sizes of benchmarks."""
 SMOKE = {
     "resnet50": Sizes(2, 32, layers=1, width=8, vocabulary=10),
     "bert": Sizes(2, 32, layers=2, width=64, vocabulary=96),
     "gpt2": Sizes(2, 32, layers=2, width=64, vocabulary=96),
 }
-"""What a CPU runs in a moment: the same code."""
+"""Small sizes that a CPU runs in a moment, for the same code."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Workload:
 
     @property
     def images(self) -> bool:
-        """Whether it takes images, not tokens."""
+        """Return whether the model takes images rather than tokens."""
         return self.name == "resnet50"
 
     @property
     def unit(self) -> str:
-        """What is counted of a batch."""
+        """The name of a batch's elements."""
         return "images" if self.images else "tokens"
 
     @property
@@ -103,7 +103,7 @@ class Workload:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a result says of it."""
+        """The description in results."""
         return {"model": self.name, "text": self.text, "items": self.items, "unit": self.unit}
 
     @property

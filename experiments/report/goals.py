@@ -26,7 +26,7 @@ class Goal(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether the figure reaches the limit; both must be there."""
+        """Return whether the figure reaches the limit; both must be there."""
         return self.value >= self.limit if self.least else self.value <= self.limit
 
     def sentence(self) -> str:
@@ -38,7 +38,7 @@ class Goal(NamedTuple):
         return f"{verdict}: {figure}, the goal at {'least' if self.least else 'most'} {self._limit(self.form)}"
 
     def cell(self, form: str = "", mark: str = "") -> str:
-        """The same in a table; empty if it was not measured."""
+        """Return the cell of a table; empty if it was not measured."""
         if self.value is None:
             return ""
         form = form or self.form
@@ -55,5 +55,5 @@ def share(part: float | None, whole: float | None) -> float | None:
 
 
 def saved(needed: float | None) -> float | None:
-    """What is saved of a whole, of which this share is needed."""
+    """Return the share that is saved."""
     return None if needed is None else 1 - needed

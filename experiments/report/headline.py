@@ -104,7 +104,7 @@ class Sources:
         return [each for each in (self.train_step, self.compiled, self.remat, self.accuracy) if each]
 
     def steps(self, model: str) -> Results:
-        """What was measured of a model's train step, perhaps nothing."""
+        """Return the measurements of a model's train step, if there are any."""
         found = self.train_step.data["models"].get(model) if self.train_step else None
         found = found if found and _full(model, found) else {}
         alone = {key: {"train": row} for key, row in found.get("train", {}).items()}

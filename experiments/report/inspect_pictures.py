@@ -33,7 +33,7 @@ from experiments.measure.environment import environment
 from experiments.models import GPT2, attention
 from experiments.models.workloads import Workload, workload
 from experiments.training import cli, kept, loop, text_training
-from experiments.training.runs import run_folder
+from experiments.training.run_folders import run_folder
 from jaxmp.inspect import Memory, Watch, compare, memory, plots
 
 Name = Literal["training", "compare", "scale", "plan", "memory"]
@@ -95,7 +95,7 @@ def of_training(folder: Path, smoke: bool) -> Iterator[Picture]:
 
 
 def of_compare(folder: Path, smoke: bool) -> Iterator[Picture]:
-    """What bfloat16 changes in a model that has learned a little."""
+    """Draw the errors of bfloat16 in a model that has learned a little."""
     config = language_model(smoke, policy="float32", loss_scale="none", run_dir=folder)
     experiment = language_modeling.prepare(config)
     state, batches = experiment.init(0), experiment.train_batches(0)
@@ -113,7 +113,7 @@ def of_compare(folder: Path, smoke: bool) -> Iterator[Picture]:
 
 
 def of_scale(folder: Path, smoke: bool) -> Iterator[Picture]:
-    """How the scale of float16 finds its place."""
+    """Draw the dynamic loss scale of a short run in float16."""
     scale = "dynamic:loss_scale=65536,period=5"
     config = language_model(smoke, policy="mixed_float16", loss_scale=scale, run_dir=folder / "float16")
     if not (config.run_dir / "summary.json").is_file():
@@ -123,7 +123,7 @@ def of_scale(folder: Path, smoke: bool) -> Iterator[Picture]:
 
 
 def of_plan(folder: Path, smoke: bool) -> Iterator[Picture]:
-    """What autocast decides for the loss of a model with one block."""
+    """Draw the decisions of autocast for the loss of a model with one block."""
     config = language_model(smoke, layers=1)
     model = GPT2(256, config.context, config.layers, config.heads, config.width)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.context), jnp.int32)

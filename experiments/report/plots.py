@@ -1,4 +1,4 @@
-"""How pictures look, drawn without a display, and the curves of a run; every other picture is beside what it shows."""
+"""The style of pictures, drawn without a display, and the curves of a run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmp.inspect.plots import COLORS as COLORS
-from jaxmp.inspect.plots import GREY, LIGHT
-from jaxmp.inspect.plots import figure as figure
-from jaxmp.inspect.plots import style as style
+from jaxmp.inspect.plots.drawing import COLORS as COLORS
+from jaxmp.inspect.plots.drawing import GREY, LIGHT
+from jaxmp.inspect.plots.drawing import figure as figure
+from jaxmp.inspect.plots.drawing import style as style
 
 
 def drawn(draw: Callable[..., None]) -> Callable[..., None]:

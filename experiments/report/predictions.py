@@ -26,7 +26,7 @@ class Timed(NamedTuple):
 
     @property
     def error(self) -> float:
-        """How far off the prediction is, of what was measured."""
+        """The error of the prediction, relative to the measured time."""
         return self.predicted / self.measured - 1
 
 

@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class _Bar(rich.progress.Progress):
-    """With the task's text on a line of its own, of as many whole fields as a narrow terminal has room for."""
+    """A bar with its text on a line of its own, cut to whole fields on narrow terminals."""
 
     def get_renderables(self) -> Iterable[rich.console.RenderableType]:
         yield self.make_tasks_table(self.tasks)

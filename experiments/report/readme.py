@@ -55,7 +55,7 @@ def block(root: Path = ROOT) -> str:
 
 
 def _cost_of_scaling(file: Path) -> str:
-    """What loss scaling adds to a step, in a sentence."""
+    """Return a sentence on the cost of loss scaling."""
     costs = []
     for heading, text in sections(file).items():
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]

@@ -36,7 +36,7 @@ class Table:
             console.print(note, style="dim", markup=False, highlight=False)
 
     def markdown(self) -> str:
-        """As Markdown, under a heading."""
+        """Return the table as Markdown, under a heading."""
         lines = [f"## {self.title}", "", _row(self.columns)]
         lines.append(_row(tuple("---" if i < self.left else "---:" for i in range(len(self.columns)))))
         lines += [_row((*row, *[""] * (len(self.columns) - len(row)))) for row in self.rows]

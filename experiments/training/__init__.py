@@ -1,1 +1,1 @@
-"""How a script trains: its flags, its loop, its run folder, its checkpoints."""
+"""Training of a script: flags, loop, run folder and checkpoints."""

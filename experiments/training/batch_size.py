@@ -22,7 +22,7 @@ from experiments.measure import memory
 from experiments.measure.memory import NO_ROOM
 from experiments.training import processes
 from experiments.training.experiment import Experiment
-from experiments.training.loop import folder_to_resume
+from experiments.training.run_folders import folder_to_resume
 
 C = TypeVar("C")
 

@@ -3,9 +3,7 @@
 A checkpoint is a folder named by its step. Its ``state`` holds the arrays of a :class:`jaxmp.TrainState` by their
 paths, the loss scale's apart from the rest, because it alone may be started afresh under another policy; its ``about``
 holds what else a run needs. Orbax gives a folder its name once all is in it, so that a kill leaves a folder that nobody
-takes for a checkpoint. What Orbax may not see is a file that is damaged later: ``checksums.sha256``, which ``sha256sum
---check`` reads too, tells. It begins with a comment that has the checksum of its own lines, so that damage in it is not
-taken for damage in a file that it lists.
+takes for a checkpoint. A file that is damaged later is found by its checksum (:mod:`experiments.training.checksums`).
 
 Several processes write a checkpoint together, each what its devices hold, into a folder that all see; the first one
 does the rest: it removes what was left half written, and adds the checksums when all have written. Any number of
@@ -17,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import shlex
@@ -34,13 +31,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import jaxmp
-from experiments.training import processes
+from experiments.training import checksums, processes
 from jaxmp.base.trees import path_name
 from jaxmp.optim.scaling_state import LossScalingState
 
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of the folder that Orbax is still writing
-_CHECKSUMS = "checksums.sha256"
-_ITEMS = ("state", "about")
 _LOSS_SCALE = "loss_scale/"
 _UNWRITABLE = "[]\\"  # Orbax looks for what it wrote with a glob, in which these have a meaning
 _MERGED = "state/manifest.ocdbt"  # what Orbax writes last of the arrays, and reads first
@@ -188,7 +183,7 @@ class Checkpoints:
             # Called when all of a checkpoint is written, before it gets its name.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
         )
-        self._manager = _Manager(folder.absolute(), item_names=_ITEMS, options=options)
+        self._manager = _Manager(folder.absolute(), item_names=checksums.ITEMS, options=options)
         self._held = contextlib.ExitStack()
         self._held.enter_context(_quiet())
         # Of the writes beside one that failed asyncio tells when they are collected: any time, after the end even.
@@ -241,8 +236,7 @@ class Checkpoints:
         (folder,) = unfinished(self._folder)
         if not (folder / _MERGED).is_file():
             raise FileNotFoundError(f"{folder / _MERGED} was not written, without which nothing can be read back")
-        lines = "".join(f"{checksum}  {name}\n" for name, checksum in _checksums(folder).items())
-        (folder / _CHECKSUMS).write_text(_own_checksum(lines) + lines)
+        checksums.write(folder)
 
     def wait(self) -> None:
         """Returns when all is written.
@@ -258,7 +252,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failures_as_one_line(self) -> Iterator[None]:
-        """What Orbax raises, whatever it is, for a disk that is full say, as an OSError with the folder and the end."""
+        """Turn any failure of Orbax, such as a full disk, into a short OSError."""
         try:
             yield
         except Exception as error:
@@ -273,7 +267,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """What a process that was killed inside a save left in a folder."""
+    """Return the half-written checkpoints of a process that was killed while saving."""
     return [path for path in folder.iterdir() if _UNFINISHED in path.name] if folder.is_dir() else []
 
 
@@ -309,7 +303,7 @@ def read(folder: Path, step: int, check: bool = True) -> Checkpoint:
       CheckpointError: it is damaged.
     """
     path = folder / str(step)
-    if check and (problem := _damage(path)):
+    if check and (problem := checksums.find_damage(path)):
         raise CheckpointError(f"the checkpoint {path} is damaged: {problem}")
     with _quiet(), _orbax_failures_as_damage(path):
         about = json.loads((path / "about" / "metadata").read_text())
@@ -330,7 +324,7 @@ def _orbax_failures_as_damage(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Orbax logs of an error in each thread that it passes through; it raises it in the end."""
+    """Silence Orbax's log: it logs an error in each thread, and raises it in the end."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -343,40 +337,6 @@ def _quiet() -> Iterator[None]:
 def _was_retrieved(record: logging.LogRecord) -> bool:
     """Not for what asyncio logs of an exception that nobody asked for: Orbax raises the first, which says the same."""
     return "exception was never retrieved" not in record.getMessage()
-
-
-def _damage(folder: Path) -> str | None:
-    """The first file of a checkpoint that is not what its checksum says."""
-    try:
-        own, end, lines = (folder / _CHECKSUMS).read_text(errors="replace").partition("\n")
-        found = _checksums(folder)
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except OSError as error:
-        return str(error)
-    if own + end != _own_checksum(lines):
-        return f"{_CHECKSUMS} is not what was written, without which nothing tells whether the rest is"
-    expected = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines.splitlines())}
-    for name in sorted(expected):  # a file that is not among them, such as a file manager leaves, does no harm
-        if name not in found:
-            return f"{name} is missing"
-        if expected[name] != found[name]:
-            return f"{name} is not what was written"
-    return None
-
-
-def _own_checksum(lines: str) -> str:
-    """The comment before the ``lines`` of checksums: ``sha256sum --check`` passes it over."""
-    return f"# {hashlib.sha256(lines.encode()).hexdigest()}  the lines below\n"
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a checkpoint's items."""
-    checksums = {}
-    for path in sorted(path for item in _ITEMS for path in (folder / item).rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            checksums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return checksums
 
 
 def _split(state: jaxmp.TrainState) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:

@@ -128,7 +128,7 @@ def require(flag: str, value: float, least: float, below: float = float("inf")) 
 
 
 def chosen(flag: str, names: Sequence[str], among: Mapping[str, T]) -> dict[str, T]:
-    """What a flag names ``among`` what there is, in the order of that; all of it where it names nothing.
+    """Return the entries of ``among`` that a flag names, in their order; all if it names none.
 
     Raises:
       ValueError: there is none of a name.
@@ -171,7 +171,7 @@ def parse(config_type: type[C], description: str, args: Sequence[str] | None = N
 
 @contextmanager
 def bad_values_end_it() -> Iterator[None]:
-    """What a value from the command line breaks in here is one line on stderr and exit code 2."""
+    """Turn errors that a value of the command line causes into one line and exit code 2."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -249,7 +249,7 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
 
 
 def _remedy(config_type: Any) -> str:
-    """What a script with these flags can do to need less memory."""
+    """Return advice on using less memory, for a script with these flags."""
     known = {"batch_size": "a smaller --batch-size", "accumulate": "--accumulate", "remat": "--remat full"}
     flags = [text for name, text in known.items() if name in config_type.__dataclass_fields__]
     if not flags:

@@ -1,4 +1,4 @@
-"""What an experiment hands to the loop that trains it, and to `compare`, which trains it under several policies."""
+"""The interface between a script, the loop that trains it, and `compare`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Batch = dict[str, jax.Array]
 
 
 class Closing(NamedTuple):
-    """What a run has to say when it ends, beside its metrics: numbers and texts by their names."""
+    """Numbers and texts, by name, that a run adds to its metrics when it ends."""
 
     numbers: dict[str, float]
     texts: dict[str, str]
@@ -65,7 +65,7 @@ class Experiment:
         return self.create(self.init_params(seed))
 
     def examples(self, seed: int) -> str:
-        """What tells other examples, or another number of them: a hash of the first batch's labels or tokens.
+        """Return a hash of the first batch's labels or tokens, to recognise the data.
 
         Floats are left out, because a policy may round them.
         """

@@ -1,4 +1,4 @@
-"""What a benchmark keeps in its run folder, so that a long run can be cut and gone on with."""
+"""Files of a benchmark's run folder, with which the next command continues."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from experiments.measure.turns import LACKS
+from experiments.report.json_files import strict_json, write_json
 from experiments.report.progress import Progress
-from experiments.training.runs import strict_json, write_json
 
 UNFINISHED = "not all is measured: the same command goes on from here"
-"""What a command says last that left something to the next one."""
+"""The last line of a command that leaves measurements to the next one."""
 
 
 def read(file: Path) -> dict[str, Any]:
-    """What a run has left in a file.
+    """Read the result that a run has left in a file.
 
     Raises:
       ValueError: it is damaged, or no run's.
@@ -36,13 +36,13 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _is_part(versions: str | None, others: str | None) -> bool:
-    """Whether one names all that the other does, in the same versions: a package more changes no figure of before."""
+    """Return whether one list of versions contains the other: a further package changes no figure."""
     own, other = (set(text.split(", ")) if text else set() for text in (versions, others))
     return bool(own and other) and (own <= other or other <= own)
 
 
 def _may_be_had_now(record: dict[str, Any]) -> bool:
-    """Whether something in it lacks a package that is installed now."""
+    """Return whether a row of the record lacked a package that is installed now."""
     return any(map(importlib.util.find_spec, re.findall(rf"{LACKS}(\w+)", json.dumps(record))))
 
 
@@ -91,13 +91,13 @@ class Clock:
         self.unfinished = False
 
     def late(self, seconds: float = 0.0) -> bool:
-        """Whether something that takes so long must wait for the next command."""
+        """Return whether a measurement of that length must wait for the next command."""
         self.unfinished |= 0 < 60 * self._minutes < time.monotonic() - self._started + seconds
         return self.unfinished
 
 
 class Kept:
-    """What one command finds in a run folder and adds to it: a file for each measurement, which is not made twice.
+    """The measurements in a run folder, each in a file and made once.
 
     Args:
       folder: the run's.
@@ -126,7 +126,7 @@ class Kept:
             require_alike(file, {**own, **self.setting})
 
     def read(self, name: str) -> dict[str, Any]:
-        """What the folder has by that name, perhaps nothing."""
+        """Read the record of that name; empty if there is none."""
         file = self.folder / f"{name}.json"
         return read(file) if file.exists() else {}
 
@@ -138,7 +138,7 @@ class Kept:
     def get(
         self, name: str, find: Callable[[], dict[str, Any] | None], progress: Progress | None = None, **own: Any
     ) -> dict[str, Any] | None:
-        """What ``find`` found before, or finds now; None if there is, or it had, no time for it.
+        """Return the record of that name, or measure it now; None if there was no time.
 
         What was found with an ``error``, or lacks a package that is installed now, is looked for again. ``progress``
         shows the name, and goes on by one.

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from experiments.training import cli, processes
+from experiments.report.json_files import strict_json
+from experiments.training import batch_size, cli, processes
 from experiments.training.experiment import Experiment
-from experiments.training.runs import Run, alone_in, checkpoints_folder, run_folder, strict_json
+from experiments.training.run_folders import alone_in, checkpoints_folder, folder_to_resume, run_folder
+from experiments.training.runs import Run
 
 if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
     from experiments.training.checkpoints import Checkpoint
@@ -44,7 +45,9 @@ def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str,
 
 
 @contextlib.contextmanager
-def running(name: str, config: C, prepare: Callable[[C], Experiment]) -> Iterator[Any]:
+def running(
+    name: str, config: C, prepare: Callable[[C], Experiment], largest_batch: Callable[[C], int] | None = None
+) -> Iterator[Any]:
     """A run in its folder, from the first step or from the last checkpoint on: a loop over its batches trains it.
 
     When the block ends it is evaluated, and ``run.summary`` says what came out; not if SIGTERM stopped it before its
@@ -55,41 +58,18 @@ def running(name: str, config: C, prepare: Callable[[C], Experiment]) -> Iterato
       name: the experiment's, for the run's folder.
       config: its flags.
       prepare: flags to the experiment they describe.
+      largest_batch: flags to the largest batch that makes sense, for ``--batch-size auto``.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with cli.bad_values_end_it():
-            checkpoint = summary = None
+            if largest_batch is not None:
+                config = batch_size.settled(name, config, prepare, largest_batch)
             if processes.several() and config.watch:
                 raise ValueError("--watch reads values of one process alone; leave it away beside --processes")
-            if config.resume:
-                folder = processes.folder_of_first(
-                    lambda: held.enter_context(alone_in(folder_to_resume(name, config.run_dir)))
-                )
-                checkpoint = processes.together(lambda: to_resume(name, config, folder))
-            experiment = processes.together(lambda: prepare(config), first_before=True)
-            if checkpoint:
-                require_same_data(checkpoint, experiment, config.seed)
-                summary = finished(folder, checkpoint, experiment)
-            else:
-
-                def begun() -> Path:
-                    folder = held.enter_context(alone_in(run_folder(name, config.run_dir)))
-                    require_new(folder)
-                    return folder
-
-                folder = processes.folder_of_first(begun)
-            if summary is None:
-                state = experiment.init(config.seed)
-                if checkpoint:
-                    state = checkpoint.restore(state, experiment.precision, config.override, free=True)
-                    tell(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
-                run = Run(name, config, experiment, state, folder, checkpoint)
-        del checkpoint  # frees the host's copy of the state
-        if summary is not None:
-            tell(f"{folder} has had its {experiment.steps} steps; raise --steps to train on")
-            yield Finished(summary)
+            run = (_resume if config.resume else _start)(name, config, prepare, locks)
+        if isinstance(run, Finished):
+            yield run
             return
-        del state  # the first step takes it over
         try:
             with run:
                 yield run
@@ -98,17 +78,54 @@ def running(name: str, config: C, prepare: Callable[[C], Experiment]) -> Iterato
         except OSError as error:
             from experiments.training import checkpoints
 
-            remedy = "go on with --resume" if checkpoints.steps(checkpoints_folder(folder)) else "start again"
-            cli.fail(f"the run in {folder} cannot go on: {error}; once there is room, {remedy}", 1)
+            remedy = "go on with --resume" if checkpoints.steps(checkpoints_folder(run.folder)) else "start again"
+            cli.fail(f"the run in {run.folder} cannot go on: {error}; once there is room, {remedy}", 1)
+    _tell_the_end(run)
+
+
+def _start(name: str, config: C, prepare: Callable[[C], Experiment], locks: contextlib.ExitStack) -> Run:
+    """Begin a run in a folder of its own."""
+    experiment = processes.together(lambda: prepare(config), first_before=True)
+
+    def new_folder() -> Path:
+        folder = locks.enter_context(alone_in(run_folder(name, config.run_dir)))
+        require_new(folder)
+        return folder
+
+    folder = processes.folder_of_first(new_folder)
+    return Run(name, config, experiment, experiment.init(config.seed), folder, None)
+
+
+def _resume(name: str, config: C, prepare: Callable[[C], Experiment], locks: contextlib.ExitStack) -> Run | Finished:
+    """Go on with the run that the flags mean, from its last checkpoint."""
+
+    def locked_folder() -> Path:
+        return locks.enter_context(alone_in(folder_to_resume(name, config.run_dir)))
+
+    folder = processes.folder_of_first(locked_folder)
+    checkpoint = processes.together(lambda: to_resume(name, config, folder))
+    experiment = processes.together(lambda: prepare(config), first_before=True)
+    require_same_data(checkpoint, experiment, config.seed)
+    summary = finished(folder, checkpoint, experiment)
+    if summary is not None:
+        tell(f"{folder} has had its {experiment.steps} steps; raise --steps to train on")
+        return Finished(summary)
+    state = checkpoint.restore(experiment.init(config.seed), experiment.precision, config.override, free=True)
+    tell(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
+    return Run(name, config, experiment, state, folder, checkpoint)
+
+
+def _tell_the_end(run: Run) -> None:
+    """Print the result of a run, or how to go on with it."""
     if run.stopped:
         tell(
             f"stopped by SIGTERM after step {run.step}, which is saved; to go on, start the same again with --resume "
-            f"--run-dir {shlex.quote(str(folder))}"
+            f"--run-dir {shlex.quote(str(run.folder))}"
         )
         return
     tell(
         f"held-out accuracy {run.summary['test_accuracy']:.2%}, loss {run.summary['test_loss']:.4f}, "
-        f"{run.summary['skipped']} of {run.summary['steps']} steps skipped; written to {folder}"
+        f"{run.summary['skipped']} of {run.summary['steps']} steps skipped; written to {run.folder}"
     )
     for title, text in run.summary.get("texts", {}).items():
         tell(f"\n{title}\n\n{text}")
@@ -151,20 +168,6 @@ def require_new(folder: Path) -> None:
         )
 
 
-def folder_to_resume(name: str, folder: Path | None) -> Path:
-    """The folder of the run that the flags mean.
-
-    Raises:
-      ValueError: there is none.
-    """
-    folder = folder or newest_run(name)
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"--resume goes on with a run, but {folder} has no config.json of one; start it without --resume"
-        )
-    return folder
-
-
 def to_resume(name: str, config: cli.Training, folder: Path) -> Checkpoint:
     """The last checkpoint of the run in a folder.
 
@@ -184,17 +187,6 @@ def to_resume(name: str, config: cli.Training, folder: Path) -> Checkpoint:
             "back, or start another run"
         )
     return checkpoint
-
-
-def newest_run(name: str) -> Path:
-    """The newest folder below ``runs/`` that is named after the experiment."""
-    folders = [folder for folder in Path("runs").glob(f"{name}-*") if (folder / "config.json").is_file()]
-    if not folders:
-        raise ValueError(
-            f"--resume goes on with a run, but runs/ has none of {name}; give its folder with --run-dir, or start "
-            "without --resume"
-        )
-    return max(folders, key=lambda folder: [int(part) for part in re.findall(r"\d+", folder.name.removeprefix(name))])
 
 
 def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) -> None:

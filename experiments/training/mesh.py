@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.training import processes
+from jaxmp.sharding import Sharding, fsdp_specs
 
 AXES = ("data", "fsdp", "tensor")
 _ROWS = ("data", "fsdp")  # axes over which a batch is split
@@ -44,6 +46,27 @@ def read(text: str | None) -> Mesh | None:
             f"processes; write --mesh fsdp={devices}, say"
         )
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def placing(config: Any) -> tuple[Mesh | None, Any]:
+    """Return the mesh of the flags and the function that puts a batch on it; None and None for one device.
+
+    Raises:
+      ValueError: the devices do not make the mesh, or do not divide a batch.
+    """
+    devices = read(config.mesh)
+    require_rows(devices, config.batch_size, config.accumulate)
+    return devices, None if devices is None else functools.partial(spread, devices)
+
+
+def sharding(mesh: Mesh | None, params: Any, rules: Mapping[str, PartitionSpec] | None = None) -> Sharding | None:
+    """Return the sharding of ``params``, arrays or shapes, on the mesh; None for one device.
+
+    ``rules`` are patterns of params to how the axis ``tensor`` splits them.
+    """
+    if mesh is None:
+        return None
+    return Sharding(mesh, fsdp_specs(params, mesh, rules=rules if mesh.shape["tensor"] > 1 else None))
 
 
 def require_rows(mesh: Mesh | None, batch_size: int, accumulate: int) -> None:
@@ -98,20 +121,20 @@ def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(placed, tree, specs)
 
 
-def gathered(loss_fn: Callable[..., Any], mesh: Mesh | None, specs: Any) -> Callable[..., Any]:
-    """``loss_fn`` of params that lie as ``specs`` say: it sees them whole but for the axis ``tensor``.
+def gathered(loss_fn: Callable[..., Any], sharding: Sharding | None) -> Callable[..., Any]:
+    """Return ``loss_fn`` of sharded params: it sees them whole but for the axis ``tensor``.
 
     Left alone, XLA moves activations between the devices in place of weights, ten times as many bytes.
     """
-    if mesh is None:
+    if sharding is None:
         return loss_fn
 
     def whole(param: Any, spec: PartitionSpec) -> Any:
         spec = PartitionSpec(*(None if name in _ROWS else name for name in spec))
-        return jax.lax.with_sharding_constraint(param, NamedSharding(mesh, spec))
+        return jax.lax.with_sharding_constraint(param, NamedSharding(sharding.mesh, spec))
 
     def of_whole(params: Any, *rest: Any, **options: Any) -> Any:
-        return loss_fn(jax.tree.map(whole, params, specs), *rest, **options)
+        return loss_fn(jax.tree.map(whole, params, sharding.specs), *rest, **options)
 
     return of_whole
 

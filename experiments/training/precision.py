@@ -1,10 +1,10 @@
-"""What the flags --policy, --opt-level, --autocast, --override and --loss-scale say, as jaxmp's objects."""
+"""Read the flags of precision into policies, overrides and loss scales."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +54,57 @@ def read_policy(policy: str, loss_scale: str, opt_level: str | None = None) -> t
     return chosen, read_loss_scale(text), text
 
 
+class Precision(NamedTuple):
+    """The precision that the flags name.
+
+    Attributes:
+      policy: a Policy or a PolicyMap.
+      loss_scale: a loss-scale object.
+      loss_scale_text: the flag that names it.
+      autocast: arguments of :func:`jaxmp.autocast` for the loss function; empty where the modules have the policy.
+    """
+
+    policy: Any
+    loss_scale: Any
+    loss_scale_text: str
+    autocast: dict[str, Any]
+
+    @property
+    def module_policy(self) -> Any:
+        """The policy of the modules; None under autocast."""
+        return None if self.autocast else self.policy
+
+    def input_dtype(self, config: Any) -> str:
+        """Return the dtype of images: the first module would round them anyway, unless an override says otherwise."""
+        return "float32" if config.override or self.autocast else compute_dtype(self.policy).name
+
+    def under_autocast(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the loss function as the train step runs it."""
+        return jaxmp.autocast(loss_fn, **self.autocast) if self.autocast else loss_fn
+
+    def description(self, origin: str) -> dict[str, str]:
+        """Return the record of precision and data for the run's summary."""
+        return {
+            "policy": str(self.policy),
+            "loss_scale_rule": self.loss_scale_text,
+            "data": origin,
+            "autocast": "yes" if self.autocast else "no",
+        }
+
+
+def read_precision(config: Any) -> Precision:
+    """Read the flags of precision, before anything that takes long.
+
+    Raises:
+      ValueError: one is unknown, or two do not go together.
+    """
+    policy, loss_scale, text = read_policy(config.policy, config.loss_scale, config.opt_level)
+    autocast = read_autocast(config.autocast, config.opt_level, policy, config.override)
+    return Precision(policy, loss_scale, text, autocast)
+
+
 def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: tuple[str, ...]) -> dict[str, Any]:
-    """How the loss function runs: the arguments ``policy`` and ``overrides`` of :func:`jaxmp.autocast`, if it does.
+    """Return the arguments of :func:`jaxmp.autocast` for the loss function.
 
     Args:
       autocast: the flag.
@@ -116,7 +165,7 @@ def require_matches(experiment: Any) -> None:
 
 
 def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable[..., Any], Any]]) -> list[Any]:
-    """What autocast is told for each of several loss functions, so that an override may match in one of them only.
+    """Return autocast's arguments for each of several loss functions.
 
     A model's loss and its logits are methods of their own, with paths of their own.
 

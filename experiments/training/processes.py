@@ -101,17 +101,17 @@ def _check(coordinator: str | None, processes: int | None, process_id: int | Non
 
 
 def several() -> bool:
-    """Whether there are other processes; looks for no devices."""
+    """Return whether there are other processes, without looking for devices."""
     return jax.distributed.is_initialized()
 
 
 def first() -> bool:
-    """Whether this is the process that writes and shows what all have."""
+    """Return whether this process writes files and shows progress for all."""
     return global_state.process_id == 0
 
 
 def exchange(text: str) -> list[str]:
-    """What each process says, by its number. All must call it, in the same order.
+    """Exchange a text between all processes; all must call it, in the same order.
 
     Raises:
       ValueError: one does not come.
@@ -222,7 +222,7 @@ def _code() -> str:
 
 
 def asked_to_stop(step: int) -> bool:
-    """Whether this is the step after which all processes stop, because one of them had SIGTERM.
+    """Return whether all processes stop after this step, because one had SIGTERM.
 
     Args:
       step: counted from 1 where this process began; each process asks after each step.

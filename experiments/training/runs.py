@@ -5,16 +5,9 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
-import datetime
-import fcntl
 import functools
-import importlib.util
-import itertools
-import json
-import math
 import os
 import signal
-import tempfile
 import threading
 import time
 import unicodedata
@@ -28,12 +21,14 @@ import jax
 import jaxmp
 from experiments.measure.environment import environment
 from experiments.report import plots
+from experiments.report.json_files import strict_json, write_json
 from experiments.report.progress import Progress
 from experiments.training import cli, processes
 from experiments.training.experiment import Batch, Experiment
 from experiments.training.metrics import Late
+from experiments.training.run_folders import checkpoints_folder
 from experiments.training.watching import Watching, tensorboard
-from jaxmp.inspect.watch import FILE
+from jaxmp.inspect.watch_files import FILE
 
 if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
     from experiments.training.checkpoints import Checkpoint
@@ -41,61 +36,6 @@ if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
 COLUMNS = (
     "step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped", "examples_per_s", "input_wait",
 )  # fmt: skip
-
-
-def run_folder(name: str, folder: Path | None) -> Path:
-    """``folder``, or a new one below ``runs/`` with the name and the time; made if need be.
-
-    Raises:
-      ValueError: no file can be written there.
-    """
-    if folder is not None:
-        with _told_of_folder(folder, "--run-dir must name", "take another --run-dir"):
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()  # it was there, perhaps, and another's
-        return folder
-    stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    for suffix in itertools.count(1):
-        folder = Path("runs") / (stem if suffix == 1 else f"{stem}-{suffix}")
-        with _told_of_folder(folder, "a run needs", "name another folder with --run-dir"):
-            folder.parent.mkdir(exist_ok=True)
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                continue
-        return folder
-    raise AssertionError("itertools.count ends")
-
-
-@contextmanager
-def _told_of_folder(folder: Path, rule: str, remedy: str) -> Iterator[None]:
-    """Says of what the operating system refuses which folder was asked for, and what is in its way."""
-    try:
-        yield
-    except OSError as error:
-        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
-        reason = f"{file} is a file" if file else f"nothing can be written to {folder} ({error.strerror})"
-        raise ValueError(f"{rule} a folder to write to, but {reason}; {remedy}") from error
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[Path]:
-    """The folder, with every other process kept from training there.
-
-    The kernel lets go when this process ends, however it does.
-
-    Raises:
-      ValueError: another process trains there.
-    """
-    with (folder / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"one process trains in a folder, but another process trains in {folder}; wait until it ends, or take "
-                "another --run-dir"
-            ) from None
-        yield folder
 
 
 class Run:
@@ -243,7 +183,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """How many steps the run has had."""
+        """The number of steps that the run has had."""
         return self._step
 
     def _due(self, every: int) -> bool:
@@ -373,47 +313,8 @@ class Run:
         self._writer.writerow({name: _compact(row[name]) for name in COLUMNS if name in row})
 
 
-def checkpoints_folder(folder: Path) -> Path:
-    """Where a run's checkpoints are."""
-    return folder / "checkpoints"
-
-
-def checkpoints_can_be() -> bool:
-    """Whether Orbax, which writes and reads them, is installed."""
-    return importlib.util.find_spec("orbax") is not None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes strict JSON, whole or not at all: numbers that are not finite become their names."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(_strict(value), indent=2, default=str) + "\n")
-    new.replace(path)
-
-
-def strict_json(value: Any) -> Any:
-    """``value`` as it would be read back after :func:`write_json`."""
-    return json.loads(json.dumps(_strict(value), default=str))
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _strict(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def numbers(value: Any) -> Any:
-    """Strict JSON with the numbers that are not finite, which it has as their names, numbers again."""
-    if isinstance(value, dict):
-        return {key: numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [numbers(inner) for inner in value]
-    return float(value) if value in ("nan", "inf", "-inf") else value
-
-
 def _readable(text: str) -> str:
-    """Without what would steer a terminal: bytes that a model draws may be any."""
+    """Replace control characters, which a model may draw, so that none steers a terminal."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

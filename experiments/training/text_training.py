@@ -1,9 +1,8 @@
-"""What the scripts that train on text have in common: their flags, the sizes they stand for, and what they build."""
+"""Flags, sizes and setup of the scripts that train on text."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -25,13 +24,7 @@ from experiments.models.transformer import Remat
 from experiments.models.weights import Published
 from experiments.training import cli, mesh, processes
 from experiments.training.experiment import Batch, Closing, Experiment
-from experiments.training.precision import (
-    read_autocast,
-    read_low_precision,
-    read_overrides,
-    read_policy,
-    split_overrides,
-)
+from experiments.training.precision import Precision, read_low_precision, read_overrides, split_overrides
 from jaxmp.sharding import Sharding
 
 _ROOM_TO_EVALUATE = 4096  # tokens whose logits are there at once, whole
@@ -151,7 +144,7 @@ def load(config: Any) -> Text:
 
 
 def split_remat(remat: str) -> tuple[Any, str]:
-    """What a transformer's blocks compute again, and what the step does: the flag is one or the other's."""
+    """Split the flag ``--remat`` into that of the blocks and that of the step."""
     return (remat, "none") if remat in get_args(Remat) else ("none", remat)
 
 
@@ -176,29 +169,8 @@ def rows_to_evaluate(config: Any) -> int:
     return min(config.batch_size, max(1, _ROOM_TO_EVALUATE // config.context))
 
 
-class Precision(NamedTuple):
-    """What the flags say of precision, read before anything that takes long."""
-
-    policy: Any
-    loss_scale: Any
-    loss_scale_name: str
-    autocast: dict[str, Any]
-
-
-def read_precision(config: Any) -> Precision:
-    """The flags of precision.
-
-    Raises:
-      ValueError: one is unknown, or two do not go together.
-    """
-    policy, loss_scale, name = read_policy(config.policy, config.loss_scale, config.opt_level)
-    return Precision(
-        policy, loss_scale, name, read_autocast(config.autocast, config.opt_level, policy, config.override)
-    )
-
-
 class Task(NamedTuple):
-    """What is trained, without its precision.
+    """A model with its loss, optimizer and batches, without its precision.
 
     Attributes:
       model: from tokens (batch, context).
@@ -225,7 +197,7 @@ class Task(NamedTuple):
 
 
 def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequence[str]) -> dict[str, PartitionSpec]:
-    """How the axis ``tensor`` splits a transformer: the first of two layers by its columns, the second by its rows."""
+    """Return how the axis ``tensor`` splits pairs of layers: by columns, then by rows."""
     return {
         **{f"**/{name}/kernel": PartitionSpec("fsdp", "tensor") for name in first},
         **{f"**/{name}/bias": PartitionSpec("tensor") for name in first},
@@ -234,102 +206,133 @@ def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequ
     }
 
 
-def placing(config: Any) -> tuple[Mesh | None, Any]:
-    """The mesh of the flags, settled, and what puts a batch on it; twice None for one device.
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A task under its precision, on a mesh or on one device: everything but the two steps, which a script makes.
 
-    Raises:
-      ValueError: the devices do not make the mesh, or do not divide a batch.
+    Attributes:
+      config: the flags, settled.
+      task: what is trained.
+      precision: the precision of the flags.
+      model: the task's, under its policy unless the loss functions run under autocast.
+      tx: the optimizer in loss scaling.
+      init: seed to fresh params, jitted.
+      params: the shapes of the params.
+      sharding: of the params; None for one device.
+      loss_fn, eval_loss_fn: the task's loss functions of ``model``.
+      autocast, eval_autocast: arguments of :func:`jaxmp.autocast` for either; empty where the modules have the policy.
+      loaded: published weights to begin from, on the host, or None.
     """
-    devices = mesh.read(config.mesh)
-    mesh.require_rows(devices, config.batch_size, config.accumulate)
-    return devices, devices and functools.partial(mesh.spread, devices)
 
+    config: Any
+    task: Task
+    precision: Precision
+    model: nn.Module
+    tx: optax.GradientTransformationExtraArgs
+    init: Callable[[int], Any]
+    params: Any
+    sharding: Sharding | None
+    loss_fn: Callable[..., Any]
+    eval_loss_fn: Callable[..., Any]
+    autocast: dict[str, Any]
+    eval_autocast: dict[str, Any]
+    loaded: Any = None
 
-def build(config: Any, task: Task, precision: Precision, origin: str, devices: Mesh | None) -> Experiment:
-    """The experiment of a task under its precision, on a mesh or on one device.
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The other fields of the state."""
+        return {"apply_fn": self.model.apply, "ema": self.config.ema > 0}
 
-    Raises:
-      ValueError: a pattern of an override matches nothing, ``--remat`` is unknown, or the weights are another model's.
-    """
-    autocast, model, policy = precision.autocast, task.model, precision.policy
-    if isinstance(policy, jaxmp.Policy):  # a model returns its loss, too, which is float32 whatever logits are
-        policy = policy.with_output_dtype("float32")
-    if not autocast:
-        model = jaxmp.linen.apply_policy(model, policy, read_overrides(config.override))
-    optimizer = read_low_precision(task.optimizer, config.low_precision, config.seed)
-    tx = jaxmp.loss_scaling(optimizer, precision.loss_scale)
+    def init_params(self, seed: int) -> Any:
+        """Return the params that training starts from."""
+        if self.loaded is not None:
+            return jax.tree.map(lambda array, param: jnp.array(array, param.dtype), self.loaded, self.params)
+        return self.init(seed)
 
-    @jax.jit
-    def init_params(seed: int) -> Any:
-        return model.init(jax.random.key(seed), jnp.zeros((1, config.context), jnp.int32))["params"]
+    def create(self, params: Any) -> jaxmp.TrainState:
+        """Return a state with these params, which it takes over."""
+        return jaxmp.TrainState.create(params=params, tx=self.tx, **self.fields)
 
-    params = jax.eval_shape(init_params, 0)  # a pattern that matches nothing is an error before the folder is made
-    fields = {"apply_fn": model.apply, "ema": config.ema > 0}
-    begin, create_on_mesh, specs, sharding = init_params, None, None, None
-    if devices is not None:
-        rules = task.tensor if devices.shape["tensor"] > 1 else None
-        specs = jaxmp.sharding.fsdp_specs(params, devices, rules=rules)
-        sharding = Sharding(devices, specs)
+    def create_on_mesh(self, seed: int) -> jaxmp.TrainState:
+        """Return the state that training starts from, on the mesh."""
+        assert self.sharding is not None
+        if self.loaded is not None:
+            cast = jax.tree.map(lambda array, param: np.asarray(array, param.dtype), self.loaded, self.params)
+            return self.create(mesh.place(cast, self.sharding.specs, self.sharding.mesh))
+        return jaxmp.TrainState.create_sharded(lambda: self.init_params(seed), self.tx, self.sharding, **self.fields)
 
-        def create_on_mesh(seed: int) -> jaxmp.TrainState:
-            return jaxmp.TrainState.create_sharded(lambda: init_params(seed), tx, sharding, **fields)
-
-    loss_fn, eval_loss_fn = task.losses(model)
-    eval_loss_fn = mesh.gathered(eval_loss_fn, devices, specs)
-
-    if config.weights is not None and task.weights is not None:
-        loaded = task.weights.load_for(params, config.weights)
-
-        def begin(seed: int) -> Any:
-            return jax.tree.map(lambda array, param: jnp.array(array, param.dtype), loaded, params)
-
-        if devices is not None:
-
-            def create_on_mesh(seed: int) -> jaxmp.TrainState:
-                cast = jax.tree.map(lambda array, param: np.asarray(array, param.dtype), loaded, params)
-                placed = mesh.place(cast, specs, devices)
-                return jaxmp.TrainState.create(params=placed, tx=tx, **fields)
-
-    to_train = to_evaluate = autocast
-    if autocast.get("overrides"):
-        batches = next(task.train_batches(0)), next(iter(task.test_batches()))
-        args = [(params, None, batch, None) for batch in batches]
-        to_train, to_evaluate = split_overrides(autocast, [(loss_fn, args[0]), (eval_loss_fn, args[1])])
-
-    def closing(state: jaxmp.TrainState, test: dict[str, float]) -> Closing:
+    def closing(self, state: jaxmp.TrainState, test: dict[str, float]) -> Closing:
+        """Save the trained params where ``--save-weights`` says, and return what the task has to say."""
         params = state.params
         if state.ema_params is not None:
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
-        if config.save_weights is not None and task.weights is not None:
+        if self.config.save_weights is not None and self.task.weights is not None:
             whole = mesh.on_host(params)
             if processes.first():
-                task.weights.save(whole, config.save_weights, vocabulary=task.model.vocabulary)
-        return task.closing(model, params, test)
+                self.task.weights.save(whole, self.config.save_weights, vocabulary=self.task.model.vocabulary)
+        return self.task.closing(self.model, params, test)
 
-    return Experiment(
-        loss_fn=jaxmp.autocast(loss_fn, **to_train) if autocast else loss_fn,
-        step=jaxmp.make_train_step(
-            loss_fn,
-            accumulate_steps=config.accumulate,
-            ema_decay=config.ema or None,
-            remat=None if task.remat == "none" else task.remat,  # on a mesh weights are gathered again
-            sharding=sharding,
-            **to_train,
-        ),
-        eval_step=jaxmp.make_eval_step(eval_loss_fn, use_ema=config.ema > 0, **to_evaluate),
-        init_params=begin,
-        create=lambda params: jaxmp.TrainState.create(params=params, tx=tx, **fields),
-        train_batches=task.train_batches,
-        test_batches=task.test_batches,
-        steps=config.steps,
-        batch_size=task.tokens,
-        precision={
-            "policy": str(precision.policy),
-            "loss_scale_rule": precision.loss_scale_name,
-            "data": origin,
-            "autocast": "yes" if autocast else "no",
-        },
-        unit="tokens",
-        closing=closing,
-        create_on_mesh=create_on_mesh,
+    def experiment(self, step: Any, eval_step: Any, origin: str) -> Experiment:
+        """Return the experiment with its two steps, of data from ``origin``."""
+        return Experiment(
+            loss_fn=jaxmp.autocast(self.loss_fn, **self.autocast) if self.autocast else self.loss_fn,
+            step=step,
+            eval_step=eval_step,
+            init_params=self.init_params,
+            create=self.create,
+            train_batches=self.task.train_batches,
+            test_batches=self.task.test_batches,
+            steps=self.config.steps,
+            batch_size=self.task.tokens,
+            precision=self.precision.description(origin),
+            unit="tokens",
+            closing=self.closing,
+            create_on_mesh=None if self.sharding is None else self.create_on_mesh,
+        )
+
+
+def set_up(config: Any, task: Task, precision: Precision, devices: Mesh | None) -> Setup:
+    """Put a task under its precision, on a mesh or on one device.
+
+    Raises:
+      ValueError: a pattern of an override matches nothing, or the weights are another model's.
+    """
+    policy, model = precision.policy, task.model
+    if isinstance(policy, jaxmp.Policy):  # a model returns its loss, too, which is float32 whatever logits are
+        policy = policy.with_output_dtype("float32")
+    if not precision.autocast:
+        model = jaxmp.linen.apply_policy(model, policy, read_overrides(config.override))
+    optimizer = read_low_precision(task.optimizer, config.low_precision, config.seed)
+
+    @jax.jit
+    def init(seed: int) -> Any:
+        return model.init(jax.random.key(seed), jnp.zeros((1, config.context), jnp.int32))["params"]
+
+    params = jax.eval_shape(init, 0)  # a pattern that matches nothing is an error before the folder is made
+    sharding = mesh.sharding(devices, params, task.tensor)
+    loss_fn, eval_loss_fn = task.losses(model)
+    eval_loss_fn = mesh.gathered(eval_loss_fn, sharding)
+
+    autocast = eval_autocast = precision.autocast
+    if autocast.get("overrides"):
+        batches = next(task.train_batches(0)), next(iter(task.test_batches()))
+        args = [(params, None, batch, None) for batch in batches]
+        autocast, eval_autocast = split_overrides(autocast, [(loss_fn, args[0]), (eval_loss_fn, args[1])])
+    loaded = None
+    if config.weights is not None and task.weights is not None:
+        loaded = task.weights.load_for(params, config.weights)
+    return Setup(
+        config=config,
+        task=task,
+        precision=precision,
+        model=model,
+        tx=jaxmp.loss_scaling(optimizer, precision.loss_scale),
+        init=init,
+        params=params,
+        sharding=sharding,
+        loss_fn=loss_fn,
+        eval_loss_fn=eval_loss_fn,
+        autocast=autocast,
+        eval_autocast=eval_autocast,
+        loaded=loaded,
     )

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from jaxmp.inspect import Watch
-from jaxmp.inspect.watch import FILE, line, read
+from jaxmp.inspect.watch import line
+from jaxmp.inspect.watch_files import FILE, read
 
 
 class Watching:

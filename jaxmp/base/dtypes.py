@@ -25,33 +25,33 @@ CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.b
 
 
 class UnknownDtypeError(ValueError):
-    """A name that is no dtype's."""
+    """A name that no dtype has."""
 
 
 def is_castable(aval: Any) -> bool:
-    """Whether the engine may change the dtype of such a value."""
+    """Return whether the engine may change the dtype of a value."""
     # A reference has the dtype of what it refers to, and all who read and write it agree on that.
     return getattr(aval, "dtype", None) in CASTABLE and not hasattr(aval, "inner_aval")
 
 
 def name_of(typed: Any) -> str:
-    """The name of the dtype of an array or an abstract value, or of its type if it has none."""
+    """Return the name of the dtype of an array or an abstract value, else that of its type."""
     return str(getattr(getattr(typed, "dtype", None), "name", None) or type(typed).__name__)
 
 
 @functools.cache
 def is_other_float(dtype: Any) -> bool:
-    """Whether the engine leaves a dtype alone that is no integer's: float64, complex and fp8."""
+    """Return whether a dtype is float64, complex or float8, which the engine leaves alone."""
     return dtype is not None and dtype not in CASTABLE and bool(jnp.issubdtype(dtype, np.inexact))
 
 
 def half_dtype() -> np.dtype:
-    """The half-precision dtype that ``"half"`` stands for: bfloat16 on TPU, else float16 (jmp's rule)."""
+    """Return the dtype that ``"half"`` stands for: bfloat16 on TPU, else float16 (jmp's rule)."""
     return np.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
 
 
 def canonical_dtype(dtype: Any) -> np.dtype:
-    """The floating NumPy dtype meant by a name, an alias or any dtype-like object.
+    """Return the floating NumPy dtype of a name, an alias or any dtype-like object.
 
     Names are forgiving about case and surrounding space: ``"float16"``, ``"f16"``, ``"fp16"``, ``" BF16 "``,
     ``"half"`` (see :func:`half_dtype`), ``"full"`` (float32).
@@ -90,7 +90,7 @@ def canonical_dtype(dtype: Any) -> np.dtype:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype | None:
-    """The dtype meant, of strings only by its own name: what NumPy reads "f8", "c" or None as, nobody means here."""
+    """Return NumPy's dtype, or None; a string must be the dtype's own name, not NumPy's ``"f8"`` or ``"c"``."""
     if not isinstance(dtype, (str, type, np.dtype)):  # NumPy takes an array, and whatever has a dtype, for that dtype
         return None
     try:
@@ -108,18 +108,18 @@ def nearest_first(word: str, known: Iterable[str]) -> list[str]:
 
 
 def nearest(word: str, known: Iterable[str], most: int = 8) -> str:
-    """``known`` as a comma-separated list, the names closest to ``word`` first (at most ``most`` of them)."""
+    """Return up to ``most`` names of ``known`` as a list with commas, the closest to ``word`` first."""
     ranked = nearest_first(word, known)
     return ", ".join(repr(name) for name in ranked[:most]) + (", …" if len(ranked) > most else "")
 
 
 def is_half(dtype: Any) -> bool:
-    """Whether ``dtype`` is a floating dtype of at most 16 bits."""
+    """Return whether ``dtype`` is a floating dtype of at most 16 bits."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits <= 16
 
 
 @functools.cache
 def range_of(dtype: np.dtype) -> tuple[float, float]:
-    """The smallest normal number of a floating dtype, and the largest."""
+    """Return the smallest normal number of a floating dtype, and the largest."""
     info = jnp.finfo(dtype)
     return float(info.smallest_normal), float(info.max)

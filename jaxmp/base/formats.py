@@ -14,7 +14,7 @@ from jaxmp.base import dtypes
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """What one floating-point format can represent.
+    """A floating-point format, and the numbers that it can represent.
 
     Attributes:
       name: the dtype's name.
@@ -50,7 +50,9 @@ class Format:
 
 
 def formats() -> tuple[Format, ...]:
-    """Every format that jaxmp knows, widest first. TensorFloat-32, which is not a dtype, comes from its bit layout.
+    """Return every format that jaxmp knows, the widest first.
+
+    TensorFloat-32 is not a dtype; it comes from its bit layout.
 
     >>> {row.name: row.largest for row in jaxmp.base.formats.formats()}["float16"]
     65504.0
@@ -62,7 +64,7 @@ def formats() -> tuple[Format, ...]:
 
 
 def format_of(dtype: np.typing.DTypeLike) -> Format:
-    """The format of a floating dtype, found by decoding bit patterns: nothing is looked up.
+    """Return the format of a floating dtype, from its bit patterns.
 
     Positive numbers are ordered as their bit patterns are, the finite ones first, so the limits are at known patterns
     or found by bisection.
@@ -110,7 +112,7 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
 
 
 def ieee_format(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
-    """The format with this layout by the rules of IEEE 754: the top exponent is kept for infinity and NaN.
+    """Return the format of this layout under IEEE 754, which keeps the top exponent for infinity and NaN.
 
     >>> jaxmp.base.formats.ieee_format("binary16", 5, 10).largest
     65504.0
@@ -131,7 +133,7 @@ def ieee_format(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
 
 
 def _format(name: str, exponent_bits: int, mantissa_bits: int, **measured: Any) -> Format:
-    """A row, with what follows from the others filled in."""
+    """Return a format, with the fields that follow from the others filled in."""
     return Format(
         name=name,
         bits=1 + exponent_bits + mantissa_bits,

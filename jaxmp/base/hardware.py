@@ -1,4 +1,4 @@
-"""What the attached device computes fast, and the policy that follows from it."""
+"""The dtypes that a device computes fast, and the policy that follows from them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One device, as far as precision is concerned.
+    """A device, as far as precision is concerned.
 
     Attributes:
       name: the device kind, as JAX reports it.
@@ -99,9 +99,10 @@ class Hardware:
 
 
 def detect(device: Any = None) -> Hardware:
-    """What ``device`` computes fast, and the policy to train with there.
+    """Return the dtypes that ``device`` computes fast, and the policy to train with there.
 
-    It is a device of JAX, or the name of a GPU in :data:`GPUS`; by default the first local one, or the :func:`assumed`.
+    ``device`` is a device of JAX or the name of a GPU in :data:`GPUS`. The default is the :func:`assumed` one, or the
+    first local one.
 
     An unknown device is never an error: it gets float32, which is right everywhere, and a reason that says so.
 
@@ -113,7 +114,10 @@ def detect(device: Any = None) -> Hardware:
     'float32'
     """
     device = assumed_hardware.value if device is None else device
-    device = jax.local_devices()[0] if device is None else gpu_named(device) if isinstance(device, str) else device
+    if device is None:
+        device = jax.local_devices()[0]
+    elif isinstance(device, str):
+        device = gpu_named(device)
     name, platform = str(device.device_kind), str(device.platform)
     capability = getattr(device, "compute_capability", None)
     cores = _tensor_cores(name, platform, capability)
@@ -133,11 +137,10 @@ def detect(device: Any = None) -> Hardware:
 
 @contextlib.contextmanager
 def assumed(name: str) -> Iterator[None]:
-    """A context in which programs are traced for a GPU of :data:`GPUS`, which need not be there.
+    """Trace programs for a GPU of :data:`GPUS`, which need not be there, in this context.
 
-    What depends on the device while a function is traced, as float8 products and the update of a train step do, is then
-    as on that one: compiling for an absent GPU needs it. :mod:`jaxmp.inspect` does it by itself where it is given a
-    ``device``.
+    Float8 products and the update of a train step depend on the device while they are traced. To compile for an absent
+    GPU, trace in this context. Tools of :mod:`jaxmp.inspect` with a ``device`` do so.
 
     Raises:
       ValueError: an unknown name.
@@ -152,7 +155,7 @@ def assumed(name: str) -> Iterator[None]:
 
 
 def gpu_named(name: str) -> Any:
-    """What stands for the device of that name in :data:`GPUS`.
+    """Return a stand-in for the device of that name in :data:`GPUS`.
 
     Raises:
       ValueError: there are no figures of it.
@@ -167,7 +170,7 @@ def gpu_named(name: str) -> Any:
 
 
 def recommended_policy(device: Any = None) -> str:
-    """The name of the policy to train with on ``device``, which :func:`detect` is given.
+    """Return the name of the policy to train with on ``device``; see :func:`detect`.
 
     >>> jaxmp.hardware.recommended_policy(jax.devices("cpu")[0])
     'float32'
@@ -176,7 +179,7 @@ def recommended_policy(device: Any = None) -> str:
 
 
 def align_dim(n: int, divisor: int = 8) -> int:
-    """``n`` rounded up to a multiple of ``divisor``, which is what tensor cores want of the dimensions of a product.
+    """Round ``n`` up to a multiple of ``divisor``, as tensor cores want the dimensions of a product.
 
     8 suits 16-bit operands, 16 suits 8-bit ones, 64 wastes the least on an A100 and later (NVIDIA, "Matrix
     Multiplication Background User's Guide").
@@ -207,7 +210,7 @@ def _positive(what: str, value: Any) -> int:
 
 
 def _parse(capability: Any) -> tuple[int, int] | None:
-    """NVIDIA's compute capability as a pair; None for everything else (``"gfx942"``, None)."""
+    """Return NVIDIA's compute capability as a pair, None for anything else (``"gfx942"``, None)."""
     match = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(capability))
     return (int(match[1]), int(match[2])) if match else None
 
@@ -225,12 +228,12 @@ def _peaks(name: str, cores: tuple[str, ...]) -> tuple[dict[str, float], float |
     if name not in _PEAKS:
         return {}, None
     *rates, bandwidth = _PEAKS[name]
-    return {
-        dtype: float(rate)
-        for dtypes, rate in zip(_COLUMNS, rates, strict=True)
-        for dtype in dtypes
-        if rate is not None and (dtype == "float32" or dtype in cores)
-    }, None if bandwidth is None else bandwidth * 1e9
+    tflops = {}
+    for dtypes, rate in zip(_COLUMNS, rates, strict=True):
+        for dtype in dtypes:
+            if rate is not None and (dtype == "float32" or dtype in cores):
+                tflops[dtype] = float(rate)
+    return tflops, None if bandwidth is None else bandwidth * 1e9
 
 
 def _recommend(name: str, platform: str, capability: Any, cores: tuple[str, ...]) -> tuple[str, str]:

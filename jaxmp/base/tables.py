@@ -1,4 +1,4 @@
-"""How results are shown: as text, as a table of rich, as JSON."""
+"""Results as text, as a table of rich and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Shown:
-    """What a result of dataclasses shows of itself, by its title, columns, rows, and the lines after them."""
+    """A result that is shown as a title, columns, rows, and lines after them."""
 
     def _shown(self) -> tuple[str, Sequence[str], Sequence[Sequence[Any]], Sequence[str]]:
         raise NotImplementedError
@@ -21,19 +21,19 @@ class Shown:
         return text(*self._shown())
 
     def table(self) -> Any:
-        """A ``rich.table.Table``."""
+        """Return the result as a ``rich.table.Table``."""
         return table(*self._shown())
 
     def __rich__(self) -> Any:
         return self.table()
 
     def to_json(self) -> str:
-        """Its fields by name as JSON; numbers that are not finite are null."""
+        """Return the fields by name as JSON; non-finite numbers are null."""
         return as_json(self)
 
 
 def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> str:
-    """A table as lines of text, numbers to the right, with lines after it."""
+    """Return a table as lines of text, with numbers to the right, and lines after it."""
     cells = [[str(cell) for cell in row] for row in ([name.replace("\n", " ") for name in columns], *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = _are_numbers(columns, rows)
@@ -45,7 +45,7 @@ def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], afte
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> Any:
-    """The same as a ``rich.table.Table``: on a narrow console paths and other long cells are folded, not numbers."""
+    """Return the same as a ``rich.table.Table``; a narrow console folds long cells, not numbers."""
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -64,27 +64,27 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], aft
 
 
 _SHORT = 13
-"""What a cell that is not folded is at most: ``"float8_e4m3fn"``."""
+"""The longest cell that is not folded: ``"float8_e4m3fn"``."""
 
 
 def _are_numbers(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
-    """Which columns stand to the right."""
+    """Return for each column whether it has only numbers, which stand to the right."""
     return [bool(rows) and all(isinstance(row[n], (int, float)) for row in rows) for n in range(len(columns))]
 
 
 def as_json(result: Any) -> str:
-    """A result of dataclasses as JSON, its fields by name, but for those without a repr; what is not finite is null."""
+    """Return a dataclass as JSON: its fields with a repr by name; non-finite numbers are null."""
     return json.dumps(plain(result), indent=2, allow_nan=False)
 
 
 def plain(value: Any) -> Any:
-    """What JSON knows: dataclasses become their fields with a repr, what is not finite null."""
+    """Return a value in the types of JSON; see :func:`as_json`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, (np.generic, np.ndarray)) or hasattr(value, "addressable_shards"):
         return plain(np.asarray(value).tolist())
     if isinstance(value, float) and not np.isfinite(value):
@@ -93,7 +93,7 @@ def plain(value: Any) -> Any:
 
 
 def short(number: float) -> str:
-    """A number with three digits and a prefix: 1.05M.
+    """Return a number with three digits and a prefix: 1.05M.
 
     >>> short(1_048_576), short(3)
     ('1.05M', '3')
@@ -103,7 +103,7 @@ def short(number: float) -> str:
 
 
 def counts(numbers: Mapping[str, int]) -> str:
-    """How many there are of each, or that there is none.
+    """Return the numbers with their names as text, or ``"none"``.
 
     >>> counts({"softmax": 12, "variance": 2})
     '12 softmax, 2 variance'
@@ -112,6 +112,6 @@ def counts(numbers: Mapping[str, int]) -> str:
 
 
 def runs(names: Sequence[str]) -> str:
-    """Names with their repetitions told by a number."""
+    """Return names as text, with a number for repetitions."""
     groups = ((name, len(list(group))) for name, group in itertools.groupby(names))
     return ", ".join(name if count == 1 else f"{count}×{name}" for name, count in groups)

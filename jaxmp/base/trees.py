@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def cast(tree: T, dtype: Any) -> T:
-    """Casts the floating arrays of ``tree`` to ``dtype`` and touches nothing else.
+    """Cast the floating arrays of ``tree`` to ``dtype``, and touch nothing else.
 
     JAX arrays (tracers too), NumPy arrays and ``jax.ShapeDtypeStruct`` of a floating dtype are cast; integers, bools,
     complex numbers, PRNG keys, ``None`` and Python scalars pass untouched. A leaf that has the dtype already is
@@ -36,13 +36,13 @@ def cast(tree: T, dtype: Any) -> T:
 
 
 def is_float_array(leaf: Any) -> bool:
-    """Whether ``leaf`` is a JAX or NumPy array, or a ``ShapeDtypeStruct``, of a floating dtype."""
+    """Return whether ``leaf`` is an array or a ``ShapeDtypeStruct`` of a floating dtype."""
     arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
     return isinstance(leaf, arrays) and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def widen(tree: T) -> T:
-    """Casts floating arrays narrower than 32 bits to float32; float64 and everything that is not floating stays."""
+    """Cast floating arrays narrower than 32 bits to float32, and leave all others as they are."""
 
     def widen_leaf(leaf: Any) -> Any:
         return cast(leaf, jnp.float32) if is_float_array(leaf) and leaf.dtype.itemsize < 4 else leaf
@@ -51,11 +51,11 @@ def widen(tree: T) -> T:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """A bool scalar: no floating or complex leaf of ``tree`` holds an infinity or a NaN (True for an empty tree).
+    """Return a bool scalar: whether no leaf of ``tree`` holds an infinity or a NaN.
 
-    Every leaf is reduced by the sum of ``x - x``, which is zero for finite numbers and NaN for all others, and the sums
-    are added up: one scalar is tested. Unlike a test per leaf this fuses with what produced the leaf, and on sharded
-    arrays it needs one scalar all-reduce and gathers nothing.
+    Only floating and complex leaves count. Every leaf is reduced by the sum of ``x - x``, which is zero for finite
+    numbers and NaN for all others, and the sums are added up: one scalar is tested. Unlike a test per leaf this fuses
+    with the operation that produced the leaf. On sharded arrays it needs one scalar all-reduce and gathers nothing.
 
     >>> all_finite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
     Array(False, dtype=bool)
@@ -65,7 +65,7 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def non_finite(tree: Any) -> list[str]:
-    """The names of the leaves that hold an infinity or a NaN.
+    """Return the names of the leaves that hold an infinity or a NaN.
 
     >>> non_finite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
     ['b']
@@ -74,7 +74,7 @@ def non_finite(tree: Any) -> list[str]:
 
 
 def _zero_if_finite(leaf: ArrayLike) -> jax.Array:
-    """A float32 scalar: zero when every element is finite, else NaN."""
+    """Return a float32 scalar: zero if every element is finite, else NaN."""
     array = jnp.asarray(leaf)
     if jnp.iscomplexobj(array):
         return _zero_if_finite(array.real) + _zero_if_finite(array.imag)
@@ -84,7 +84,7 @@ def _zero_if_finite(leaf: ArrayLike) -> jax.Array:
 
 
 def sum_of_squares(tree: Any) -> jax.Array:
-    """The sum of the squared magnitudes of the floating and complex leaves of ``tree``, a float32 scalar.
+    """Sum the squared magnitudes of the floating and complex leaves, as a float32 scalar.
 
     Half-precision leaves are squared in float32; with a float64 leaf the sum is float64. Leaves of other dtypes are
     passed over. The sum is finite only if every element is and the norm, its root, is: 2e19 is finite in float32, its
@@ -95,8 +95,8 @@ def sum_of_squares(tree: Any) -> jax.Array:
     Array(25., dtype=float32)
     """
     sums = [jnp.sum(_squares(widen(jnp.asarray(leaf)))) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
-    dtype = np.result_type(np.float32, *(each.dtype for each in sums))
-    return reduce(jnp.add, [each.astype(dtype) for each in sums], jnp.zeros((), dtype))
+    dtype = np.result_type(np.float32, *(part.dtype for part in sums))
+    return reduce(jnp.add, [part.astype(dtype) for part in sums], jnp.zeros((), dtype))
 
 
 def _squares(array: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ def _squares(array: jax.Array) -> jax.Array:
 
 
 def max_abs(tree: Any) -> jax.Array:
-    """The largest magnitude among the floating and complex leaves of ``tree``, a float32 scalar; NaN if one is NaN.
+    """Return the largest magnitude in the floating and complex leaves as a float32 scalar, NaN if one is NaN.
 
     >>> max_abs([jnp.array([1.0, -3.0]), jnp.array(2.0)])
     Array(3., dtype=float32)
@@ -122,7 +122,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
-    """``on_true`` where the bool scalar ``pred`` holds, else ``on_false``, leaf by leaf and bit for bit.
+    """Return ``on_true`` if the bool scalar ``pred`` holds, else ``on_false``, bit for bit.
 
     Leaves that are the same object in both trees are passed on as they are. The dtypes of ``on_false`` are kept, so
     that a state selected this way never changes its type from step to step.
@@ -154,5 +154,5 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A JAX key path as users write it: ``encoder/Dense_0/kernel``."""
+    """Return a JAX key path as users write it: ``encoder/Dense_0/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

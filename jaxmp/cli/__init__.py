@@ -1,4 +1,7 @@
-"""The ``jaxmp`` command. Each subcommand has a file: what it takes, and what runs, whose docstring is its help."""
+"""The ``jaxmp`` command.
+
+Each subcommand has a file with its arguments and a function that runs it, whose docstring is its help.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +33,9 @@ _COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line ``argv`` (``sys.argv`` by default) and returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not sys.stdout:  # None where the shell has closed it
-        print("jaxmp: error: the output cannot be written: it is closed; write it to a file", file=sys.stderr)
-        return 1
+    """Run the command line ``argv`` (``sys.argv`` by default) and return the exit code."""
     parser = _parser()
-    word = next((word for word in words if not word.startswith("-")), None)
-    if word is not None and word not in _COMMANDS:
-        from jaxmp.base import dtypes
-
-        parser.error(f"there is no command {word!r}; commands, nearest first: {dtypes.nearest(word, _COMMANDS)}")
-    options, rest = parser.parse_known_args(words)
-    if rest:
-        taken = f"jaxmp {options.command or 'COMMAND'} --help"
-        parser.error(f"unrecognized arguments: {' '.join(rest)}; {taken} lists those that there are")
+    options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
         return 0
@@ -57,15 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"jaxmp {options.command}: error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        if error.filename is not None or error.errno is None:  # of the user's code, not of the output
-            raise
-        # Nothing may be flushed into it any more.
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        # Python flushes the output once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
-            return 0
-        print(f"jaxmp {options.command}: error: the output cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:

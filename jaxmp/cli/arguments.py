@@ -1,4 +1,4 @@
-"""The arguments that commands take: by name the settings of ``argparse``'s ``add_argument``."""
+"""The arguments of the commands: by name the settings of ``argparse``'s ``add_argument``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _OVERRIDE = "such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 
 
 def loss_scale(text: str) -> float:
-    """A positive finite number."""
+    """Return a positive finite number."""
     with contextlib.suppress(ValueError):
-        if 0 < (scale := float(text)) < math.inf:
+        scale = float(text)
+        if 0 < scale < math.inf:
             return scale
     raise argparse.ArgumentTypeError(f"a loss scale is a positive finite number, got {text!r}; write 1024, say")
 

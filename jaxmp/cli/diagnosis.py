@@ -1,4 +1,4 @@
-"""Whether training would work on this machine, and what to fix: the findings behind ``jaxmp doctor``."""
+"""The findings behind ``jaxmp doctor``: whether training works on this machine, and what to fix."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _SETTINGS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
-    """Something to fix: what is the case, and what changes it."""
+class SetupProblem:
+    """Something to fix in the setup, and its remedy."""
 
     problem: str
     remedy: str
@@ -53,15 +53,15 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What ``jaxmp doctor`` found."""
+    """The report of ``jaxmp doctor``."""
 
     hardware: Hardware | None  # the first device; None if JAX cannot start
-    devices: int  # how many this process has
+    devices: int  # the number of devices of this process
     trains: bool  # whether a mixed-precision training step ran here and gave the right numbers
-    training: str  # what was tried, and what came of it
+    training: str  # a sentence on that step
     versions: dict[str, str | None]  # by package, None where it is missing
-    findings: tuple[Finding, ...]  # what to fix, or to know; empty is best
-    float8: str = ""  # what mixed_float8 does on the device
+    findings: tuple[SetupProblem, ...]  # problems and settings to know of; empty is best
+    float8: str = ""  # a sentence on mixed_float8 on the device
 
 
 def diagnose() -> Report:
@@ -71,14 +71,14 @@ def diagnose() -> Report:
     try:
         import jax
 
-        devices, found = jax.local_device_count(), jaxmp.hardware.detect()
+        devices, hardware = jax.local_device_count(), jaxmp.hardware.detect()
     except Exception as error:  # whatever stops JAX is the finding
         remedy = "see all of it with: python -c 'import jax; jax.devices()'; most often a fresh environment helps"
-        findings.append(Finding(f"JAX does not start: {_summary(error)}", remedy))
+        findings.append(SetupProblem(f"JAX does not start: {_summary(error)}", remedy))
         return Report(None, 0, False, "not tried: JAX does not start", versions, tuple(findings))
-    findings += [*_check_driver(found.platform, versions), *_check_settings()]
-    trains, training, failures = _try_training(found.recommended_policy)
-    return Report(found, devices, trains, training, versions, (*findings, *failures), float8_on(found))
+    findings += [*_check_driver(hardware.platform, versions), *_check_settings()]
+    trains, training, failures = _try_training(hardware.recommended_policy)
+    return Report(hardware, devices, trains, training, versions, (*findings, *failures), float8_on(hardware))
 
 
 def float8_on(device: Hardware) -> str:
@@ -97,12 +97,12 @@ def float8_on(device: Hardware) -> str:
 
 
 def train_one_step(policy: str) -> None:
-    """Trains a Dense layer for one step under ``policy``, with loss scaling, and checks the numbers.
+    """Train a Dense layer for one step under ``policy``, with loss scaling, and check the numbers.
 
     The inputs are such that every intermediate is exact in half precision.
 
     Raises:
-      RuntimeError: the step ran and its numbers are wrong. Anything else that goes wrong is raised as it is.
+      RuntimeError: the step ran and its numbers are wrong. Other errors pass as they are.
     """
     import flax.linen as nn
     import jax
@@ -131,7 +131,7 @@ def train_one_step(policy: str) -> None:
         )
 
 
-def _try_training(recommended: str) -> tuple[bool, str, list[Finding]]:
+def _try_training(recommended: str) -> tuple[bool, str, list[SetupProblem]]:
     half = "mixed_bfloat16" if recommended == "float32" else recommended
     failures = []
     for policy in dict.fromkeys((half, recommended)):
@@ -140,7 +140,7 @@ def _try_training(recommended: str) -> tuple[bool, str, list[Finding]]:
         except Exception as error:  # whatever stops training is the finding
             traceback = f'python -c "import jaxmp.cli.diagnosis; jaxmp.cli.diagnosis.train_one_step({policy!r})"'
             failures.append(
-                Finding(f"one training step under {policy} fails: {_summary(error)}", f"see where: {traceback}")
+                SetupProblem(f"one training step under {policy} fails: {_summary(error)}", f"see where: {traceback}")
             )
         else:
             return True, f"works: one step under {policy}, with loss scaling, gave the right numbers", failures
@@ -158,82 +158,82 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _check_versions(versions: dict[str, str | None]) -> Iterator[Finding]:
+def _check_versions(versions: dict[str, str | None]) -> Iterator[SetupProblem]:
     for package, (oldest, newest) in SUPPORTED.items():
         version = versions[package]
         if version is None:
-            yield Finding(f"{package} is not installed", f'pip install "{package}>={oldest}"')
+            yield SetupProblem(f"{package} is not installed", f'pip install "{package}>={oldest}"')
         elif _release(version) < _release(oldest):
-            yield Finding(
+            yield SetupProblem(
                 f"{package} {version} is older than jaxmp supports ({oldest})", f'pip install "{package}>={oldest}"'
             )
         elif newest is not None and _release(version)[:2] > _release(newest):
-            yield Finding(
+            yield SetupProblem(
                 f"{package} {version} is newer than jaxmp was tested with ({newest})",
                 f'if something fails: pip install "{package}=={newest}.*"',
             )
     jax, jaxlib = versions["jax"], versions["jaxlib"]
     if jax and jaxlib and jax != jaxlib:
-        yield Finding(
+        yield SetupProblem(
             f"jax {jax} runs with jaxlib {jaxlib}", f'install the pair: pip install "jax=={jax}" "jaxlib=={jax}"'
         )
     for plugin in _PLUGINS:
         version = versions.get(plugin)
         if version and jaxlib and version != jaxlib:
-            yield Finding(
+            yield SetupProblem(
                 f"{plugin} {version} does not go with jaxlib {jaxlib}: JAX ignores a plugin of another version",
                 f'pip install "jax[{plugin.split("-")[1]}]=={jax}"',
             )
 
 
-def _check_platforms() -> Iterator[Finding]:
+def _check_platforms() -> Iterator[SetupProblem]:
     if forced := os.environ.get("JAX_PLATFORMS"):
-        yield Finding(
+        yield SetupProblem(
             f"JAX_PLATFORMS={forced} is set: JAX looks at no other kind of device",
             "unset JAX_PLATFORMS, unless that is meant",
         )
 
 
-def _check_driver(platform: str, versions: dict[str, str | None]) -> Iterator[Finding]:
-    """An NVIDIA GPU that JAX does not use. A forced platform is a finding of its own."""
+def _check_driver(platform: str, versions: dict[str, str | None]) -> Iterator[SetupProblem]:
+    """Find an NVIDIA GPU that JAX does not use. A forced platform is a finding of its own."""
     if platform != "cpu" or os.environ.get("JAX_PLATFORMS") or not nvidia_driver():
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
-        yield Finding(
+        yield SetupProblem(
             f"CUDA_VISIBLE_DEVICES={visible!r} hides the NVIDIA GPU, and JAX runs on the CPU",
             "unset CUDA_VISIBLE_DEVICES, or name a device: CUDA_VISIBLE_DEVICES=0",
         )
     elif any(plugin in versions for plugin in _PLUGINS):
-        yield Finding(
+        yield SetupProblem(
             "an NVIDIA driver and JAX's CUDA plugin are there, and JAX runs on the CPU",
             "see why with: JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' (often a driver too old for the "
             "plugin's CUDA, or CUDA libraries on LD_LIBRARY_PATH that hide the plugin's own)",
         )
     else:
         jax = versions["jax"]
-        yield Finding(
+        yield SetupProblem(
             "an NVIDIA driver is there, and JAX has no CUDA support: it runs on the CPU",
             f'pip install "jax[cuda13]=={jax}" (before compute capability 7.5, or with a driver older than 580: '
             f'"jax[cuda12]=={jax}")',
         )
 
 
-def _check_settings() -> Iterator[Finding]:
+def _check_settings() -> Iterator[SetupProblem]:
     import jax
 
     for setting, (consequence, remedy) in _SETTINGS.items():
         if value := getattr(jax.config, setting, None):
-            yield Finding(f"{setting} is {value}: {consequence}", remedy)
+            yield SetupProblem(f"{setting} is {value}: {consequence}", remedy)
 
 
 def nvidia_driver() -> bool:
-    """Whether this machine, or the container we are in, shows an NVIDIA driver."""
+    """Return whether this machine or container has an NVIDIA driver."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: ``"0.12.0.dev1"`` is (0, 12, 0)."""
+    """Return the leading numbers of a version: (0, 12, 0) for ``"0.12.0.dev1"``."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 

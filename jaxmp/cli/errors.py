@@ -1,5 +1,5 @@
-"""What ends a command with one line."""
+"""The error that ends a command with one line."""
 
 
 class UsageError(ValueError):
-    """What was asked for on the command line cannot be done; the text is one line."""
+    """A wrong argument on the command line; the text is one line."""

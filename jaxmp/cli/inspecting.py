@@ -1,4 +1,4 @@
-"""What the commands of :mod:`jaxmp.inspect` share: which function is meant, on what it is tried."""
+"""The parts that the commands of :mod:`jaxmp.inspect` share."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ def where(options: argparse.Namespace) -> dict[str, Any]:
 def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function under autocast with a policy, or as it is."""
     from jaxmp.engine.autocast import autocast
-    from jaxmp.inspect.program.targets import NNXStep, TrainStep
+    from jaxmp.inspect.program.calls import is_step
 
-    if policy is not None and isinstance(fun, (TrainStep, NNXStep)):
+    if policy is None:
+        return fun
+    if is_step(fun):
         raise UsageError(
             f"a train step has the policy that it was made with, got --policy {policy} for one; leave --policy out and "
             "write make_train_step(loss_fn, policy=…), or name the loss function"
         )
-    return fun if policy is None else autocast(fun, policy)
+    return autocast(fun, policy)
 
 
 def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
     """Return the report of ``make(function)`` on shapes."""
     import jax
 
-    from jaxmp.cli.loading import in_current_folder, load, told
+    from jaxmp.cli.loading import in_current_folder, load, usage_errors
     from jaxmp.inspect.program.targets import within_mesh_of
 
     if options.device is not None:
@@ -40,17 +42,17 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
         loaded = load(options.function, options.arg, options.args)
         with within_mesh_of(loaded.operands):
             jax.eval_shape(loaded.function, *loaded.operands)  # errors of the function itself pass as they are
-        with told(ValueError, TypeError, ModuleNotFoundError):
+        with usage_errors(ValueError, TypeError, ModuleNotFoundError):
             return make(loaded.function)(*loaded.operands)
 
 
 def of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
     """Return the report of ``make(function)`` on the arrays that another function returns."""
-    from jaxmp.cli.loading import check_count, function, in_current_folder, told
+    from jaxmp.cli.loading import check_count, function, in_current_folder, usage_errors
 
     with in_current_folder():
         fun = function(options.function)
-        with told(ValueError, TypeError):
+        with usage_errors(ValueError, TypeError):
             run = make(fun)
         args: Any = () if options.args is None else function(options.args)()
         args = args if isinstance(args, tuple) else (args,)

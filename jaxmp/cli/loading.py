@@ -1,4 +1,4 @@
-"""Functions and their arguments, by the names and shapes of a command line; nothing is run but imports."""
+"""Load the functions and arguments that a command line names; nothing is run but imports."""
 
 from __future__ import annotations
 
@@ -58,22 +58,19 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
     operands: Any = tuple(map(_shape, shapes))
     fun = function(name)
     if example is not None:
-        operands = _shapes(example, function(example))
+        operands = _shapes(function(example))
         operands = operands if isinstance(operands, tuple) else (operands,)
     check_count(name, fun, operands)
     return Loaded(fun, operands)
 
 
-def _shapes(example: str, fun: Callable[[], Any]) -> Any:
-    """Return the shapes of the results of a function, and ShapeDtypeStructs as they are."""
+def _shapes(example: Callable[[], Any]) -> Any:
+    """Return the shapes of the arrays that a function returns, and ShapeDtypeStructs as they are."""
     result: Any = None
 
     def arrays() -> Any:
         nonlocal result
-        result = fun()
-        for path, leaf in jax.tree.leaves_with_path(result):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                _check_dtype(leaf.dtype, f"one in {example}(){jax.tree_util.keystr(path)}")
+        result = example()
         return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, result)
 
     shapes = jax.eval_shape(arrays)
@@ -83,8 +80,8 @@ def _shapes(example: str, fun: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def told(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise errors of some kinds, which jaxmp has for wrong arguments, as a UsageError."""
+def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these kinds into a UsageError with their first line."""
     try:
         yield
     except kinds as error:
@@ -111,8 +108,8 @@ def function(name: str) -> Callable[..., Any]:
         value = getattr(value, part)
     if not callable(value):
         raise UsageError(f"a function is needed, got {name}, which is of type {type(value).__name__!r}")
-    named: Callable[..., Any] = value
-    return named
+    loaded: Callable[..., Any] = value
+    return loaded
 
 
 @functools.cache
@@ -133,18 +130,19 @@ def _shape(text: str) -> jax.ShapeDtypeStruct:
     if re.fullmatch(r"bool|u?int\d+|complex\d+", name) and hasattr(jnp, name):
         dtype = np.dtype(getattr(jnp, name))
     else:
-        with told(ValueError):
+        with usage_errors(ValueError):
             dtype = canonical_dtype(name)
-    _check_dtype(dtype, repr(text))
+    _check_dtype(dtype, text)
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def _check_dtype(dtype: Any, got: str) -> None:
+def _check_dtype(dtype: Any, text: str) -> None:
+    """Raise a UsageError if JAX would replace a 64-bit dtype by a narrower one."""
     config: Any = jax.config
     narrow = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}.get(dtype.name)
     if narrow and not config.jax_enable_x64:
         raise UsageError(
-            f"without jax_enable_x64 JAX makes {narrow} of every {dtype.name}, got {got}; set JAX_ENABLE_X64=1 in "
+            f"without jax_enable_x64 JAX makes {narrow} of every {dtype.name}, got {text!r}; set JAX_ENABLE_X64=1 in "
             f"the environment, or ask for {narrow}"
         )
 
@@ -163,13 +161,11 @@ def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> 
 
 
 def levels(overrides: Sequence[str]) -> dict[str, str]:
-    """Return overrides that are written ``"KEY=LEVEL"``."""
+    """Return the level by key of overrides ``"KEY=LEVEL"``; the last one of a key wins."""
     overridden: dict[str, str] = {}
     for text in overrides:
         key, _, level = text.rpartition("=")
         if "=" not in text:
             raise UsageError(f"an --override is KEY=LEVEL, such as '**/head=float32', got {text!r}")
-        if key in overridden:
-            raise UsageError(f"an --override is given once for a key, got {key!r} twice; leave one of them out")
         overridden[key] = level
     return overridden

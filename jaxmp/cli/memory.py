@@ -15,9 +15,9 @@ def run(options: argparse.Namespace) -> int:
     """Show the memory that a train step or any function needs, by kind and dtype, from compiling it; nothing is run.
 
     With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. With
-    --topology it is compiled for several of them and told for each, also what it sends: the shapes that --args returns
-    have shardings on a jax.sharding.AbstractMesh. With --policy the function is put under autocast, which donates
-    nothing. Exit code 2 if something is wrong with the arguments.
+    --topology it is compiled for several of them, and the report says what each device holds and sends: the shapes that
+    --args returns have shardings on a jax.sharding.AbstractMesh. With --policy the function is put under autocast,
+    which donates nothing. Exit code 2 if something is wrong with the arguments.
 
     Example:
       jaxmp memory train:step --args train:shapes --device h200 --topology 1x1x8

@@ -44,14 +44,14 @@ def plan(
     """
     import jax
 
-    from jaxmp.cli.loading import in_current_folder, levels, load, told
+    from jaxmp.cli.loading import in_current_folder, levels, load, usage_errors
     from jaxmp.engine.plan import cast_plan
 
     exceptions = levels(overrides)
     with in_current_folder():
         loaded = load(function, shapes, example)
-        with told(ValueError, TypeError):
+        with usage_errors(ValueError, TypeError):
             planned = cast_plan(loaded.function, policy, exceptions)
         jax.eval_shape(loaded.function, *loaded.operands)  # errors of the function itself pass as they are
-        with told(ValueError):
+        with usage_errors(ValueError):
             return planned(*loaded.operands)

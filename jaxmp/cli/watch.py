@@ -1,9 +1,10 @@
-"""``jaxmp watch``: a run that the experiments train, as it goes."""
+"""``jaxmp watch``: show a run of the experiments as it trains."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import time
 from pathlib import Path
@@ -36,25 +37,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """A line on the last step of a run, and what was watched.
+    """Return a line on the last step of a run, and the rows of its watched steps.
 
     Raises:
-      UsageError: it is no folder of a run, or not watched.
+      UsageError: it is no folder of a run, or the run is not watched.
     """
-    from jaxmp.cli.loading import told
-    from jaxmp.inspect.watch import metrics, read
+    from jaxmp.cli.loading import usage_errors
+    from jaxmp.inspect.watch_files import metrics, read
 
-    with told(FileNotFoundError, ValueError):
-        rows, seen = metrics(folder), read(folder)
+    with usage_errors(FileNotFoundError, ValueError):
+        rows, watched_steps = metrics(folder), read(folder)
     if not rows:
-        return "no step yet", seen
+        return "no step yet", watched_steps
     last, skipped = rows[-1], sum(int(row["skipped"]) for row in rows)
     names = ("step", "loss", "grad_norm", "loss_scale")
-    return "  ".join(f"{name} {last[name]}" for name in names) + f"  skipped {skipped}", seen
+    return "  ".join(f"{name} {last[name]}" for name in names) + f"  skipped {skipped}", watched_steps
 
 
 def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
-    """A table so wide: of each tensor the share of its gradients that vanishes, of the last steps that were watched."""
+    """Return a table of the share of each tensor's gradients that vanishes in the last watched steps."""
     from rich.table import Table
     from rich.text import Text
 
@@ -72,14 +73,14 @@ def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
     for kind in ("activation_gradients", "gradients"):
         for path, share in last["vanished"][kind].items():
             history = [row["vanished"][kind].get(path, 0.0) for row in rows[-width:]]
-            bars = "".join(_BLOCKS[min(8, -int(-8 * each // 1))] for each in history)
+            bars = "".join(_BLOCKS[min(8, math.ceil(8 * vanished))] for vanished in history)
             zeros = f"{last['zeros'][kind][path]:.1%}"
             grid.add_row(Text(f"{kind.replace('_', ' ')} {path}"), f"{share:.1%}", zeros, Text(bars))
     return grid
 
 
 def live(console: Any, folder: Path, seconds: float = 2.0) -> None:
-    """Shows a run until it has its summary or the user has seen enough."""
+    """Show a run until it has its summary or the user stops the command."""
     from rich.live import Live
 
     with Live(picture(console.width, *watched(folder)), console=console, auto_refresh=False) as display:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from jaxmp._internals.jax.equations import size_of
 from jaxmp._internals.jax.primitives import EXTREMES
-from jaxmp._internals.jax.reading import size_of
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import AMPLIFIERS, CLEAR, INFER, JOIN, SOLVERS, Rule, State
 from jaxmp.engine.graph import Graph, Node, Step

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base.arguments import require_function, takes_a_function
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.emit import evaluated
@@ -86,7 +86,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
             with precision(level_of(one_policy)), one_policy.precision():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
-        rules = Rules(one_policy.compute_dtype, exceptions, {} if reading.is_tracing() else programs, one_policy.float8)
+        rules = Rules(one_policy.compute_dtype, exceptions, {} if is_tracing() else programs, one_policy.float8)
         results = computed(fun, rules, args, kwargs, one_policy)
         return one_policy.cast_to_output(results) if one_policy.compute_dtype == np.float32 else results
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._internals.jax.equations import size_of
 from jaxmp._internals.jax.primitives import BROADCAST, EXTREMES, MONOTONE
-from jaxmp._internals.jax.reading import size_of
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine import patterns
 from jaxmp.engine.amplifiers import raise_amplified

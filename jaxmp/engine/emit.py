@@ -9,10 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import Rule, bound, linear_solve, params_in_dtype, rebuilt
+from jaxmp._internals.jax.equations import (
+    Bodies,
+    Literal,
+    Opened,
+    asks_for_what_is_missing,
+    evaluate,
+    has_explicit_axes,
+    is_literal,
+)
 from jaxmp._internals.jax.primitives import BROADCAST, COMPARISONS, MEETS
-from jaxmp._internals.jax.reading import Literal
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.repeated_casts import (
     MAY_SUM,
@@ -23,6 +30,7 @@ from jaxmp._internals.jax.repeated_casts import (
     summed_in_float32,
     sums_half,
 )
+from jaxmp._internals.jax.traces import is_staged, is_tracing
 from jaxmp._internals.jax.vmap_sharing import Examples, Same, same_in_bodies
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.casts import read_in
@@ -54,14 +62,14 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
     for step in graph.steps:
         step.stands = _stands(step, changed)
     evaluation = _Evaluation(rules, body, args)
-    results = evaluation.results() if graph.changes else reading.evaluate(body.jaxpr, body.consts, args)
+    results = evaluation.results() if graph.changes else evaluate(body.jaxpr, body.consts, args)
     return [
         value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
         for value, node, dtype in zip(results, body.results, dtypes, strict=True)
     ]
 
 
-def _derived(rules: Rules, step: Step, jaxpr: reading.Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """A derivative rule, or a part of a solver; its operands come, and its results go, in those dtypes."""
     graph = build(*jaxpr, rules, (*step.names, WITH_RULE), in_rule=step.eqn.primitive.name == "custom_vjp_call")
     return evaluated(graph, rules, args, dtypes, force=True)
@@ -137,7 +145,7 @@ class _Evaluation:
     def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Sequence[Any]) -> Any:
         """Return ``value`` in ``dtype``, repeated as the step would repeat it, and for each example of ``like``."""
         aval = step.eqn.outvars[0].aval if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
-        if value.shape == aval.shape and (not like or reading.has_explicit_axes(value)):
+        if value.shape == aval.shape and (not like or has_explicit_axes(value)):
             return self.cast(value, dtype)
         if self.is_noted and value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
@@ -165,7 +173,7 @@ class _Evaluation:
         if dtype is not None and node is not None:
             is_exact = node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
             params = params_in_dtype(eqn, dtype, is_exact)
-        if "precision" in params and reading.asks_for_what_is_missing(params):
+        if "precision" in params and asks_for_what_is_missing(params):
             params = {**params, "precision": None}
         results = bound(eqn, operands, params)
         return results if node is None or dtype in (None, node.dtype) else [self.cast(results[0], node.dtype)]
@@ -199,7 +207,7 @@ class _Evaluation:
         make = functools.partial(_program, self.rules, step, same)
         if name == "jit":  # layers that share a jitted body share its program: JAX traces it for the first
             return list(_shared(self.rules, step, same, make)(*operands))
-        is_jitted = name in _LOOPS and not reading.is_tracing()
+        is_jitted = name in _LOOPS and not is_tracing()
         run = _shared(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
         results = list(run(*operands))
         for number in step.unchanged:
@@ -232,7 +240,7 @@ def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node)
     if others or node.is_cast_once or WITH_RULE in step.names:
         return () if WITH_RULE in step.names else others
     pairs = zip(operands, step.operands, strict=True)
-    return [value for value, each in pairs if each and each.is_cast_once and reading.is_staged(value)][:1]
+    return [value for value, each in pairs if each and each.is_cast_once and is_staged(value)][:1]
 
 
 def _run(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
@@ -275,7 +283,7 @@ def _stands(step: Step, changed: set[Node]) -> bool:
     node, params = step.node, step.eqn.params
     if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8:
         return False
-    if "precision" in params and reading.asks_for_what_is_missing(params):
+    if "precision" in params and asks_for_what_is_missing(params):
         return False
     if step.bodies is None:
         return node is None or (node.compute is None and (node.dtype.itemsize > 2 or not sums_half(step.eqn)))
@@ -309,7 +317,7 @@ def _wants(step: Step) -> list[np.dtype | None]:
     return [None if each is None else node.compute or read_in(node, each) for each in operands]
 
 
-def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None]:
+def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
     # Half as they are, for JAX may repeat them for examples.
     wants = [each.dtype if each and each.dtype.itemsize == 2 and not each.late else None for each in step.operands]
     if bodies.kind in ("scan", "while"):
@@ -334,7 +342,7 @@ def _half_wanted(body: Body, position: int) -> np.dtype | None:
             # What its author casts to half is half before as well.
             wants = [step.node.dtype] if step.eqn.primitive.name == _CAST and step.node else _wants(step)
             for atom, dtype in zip(step.eqn.invars, wants, strict=True):
-                if not reading.is_literal(atom):
+                if not is_literal(atom):
                     body.wanted.setdefault(atom, set()).add(dtype)
     var = body.jaxpr.invars[position]
     dtypes = body.wanted.get(var, set()) if var not in body.jaxpr.outvars else set()

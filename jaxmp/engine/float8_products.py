@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.sources import Names, scopes_and_transforms
+from jaxmp._internals.jax.traces import may_be_skipped
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.engine.marks import DECIDED, WITH_RULE
-from jaxmp.policy import float8
+from jaxmp.policy import float8, float8_product
 
 _recipe = functools.cache(float8.get_recipe)
 _MARK = re.compile(r"jaxmp\.(precision|compute)\([\w:]*(?:;recipe=(.+))?\)")
@@ -47,13 +48,13 @@ class Asked:
     @property
     def decision(self) -> tuple[Any, ...]:
         """What the product depends on that is written, besides its operands."""
-        return self._answer[0], self._recipe, self._is_fused, reading.may_be_skipped()
+        return self._answer[0], self._recipe, self._is_fused, may_be_skipped()
 
     def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Its results, and the types of what it multiplies."""
         (lhs, rhs), numbers = operands, self._step.eqn.params["dimension_numbers"]
         weight, _ = self._answer
-        result = float8.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)
+        result = float8_product.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)
         return [result], [jax.ShapeDtypeStruct(each.shape, self._recipe.forward) for each in operands]
 
     @functools.cached_property
@@ -82,7 +83,7 @@ class Asked:
             return None, "a float32 result"
         if WITH_RULE in step.names:
             return None, "in a function with a derivative rule"
-        if "transpose" in reading.scopes_and_transforms(eqn)[1]:
+        if "transpose" in scopes_and_transforms(eqn)[1]:
             return None, "a derivative that is spelled out"
         if any(eqn.params["dimension_numbers"][1]):
             return None, "batched"
@@ -120,7 +121,7 @@ def asked(step: Any, rules: Any) -> Asked | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _marked(names: reading.Names) -> str | None:
+def _marked(names: Names) -> str | None:
     """What the innermost mark that tells says: the text of a recipe, or ``"None"``; None if there is no such mark."""
     marks = (mark for name in reversed(names) if (mark := _MARK.fullmatch(name)))
     return next((mark[2] or "None" for mark in marks if mark[1] == "compute" or mark[2]), None)

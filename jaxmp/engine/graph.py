@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import Bodies, Literal, bodies_of, extremes_of, is_literal, opened
 from jaxmp._internals.jax.invariants import unchanged
 from jaxmp._internals.jax.primitives import EXTREMES
-from jaxmp._internals.jax.reading import Literal
+from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.dtypes import is_castable, range_of
 from jaxmp.engine import float8_products
@@ -96,7 +96,7 @@ class Form:
     """What equations have in common that are equal but for their operands: those of equal layers."""
 
     operation: object  # another one for other parameters
-    bodies: reading.Bodies | None
+    bodies: Bodies | None
     are_floats: list[bool]  # whether the engine may change the dtype of each result
     is_one_by_one: bool  # whether each result is made of the operand in its place, if data is moved: barriers, sort
     decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # by marks and constants
@@ -107,14 +107,14 @@ class Step:
     """An equation in its place: the nodes of its floating results and the bodies in it; what emit made out of it."""
 
     eqn: Any
-    names: reading.Names
+    names: Names
     operands: Sequence[Node | None]
     nodes: Sequence[Node | None]
     kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
     float8: float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
-    bodies: reading.Bodies | None = None
+    bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # what no turn of a scan changes of what it carries, by number
     is_fixed: bool = False  # it is made of constants only, as the positions of a sequence: the same for every example
@@ -161,7 +161,7 @@ inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users"
 _aval_of = operator.attrgetter("aval")
 
 
-def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = (), in_rule: bool = False) -> Graph:
+def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rule: bool = False) -> Graph:
     """The graph of an open jaxpr and its constants; ``names`` are the scopes around it."""
     builder = _Builder(rules, in_rule)
     sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
@@ -219,7 +219,7 @@ class _Builder:
         if not is_castable(aval):
             return None
         node = self.node(SOURCE, "source", aval, ())
-        node.const = None if value is None else reading.extremes_of(value)
+        node.const = None if value is None else extremes_of(value)
         node.is_constant = value is not None
         return node
 
@@ -232,9 +232,7 @@ class _Builder:
         node.const, node.is_constant, node.same, node.origin = first.const, True, first, first
         return node, first, True
 
-    def body(
-        self, jaxpr: Any, consts: list[Any], inputs: Sequence[_Value], names: reading.Names
-    ) -> tuple[Body, list[_Value]]:
+    def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[_Value], names: Names) -> tuple[Body, list[_Value]]:
         literal, env = self.literal, dict[Any, _Value](zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.value(self.source(var.aval, value), id(value), is_fixed=True)
@@ -242,7 +240,7 @@ class _Builder:
         steps, stack, scopes = list[Step](), None, names
         for eqn in jaxpr.eqns:
             if eqn.source_info.name_stack is not stack:  # a scope has many equations, one after the other
-                stack, scopes = eqn.source_info.name_stack, (*names, *reading.names_of(eqn))
+                stack, scopes = eqn.source_info.name_stack, (*names, *names_of(eqn))
                 marks = ours(scopes)
                 self.region = region_of(marks)
                 self.marks = scopes if self.rules.overrides else (is_widened(scopes), *marks)
@@ -250,7 +248,7 @@ class _Builder:
             step, results = self.step(eqn, values, scopes)
             env.update(zip(eqn.outvars, results, strict=True))
             steps.append(step)
-        ends = [self.literal(atom) if reading.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+        ends = [self.literal(atom) if is_literal(atom) else env[atom] for atom in jaxpr.outvars]
         has_floats = any(node is not None for node, *_ in env.values())
         return Body(jaxpr, consts, steps, [node for node, *_ in ends], has_floats), ends
 
@@ -266,10 +264,10 @@ class _Builder:
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
         is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
-        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one)
+        self.forms[key] = form = Form(operation, bodies_of(eqn), are_floats, is_one_by_one)
         return form
 
-    def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
+    def step(self, eqn: Any, values: Sequence[_Value], names: Names) -> tuple[Step, list[_Value]]:
         form = self.form(eqn)
         operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
         bodies, is_fixed = None if DECIDED in self.marks else form.bodies, False not in fixed
@@ -292,18 +290,18 @@ class _Builder:
     def inner(self, step: Step, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
         names = (*step.names, WITH_RULE) if step.eqn.primitive.name.startswith("custom_") else step.names
         marks = self.marks
-        body, results = self.body(*reading.opened(jaxpr), values, names)
+        body, results = self.body(*opened(jaxpr), values, names)
         step.inner = (*step.inner, body)
         self.region, self.marks = step.region, marks
         return results
 
-    def enter_call(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
+    def enter_call(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
         around, self.in_rule = self.in_rule, self.in_rule or step.eqn.primitive.name == "custom_vjp_call"
         results = self.inner(step, bodies.jaxprs[0], values)
         self.in_rule = around
         return results
 
-    def enter_loop(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
+    def enter_loop(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
         start, stop, around = bodies.start, bodies.start + bodies.carry, self.loop
         key = tuple(number for _, number, _ in values)  # as if equal loops had equal bodies
         step.unchanged = unchanged(bodies)
@@ -330,7 +328,7 @@ class _Builder:
         ends = iter([(node, ("turns", number), False) for node, number, _ in (*changed, *results[bodies.carry :])])
         return [*(value if n in step.unchanged else next(ends) for n, value in enumerate(carry)), *ends]
 
-    def enter_cond(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
+    def enter_cond(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
         columns = zip(*(self.inner(step, branch, values[1:]) for branch in bodies.jaxprs), strict=True)
         which = values[0][1]
         return [

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.reading import Names
+from jaxmp._internals.jax.sources import Names
 from jaxmp.engine.overrides import checked_level
 
 DECIDED = "jaxmp.decided"

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax import reading
-from jaxmp._internals.jax.program import Program, arrays_in, is_array
+from jaxmp._internals.jax.equations import evaluate
+from jaxmp._internals.jax.program import TracedProgram, arrays_in, is_array
+from jaxmp._internals.jax.traces import is_tracing, trace_context
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
@@ -213,23 +214,23 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
     """
     leaves, tree = jax.tree.flatten(args)
     operands = arrays_in(leaves)
-    if reading.is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
+    if is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
         return computed(fun, rules, args, {})
     _require_not_deleted(operands)
     statics = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
-    whole = (key, tree, statics, tuple(map(jax.typeof, operands)), reading.context())
+    whole = (key, tree, statics, tuple(map(jax.typeof, operands)), trace_context())
     try:
         hash(whole)
     except TypeError:  # an argument or a field has none
         return computed(fun, rules, args, {})
-    program = programs.get(whole) or Program(lambda *args: computed(fun, rules, args, {}), args)
+    program = programs.get(whole) or TracedProgram(lambda *args: computed(fun, rules, args, {}), args)
     with _lock:
         programs.pop(whole, None)  # the latest stands last
         programs[whole] = program
         if len(programs) > _REMEMBERED:
             del programs[next(iter(programs))]
     jaxpr, consts = program.jaxpr
-    return program.unflatten(reading.evaluate(jaxpr, consts, operands))
+    return program.unflatten(evaluate(jaxpr, consts, operands))
 
 
 def _require_not_deleted(operands: Sequence[Any]) -> None:

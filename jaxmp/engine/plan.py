@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import bodies_of, opened
+from jaxmp._internals.jax.sources import names_of, source_of
 from jaxmp._internals.jax.walk import jaxprs_in, walk
 from jaxmp.base import tables
 from jaxmp.base.arguments import require_function
@@ -250,7 +251,7 @@ def _rows(
         eqn, name = step.eqn, step.eqn.primitive.name
         turns = eqn.params["length"] if name == "scan" else 1
         casts = [*step.casts, *(turns * size for body in step.inner for size in body.casts)]
-        flops = 0 if reading.bodies_of(eqn) is not None else flops_of(eqn)
+        flops = 0 if bodies_of(eqn) is not None else flops_of(eqn)
         uncounted |= {name} if flops is None else set()
         row = Row(
             path="/".join(path_of(step.names)),
@@ -259,7 +260,7 @@ def _rows(
             operands=tuple(map(name_of, step.bound or (atom.aval for atom in eqn.invars))),
             result=", ".join(name_of(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
             why=reasons.of(step) + (step.float8.why if step.float8 is not None else ""),
-            source=reading.source_of(eqn),
+            source=source_of(eqn),
             flops=flops or 0,
             casts=len(casts),
             cast_bytes=sum(casts),
@@ -284,8 +285,8 @@ def _inside(step: Step) -> Iterator[Step]:
     if step.bodies is not None:
         yield from (inner for body in step.inner for inner in body.steps)
     elif classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG):
-        for eqn in (eqn for jaxpr in jaxprs_in(step.eqn) for eqn in reading.opened(jaxpr)[0].eqns):
-            yield Step(eqn, (*step.names, *reading.names_of(eqn)), step.operands, [], Kind.KEPT, step.reason)
+        for eqn in (eqn for jaxpr in jaxprs_in(step.eqn) for eqn in opened(jaxpr)[0].eqns):
+            yield Step(eqn, (*step.names, *names_of(eqn)), step.operands, [], Kind.KEPT, step.reason)
 
 
 def _summary(rows: Sequence[Row], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:

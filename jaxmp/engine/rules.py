@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import asks_for_highest, names_a_dtype
 from jaxmp._internals.jax.primitives import PICKS
+from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, is_castable, is_other_float, nearest, range_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
@@ -56,7 +57,7 @@ class Rules:
         self.paths = [key for key in self.overrides if not key.startswith(OPERATIONS)]
         self.key = (self.half, tuple(self.overrides.items()))
         self.matched: set[str] = set()
-        self.visited: set[tuple[reading.Names, str]] = set()  # paths and primitives, for the errors of overrides
+        self.visited: set[tuple[Names, str]] = set()  # paths and primitives, for the errors of overrides
         self._path_rules = functools.lru_cache(maxsize=None)(self._find_path_rules)
 
     def check(self) -> None:
@@ -72,7 +73,7 @@ class Rules:
                 "Operations of its derivative are seen in autocast(grad(f)) only"
             )
 
-    def kind_of(self, eqn: Any, constants: Sequence[tuple[float, float]], names: reading.Names) -> Decision:
+    def kind_of(self, eqn: Any, constants: Sequence[tuple[float, float]], names: Names) -> Decision:
         """What an equation without a body is before its neighbours have a say, and why.
 
         Args:
@@ -100,7 +101,7 @@ class Rules:
             return Decision(Kind.CLEAR, "moves data") if moves else Decision(Kind.KEPT, "as its module is written")
         if cls is Class.RECURSE:
             return Decision(Kind.KEPT, "a body that autocast does not look into")
-        if cls is Class.OPAQUE or reading.names_a_dtype(eqn):
+        if cls is Class.OPAQUE or names_a_dtype(eqn):
             return Decision(Kind.KEPT, "opaque: its meaning depends on its dtypes")
         request = self.asked_of(name, names)
         if cls is Class.CLEAR:
@@ -121,7 +122,7 @@ class Rules:
             return Decision(Kind.FULL, "part of a special function")
         return self._kind_by_constants(name, constants, half)
 
-    def asked_of(self, name: str, names: reading.Names) -> tuple[str, str] | None:
+    def asked_of(self, name: str, names: Names) -> tuple[str, str] | None:
         """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
         region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:
@@ -129,7 +130,7 @@ class Rules:
         key = next((key for key in keys if not self.overrides[key].startswith("policy;")), None)
         return None if key is None else (self.overrides[key], f"override {key!r}")
 
-    def keys_of(self, name: str, names: reading.Names) -> list[str]:
+    def keys_of(self, name: str, names: Names) -> list[str]:
         """The overrides of a primitive in these scopes: of the paths the first, then those of operations."""
         if not self.overrides:
             return []
@@ -138,10 +139,10 @@ class Rules:
         self.matched.update(of_paths, keys)
         return keys
 
-    def _find_path_rules(self, path: reading.Names) -> list[str]:
+    def _find_path_rules(self, path: Names) -> list[str]:
         return [key for key in self.paths if any(matches(key, path[:end], None) for end in range(len(path) + 1))]
 
-    def _kind_of_cast(self, eqn: Any, names: reading.Names) -> Decision:
+    def _kind_of_cast(self, eqn: Any, names: Names) -> Decision:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
         if old == new or is_widened(names):
             return Decision(Kind.CLEAR, "moves data")
@@ -153,7 +154,7 @@ class Rules:
         operands = [atom.aval for atom in eqn.invars if not jax.numpy.issubdtype(atom.aval.dtype, np.integer)]
         if not all(is_castable(aval) for aval in operands) or len(operands) < 2:
             return Decision(Kind.KEPT, "a product with an operand that is no float")
-        if reading.asks_for_highest(eqn.params.get("precision")):
+        if asks_for_highest(eqn.params.get("precision")):
             return Decision(Kind.FULL, "the author asks for the highest precision")
         if all(aval.dtype.itemsize == 2 for aval in operands):
             is_half = eqn.outvars[0].aval.dtype.itemsize == 2

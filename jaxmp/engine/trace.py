@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.patches import stand_ins
-from jaxmp._internals.jax.program import Program, arrays_in
+from jaxmp._internals.jax.program import TracedProgram, arrays_in
+from jaxmp._internals.jax.sources import current_names
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.marks import SPECIAL, region_of
 from jaxmp.engine.rules import Rules
@@ -28,7 +28,7 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
     silent = Rules(rules.half, rules.overrides)  # whose questions are no matches of overrides
 
     def ask() -> np.dtype | None:
-        names = reading.current_names()
+        names = current_names()
         asked = silent.asked_of("dot_general", names)
         return None if asked is not None and asked[0] != "half" else region_of(names).half or rules.half
 
@@ -62,7 +62,7 @@ def autocast_dtype() -> np.dtype | None:
     return None if ask is None else ask()
 
 
-def result_dtypes(program: Program, policy: Policy | None = None) -> list[Any]:
+def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[Any]:
     """The dtypes of the results: their own, or a pure policy's output dtype; what goes to arguments keeps its own."""
     avals = [atom.aval for atom in program.jaxpr[0].outvars]
     dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
@@ -71,7 +71,7 @@ def result_dtypes(program: Program, policy: Policy | None = None) -> list[Any]:
     return dtypes
 
 
-def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tuple[Program, list[Any]]:
+def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tuple[TracedProgram, list[Any]]:
     """The program of one call, on the dtypes that the author wrote, and the arrays of the call."""
     pure, arguments, write = lambda *call: (fun(*call[0], **call[1]), ()), (args, kwargs), lambda results, _: results
     if "flax.nnx" in sys.modules:  # there may be NNX objects, which change as by NNX's own transforms
@@ -79,4 +79,4 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tup
 
         pure, arguments, write, _ = of_arrays(fun, args, kwargs)
     with tracing(rules):
-        return Program(pure, arguments, write), arrays_in(jax.tree.leaves(arguments))
+        return TracedProgram(pure, arguments, write), arrays_in(jax.tree.leaves(arguments))

@@ -1,10 +1,13 @@
-"""Reads programs and runs: which precision ran where, what underflows, what broke, and what memory and time it takes.
+"""Tools that read programs and runs.
 
-Nothing else of jaxmp depends on it, and ``import jaxmp`` does not load it: ``import jaxmp.inspect``.
+They report precision, underflow, the first infinity, differences, memory and time.
+
+The rest of jaxmp does not depend on them, and ``import jaxmp`` does not load them: write ``import jaxmp.inspect``.
 """
 
 from jaxmp.base.formats import formats
-from jaxmp.inspect.auditing import Audit, AuditError, Product, audit
+from jaxmp.inspect.audit_products import Product
+from jaxmp.inspect.auditing import Audit, AuditError, audit
 from jaxmp.inspect.blame import Blame, first_nonfinite
 from jaxmp.inspect.comparing import Comparison, compare
 from jaxmp.inspect.measuring import Numerics, numerics

@@ -1,16 +1,20 @@
-"""How long a compiled program takes on a GPU, from peak rates, bandwidth and the cost of a launch alone."""
+"""Predict the time of a compiled program on a GPU.
+
+Peak rates, bandwidth and the cost of a launch are all that is known of the GPU.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxmp.base import hardware, tables
-from jaxmp.inspect.compiled.hlo import COLLECTIVES, CONTROL, NO_KERNEL, TRIPS, Instruction, Program, is_end, path_of
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled.hlo import COLLECTIVES, CONTROL, NO_KERNEL, TRIPS, HloProgram, Instruction, is_end, path_of
+from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
+from jaxmp.inspect.program import compiling, targets
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
 """The share of the peak rate that a library's arithmetic reaches, on every device alike.
@@ -26,24 +30,24 @@ ACHIEVED_BANDWIDTH = 0.9
 """The share of the memory's bandwidth that kernels reach: a copy moved 4.3 of an H200's 4.8 TB/s."""
 ON_RECORD = "NVIDIA H200"
 ERROR = 0.12
-"""How far off the times on record are at most, all of that device; see docs/inspect.md."""
+"""The largest relative error of the predictions that were measured, all on that device; see docs/inspect.md."""
 LAUNCH = 2e-6
 """Seconds from the end of a kernel to the start of the next one, in a graph of CUDA or out of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What an instruction of the compiled program costs, all its turns in loops together.
+    """The cost of an instruction, all its turns in loops together.
 
     Attributes:
       name: the instruction's, in the text of the compiled program.
       path: names of modules and scopes, ``/`` between.
       source: the user's file and line.
-      dtype: what its products are computed in; empty where it has none.
+      dtype: the dtype of its products; empty without products.
       count: how often it is launched.
       flops: of its products; a multiply-add is 2.
-      bytes: that it reads and writes.
-      bound: what it waits for: ``"arithmetic"``, ``"bytes"`` or ``"launch"``.
+      bytes: the bytes that it reads and writes.
+      bound: the longest of its parts: ``"arithmetic"``, ``"bytes"`` or ``"launch"``.
       milliseconds: predicted.
       recomputed: whether the backward pass computes it again (``jax.checkpoint``).
     """
@@ -68,10 +72,10 @@ class Roofline(tables.Shown):
       device: its name.
       milliseconds: the sum over the kernels, which run one after the other.
       kernels: the slowest first.
-      model_flop_utilisation: the time that the products would take at the device's peak rates, those that are computed
-        again in the backward pass left out, as a share of ``milliseconds``.
-      uncounted: what runs longer than is predicted here: kernels of others, whose FLOPs the program does not say
-        (Triton's, Pallas's, a solver's), and what devices send to each other. Of both only the bytes of memory count.
+      model_flop_utilisation: the time that the products would take at the device's peak rates, as a share of
+        ``milliseconds``. Products that the backward pass computes again are left out.
+      uncounted: kernels of other libraries, whose FLOPs the program does not show (Triton's, Pallas's, a solver's), and
+        collectives. They take longer than predicted, for only their bytes of memory count.
     """
 
     device: str
@@ -81,28 +85,35 @@ class Roofline(tables.Shown):
     uncounted: tuple[str, ...] = ()
 
     def _shown(self) -> Any:
-        times = dict.fromkeys(BOUNDS, 0.0)
-        for kernel in self.kernels:
-            times[kernel.bound] += kernel.milliseconds
         title = (
             f"{self.milliseconds:.3g} ms predicted on {self.device}, model FLOP utilisation "
             f"{self.model_flop_utilisation:.1%}"
         )
-        rows = [
-            (
-                f"{kernel.milliseconds:.3f}", kernel.count, kernel.bound, kernel.dtype,
-                tables.short(kernel.flops), tables.short(kernel.bytes), kernel.path or kernel.name, kernel.source,
-            )
-            for kernel in self.kernels[:_SHOWN]
-        ]  # fmt: skip
-        rest = [f"… and {len(self.kernels) - _SHOWN} more"] if len(self.kernels) > _SHOWN else []
-        bounds = ", ".join(f"{bound} {time:.3g} ms" for bound, time in times.items())
+        notes = []
+        if len(self.kernels) > _SHOWN:
+            notes.append(f"… and {len(self.kernels) - _SHOWN} more")
         if self.uncounted:
-            rest.append(f"takes longer, for only the bytes are counted of: {', '.join(self.uncounted)}")
-        rest.append(f"bound by: {bounds}")
+            notes.append(f"takes longer, for only the bytes are counted of: {', '.join(self.uncounted)}")
+        times = dict.fromkeys(BOUNDS, 0.0)
+        for kernel in self.kernels:
+            times[kernel.bound] += kernel.milliseconds
+        notes.append("bound by: " + ", ".join(f"{bound} {time:.3g} ms" for bound, time in times.items()))
         if self.device == ON_RECORD:
-            rest.append(f"on record it is within {ERROR:.0%}: times that differ by less are a tie")
-        return title, _COLUMNS, rows, rest
+            notes.append(f"on record it is within {ERROR:.0%}: times that differ by less are a tie")
+        return title, _COLUMNS, [_cells(kernel) for kernel in self.kernels[:_SHOWN]], notes
+
+
+def _cells(kernel: Kernel) -> tuple[Any, ...]:
+    return (
+        f"{kernel.milliseconds:.3f}",
+        kernel.count,
+        kernel.bound,
+        kernel.dtype,
+        tables.short(kernel.flops),
+        tables.short(kernel.bytes),
+        kernel.path or kernel.name,
+        kernel.source,
+    )
 
 
 _COLUMNS = ("ms", "launches", "bound by", "dtype", "FLOP", "bytes", "path", "source")
@@ -110,12 +121,14 @@ _SHOWN = 20
 
 
 def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
-    """The time that a call of ``fun`` takes on a device, predicted from its compiled program; nothing is executed.
+    """Return a function that predicts the time of a call of ``fun``.
+
+    Nothing is executed.
 
     A kernel takes the time of its products at a share of the peak rate (:data:`ACHIEVED`), that of its bytes at a share
-    of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), and a launch. The two are added: in what was measured, products that
-    move many bytes are slower than the longer of the two alone. Kernels run one after the other. Of a conditional the
-    slowest branch counts, of a loop whose turns only the run tells one turn.
+    of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), and a launch. These are added, because measured products that move
+    many bytes are slower than the longer part alone. Kernels run one after the other. Of a conditional the slowest
+    branch counts; a loop of unknown length counts as one turn.
 
     Args:
       fun: a train step, any function that JAX can compile, or a jitted one.
@@ -133,8 +146,8 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
     """
 
     def predict(*args: Any) -> Roofline:
-        described = _hardware(device)
-        return of_program(Program(str(targets.compiled(fun, args, device).as_text())), described)
+        device_hardware = _hardware(device)
+        return of_program(HloProgram(str(compiling.compiled(fun, args, device).as_text())), device_hardware)
 
     return predict
 
@@ -149,47 +162,53 @@ def _hardware(device: str | None) -> hardware.Hardware:
     return known
 
 
-def of_program(program: Program, device: hardware.Hardware) -> Roofline:
-    """The prediction for a program that is compiled already, on a device whose peak rates are known."""
-    kernels = sorted(_kernels(program, program.entry, 1, device), key=lambda each: -each.milliseconds)
+def of_program(program: HloProgram, device: hardware.Hardware) -> Roofline:
+    """Return the prediction for a compiled program on a known device."""
+    kernels = sorted(_kernels(program, program.entry, 1, device), key=lambda kernel: -kernel.milliseconds)
     total = sum(kernel.milliseconds for kernel in kernels)
-    least = sum(kernel.flops / _rate(kernel.dtype, device) for kernel in kernels if not kernel.recomputed)
-    return Roofline(
-        device.name, total, tuple(kernels), 1e3 * least / total if total else 0.0, tuple(_uncounted(program))
-    )
+    at_peak = 1e3 * sum(kernel.flops / _rate(kernel.dtype, device) for kernel in kernels if not kernel.recomputed)
+    return Roofline(device.name, total, tuple(kernels), at_peak / total if total else 0.0, tuple(_uncounted(program)))
 
 
-def _uncounted(program: Program) -> list[str]:
-    """The kernels of others of unknown FLOPs, and the collectives, by name."""
-    found = set()
-    for computation, each, _ in program.walk():
-        target = _TARGET.search(each.text) if each.opcode == "custom-call" else None
-        if target and not program.products_of(computation, each) and not target[1].startswith(_ONLY_MOVE):
-            found.add(target[1])
-        if each.opcode.removesuffix("-start") in COLLECTIVES:
-            found.add(each.opcode.removesuffix("-start"))
-    return sorted(found)
+def _uncounted(program: HloProgram) -> list[str]:
+    """Return the names of kernels with unknown FLOPs, and of collectives."""
+    names = set()
+    for computation, instruction, _ in program.walk():
+        target = _TARGET.search(instruction.text) if instruction.opcode == "custom-call" else None
+        if target and not products_of(program, computation, instruction) and not target[1].startswith(_ONLY_MOVE):
+            names.add(target[1])
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            names.add(kind)
+    return sorted(names)
 
 
-def _kernels(program: Program, computation: str, times: int, device: hardware.Hardware) -> Iterator[Kernel]:
-    for each in program.computations.get(computation, {}).values():
-        if each.opcode in CONTROL:
-            trips = TRIPS.search(each.text)
+def _kernels(program: HloProgram, computation: str, times: int, device: hardware.Hardware) -> Iterator[Kernel]:
+    for instruction in program.computations.get(computation, {}).values():
+        if instruction.opcode in CONTROL:
+            trips = TRIPS.search(instruction.text)
             turns = times * (int(trips[1]) if trips else 1)
-            bodies = [list(_kernels(program, name, turns, device)) for name in program.bodies(each)]
-            if each.opcode == "conditional":
-                bodies = [max(bodies, key=lambda body: sum(kernel.milliseconds for kernel in body))]
-            yield from (kernel for body in bodies for kernel in body)
-        elif each.opcode not in NO_KERNEL and not is_end(each.opcode):
-            yield _kernel(program, computation, each, times, device)
+            bodies = [list(_kernels(program, name, turns, device)) for name in program.bodies(instruction)]
+            if instruction.opcode == "conditional":
+                bodies = [max(bodies, key=_milliseconds)]
+            for body in bodies:
+                yield from body
+        elif instruction.opcode not in NO_KERNEL and not is_end(instruction.opcode):
+            yield _kernel(program, computation, instruction, times, device)
+
+
+def _milliseconds(kernels: Sequence[Kernel]) -> float:
+    return sum(kernel.milliseconds for kernel in kernels)
 
 
 def _kernel(
-    program: Program, computation: str, instruction: Instruction, times: int, device: hardware.Hardware
+    program: HloProgram, computation: str, instruction: Instruction, times: int, device: hardware.Hardware
 ) -> Kernel:
-    products, moved = program.products_of(computation, instruction), program.moved(computation, instruction)
+    products, moved = products_of(program, computation, instruction), moved_bytes(program, computation, instruction)
     seconds = {
-        "arithmetic": sum(each.flops / (ACHIEVED[each.kind] * _rate(each.dtype, device)) for each in products),
+        "arithmetic": sum(
+            product.flops / (ACHIEVED[product.kind] * _rate(product.dtype, device)) for product in products
+        ),
         "bytes": moved / (ACHIEVED_BANDWIDTH * (device.peak_bandwidth or math.inf)),
         "launch": LAUNCH,
     }
@@ -198,9 +217,9 @@ def _kernel(
         name=instruction.name,
         path=path_of(made_by.op_name),
         source=program.source(made_by),
-        dtype=max(products, key=lambda each: each.flops).dtype if products else "",
+        dtype=max(products, key=lambda product: product.flops).dtype if products else "",
         count=times,
-        flops=times * sum(each.flops for each in products),
+        flops=times * sum(product.flops for product in products),
         bytes=int(times * moved),
         bound=max(seconds, key=lambda bound: seconds[bound]),
         milliseconds=1e3 * times * sum(seconds.values()),
@@ -209,6 +228,6 @@ def _kernel(
 
 
 def _rate(dtype: str, device: hardware.Hardware) -> float:
-    """FLOP/s at the peak; of a dtype that the table has no rate of, float32's."""
+    """Return the peak FLOP/s of a dtype; float32's if it is unknown."""
     rates = device.peak_tflops
     return 1e12 * rates.get(dtype, rates["float32"])

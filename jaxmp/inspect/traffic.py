@@ -1,25 +1,20 @@
-"""The data that a compiled program moves between devices: kind, dtype, axis of the mesh, bytes."""
+"""The data that a compiled program moves between devices."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxmp.base import tables
 from jaxmp.inspect.compiled import hlo
-from jaxmp.sharding.plan import Sharding as Sharding
-from jaxmp.sharding.specs import (
-    names_of,
-)
+from jaxmp.inspect.traffic_groups import axis_of, groups_of
+from jaxmp.sharding.specs import names_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +46,21 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Collectives(tables.Shown):
-    """What a compiled program moves between devices; ``rows``, those that move most first. ``str()`` is a table."""
+    """The collectives of a compiled program.
+
+    Attributes:
+      rows: those that send most first.
+    """
 
     rows: tuple[Collective, ...]
 
     @property
     def wire(self) -> float:
-        """Bytes that one device sends in a call."""
+        """The bytes that one device sends in a call."""
         return sum(row.wire for row in self.rows)
 
     def bytes_per_param(self, params: Any) -> float:
-        """``wire`` over how many numbers the params are, a tree of arrays or shapes.
+        """Return ``wire`` divided by the number of params, a tree of arrays or shapes.
 
         With all weights gathered in half for the forward and for the backward pass and gradients reduced in float32,
         n devices send 8 (n - 1)/n bytes a param: 7 of 8.
@@ -70,7 +69,7 @@ class Collectives(tables.Shown):
 
     @property
     def totals(self) -> dict[tuple[str, str, str], float]:
-        """``wire`` by kind, dtype and axis, the most first."""
+        """The bytes that one device sends, by kind, dtype and axis, largest first."""
         totals: dict[tuple[str, str, str], float] = {}
         for row in self.rows:
             key = row.kind, row.dtype, row.axis
@@ -87,37 +86,44 @@ class Collectives(tables.Shown):
 
 
 def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
-    """Bytes that one device sends at least in a training step that keeps no gathered weight from pass to pass.
+    """Return the least number of bytes that one device sends in a training step.
 
-    Each weight is gathered in 16 bits for the forward and for the backward pass, and its gradient reduced in float32:
-    8 (n - 1)/n bytes a param over n devices.
+    No gathered weight is kept from pass to pass. Each weight is gathered in 16 bits for the forward and for the
+    backward pass, and its gradient is reduced in float32: 8 (n - 1)/n bytes a param over n devices.
 
     Args:
       params: a tree of arrays or shapes, each with a ``NamedSharding``.
-      axes: of the mesh, over which the batch is split.
+      axes: the axes of the mesh that the batch is split over.
 
     >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
     >>> ideal_wire(jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("fsdp"))))
     224.0
     """
-    axes, total = set(axes), 0.0
-    for leaf in jax.tree.leaves(params):
-        mesh, names = leaf.sharding.mesh, set(names_of(leaf.sharding.spec))
-        parts, copies, others = (
-            math.prod(mesh.shape[name] for name in own) for own in (names & axes, axes - names, names - axes)
-        )
-        total += 8 * math.prod(leaf.shape) / others * ((parts - 1) / parts + (copies - 1) / copies / parts)
-    return total
+    batch_axes = set(axes)
+    return sum((_ideal_wire_of(leaf, batch_axes) for leaf in jax.tree.leaves(params)), 0.0)
 
 
-def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = None) -> Collectives:
-    """What a compiled program moves between devices, by kind, dtype, axis of the mesh, size and place.
+def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
+    mesh, names = leaf.sharding.mesh, set(names_of(leaf.sharding.spec))
+
+    def size(axes: set[str]) -> int:
+        return math.prod(mesh.shape[name] for name in axes)
+
+    parts, copies = size(names & batch_axes), size(batch_axes - names)
+    numbers = math.prod(leaf.shape) / size(names - batch_axes)
+    return 8 * numbers * ((parts - 1) / parts + (copies - 1) / copies / parts)
+
+
+def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = None) -> Collectives:
+    """Return the collectives of a compiled program.
+
+    Equal ones are counted together.
 
     On a CPU XLA widens half collectives to float32, so for their dtypes compile for a GPU, which need not be there.
 
     Args:
       compiled: ``jax.jit(fun).lower(*args).compile()``, the arguments on a mesh.
-      program: its text, where that is read already.
+      program: its text, if it was read already.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("fsdp")))
@@ -125,83 +131,50 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = Non
     >>> [(row.kind, row.dtype, row.axis, row.bytes) for row in moved.rows]
     [('all-reduce', 'float32', 'fsdp', 4)]
     """
-    mesh = next((s.mesh for s in jax.tree.leaves(compiled.input_shardings) if isinstance(s, NamedSharding)), None)
-    program = program or hlo.Program(str(compiled.as_text()))
+    program = program or hlo.HloProgram(str(compiled.as_text()))
+    mesh = _mesh_of(compiled)
     counts: collections.Counter[Any] = collections.Counter()
     for computation, instruction, times in program.walk(repeat_loops=True):
         kind = instruction.opcode.removesuffix("-start")
-        if kind not in hlo.COLLECTIVES:
-            continue
-        groups = _groups(instruction.text) or [list(range(program.partitions))]
-        axis, n = _axis_of(groups, mesh), len(groups[0])
-        sizes: dict[str, list[int]] = {}
-        known = program.computations[computation]
-        for name in instruction.operands:
-            for array in program.joined(computation, known[name]) if name in known else ():
-                whole = int(array.bytes) * (n if kind == "all-gather" else 1)
-                sizes.setdefault(hlo.dtype_name(array.dtype), []).append(whole)
-        for dtype, arrays in sizes.items():
-            counts[kind, dtype, axis, n, tuple(sorted(arrays)), instruction.path, program.source(instruction)] += times
-    rows = (
-        Collective(kind, dtype, axis, count, sum(arrays), count * sum(arrays) * _sent(kind, n), path, source, arrays)
-        for (kind, dtype, axis, n, arrays, path, source), count in counts.items()
-    )
+        if kind in hlo.COLLECTIVES:
+            groups = groups_of(instruction.text) or [list(range(program.partitions))]
+            axis, devices = axis_of(groups, mesh), len(groups[0])
+            where = instruction.path, program.source(instruction)
+            for dtype, arrays in _arrays_by_dtype(program, computation, instruction, kind, devices).items():
+                counts[kind, dtype, axis, devices, arrays, *where] += times
+    rows = []
+    for (kind, dtype, axis, devices, arrays, path, source), count in counts.items():
+        size = sum(arrays)
+        wire = count * size * _sent_share(kind, devices)
+        rows.append(Collective(kind, dtype, axis, count, size, wire, path, source, arrays))
     return Collectives(tuple(sorted(rows, key=lambda row: (-row.wire, row.kind, row.dtype, row.axis))))
 
 
-def _sent(kind: str, n: int) -> float:
-    """What one of ``n`` devices sends, by a ring, in parts of the whole."""
-    return float(n > 1) if kind == "collective-permute" else (1 + (kind == "all-reduce")) * (n - 1) / n
+def _mesh_of(compiled: jax.stages.Compiled) -> Any:
+    """Return the mesh of the first argument that lies on one."""
+    for sharding in jax.tree.leaves(compiled.input_shardings):
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    return None
 
 
-_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
-_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\[([\d,]*)\])? ?\{([^}]*)\}")
-_PART = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
-_COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+def _arrays_by_dtype(
+    program: hlo.HloProgram, computation: str, instruction: hlo.Instruction, kind: str, devices: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the bytes of the whole arrays that a collective moves, by dtype."""
+    instructions = program.computations[computation]
+    sizes: dict[str, list[int]] = {}
+    for name in instruction.operands:
+        if name in instructions:
+            for array in program.joined(computation, instructions[name]):
+                parts = devices if kind == "all-gather" else 1
+                sizes.setdefault(hlo.dtype_name(array.dtype), []).append(int(array.bytes) * parts)
+    return {dtype: tuple(sorted(arrays)) for dtype, arrays in sizes.items()}
 
 
-def _groups(text: str) -> list[list[int]]:
-    """The groups of devices that exchange data, by their numbers in the program; none if all do.
-
-    Raises:
-      ValueError: they are written in a notation that is not known here.
-    """
-    if listed := _LISTED.search(text):
-        return [[int(each) for each in group.split(",") if each] for group in re.findall(r"\{([\d, ]*)\}", listed[1])]
-    if counted := _COUNTED.search(text):
-        shape, order = ([int(each) for each in counted[n].split(",")] for n in (1, 2))
-        devices = np.arange(math.prod(order)).reshape(order)
-        if counted[3]:
-            devices = devices.transpose([int(each) for each in counted[3].split(",")])
-        return devices.reshape(shape).tolist()
-    if named := _NAMED.search(text):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        number = np.array([int(n) for n in named[2].split(",")]) if named[2] else np.arange(math.prod(sizes.values()))
-        # An axis of which a part takes part, 'x':(2)4, is cut in three: what is before it, itself, what is after it.
-        parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in _PART.findall(named[3])}
-        cut = [(*parts[n], size // math.prod(parts[n])) if n in parts else (size, 1, 1) for n, size in sizes.items()]
-        own = range(1, 3 * len(sizes), 3)
-        devices = number.reshape([size for each in cut for size in each])
-        devices = devices.transpose([n for n in range(devices.ndim) if n not in own] + list(own))
-        return devices.reshape(-1, math.prod(size for _, size in parts.values())).tolist()
-    if written := re.search(r"(?:replica_groups|source_target_pairs)=(?!\{\})[^ ]*[^ ,]", text):
-        raise ValueError(
-            "groups of devices must be in one of XLA's notations {{0,1},…}, [2,4]<=[8] or mesh['x'=8], got "
-            f"{written[0]}; take a JAX that jaxmp is tested with (jaxmp doctor)"
-        )
-    return []
-
-
-def _axis_of(groups: list[list[int]], mesh: Any) -> str:
-    """The fewest axes of the mesh along which the groups lie."""
-    shape = dict(mesh.shape) if mesh is not None else {}
-    devices = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
-    for length in range(1, len(shape) + 1):
-        for names in itertools.combinations(shape, length):
-            along = [list(shape).index(name) for name in names]
-            rest = [n for n in range(len(shape)) if n not in along]
-            lines = devices.transpose([*rest, *along]).reshape(-1, math.prod(shape[name] for name in names))
-            line_of = {int(device): n for n, line in enumerate(lines) for device in line}
-            if all(len({line_of.get(device) for device in group}) == 1 for group in groups):
-                return "+".join(names)
-    return f"{len(groups[0])} devices"
+def _sent_share(kind: str, devices: int) -> float:
+    """Return the share of an array that each device sends around a ring."""
+    if kind == "collective-permute":
+        return float(devices > 1)
+    rounds = 2 if kind == "all-reduce" else 1
+    return rounds * (devices - 1) / devices

@@ -1,40 +1,37 @@
-"""The numerics of a run: every n-th step counted while it is taken, kept by step, and as lines of a file."""
+"""Count the values of every n-th step of a training run."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxmp.base import tables
-from jaxmp.inspect.measuring import TENSORS, CountingStep, Found, Numerics, numerics
+from jaxmp.inspect.counting_step import CountingStep
+from jaxmp.inspect.measuring import Numerics, numerics, read_records
+from jaxmp.inspect.numerics_records import TENSORS, StepRecords
 from jaxmp.inspect.program.calls import require_own_settings
 from jaxmp.training.step import TrainStep
 
-FILE = "watch.jsonl"
-"""What a run's folder calls the file with a :func:`line` for each step that was watched."""
-
 
 class Watch:
-    """Counts what the values of every n-th step are.
+    """Counts the values of every n-th step.
 
-    Of a train step it takes the step: every n-th time with a program that counts too, and returns what the step does.
-    Such a step computes what a plain one does, in another program, whose roundings may differ. Nothing waits for the
-    device: what was counted is read when a later call finds it there, or when it is asked for.
+    A watch of a train step takes the step and returns its results. Every n-th call runs a program that counts, too; its
+    results are those of a plain step up to rounding. No call waits for the device: counts are read when a later call
+    finds them ready, or when you ask for them.
 
     Args:
-      loss_fn: that of :func:`jaxmp.inspect.numerics`; or what :func:`jaxmp.make_train_step` or
-        :func:`jaxmp.nnx.make_train_step` returns, which is called with a step's number before its arguments.
-      every: of how many steps one is watched.
-      policy, tx: those of :func:`jaxmp.inspect.numerics`; a train step has its own.
+      loss_fn: as for :func:`jaxmp.inspect.numerics`; or the result of :func:`jaxmp.make_train_step` or
+        :func:`jaxmp.nnx.make_train_step`. The watch is called with a step's number before its arguments.
+      every: the distance of watched steps.
+      policy: as for :func:`jaxmp.inspect.numerics`; a train step has its own.
+      tx: as for :func:`jaxmp.inspect.numerics`; a train step has its own.
 
     Attributes:
-      counting: the train step that counts, for ``jaxmp.inspect.roofline`` and its like; None of a loss function.
+      counting: the train step that counts, for ``jaxmp.inspect.roofline`` and the like; None for a loss function.
 
     Raises:
       ValueError: ``every`` is less than 1; ``policy`` or ``tx`` with a train step.
@@ -58,131 +55,108 @@ class Watch:
             raise ValueError(f"every n-th step is watched, with n of at least 1, got {every}; 100 costs little")
         self.every = every
         self._steps: dict[int, Numerics] = {}
-        self._unread: dict[int, tuple[Found, Any]] = {}
+        self._unread: dict[int, tuple[StepRecords, Any]] = {}
+        self._plain_step = loss_fn
         self.counting: CountingStep | None = None
-        own, nnx = loss_fn, sys.modules.get("jaxmp.nnx.training")
-        if nnx and isinstance(loss_fn, nnx.TrainStep):
+        nnx_training = sys.modules.get("jaxmp.nnx.training")
+        if nnx_training and isinstance(loss_fn, nnx_training.TrainStep):
             self.counting = CountingStep(loss_fn.of_trees)
-            own = nnx.TrainStep(self.counting)
+            self._watched_step = nnx_training.TrainStep(self.counting)
         elif isinstance(loss_fn, TrainStep):
-            own = self.counting = CountingStep(loss_fn)
-        if self.counting is None:
-            own = numerics(loss_fn, policy=policy, tx=tx)
+            self._watched_step = self.counting = CountingStep(loss_fn)
         else:
+            self._watched_step = numerics(loss_fn, policy=policy, tx=tx)
+        if self.counting is not None:
             require_own_settings(policy=policy, tx=tx)
-        self._plain, self._own = loss_fn, own
 
     @property
     def steps(self) -> dict[int, Numerics]:
-        """The numerics of the steps that were watched, by number; waits for them."""
+        """The numerics of the watched steps, by their numbers. Waits for the device."""
         self._read(wait=True)
         return self._steps
 
     def __call__(self, step: int, *args: Any, **kwargs: Any) -> Any:
-        """The step of that number: what the train step returns for the arguments, watched or not.
+        """Take a step, and watch it if its number is a multiple of ``every``.
 
-        Of a loss function its numerics for ``params, *args, opt_state=None, loss_scale=1.0`` if the step is to be
-        watched, else None.
+        Args:
+          step: the number of the step.
+          *args: of the train step; of a loss function those of its numerics.
+          **kwargs: of a loss function ``opt_state=None`` and ``loss_scale=1.0``.
+
+        Returns:
+          The results of the train step. For a loss function its numerics, or None if the step is not watched.
         """
         is_watched = step % self.every == 0
         if self.counting is None:
             if not is_watched:
                 return None
-            found = self._steps[step] = self._own(*args, **kwargs)
-            return found
+            self._steps[step] = self._watched_step(*args, **kwargs)
+            return self._steps[step]
         self._read(wait=False)
         if not is_watched:
-            return self._plain(*args, **kwargs)
-        result = self._own(*args, **kwargs)
-        self._unread[step] = self.counting.found
+            return self._plain_step(*args, **kwargs)
+        result = self._watched_step(*args, **kwargs)
+        assert self.counting.records is not None
+        self._unread[step] = self.counting.records, self.counting.loss_scale
         return result
 
     def take(self, wait: bool = True) -> dict[int, Numerics]:
-        """The numerics of the steps that are there, or, with ``wait``, of all; they are forgotten here."""
+        """Return the numerics of the watched steps, and forget them.
+
+        Args:
+          wait: whether to wait for the device; otherwise only the steps that are ready are returned.
+        """
         self._read(wait)
         steps, self._steps = self._steps, {}
         return steps
 
     def _read(self, wait: bool) -> None:
         while self._unread:
-            step, (found, scale) = next(iter(self._unread.items()))
+            step, (records, scale) = next(iter(self._unread.items()))
             if not wait and not scale.is_ready():
                 break
-            self._steps[step] = found.read(math.floor(math.log2(float(scale))))
+            # A scale that is not a power of two counts as the one below it.
+            self._steps[step] = read_records(records, math.floor(math.log2(float(scale))))
             del self._unread[step]
 
     def shares(self, kind: str = "activation_gradients", dtype: Any = "float16") -> dict[str, list[float]]:
-        """Of each path the share of values that vanish in ``dtype`` under the scale of the step, step by step."""
-        paths = dict.fromkeys(path for found in self.steps.values() for path in getattr(found, kind))
-        return {path: [_shares(found, kind, dtype).get(path, 0.0) for found in self.steps.values()] for path in paths}
+        """Return the shares of values that vanish, by path, step by step.
+
+        Values become 0 in ``dtype`` under the scale of their step.
+        """
+        vanished = [_vanished_shares(step, kind, dtype) for step in self.steps.values()]
+        paths = dict.fromkeys(path for shares in vanished for path in shares)
+        return {path: [shares.get(path, 0.0) for shares in vanished] for path in paths}
 
 
-def _shares(found: Numerics, kind: str, dtype: Any) -> dict[str, float]:
-    scale = found.loss_scale if kind.endswith("gradients") else 1.0
-    return {path: each.under(dtype, scale).vanished / max(each.count, 1) for path, each in getattr(found, kind).items()}
+def _vanished_shares(step: Numerics, kind: str, dtype: Any) -> dict[str, float]:
+    scale = step.loss_scale if kind.endswith("gradients") else 1.0
+    shares = {}
+    for path, tensor in getattr(step, kind).items():
+        shares[path] = tensor.under(dtype, scale).vanished / max(tensor.count, 1)
+    return shares
+
+
+def _zero_shares(step: Numerics, kind: str) -> dict[str, float]:
+    return {path: tensor.zeros / max(tensor.count, 1) for path, tensor in getattr(step, kind).items()}
 
 
 def line(step: int, found: Numerics, metrics: Mapping[str, float], dtype: Any = "float16") -> str:
-    """One watched step as a line of JSON: metrics, and by kind and path what of the values is lost.
+    """Return a watched step as a line of JSON.
 
-    ``vanished`` is the share that becomes 0 in ``dtype`` under the step's scale; ``zeros`` the share that is 0 as it
-    was computed; ``ratio`` that of the norms of update and weight.
+    It has the metrics, and by kind and path: ``vanished``, the share of values that become 0 in ``dtype`` under the
+    step's scale; ``zeros``, the share that was computed as 0; ``ratio``, the norm of the update over the weight's.
     """
-    kinds = TENSORS[1:]  # weights need no scale
-    vanished = {kind: _shares(found, kind, dtype) for kind in kinds}
-    zeros = {
-        kind: {path: each.zeros / max(each.count, 1) for path, each in getattr(found, kind).items()} for kind in kinds
-    }
+    kinds = [kind for kind in TENSORS if kind != "weights"]
     row = {
         "step": step,
         **metrics,
         "loss_scale": found.loss_scale,
         "recommended_scale": found.recommended_scale(dtype),
         "dtype": str(dtype),
-        "not_finite": sum(each.overflow for _, _, each in found.rows()),
-        "vanished": vanished,
-        "zeros": zeros,
-        "ratio": {path: each.ratio for path, each in found.updates.items()},
+        "not_finite": sum(tensor.overflow for _, _, tensor in found.rows()),
+        "vanished": {kind: _vanished_shares(found, kind, dtype) for kind in kinds},
+        "zeros": {kind: _zero_shares(found, kind) for kind in kinds},
+        "ratio": {path: tensor.ratio for path, tensor in found.updates.items()},
     }
     return json.dumps(tables.plain(row), allow_nan=False)
-
-
-def metrics(folder: Path) -> list[dict[str, str]]:
-    """The rows of a run's ``metrics.csv`` that are steps of training.
-
-    Raises:
-      FileNotFoundError: it is no folder of a run.
-      ValueError: the file is another program's.
-    """
-    file = folder / "metrics.csv"
-    if not file.is_file():
-        raise FileNotFoundError(f"a run's folder has metrics.csv, but {folder} has none; give the folder of --run-dir")
-    with file.open() as opened:
-        rows = csv.DictReader(opened)
-        if lacking := [name for name in _COLUMNS if name not in (rows.fieldnames or _COLUMNS)]:
-            raise ValueError(
-                f"the metrics.csv of a run has the columns {', '.join(_COLUMNS)}, but {file} has no "
-                f"{', '.join(lacking)}; give the folder of --run-dir"
-            )
-        return [row for row in rows if row["split"] == "train" and row["skipped"]]
-
-
-_COLUMNS = ("step", "split", "loss", "grad_norm", "loss_scale", "skipped")
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's folder; one that is being written is left out.
-
-    Raises:
-      FileNotFoundError: the run is not watched, or has not had its first step that is.
-      ValueError: the file is another program's.
-    """
-    if not (folder / FILE).is_file():
-        raise FileNotFoundError(f"{folder} has no {FILE}: train with --watch 100, say, or wait for the first such step")
-    rows = []
-    for text in (folder / FILE).read_text().splitlines():
-        with contextlib.suppress(ValueError):  # cut off where a run was killed, or not whole yet
-            rows.append(json.loads(text))
-    if any(not isinstance(row, dict) or "vanished" not in row for row in rows):
-        raise ValueError(f"{folder / FILE} has lines that are no watched step; give the folder of a run with --watch N")
-    return rows

@@ -2,8 +2,8 @@
 
 :func:`apply_policy` returns the module as an instance of a subclass that differs in one thing: when one of its methods
 is called from outside, it runs under its policies (see ``jaxmp/linen/run.py``). No name changes and no scope is added,
-so the variables are those of the bare module. What is set are the fields of the clones that Linen makes for one
-``init`` or ``apply``, never those of the user's objects.
+so the variables are those of the bare module. Fields are set on the clones that Linen makes for one ``init`` or
+``apply``, never on the user's objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.half_check import ProductsCheck
 from jaxmp.engine.module_border import autocast_map, is_running_in, remembered, wrong_model
-from jaxmp.linen.run import Root, Run, is_running, replaced_fields, run_with_root, running
+from jaxmp.linen.fields import replaced_fields
+from jaxmp.linen.root import Root
+from jaxmp.linen.run import Run, is_running, run_with_root, running
 from jaxmp.linen.variables import Variables
 from jaxmp.policy.policy_map import PolicyMap
 
@@ -36,7 +38,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """``module`` computing under a policy: same fields, same methods, same variables.
+    """Return ``module`` under a policy: same fields, same methods, same variables.
 
     Params are stored in the param dtype, every submodule computes in the compute dtype of its own policy, and what the
     root returns is cast to the output dtype. Batch statistics and other collections keep the dtypes that they have
@@ -83,9 +85,9 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 
 
 def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """``module`` under :func:`jaxmp.autocast`: same fields, same methods, same variables, no ``dtype`` changes.
+    """Return ``module`` under :func:`jaxmp.autocast`, with the same fields, methods and variables.
 
-    What runs is decided operation by operation. Variables are made without autocast.
+    Each operation is decided on its own, and no ``dtype`` field changes. Variables are made without autocast.
 
     Args:
       module: any Linen module, alone or to be nested in another; one that has a policy already loses it.
@@ -157,7 +159,7 @@ class _Policied(Hooks):
         if policies_off.value:
             return bare(variables, *args, rngs=rngs, **kwargs)
         check = ProductsCheck(self.jaxmp_root.policies.root)
-        if not variables.get("params"):  # they are made, if it has some
+        if not variables.get("params"):  # they are about to be made
             return bare(variables, *args, rngs=rngs, **kwargs)
 
         def pure(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
@@ -178,8 +180,8 @@ class _Policied(Hooks):
         with _views.turned(False):
             return super().clone(**kwargs)
 
-    # `model.bind(variables).encoder(x)` reaches a submodule with no method of the root running: what is handed out then
-    # is the submodule under the same policies.
+    # `model.bind(variables).encoder(x)` reaches a submodule while no method of the root runs. It gets the submodule
+    # under the same policies.
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         return value if is_running() or policies_off.value else _view(self, name, value)
@@ -189,16 +191,16 @@ class _Policied(Hooks):
         return value if is_running() or policies_off.value else _view(self, name, value)
 
     def __copy__(self) -> Any:
-        made: Any = object.__new__(type(self))  # what is bound stays so
-        vars(made).update(vars(self))
-        return made
+        copy: Any = object.__new__(type(self))  # a bound module stays bound
+        vars(copy).update(vars(self))
+        return copy
 
     def __reduce__(self) -> Any:
         return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
 
 
 def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """``fun``, of a scope, as the engine writes it: what it reads from the scope and writes there is traced with it."""
+    """Return ``fun``, a function of a scope, as the engine writes it, with its reads and writes of the scope."""
 
     def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
@@ -210,11 +212,13 @@ def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -
     return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
 
 
-# What Linen wraps every method in. A method decorated with a lifted transform, or of a transformed class, has another.
+# The wrapper of every method of Linen. A method with a lifted transform, or of a transformed class, has another.
 _WRAPPER = nn.Dense.__call__.__code__
 
 
 def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
+    """Return ``method`` so that a call from outside runs under the policies of its module."""
+
     @functools.wraps(method)
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.jaxmp_call(functools.partial(method, self, *args, **kwargs), method, args, kwargs, name)
@@ -223,19 +227,19 @@ def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any
 
 
 def _as_one_run(method: Any) -> Any:
-    """``method`` as ``apply`` takes it; a function that calls methods or submodules is one run and not one for each."""
-    known = method is None or isinstance(method, str) or inspect.ismethod(method)
-    return method if known or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
+    """Return ``method`` for ``apply``; a function that calls several methods is one run, not one run per method."""
+    is_method = method is None or isinstance(method, str) or inspect.ismethod(method)
+    return method if is_method or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
 
 
 def _policied_class(base: Any, root: Root) -> Any:
-    """The subclass of ``base`` whose instances run under the policies of ``root``; one for equal roots."""
+    """Return the subclass of ``base`` under the policies of ``root``, the same class for equal roots."""
     known = _classes_of(base)
     return known.get(root) or known.setdefault(root, _make_class(base, root))
 
 
 class _Classes(dict[Root, Any]):
-    """The subclasses of ``base`` by the roots whose policies they run under; in a pickle of ``base`` there are none."""
+    """The subclasses of ``base`` by their roots; a pickle of ``base`` has none of them."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -246,6 +250,7 @@ class _Classes(dict[Root, Any]):
 
 
 def _classes_of(base: Any) -> _Classes:
+    """Return the subclasses of ``base`` under policies."""
     if "_jaxmp_classes" not in vars(base):
         base._jaxmp_classes = _Classes(base)  # a cache of ours would keep every class for ever
     known: _Classes = vars(base)["_jaxmp_classes"]
@@ -253,6 +258,8 @@ def _classes_of(base: Any) -> _Classes:
 
 
 def _make_class(base: Any, root: Root) -> Any:
+    """Make the subclass of ``base`` under the policies of ``root``."""
+
     # The root is no field of the module: lifted transforms hand the fields of one class to the constructor of another.
     class Policied(_Policied, base):
         jaxmp_root = root
@@ -271,10 +278,12 @@ def _make_class(base: Any, root: Root) -> Any:
 
 
 def _base(cls: Any) -> Any:
+    """Return a class of modules as its author wrote it."""
     return next(base for base in cls.__mro__ if not issubclass(base, Hooks))
 
 
 def _fields(module: Any) -> dict[str, Any]:
+    """Return the fields of a module as its author wrote them."""
     names = [field.name for field in dataclasses.fields(module) if field.init]
     with _views.turned(False):
         fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
@@ -282,10 +291,12 @@ def _fields(module: Any) -> dict[str, Any]:
 
 
 def _rebuild(base: Any, fields: dict[str, Any], root: Root, name: str | None, parent: Scope | None = None) -> Any:
+    """Make a module under policies of the class and the fields of a bare one."""
     return _policied_class(base, root)(**fields, name=name, parent=parent)
 
 
 def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
+    """Return a copy of ``module`` under the policies of ``root``."""
     return _rebuild(_base(type(module)), _fields(module), root, module.name, parent)
 
 
@@ -304,13 +315,14 @@ def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: 
 
 
 class _Switch(threading.local):
-    """Something that is on or off in this thread."""
+    """A switch of this thread."""
 
     def __init__(self, is_on: Any) -> None:
         self.is_on = is_on
 
     @contextlib.contextmanager
     def turned(self, is_on: Any) -> Iterator[None]:
+        """Turn the switch on or off, while the context lasts."""
         before, self.is_on = self.is_on, is_on
         try:
             yield
@@ -323,6 +335,7 @@ _views = _Switch(True)  # whether an attribute of a bound module is handed out u
 
 
 def _view(parent: Any, name: str, value: Any) -> Any:
+    """Return an attribute of a bound module, with its submodules under the policies of ``parent``."""
     if not isinstance(value, (nn.Module, list, tuple, Mapping)) or name.startswith("_") or name == "parent":
         return value
     if parent.scope is None or not _views.is_on:

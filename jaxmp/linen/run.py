@@ -2,9 +2,8 @@
 
 While it lasts, a method interceptor stands between Linen and the modules that belong to the root. Before the first
 method of one runs, its ``dtype`` and ``param_dtype`` fields are set as its policy says. While one runs, a mark on JAX's
-name stack tells the engine how to compute what it does: as it is written, or as the engine decides. What belongs to a
-root is told by a flag in its scope: Linen hands it on to every scope below, through lifted transforms too, and
-``nn.jit`` keys its cache with it.
+name stack tells the engine how to compute it: as it is written, or as the engine decides. A flag in its scope marks a
+module as part of the root (see ``jaxmp/linen/root.py``).
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -27,15 +25,15 @@ from flax.core import Scope
 
 from jaxmp._internals.flax.linen import children_of
 from jaxmp._internals.jax.patches import keeping_carries
-from jaxmp._internals.jax.walk import equations
-from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
-from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.half_check import NotHalf, Reason, reason_not_half
 from jaxmp.engine.marks import computing
-from jaxmp.engine.module_border import Mode, Treatment, handed_out, is_default, is_floating, is_running_in, widen
+from jaxmp.engine.module_border import Mode, Treatment, handed_out, is_floating, is_running_in, widen
 from jaxmp.engine.overrides import level_of
-from jaxmp.engine.rules import Rules
+from jaxmp.linen.bridge import is_bridge, require_policy_in_bridge
+from jaxmp.linen.fields import fill_dtypes
+from jaxmp.linen.initializers import trace_initializers_once
+from jaxmp.linen.root import OUTER_FLAG, POLICY_FLAG, ROOT_FLAG, Root, set_flag
 from jaxmp.linen.variables import (
     PARAMS,
     Variables,
@@ -48,54 +46,27 @@ from jaxmp.linen.variables import (
 )
 from jaxmp.policy.patterns import Path, is_class_pattern
 from jaxmp.policy.policies import Policy
-from jaxmp.policy.policy_map import PolicyMap
 
-_ROOT_FLAG, _OUTER_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_outer", "jaxmp_policy", "_jaxmp_decision"
-
-
-@dataclasses.dataclass(frozen=True)
-class Root:
-    """What a module under policies knows: the policies, and its own path if it was reached through a bound parent.
-
-    Under autocast the policies say where it makes an exception, and no field and no param is touched.
-    """
-
-    policies: PolicyMap
-    prefix: Path = ()
-    autocast: bool = False
-    operations: tuple[tuple[str, str], ...] = ()
-
-    def rules(self, decided: Callable[[Any], object]) -> Rules:
-        """What is asked of the engine; each module has its own half dtype but under autocast."""
-        if not self.autocast:
-            return Rules(None, decided=decided)
-        recipe = self.policies.root.float8
-        return Rules(self.policies.compute_dtype, dict(self.operations), float8=recipe, decided=decided)
-
-    def mark(self, module: nn.Module) -> None:
-        """Marks the scope of ``module``, and so every scope below that is still to come, as belonging to this root."""
-        scope: Any = module.scope
-        if scope.flags.get(_ROOT_FLAG, hash(self)) != hash(self):
-            _set_flag(scope, _OUTER_FLAG, scope.flags[_ROOT_FLAG])
-        _set_flag(scope, _ROOT_FLAG, hash(self))
-
-
-def _set_flag(scope: Scope, name: str, value: int) -> None:
-    if scope.flags.get(name) != value:
-        scope.flags = scope.flags.copy({name: value})
+_NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # fields of these hold none
+_DECISION = "_jaxmp_decision"  # the attribute of a module with its decision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Decision(Treatment):
-    """How one module computes."""
+class _LinenDecision(Treatment):
+    """How a Linen module computes.
 
-    key: int  # the same for modules of which nn.jit may reuse a trace
-    param_dtype: np.dtype | None  # None if the params stay as they are made
+    Attributes:
+      key: the same for modules between which ``nn.jit`` may share a trace.
+      param_dtype: None if the params keep the dtypes in which they are made.
+    """
+
+    key: int
+    param_dtype: np.dtype | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Frame:
-    """A method that is running."""
+class _LinenCall:
+    """A method of a Linen module that runs."""
 
     run: Run
     module: nn.Module
@@ -103,42 +74,53 @@ class _Frame:
     decision: Treatment
 
     def is_around(self, run: Run, module: nn.Module) -> bool:
-        """Whether a method of ``module`` that is called now is a helper, or the body of a lifted transform."""
+        """Return whether a method of ``module`` called now is a helper, or the body of a lifted transform."""
         related = isinstance(module, type(self.module)) or isinstance(self.module, type(module))
         return self.run is run and self.path == module.path and related
 
 
 class _Running(threading.local):
+    """The runs and the methods that are under way in this thread, innermost last."""
+
     def __init__(self) -> None:
         self.runs: list[Run] = []
-        self.frames: list[_Frame] = []
+        self.frames: list[_LinenCall] = []
 
     def run_of(self, module: nn.Module) -> Run | None:
-        """The innermost run that ``module`` belongs to."""
-        if module.scope is None or _ROOT_FLAG not in module.scope.flags:
+        """Return the innermost run that ``module`` belongs to."""
+        if module.scope is None or ROOT_FLAG not in module.scope.flags:
             return None
-        token, path = module.scope.flags[_ROOT_FLAG], module.path
+        token, path = module.scope.flags[ROOT_FLAG], module.path
         return next((run for run in reversed(self.runs) if run.token == token and run.covers(path)), None)
+
+    @contextlib.contextmanager
+    def method(self, call: _LinenCall) -> Iterator[None]:
+        """Note that a method runs, while the context lasts."""
+        self.frames.append(call)
+        try:
+            yield
+        finally:
+            self.frames.pop()
 
 
 _running = _Running()
 
 
 def is_running() -> bool:
-    """Whether any run is under way."""
+    """Return whether any run is under way."""
     return bool(_running.runs)
 
 
 def run_with_root(module: nn.Module) -> Run | None:
-    """The run of ``module`` as the root, if it is under way."""
+    """Return the run of ``module`` as the root, if it is under way."""
     run = _running.run_of(module)
     return run if run is not None and run.path == module.path else None
 
 
 @contextlib.contextmanager
 def running(run: Run) -> Iterator[Run]:
-    """While this lasts, ``run`` is under way, and checked at the end."""
-    outer_token = run.module.scope.flags.get(_OUTER_FLAG)
+    """Enter ``run``, and check it at the end."""
+    outer_token = run.module.scope.flags.get(OUTER_FLAG)
     for outer in _running.runs:
         if outer.token == outer_token and outer.covers(run.path):
             below = run.path[len(outer.path) :]
@@ -157,6 +139,7 @@ def running(run: Run) -> Iterator[Run]:
 
 
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    """Call a method of a module in the run that the module belongs to."""
     run = _running.run_of(context.module)
     if run is None:  # a model that is applied on its own inside another
         with computing(None):
@@ -165,7 +148,7 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: An
 
 
 class Run:
-    """The modules met while a method of a root runs, and what was decided for each. Paths are relative to the root.
+    """The modules that are called while a method of a root runs, and their decisions, by their paths below the root.
 
     Args:
       module: the root, bound to a scope.
@@ -184,7 +167,7 @@ class Run:
         self.autocast, self.operations = root.autocast, root.operations
         self.variables = self._foresee() if make_variables else module.variables
         self.classes: dict[Path, type] = {}
-        self.decisions: dict[Path, _Decision] = {}
+        self.decisions: dict[Path, _LinenDecision] = {}
         self.shapes: dict[Any, Any] = {}  # of what initializers make
         self.defaults: dict[int, tuple[type, dict[str, Any]]] = {}  # of fields, by the ids of classes, with these
         self.called: dict[Path, Reason | None] = {}  # why they are not half, if they are not
@@ -196,11 +179,11 @@ class Run:
         self.by_class, self.by_path = any(kinds), not all(kinds)
 
     def covers(self, path: Path) -> bool:
-        """Whether what is at ``path`` is the root or below it."""
+        """Return whether ``path`` is that of the root or lies below it."""
         return path[: len(self.path)] == self.path
 
     def _foresee(self) -> Variables | None:
-        """The shapes of the variables to come: who owns params or has submodules decides how it is treated."""
+        """Return the shapes of the variables to come, by which modules are decided; None if they cannot be made."""
         assert self.make_variables is not None
         try:
             return jax.eval_shape(self.make_variables)
@@ -208,7 +191,7 @@ class Run:
             return None
 
     def _at(self, path: Path) -> Variables | None:
-        """The collections at ``path`` before the run, or as they will be; None where they could not be foreseen."""
+        """Return the collections at ``path`` before the run, or as they will be; None if that is not known."""
         if self.variables is None:
             return None
         there = {name: descend(collection, path) for name, collection in self.variables.items()}
@@ -216,8 +199,13 @@ class Run:
 
     # --- what is decided for a module ---
 
-    def decide(self, module: nn.Module, born_in: Scope | None = None) -> _Decision:
-        """Sets ``module`` up for its policy, once, and remembers what was decided; ``born_in``: its scope to be."""
+    def decide(self, module: nn.Module, born_in: Scope | None = None) -> _LinenDecision:
+        """Return the decision for ``module``; the first time, decide and set the module up.
+
+        Args:
+          module: a module of this run.
+          born_in: its scope, if it has none yet.
+        """
         scope: Any = born_in or module.scope
         path = scope.path[len(self.path) :]
         self.classes.setdefault(self.prefix + path, type(module))
@@ -226,44 +214,52 @@ class Run:
             decision = self._decide(module, path)
             if self.variables is not None:
                 object.__setattr__(module, _DECISION, decision)
-        _set_flag(scope, _POLICY_FLAG, decision.key)
+        set_flag(scope, POLICY_FLAG, decision.key)
         scope.push = functools.partial(_push, weakref.ref(scope), weakref.ref(module))
         self.decisions[path] = decision
         return decision
 
-    def _decide(self, module: Any, path: Path) -> _Decision:
+    def _decide(self, module: Any, path: Path) -> _LinenDecision:
         """Return the decision for ``module``, and fill its fields."""
         policy, pattern = self.policies.resolve(self.prefix + path, self._classes_around(module, path))
-        dtypes: dict[str, np.dtype] = {}
+        is_overridden = pattern is not None
         mode: Mode = "autocast"
+        dtypes: dict[str, np.dtype] = {}
         if not self.autocast:
-            here = self._at(path)
-            is_parent = here is not None and has_children(here)
-            owns_params = here is None or bool(own_leaves(here.get(PARAMS, {})))
-            # A container's None is left alone: what lies below follows its own path. A cell is one computation.
-            container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
-            defaults = self._defaults_of(module)
-            dtypes = _fill_dtypes(module, defaults, policy, pattern is not None, container)
-            is_float32 = owns_params or (pattern is not None and not is_parent)
-            says_dtype = "dtype" in defaults and is_floating(module.dtype)
-            is_bridge = _is_bridge(type(module))
-            mode = "written" if says_dtype or is_bridge else "float32" if is_float32 else None
-            if is_bridge:
-                self.nested.append(path)
-                _require_policy_in_bridge(module, self.prefix + path)
-        _read_params(module, self.shapes, is_wide=mode == "float32")
-        keeps_params = self.autocast or _is_bridge(type(module))
-        return _Decision(
+            mode, dtypes = self._fill_fields(module, path, policy, is_overridden)
+        if not self.autocast and is_bridge(type(module)):
+            self.nested.append(path)
+            require_policy_in_bridge(module, self.prefix + path)
+        trace_initializers_once(module, self.shapes, is_wide=mode == "float32")
+        keeps_params = self.autocast or is_bridge(type(module))
+        return _LinenDecision(
             policy=policy,
             mode=mode,
-            override=level_of(policy, self.policies.root.float8) if self.autocast and pattern is not None else None,
+            override=level_of(policy, self.policies.root.float8) if self.autocast and is_overridden else None,
             not_half=reason_not_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
             param_dtype=None if keeps_params else dtypes.get("param_dtype", policy.param_dtype),
         )
 
+    def _fill_fields(
+        self, module: Any, path: Path, policy: Policy, is_overridden: bool
+    ) -> tuple[Mode, dict[str, np.dtype]]:
+        """Fill the dtype fields of ``module``; return how it computes, and the dtypes of its fields."""
+        collections = self._at(path)
+        is_parent = collections is not None and has_children(collections)
+        owns_params = collections is None or bool(own_leaves(collections.get(PARAMS, {})))
+        # A container's None is left alone: what lies below follows its own path. A cell is one computation.
+        is_container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
+        defaults = self._defaults_of(module)
+        dtypes = fill_dtypes(module, defaults, policy, is_overridden, is_container)
+        if is_bridge(type(module)) or ("dtype" in defaults and is_floating(module.dtype)):
+            return "written", dtypes
+        if owns_params or (is_overridden and not is_parent):
+            return "float32", dtypes
+        return None, dtypes
+
     def _classes_around(self, module: Any, path: Path) -> Mapping[Path, type | tuple[type, ...]]:
-        """The classes of a module and of those above it; of all that share one's scope, as ``nn.share_scope`` says."""
+        """Return the classes by path, with all that share a scope with ``module`` or a module around it."""
         if not self.by_class:
             return self.classes
         around: dict[Path, tuple[type, ...]] = {}
@@ -278,7 +274,7 @@ class Run:
         return {**self.classes, **around}
 
     def _defaults_of(self, module: Any) -> dict[str, Any]:
-        """The fields of a module and their defaults."""
+        """Return the fields of a module and their defaults."""
         cls: Any = type(module)
         if id(cls) not in self.defaults:
             self.defaults[id(cls)] = cls, {field.name: field.default for field in dataclasses.fields(cls)}
@@ -299,39 +295,49 @@ class Run:
         if self.autocast:
             with decision.mark():
                 return next_fun(*args, **kwargs)
+        return self._call_treated(module, decision, next_fun, args, kwargs)
+
+    def _call_treated(
+        self, module: nn.Module, decision: _LinenDecision, next_fun: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a method in the dtypes of its decision, and return its result in those that its caller expects."""
         caller = _running.frames[-1] if _running.frames else None
-        inside = caller is not None and caller.is_around(self, module)
-        treatment = decision.called_by(caller.decision if caller is not None and caller.run is self else None)
-        if treatment.is_float32 and not inside:
-            args, kwargs = jax.tree.map(widen, (args, kwargs))
-        arguments = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))} if treatment.is_float32 else set()
-        _running.frames.append(_Frame(self, module, module.path, treatment))
-        try:
-            with decision.mark(), decision.products(caller.decision if caller else None, self.ambient_precision):
-                result = next_fun(*args, **kwargs)
-        finally:
-            _running.frames.pop()
+        parent = caller.decision if caller is not None and caller.run is self else None
+        is_inside = caller is not None and caller.is_around(self, module)
+        treatment = decision.called_by(parent)
+        arguments = set[int]()
+        if treatment.is_float32:
+            if not is_inside:
+                args, kwargs = jax.tree.map(widen, (args, kwargs))
+            arguments = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
+        products = decision.products(caller.decision if caller else None, self.ambient_precision)
+        with _running.method(_LinenCall(self, module, module.path, treatment)), decision.mark(), products:
+            result = next_fun(*args, **kwargs)
         if module.scope and module.scope.mutable is not False:
-            keep_statistics(module, self._at(path) or {}, decision)
-        if caller is not None and caller.run is self:
-            if not inside:
-                result = handed_out(result, treatment, caller.decision, arguments)
-        elif self.method is not None and (module is self.module or module is self.copy()):
+            keep_statistics(module, self._at(module.path[len(self.path) :]) or {}, decision)
+        if is_inside:
+            return result
+        if parent is not None:
+            return handed_out(result, treatment, parent, arguments)
+        if self.method is not None and (module is self.module or module is self.copy()):
             result = handed_out(result, treatment, None, arguments) if self.prefix else result
-            result = self.cast_output(result)  # before Linen captures it as an intermediate
+            return self.cast_output(result)  # before Linen captures it as an intermediate
         return result
 
     def cast_output(self, result: Any) -> Any:
-        """What the root returns, in the policy's output dtype."""
+        """Return the result of the root in the policy's output dtype."""
         return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
 
     def _decide_children(self, module: nn.Module) -> None:
-        # Before they are called: a parent may read their dtypes, or call a method that Linen does not wrap. In the
-        # engine's trace the parent is a copy, whose attributes are bound and not registered.
+        """Decide for submodules before they are called.
+
+        A parent may read their dtypes, or call a method that Linen does not wrap.
+        """
+        # In the engine's trace the parent is a copy, whose attributes are bound and not registered.
         attributes = [vars(module).get(name) for name in self._defaults_of(module) if name not in ("parent", "name")]
         attributes = [value for value in attributes if not isinstance(value, _NO_MODULES)]
-        found = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module)) if attributes else ()
-        for child in (*children_of(module).values(), *found):
+        in_fields = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module)) if attributes else ()
+        for child in (*children_of(module).values(), *in_fields):
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
 
@@ -342,31 +348,37 @@ class Run:
         if self.make_variables is not None:
             store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
-                return  # a part of the variables was made, and what matches the others is not known
+                return  # only a part of the variables was made, so patterns may match others
         if self.method != "setup" and not self.prefix:
             self._check()
 
     def _param_dtype(self, path: Path) -> np.dtype | None:
-        owner = next((path[:end] for end in range(len(path), -1, -1) if path[:end] in self.decisions), None)
-        return None if owner is None else self.decisions[owner].param_dtype
+        """Return the param dtype of the nearest module around the param at ``path``; None if it is not cast."""
+        for end in range(len(path), -1, -1):
+            decision = self.decisions.get(path[:end])
+            if decision is not None:
+                return decision.param_dtype
+        return None
 
     def _check(self) -> None:
-        """Raise if a pattern matched nothing; of a whole model, note what a half policy leaves in another dtype."""
+        """Raise if a pattern matched nothing; of a whole model, note the modules that are not half."""
         variables = {name: nn.unbox(collection) for name, collection in self.module.variables.items()}
-        bridges = [path for path, cls in self.classes.items() if _is_bridge(cls)]
+        bridges = [path for path, cls in self.classes.items() if is_bridge(cls)]
         paths = {}
         for name, collection in variables.items():
             paths[name] = [_outside(bridges, path) for path, _ in leaves(collection)]
         owners = {path[:-1] for path in paths.get(PARAMS, ())}
         owners = {path for path in owners if not any(path[: len(nested)] == nested for nested in self.nested)}
         self.policies.check(self.classes, [*itertools.chain(*paths.values())], owners <= self.classes.keys())
-        half = self.policies.root.compute_dtype
-        if not is_half(half) or self.nested or not owners <= self.called.keys():
-            return
-        params = leaves(variables.get(PARAMS, {}))
-        matrices = {_outside(bridges, path)[:-1] for path, leaf in params if len(getattr(leaf, "shape", ())) >= 2}
-        if len(_running.runs) > 1 or is_running_in("nnx"):
-            return
+        is_whole = not self.nested and owners <= self.called.keys()
+        is_outermost = len(_running.runs) == 1 and not is_running_in("nnx")
+        if is_half(self.policies.root.compute_dtype) and is_whole and is_outermost:
+            params = leaves(variables.get(PARAMS, {}))
+            matrices = {_outside(bridges, path)[:-1] for path, leaf in params if len(getattr(leaf, "shape", ())) >= 2}
+            self._note_not_half(matrices)
+
+    def _note_not_half(self, matrices: set[Path]) -> None:
+        """Note the modules that are not half; ``matrices`` are the paths of modules with params of two axes or more."""
         for path, reason in self.called.items():
             if reason is not None:
                 has_matrix = path in matrices and not issubclass(self.classes[path], nn.Embed)
@@ -382,147 +394,11 @@ def _outside(bridges: Iterable[Path], path: Path) -> Path:
 
 
 def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
-    """``scope.push`` that decides for the submodule whose scope it makes, before anyone reads its fields or flags."""
-    made = Scope.push(scope(), name, *args, **kwargs)
+    """Make a scope as ``scope.push`` does, and decide for its module before anyone reads its fields or flags."""
+    child_scope = Scope.push(scope(), name, *args, **kwargs)
     parent = module()
-    child = children_of(parent).get(made.name) if parent is not None else None
+    child = children_of(parent).get(child_scope.name) if parent is not None else None
     run = _running.run_of(parent) if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") else None
     if run is not None and isinstance(child, nn.Module):
-        run.decide(child, made)
-    return made
-
-
-# --- the fields and params of one module ---
-
-_REPLACED = "_jaxmp_replaced"  # where a module has the fields that its author wrote and a policy replaced
-_NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # fields of these hold none
-
-
-def replaced_fields(module: nn.Module) -> dict[str, Any]:
-    """Return the fields of ``module`` that a policy replaced, as its author wrote them."""
-    return vars(module).get(_REPLACED, {})
-
-
-def _fill_dtypes(
-    module: Any, defaults: Mapping[str, Any], policy: Policy, overridden: bool, container: bool
-) -> dict[str, np.dtype]:
-    """Fill the ``dtype`` and ``param_dtype`` fields of ``module`` that have their defaults, and return both.
-
-    In an ``overridden`` module they are filled in any case; in a ``container`` a ``dtype`` of None stays.
-    """
-    dtypes = {}
-    for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
-        if name not in defaults or not is_floating(getattr(module, name)):
-            continue
-        value = getattr(module, name)
-        if name == "dtype" and value is None and container:
-            continue
-        if overridden or is_default(value, defaults[name]):
-            vars(module).setdefault(_REPLACED, {}).setdefault(name, value)
-            object.__setattr__(module, name, dtype)
-        dtypes[name] = np.dtype(getattr(module, name))
-    return dtypes
-
-
-def _is_bridge(cls: type) -> bool:
-    return "flax.nnx" in sys.modules and issubclass(cls, sys.modules["flax.nnx"].bridge.ToLinen)
-
-
-@dataclasses.dataclass(frozen=True)
-class _WithPolicy:
-    """Makes an NNX module for an ``nnx.bridge.ToLinen``, and raises if it has no policy of its own.
-
-    Flax makes the module anew in each call, so that only then its policy is known.
-    """
-
-    make: Callable[..., Any]
-    path: Path
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.make(*args, **kwargs)
-        if not hasattr(module, "jaxmp_decision"):
-            self.fail(type(module).__name__)
-        return module
-
-    def fail(self, name: str) -> NoReturn:
-        at = f"{'/'.join(self.path)!r}, " if self.path else ""
-        raise ValueError(
-            f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of {name}.\n"
-            "Apply the policy to the inner module, where it is made, then wrap that:\n"
-            f"nnx.bridge.ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy({name}(*args, **kw), policy), ...)"
-        )
-
-
-def _require_policy_in_bridge(module: Any, path: Path) -> None:
-    """Raise a ValueError, now or in the call, if the NNX module that a ``ToLinen`` wraps has no policy of its own."""
-    make = module.nnx_class
-    checked = _WithPolicy(make, path)
-    if isinstance(make, type):
-        checked.fail(make.__name__)
-    if not isinstance(make, _WithPolicy):
-        vars(module).setdefault(_REPLACED, {})["nnx_class"] = make
-        object.__setattr__(module, "nnx_class", checked)
-
-
-def _read_params(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:
-    """Replace ``module.param`` by a function that traces equal initializers once.
-
-    Flax traces the initializer of every param that exists, to compare shapes: a third of the time to trace a
-    transformer.
-
-    Args:
-      module: a module that is bound to a scope.
-      shapes: the shapes of the params so far, by initializer and arguments.
-      is_wide: whether half params are widened, for a module that is traced in float32.
-    """
-    make = type(module).param
-    reference = weakref.ref(module)  # a cycle would keep tracers alive
-
-    def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        own: Any = reference()
-        is_there = own.has_variable(PARAMS, name)
-        init = functools.partial(_init_once, shapes, init_fn) if is_there else functools.partial(_init, init_fn)
-        value = make(own, name, init, *args, **kwargs)
-        return jax.tree.map(widen, value) if is_wide else value
-
-    object.__setattr__(module, "param", param)
-
-
-def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an initializer; if an equal one ran before, return uninitialised arrays of the same shapes."""
-    call = init_fn, args, (*kwargs.items(),)
-    try:
-        avals = shapes.get(call)
-    except TypeError:  # an argument has no hash
-        return _init(init_fn, key, *args, **kwargs)
-    if avals is not None:
-        return jax.tree.map(lambda aval: jax.lax.empty(aval.shape, aval.dtype), avals)
-    value = _init(init_fn, key, *args, **kwargs)
-    shapes[call] = jax.tree.map(jax.typeof, value)
-    return value
-
-
-def _init(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an initializer; in float32, with a cast of the result, if it factorises, which JAX cannot do in half."""
-    half = next((np.dtype(arg) for arg in jax.tree.leaves((args, kwargs)) if _is_half_dtype(arg)), None)
-    if half is None:
-        return init_fn(key, *args, **kwargs)
-    wide_args, wide_kwargs = jax.tree.map(lambda arg: np.float32 if _is_half_dtype(arg) else arg, (args, kwargs))
-
-    def make_wide(key: Any) -> Any:
-        return init_fn(key, *wide_args, **wide_kwargs)
-
-    return _tree.cast(make_wide(key), half) if _factorises(make_wide, key) else init_fn(key, *args, **kwargs)
-
-
-def _is_half_dtype(arg: Any) -> bool:
-    return isinstance(arg, (type, np.dtype)) and is_half(arg)
-
-
-def _factorises(make: Callable[[Any], Any], key: Any) -> bool:
-    """Whether the program of ``make`` has a factorisation, such as the QR of an orthogonal initializer."""
-    try:
-        program = jax.make_jaxpr(make)(key)
-    except Exception:  # an initializer that cannot be traced, or fails: calling it raises its own error
-        return False
-    return any(classify(eqn.primitive.name) is Class.LINALG for eqn in equations(program))
+        run.decide(child, child_scope)
+    return child_scope

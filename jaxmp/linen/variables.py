@@ -23,37 +23,37 @@ _ACTIVATIONS = (*_COMPUTED, "perturbations")
 
 
 def leaves(collection: Any) -> Iterator[tuple[Path, Any]]:
-    """Every leaf of ``collection`` and its path, as strings."""
+    """Yield every leaf of ``collection`` with its path, as strings."""
     for keys, leaf in jax.tree.leaves_with_path(collection):
         yield _names(keys), leaf
 
 
 def _names(keys: Any) -> Path:
-    """A path of JAX's as strings."""
+    """Return a path of JAX as strings."""
     return tuple(_tree.path_name((key,)) for key in keys)
 
 
 def descend(collection: Any, path: Path) -> Any:
-    """What lies at ``path``, or None."""
+    """Return the value at ``path``, or None."""
     for name in path:
         collection = collection.get(name) if isinstance(collection, Mapping) else None
     return collection
 
 
 def own_leaves(collection: Variables) -> list[Any]:
-    """The arrays that belong to a module itself and not to its submodules."""
+    """Return the arrays that belong to a module itself and not to its submodules."""
     return jax.tree.leaves([value for value in collection.values() if not isinstance(value, Mapping)])
 
 
 def has_children(collections: Variables) -> bool:
-    """Whether a submodule has variables in ``collections``."""
+    """Return whether a submodule has variables in ``collections``."""
     return any(isinstance(value, Mapping) for collection in collections.values() for value in collection.values())
 
 
 def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -> None:
-    """Puts what a method of ``module`` itself wrote to its collections into the dtypes that it has when bare.
+    """Store the values that a method of ``module`` wrote to its collections in the dtypes of the bare module.
 
-    Those are the dtypes ``before``, where there was something.
+    These are the dtypes of the values ``before``, where there were some.
     """
     for name in list(module.variables):
         if name == PARAMS or not module.is_mutable_collection(name):
@@ -61,23 +61,28 @@ def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -
         for key, value in list(module.variables[name].items()):
             if isinstance(value, Mapping) and not isinstance(children_of(module).get(key), str):
                 continue  # a submodule's
-            kept = value
+            stored = value
             if name not in _ACTIVATIONS:
                 old = before.get(name, {}).get(key)
-                kept = jax.tree.map(like, value, old) if same_structure(value, old) else _tree.widen(value)
+                stored = jax.tree.map(like, value, old) if same_structure(value, old) else _tree.widen(value)
             elif decision.is_float32 and name in _COMPUTED:
-                kept = jax.tree.map(functools.partial(narrow, dtype=decision.policy.compute_dtype), value)
-            if any(a is not b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(value), strict=True)):
-                module.put_variable(name, key, kept)
+                stored = jax.tree.map(functools.partial(narrow, dtype=decision.policy.compute_dtype), value)
+            if any(a is not b for a, b in zip(jax.tree.leaves(stored), jax.tree.leaves(value), strict=True)):
+                module.put_variable(name, key, stored)
 
 
 def store_params(
     module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
 ) -> None:
-    """Puts the params that were made in or below ``module`` into the dtypes that are ``wanted`` at their paths, if any.
+    """Store the params that were made in or below ``module`` in their param dtypes.
 
-    Those that were stored rounded, as ``nn.map_variables`` does, are made again without policies, by ``make_bare``:
-    they have not the dtypes that were ``foreseen`` for the bare module.
+    Params that were rounded on the way, as by ``nn.map_variables``, are made again without policies.
+
+    Args:
+      module: a module that is bound to a scope.
+      wanted: the param dtype by path; None leaves a param alone.
+      foreseen: the shapes of the variables of the bare module.
+      make_bare: makes the variables of the bare module.
     """
     if not module.is_mutable_collection(PARAMS):
         return

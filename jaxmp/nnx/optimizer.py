@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,18 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.engine.module_border import full_class_name
 from jaxmp.nnx.policy_check import needs_policy, require_policy
+from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.optim.loss_scaling import loss_scaling, require_outermost, take_step
-from jaxmp.optim.low_precision import as_optimizer
 from jaxmp.optim.scaled_grad import global_norm, is_list, places_of, scaled_loss, true_gradients
 from jaxmp.optim.scaling_state import get_loss_scale, has_loss_scale
 from jaxmp.sharding.placement import copied_if_seen
 from jaxmp.training.state import TrainState
+
+M = TypeVar("M", bound=nnx.Module)
+P = ParamSpec("P")
+Aux = TypeVar("Aux")
+Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
 _Object: Any = nnx.Optimizer  # its type parameters are of no use here
 
@@ -111,7 +116,7 @@ class Optimizer(_Object):
         """int32 scalar: the steps so far that changed nothing."""
         return self._skipped[...]
 
-    def ema_model(self, model: Any) -> Any:
+    def ema_model(self, model: M) -> M:
         """A copy of ``model`` with the moving averages in the place of what is trained, in its dtypes, for evaluation.
 
         Raises:
@@ -121,7 +126,9 @@ class Optimizer(_Object):
             raise ValueError("ema_model needs a moving average: jaxmp.nnx.Optimizer(model, tx, ema=True)")
         graphdef, *states = nnx.split(model, self.wrt, ..., graph=True)
         params, others = jax.tree.map(jnp.copy, nnx.as_pure(states))  # which no step deletes that donates the model's
-        return nnx.merge(graphdef, jax.tree.map(lambda ema, param: ema.astype(param.dtype), self.ema, params), others)
+        averages = jax.tree.map(lambda ema, param: ema.astype(param.dtype), self.ema, params)
+        average_model: M = nnx.merge(graphdef, averages, others)
+        return average_model
 
     def _remember(self, values: dict[str, Any]) -> None:
         """Keeps ``values`` for the next :meth:`update` to put back if it skips; of several for a path the first.
@@ -254,11 +261,29 @@ def _is_alike(new: Any, old: Any) -> bool:
     return [(path, jnp.shape(leaf)) for path, leaf in leaves] == [(path, jnp.shape(leaf)) for path, leaf in others]
 
 
+@overload
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[P, jax.Array],
     optimizer: Optimizer,
-    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
-    has_aux: bool = False,
+    argnums: Argnums = 0,
+    has_aux: Literal[False] = False,
+) -> Callable[P, tuple[jax.Array, Any]]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[P, tuple[jax.Array, Aux]],
+    optimizer: Optimizer,
+    argnums: Argnums = 0,
+    *,
+    has_aux: Literal[True],
+) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[..., Any], optimizer: Optimizer, argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]: ...
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], optimizer: Optimizer, argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Return a function of the true loss and gradients, under ``optimizer``'s loss scale.
 

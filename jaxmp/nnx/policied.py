@@ -8,22 +8,21 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp._internals.flax.nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
+from jaxmp._internals.flax.nnx_variables import cast_variable, change_own
 from jaxmp.base.arguments import require_order
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.half_check import NotHalf, reason_not_half
-from jaxmp.engine.module_border import Mode, autocast_map, is_default, is_floating, wrong_model
+from jaxmp.engine.module_border import Mode, autocast_map, wrong_model
 from jaxmp.engine.overrides import level_of
+from jaxmp.nnx.model_graph import ModuleGraph, ModuleNode, read_graph
 from jaxmp.nnx.policy_check import note_copy
-from jaxmp.nnx.run import Decision, HalfPolicy, bare_class, decision_of, policied_class
+from jaxmp.nnx.run import HalfPolicy, NnxDecision, bare_class, decision_of, policied_class
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policy_map import PolicyMap
 
@@ -31,7 +30,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """``model`` computing under a policy; a copy of its modules that shares its Variables.
+    """Return ``model`` under a policy: a copy of its modules that shares its Variables.
 
     Params are kept in the param dtype, every module computes in the compute dtype of its own policy, and what the root
     returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
@@ -87,10 +86,10 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
 
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """``model`` under :func:`jaxmp.autocast`; a copy that shares its Variables, as that of :func:`apply_policy` does.
+    """Return ``model`` under :func:`jaxmp.autocast`: a copy of its modules that shares its Variables.
 
-    No attribute and no Variable changes: what runs is decided operation by operation, on the program of a whole call of
-    the root. Variables that it writes to are written, and the paths of the modules stand on JAX's name stack meanwhile.
+    No attribute and no Variable changes: each operation is decided on its own, on the program of a whole call of the
+    root. The paths of the modules are scopes on JAX's name stack.
 
     Sharp edge: a generator runs when its method has returned, in float32.
 
@@ -124,7 +123,7 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
     if not isinstance(model, nnx.Module):
         raise wrong_model(model, "nnx", name)
     copy = nnx.clone(model, variables=False, graph=True)
-    graph = _read_graph(copy)
+    graph = read_graph(copy)
     if not by_autocast:
         _require_policies_in_bridges(graph)
     policies.check(graph.classes, graph.variables)
@@ -134,7 +133,7 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
     return copy
 
 
-def _require_policies_in_bridges(graph: _Graph) -> None:
+def _require_policies_in_bridges(graph: ModuleGraph) -> None:
     """Raise a ValueError if an ``nnx.bridge.ToNNX`` wraps a Linen module without a policy of its own."""
     for node in graph.nodes:
         if not node.wraps_linen or node.has_linen_policy():
@@ -148,9 +147,13 @@ def _require_policies_in_bridges(graph: _Graph) -> None:
 
 
 def _put_under(
-    graph: _Graph, policies: PolicyMap, by_autocast: bool, is_checked: bool, operations: tuple[tuple[str, str], ...]
+    graph: ModuleGraph,
+    policies: PolicyMap,
+    by_autocast: bool,
+    is_checked: bool,
+    operations: tuple[tuple[str, str], ...],
 ) -> None:
-    """Decide for every module of ``graph``, and then change them: a decision reads the dtypes of modules around."""
+    """Decide for every module of ``graph``, then change them all: a decision reads the dtypes of modules around."""
     decisions = [_decide(policies, by_autocast, node, graph, operations) for node in graph.nodes]
     if is_checked:
         decisions[0] = dataclasses.replace(decisions[0], half=_half_policy(policies, graph, decisions))
@@ -162,10 +165,10 @@ def _put_under(
 def _decide(
     policies: PolicyMap,
     by_autocast: bool,
-    node: _Node,
-    graph: _Graph,
+    node: ModuleNode,
+    graph: ModuleGraph,
     operations: tuple[tuple[str, str], ...],
-) -> Decision:
+) -> NnxDecision:
     """Return the decision for the module of ``node``."""
     policy, pattern = policies.resolve(_deciding_path(policies, node, graph), graph.classes)
     overridden = pattern is not None
@@ -179,7 +182,7 @@ def _decide(
     elif node.own_params() or (overridden and not node.is_parent()):
         mode = "float32"
     computes = policy.compute_dtype if author_dtype is None else np.dtype(author_dtype)
-    return Decision(
+    return NnxDecision(
         policy=policies.root if by_autocast else policy,
         mode=mode,
         override=level_of(policy, policies.root.float8) if by_autocast and overridden else None,
@@ -190,13 +193,13 @@ def _decide(
     )
 
 
-def _deciding_path(policies: PolicyMap, node: _Node, graph: _Graph) -> Path:
+def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) -> Path:
     """Return the path of a module, of several paths of a shared one the path that the first pattern matches."""
     order = [*policies.patterns, None]
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
 
-def _half_policy(policies: PolicyMap, graph: _Graph, decisions: list[Decision]) -> HalfPolicy | None:
+def _half_policy(policies: PolicyMap, graph: ModuleGraph, decisions: list[NnxDecision]) -> HalfPolicy | None:
     """Return the policy and the modules that it leaves in another dtype; None if there are none."""
     not_half = []
     for node, decision in zip(graph.nodes, decisions, strict=True):
@@ -207,149 +210,44 @@ def _half_policy(policies: PolicyMap, graph: _Graph, decisions: list[Decision]) 
 
 
 def _set_up(
-    node: _Node,
-    decision: Decision,
-    graph: _Graph,
+    node: ModuleNode,
+    decision: NnxDecision,
+    graph: ModuleGraph,
     casts: dict[int, nnx.Variable[Any]],
 ) -> None:
     """Put a module under its decision; ``casts`` holds the casts of Params so far, by the ids of the Params."""
-    policy, bare = decision.policy, bare_class(node.module)
+    policy = decision.policy
     dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
     fills = {name: dtypes[name] for name, _ in decision.replaced}
+    has_param_dtype = "param_dtype" in fills or "param_dtype" not in node.dtypes
+    if decision.mode != "autocast" and has_param_dtype and not node.wraps_linen:
+        _cast_params(node.module, policy.param_dtype, casts)
+    decision = dataclasses.replace(decision, level=_level(node, decision, graph))
+    vars(node.module).update(node.dtypes | fills)
+    object.__setattr__(node.module, "__class__", policied_class(bare_class(node.module), decision))
 
-    def stored(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
+
+def _cast_params(module: nnx.Module, dtype: np.dtype, casts: dict[int, nnx.Variable[Any]]) -> None:
+    """Replace the Params of a module by casts to ``dtype``, the same cast for a shared Param."""
+
+    def cast_once(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
         if not isinstance(var, nnx.Param):
             return var
         if id(var) not in casts:
-            casts[id(var)] = cast_variable(var, policy.param_dtype)
+            casts[id(var)] = cast_variable(var, dtype)
         return casts[id(var)]
 
-    has_param_dtype = "param_dtype" in fills or "param_dtype" not in node.dtypes
-    if decision.mode != "autocast" and has_param_dtype and not node.wraps_linen:
-        change_own(node.module, stored)
+    change_own(module, cast_once)
+
+
+def _level(node: ModuleNode, decision: NnxDecision, graph: ModuleGraph) -> int:
+    """Return how many modules of the same class and decision are around a module."""
     # Modules around it are set up already; roots inside are from an earlier call.
-    related = graph.nested if decision.is_root else [other.module for other in node.around]
-    others = [decision_of(module) for module in related if bare_class(module) is bare]
-    levels = [other.level for other in others if other and dataclasses.replace(other, level=0) == decision]
-    decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
-    vars(node.module).update(node.dtypes | fills)
-    object.__setattr__(node.module, "__class__", policied_class(bare, decision))
-
-
-# --- the modules of a model, before a policy is put on them ---
-
-_DTYPES = ("param_dtype", "dtype")
-_WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # their dtype is that of the Params of another that they write
-
-
-@dataclasses.dataclass(eq=False)
-class _Node:
-    """A module of a model."""
-
-    module: Any
-    paths: list[Path]  # all that lead to it, as it may be shared
-    around: list[_Node]  # the modules that it lies in, by the first path
-    dtypes: dict[str, Any]  # its dtype attributes as its author wrote them, where they are floating or None
-
-    def is_filled(self, name: str, overridden: bool) -> bool:
-        """Whether a policy sets the attribute ``name``.
-
-        An override does, and any policy where it has its default: its own, or one that a constructor around handed on.
-        """
-        if name == "dtype" and isinstance(self.module, _WRITE_PARAMS):
-            return False
-        given = self.dtypes[name]
-        if overridden or is_default(given, _default(self.module, name)):
-            return True
-        for outer in self.around:
-            default = _default(outer.module, name)
-            if default is None or not is_floating(default) or np.dtype(default) != np.dtype(given):
-                continue
-            if is_default(outer.dtypes.get(name, default), default):
-                return True
-        return False
-
-    def own_params(self) -> list[nnx.Param[Any]]:
-        """The Params that belong to the module and not to its submodules."""
-        return [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
-
-    def has_matrix(self) -> bool:
-        """Whether the module has Params such as products take, or wraps a Linen module, which may have."""
-        leaves = jax.tree.leaves([var.get_raw_value() for var in self.own_params()])
-        is_matrix = any(len(getattr(leaf, "shape", ())) >= 2 for leaf in leaves)
-        return self.wraps_linen or (is_matrix and not isinstance(self.module, nnx.Embed))
-
-    @property
-    def wraps_linen(self) -> bool:
-        """Whether the module is an ``nnx.bridge.ToNNX``."""
-        return isinstance(self.module, nnx.bridge.ToNNX)
-
-    def has_linen_policy(self) -> bool:
-        """Whether the Linen module that this one wraps has a policy of its own."""
-        return hasattr(self.module.to_nnx__module, "jaxmp_root")
-
-    def is_parent(self) -> bool:
-        """Whether a submodule has Variables other than the state of random number generators."""
-        below = (var for module in submodules(self.module) for var in own_variables(module))
-        return any(not isinstance(var, nnx.RngState) for var in below)
-
-
-@dataclasses.dataclass
-class _Graph:
-    """All modules of a model, the model itself first."""
-
-    nodes: list[_Node]  # those that get a policy
-    classes: dict[Path, type]  # of all modules
-    variables: list[Path]  # of all Variables, except those of Linen modules
-    nested: list[nnx.Module]  # those that have policies of their own
-
-
-def _read_graph(model: nnx.Module) -> _Graph:
-    """Return the modules of ``model``, parents before children."""
-    nodes: dict[int, _Node] = {}
-    graph = _Graph([], {}, [], [])
-
-    def visit(value: Any, path: Path, around: list[_Node]) -> None:
-        if isinstance(value, nnx.Variable):
-            graph.variables.append(path)
-            return
-        if is_module(value):
-            graph.classes[path] = bare_class(value)
-            decision = decision_of(value)
-            if decision is not None and decision.is_root and value is not model:
-                graph.nested.append(value)
-                return
-            if any(value is outer.module for outer in around):
-                return
-            node = nodes.setdefault(id(value), _Node(value, [], around, _author_dtypes(value)))
-            node.paths.append(path)
-            if node.wraps_linen:  # no pattern reaches into it
-                if node.has_linen_policy():
-                    graph.nested.append(value)
-                return
-            around = [*around, node]
-        for name, item in items(value):
-            visit(item, (*path, name), around)
-
-    visit(model, (), [])
-    graph.nodes.extend(nodes.values())
-    return graph
-
-
-def _author_dtypes(module: nnx.Module) -> dict[str, Any]:
-    decision = decision_of(module)
-    attributes = vars(module) | dict(decision.replaced if decision is not None else ())
-    given = {name: attributes[name] for name in _DTYPES if name in attributes and is_floating(attributes[name])}
-    # Without a dtype, an Embed gives itself that of its params.
-    if isinstance(module, nnx.Embed) and given.get("dtype") == given.get("param_dtype"):
-        given["dtype"] = None
-    return given
-
-
-def _default(module: nnx.Module, name: str) -> Any:
-    """What the constructor takes for ``name`` when it is not given; a class may hand keywords on to its base."""
-    for cls in bare_class(module).__mro__:
-        parameter = inspect.signature(cls.__init__).parameters.get(name) if "__init__" in vars(cls) else None
-        if parameter is not None:
-            return None if parameter.default is inspect.Parameter.empty else parameter.default
-    return None
+    related = graph.nested if decision.is_root else [outer.module for outer in node.around]
+    level = 0
+    for module in related:
+        other = decision_of(module)
+        is_same_class = bare_class(module) is bare_class(node.module)
+        if other and is_same_class and dataclasses.replace(other, level=0) == decision:
+            level = max(level, other.level + 1)
+    return level

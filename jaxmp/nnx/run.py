@@ -33,7 +33,7 @@ from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policies import Policy, check_backend
 
-# What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
+# These keep the dtype in which modules computed them. All other Variables keep the dtypes that they have.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
 # Of methods with such names these compute; the others are how Python and Flax handle an object.
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "pow", "rshift", "or", "and")
@@ -54,8 +54,8 @@ class HalfPolicy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decision(Treatment):
-    """How a module computes; the same for modules of one class that differ in nothing else, as transforms want it.
+class NnxDecision(Treatment):
+    """How an NNX module computes; equal for equal modules of one class, as transforms need it.
 
     Under autocast the policy is that of the whole model.
 
@@ -75,19 +75,19 @@ class Decision(Treatment):
     half: HalfPolicy | None = None
 
 
-def decision_of(module: Any) -> Decision | None:
+def decision_of(module: Any) -> NnxDecision | None:
     """Return the decision for a module; None if it is under no policy."""
     return getattr(type(module), "jaxmp_decision", None)
 
 
 def bare_class(module: Any) -> Any:
-    """The class of a module as its author wrote it."""
+    """Return the class of a module as its author wrote it."""
     return getattr(type(module), "jaxmp_bare_class", type(module))
 
 
 @functools.cache
-def policied_class(bare: Any, decision: Decision) -> Any:
-    """The subclass of ``bare``, a class of modules, whose instances do as was decided."""
+def policied_class(bare: Any, decision: NnxDecision) -> Any:
+    """Return the subclass of ``bare``, a class of modules, whose instances run under ``decision``."""
 
     def fill(namespace: dict[str, Any]) -> None:
         namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "jaxmp_programs": {}, "__reduce__": _reduce}
@@ -101,17 +101,17 @@ def _reduce(self: Any) -> Any:  # for pickle and copy.copy
     return _unpickle, (bare_class(self), decision_of(self)), dict(vars(self))
 
 
-def _unpickle(bare: Any, decision: Decision) -> Any:
+def _unpickle(bare: Any, decision: NnxDecision) -> Any:
     return object.__new__(policied_class(bare, decision))
 
 
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
-    """What the author's classes define and computes when it is called; not ``__init__``, ``eval`` and their like.
+    """Yield the methods of the author's classes that compute something, without ``__init__``, ``eval`` and the like.
 
-    A generator, or a context manager that is one, runs when its method has returned: it acts on the module itself.
+    A generator is left out: it runs after its method has returned.
     """
-    own = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
-    for name in {name for cls in own for name in vars(cls)}:
+    classes = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
+    for name in {name for cls in classes for name in vars(cls)}:
         is_handled = name not in _SPECIAL_METHODS if name.startswith("__") else hasattr(nnx.Module, name)  # eval, say
         if is_handled:
             continue
@@ -127,6 +127,7 @@ def _is_generator(method: Any) -> bool:
 
 
 def _entrance(name: str, method: Any) -> Callable[..., Any]:
+    """Return ``method`` so that it runs under the decision for its module."""
     # The default of Flax's init_cache, float32, fits no layer that computes in another dtype, a bare one neither.
     own = inspect.signature(method) if name == "init_cache" and inspect.isfunction(method) else inspect.Signature()
     makes_cache = "dtype" in own.parameters
@@ -142,7 +143,7 @@ def _entrance(name: str, method: Any) -> Callable[..., Any]:
 
 
 def _dtype_of_cache(module: Any) -> Any:
-    """The dtype that a module which computes as it is written computes in; None if it has none."""
+    """Return the ``dtype`` of a module that computes as it is written; None for all others."""
     return vars(module).get("dtype") if type(module).jaxmp_decision.mode == "written" else None
 
 
@@ -171,27 +172,27 @@ class _Run:
         return True
 
     def find(self, module: Any, path: Path) -> None:
-        """Notes the paths of a module and of those below it."""
+        """Note the paths of a module and of those below it."""
         self.paths.update((id(node), (node, (*path, *below))) for below, node in modules_in(module))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Frame:
-    """A method that runs, in which run, and the one that called it."""
+class _NnxCall:
+    """A method of an NNX module that runs, its run, and its caller."""
 
     run: _Run
     module: Any
     path: Path
-    decision: Decision
-    caller: _Frame | None
+    decision: NnxDecision
+    caller: _NnxCall | None
 
     def is_in_run_of(self, cls: type) -> bool:
-        """Whether a run of a root of a class is under way."""
+        """Return whether a run of a root of the class ``cls`` is under way."""
         return self.run.cls is cls or (self.caller is not None and self.caller.is_in_run_of(cls))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While this lasts, what is called is called by it."""
+        """Be the caller of all methods, while the context lasts."""
         token = _innermost.set(self)
         try:
             with float32_caller(type(self.module) if self.decision.is_float32 else None):
@@ -200,11 +201,11 @@ class _Frame:
             _innermost.reset(token)
 
 
-_innermost: ContextVar[_Frame | None] = ContextVar("jaxmp_nnx_frame", default=None)
+_innermost: ContextVar[_NnxCall | None] = ContextVar("jaxmp_nnx_frame", default=None)
 
 
 def is_running() -> bool:
-    """Whether a method of a module under a policy runs."""
+    """Return whether a method of a module under a policy runs."""
     return _innermost.get() is not None
 
 
@@ -225,11 +226,11 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
 def _decision_now(module: Any) -> Any:
     """Return the decision for a call: while policies are off, the module only names its scope."""
-    decision: Decision = type(module).jaxmp_decision
+    decision: NnxDecision = type(module).jaxmp_decision
     return dataclasses.replace(decision, mode="autocast", override=None) if policies_off.value else decision
 
 
-def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame | None, decision: Decision) -> Any:
+def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCall | None, decision: NnxDecision) -> Any:
     """Call ``method`` of ``module`` as a program of its own, which the engine decides."""
     config: Any = jax.config
     ambient = caller.run.ambient_precision if caller else config.jax_default_matmul_precision
@@ -285,7 +286,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         arguments = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
     treatment = decision.called_by(here.decision if here else None)
     run.called.add(id(module))
-    frame = _Frame(run, module, path, treatment, caller)
+    frame = _NnxCall(run, module, path, treatment, caller)
     with (
         frame.running(),
         jax.named_scope(scope) if scope else contextlib.nullcontext(),
@@ -303,7 +304,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
-    """``convert`` on the arrays of ``tree`` outside modules, rngs and other objects of NNX, which are left alone."""
+    """Return ``tree`` with ``convert`` of its arrays, except those in modules and other objects of NNX."""
     return jax.tree.map(lambda leaf: leaf if is_object(leaf) else convert(leaf), tree, is_leaf=is_object)
 
 
@@ -323,7 +324,7 @@ def _author_dtypes(modules: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _half_params_widened(modules: list[Any]) -> Iterator[None]:
-    """While this lasts, half Params of those of ``modules`` that are traced in float32 are float32."""
+    """Widen the half Params of those ``modules`` that are traced in float32, while the context lasts."""
     stored = []
     for module in modules:
         decision = decision_of(module)
@@ -340,11 +341,11 @@ def _half_params_widened(modules: list[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _dtypes_kept(module: Any, decision: Decision) -> Iterator[None]:
-    """What a method writes to Variables of ``module``, other than Params, has the dtypes that these had before.
+def _dtypes_kept(module: Any, decision: NnxDecision) -> Iterator[None]:
+    """Keep the dtypes of the Variables of ``module``, Params excepted, when a method writes to them.
 
-    A module without a ``dtype`` attribute makes Params in the param dtype; what one that is traced in float32 has
-    computed is stored in its compute dtype.
+    A module without a ``dtype`` attribute makes new Params in the param dtype. A module that is traced in float32
+    stores its activations in its compute dtype.
     """
     if decision.mode == "autocast":
         yield

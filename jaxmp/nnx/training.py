@@ -33,7 +33,7 @@ def make_train_step(
     max_consecutive_skips: int = 25,
     sharding: Sharding | None = None,
 ) -> TrainStep:
-    """A jitted ``step(model, optimizer, batch) -> metrics`` that changes model and optimizer in place.
+    """Return a jitted ``step(model, optimizer, batch) -> metrics``, which changes model and optimizer.
 
     It is :func:`jaxmp.make_train_step`, with its metrics, its counters and its numbers. A step whose gradients' norm is
     not finite leaves every Variable of the model and the state of the optimizer bit for bit as they were, but for the
@@ -85,7 +85,7 @@ def make_train_step(
 
 
 class TrainStep:
-    """What :func:`make_train_step` returns; ``of_trees`` is the step that it runs, of a state of :func:`state_of`."""
+    """A train step for an NNX model; ``of_trees`` is the same step for a state of :func:`state_of`."""
 
     def __init__(self, step: train_step.TrainStep, has_policy: bool = False) -> None:
         self.of_trees = step
@@ -101,7 +101,7 @@ class TrainStep:
 
     @staticmethod
     def state_of(model: Any, optimizer: Optimizer) -> train_step.TrainState:
-        """The state that ``of_trees`` takes of a model and its optimizer."""
+        """Return the state of a model and its optimizer for ``of_trees``."""
         return state_of(model, optimizer)
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
@@ -127,7 +127,7 @@ def _as_array(leaf: Any) -> jax.Array:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What a model is apart from its arrays, and which of these are trained."""
+    """A model apart from its arrays, and the filter of its trained Variables."""
 
     graphdef: Any
     wrt: Any
@@ -143,7 +143,7 @@ class _State(train_step.TrainState):
         "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))"
     )
 
-    def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
+    def _trace(self, gradients: Callable[[Any], Any]) -> Any:
         try:
             return gradients(self)
         except _TrainedWritten as found:  # which only a trace can tell; most loss functions write to none
@@ -191,7 +191,7 @@ def _written_to(params: Any, written: dict[str, Any], write: Callable[[Any, Any]
 
 
 def state_of(model: Any, optimizer: Optimizer) -> _State:
-    """What the step of trees takes of a model and its optimizer."""
+    """Return the state of a model and its optimizer for the step of trees."""
     require_model(model, "step", "(model, optimizer, batch)")
     require_optimizer(optimizer, "a train step")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
@@ -215,7 +215,7 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
     loss_function.require_arguments(loss_fn, "model, batch")
 
     def run(form: _Form, params: Any, others: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
-        """What the loss function returns, and the model after it."""
+        """Return the result of the loss function, and the model after it."""
         model = nnx.merge(form.graphdef, params, *others)
         result = loss_fn(model, batch)
         graphdef, *parts = nnx.split(model, form.wrt, nnx.RngState, ..., graph=True)
@@ -260,7 +260,7 @@ def _changed_form(before: Any, after: Any) -> ValueError:
 
 
 def _attributes(model: Any) -> dict[str, Any]:
-    """What modules in ``model`` have of numbers, texts and the like, by its path."""
+    """Return the plain attributes of modules in ``model``, such as numbers and strings, by path."""
     found = [((*path, name), value) for path, node in modules_in(model) for name, value in items(node)]
     return {"/".join(path): value for path, value in found if type(value) in PLAIN}
 

@@ -1,15 +1,42 @@
-"""Checks of losses, states and updates."""
+"""Checks of optimizers, losses, states and updates."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jaxmp.base.arguments import printed
 from jaxmp.base.trees import path_name
 from jaxmp.optim.scaling_state import LossScalingState
+
+
+def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Return ``tx`` as an optimizer that ignores extra arguments of an update that it has no name for.
+
+    Raises:
+      TypeError: ``tx`` is no optimizer.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"an optimizer must be one of optax's, got {printed(tx)}; write optax.adam(1e-3), say, and for one with a "
+            "loss scale jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())"
+        )
+    tx = optax.with_extra_args_support(tx)
+    parameters = inspect.signature(tx.update).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return tx
+
+    # optax.contrib.sam takes grad_fn= but no other extra argument, such as the loss.
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        known_args = {name: value for name, value in extra_args.items() if name in parameters}
+        return tx.update(updates, state, params, **known_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def require_loss(loss: Any, otherwise: str) -> Any:

@@ -36,10 +36,10 @@ class LossScale:
     """The base class of loss scales; :func:`jaxmp.loss_scaling` takes subclasses of your own.
 
     A subclass has an attribute ``loss_scale`` and, if it changes, an ``adjust`` that returns a new object. It may be a
-    dataclass or an ordinary class, with slots or not. Its instances are pytrees that pickle and Flax save: attributes
-    that are numbers, arrays or trees of them are leaves, which a train step carries as arrays; bools, strings and all
-    others are static, must be hashable and stay as they are, and of these Flax saves bools and strings. A class that is
-    registered with JAX or Flax by its author stays so.
+    dataclass or an ordinary class, without slots. Its instances are pytrees that pickle and Flax save. Attributes that
+    are numbers, arrays or trees of them are leaves, which a train step carries as arrays. All others are static and
+    must be hashable; of these Flax saves bools and strings. A class that its author registered with JAX or Flax stays
+    so.
 
     Attributes:
       loss_scale: the factor S, a scalar.
@@ -63,14 +63,14 @@ class LossScale:
     loss_scale: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Registers the class, which its own decorators may have done by now in their own way."""
+        """Register the class, unless its decorators have done so."""
         register(cls)  # type: ignore[arg-type]
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
         return super().__new__(cls)
 
     def scale(self, tree: T) -> T:
-        """``tree`` times S.
+        """Multiply ``tree`` by S.
 
         Floating and complex leaves keep their dtype (half-precision ones are multiplied in float32); a Python float
         becomes an array. Integers, bools, keys and everything else pass untouched.
@@ -83,35 +83,39 @@ class LossScale:
         return _map_inexact(times, tree)
 
     def unscale(self, tree: T) -> T:
-        """``tree`` divided by S, exactly if S is a power of two and the result a normal number.
+        """Divide ``tree`` by S, exactly if S is a power of two and the result a normal number.
 
-        Half-precision leaves come back in float32, because what needed scaling to be seen in float16 would vanish from
-        it again. Wider leaves keep their dtype; what ``scale`` leaves untouched is left untouched here.
+        Half-precision leaves come back in float32: small gradients would vanish in float16 again. Wider leaves keep
+        their dtype. Leaves that ``scale`` does not touch pass here too.
         """
-        ceiling = getattr(self, "max_loss_scale", self.loss_scale)
 
         @functools.cache
-        def inverse(dtype: np.dtype) -> tuple[jax.Array, ...]:
-            scale = _constant(self.loss_scale, np.finfo(dtype).dtype)  # real, also for complex leaves
-            if isinstance(ceiling, float) and ceiling <= 2.0**126:
-                return ((1 / scale).astype(dtype),)
-            # A larger scale's reciprocal is subnormal and may be flushed to zero: it is taken in two parts, which the
-            # barrier keeps XLA from multiplying with each other.
-            second = jax.lax.optimization_barrier(jnp.where(scale > 2.0**126, 2.0**-64, 1.0).astype(scale.dtype))
-            return (1 / (scale * second)).astype(dtype), second.astype(dtype)
+        def factors(dtype: np.dtype) -> tuple[jax.Array, ...]:
+            return tuple(factor.astype(dtype) for factor in self._inverse(np.finfo(dtype).dtype))
 
         def divide(x: jax.Array) -> jax.Array:
             wide = _wide(x.dtype)
-            return functools.reduce(jnp.multiply, inverse(wide), x.astype(wide))
+            return functools.reduce(jnp.multiply, factors(wide), x.astype(wide))
 
         return _map_inexact(divide, tree)
+
+    def _inverse(self, dtype: np.dtype) -> tuple[jax.Array, ...]:
+        """Return one or two factors whose product is 1 / S."""
+        scale = _constant(self.loss_scale, dtype)
+        ceiling = getattr(self, "max_loss_scale", self.loss_scale)
+        if isinstance(ceiling, float) and ceiling <= 2.0**126:
+            return (1 / scale,)
+        # The reciprocal of a larger scale is subnormal and may be flushed to zero. The barrier keeps XLA from
+        # multiplying the two factors with each other.
+        second = jax.lax.optimization_barrier(jnp.where(scale > 2.0**126, 2.0**-64, 1.0).astype(scale.dtype))
+        return 1 / (scale * second), second
 
     def is_stuck(self, before: LossScale) -> jax.Array:
         """Return whether the scale ``before`` could not fall to this one after a non-finite step."""
         return jnp.asarray(self.loss_scale >= before.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
-        """The loss scale of the next step.
+        """Return the loss scale of the next step.
 
         Args:
           grads_finite: whether all gradients of this step were finite: a Python bool or a boolean scalar. Under
@@ -138,11 +142,11 @@ class NoOpLossScale(LossScale):
     static_fields = ("loss_scale",)
 
     def scale(self, tree: T) -> T:
-        """``tree`` itself."""
+        """Return ``tree``."""
         return tree
 
     def unscale(self, tree: T) -> T:
-        """``tree`` itself."""
+        """Return ``tree``."""
         return tree
 
 
@@ -232,7 +236,7 @@ class DynamicLossScale(ScaleState, LossScale):
 
     @classmethod
     def from_torch(cls, state_dict: Mapping[str, Any]) -> Self:
-        """The loss scale that goes on where a torch ``GradScaler`` stopped; ``state_dict`` is what its method returned.
+        """Return the loss scale that continues a torch ``GradScaler``, from the result of its ``state_dict()``.
 
         Like torch's it has no bounds but float32's; ``dataclasses.replace(scale, min_loss_scale=1)`` sets one.
 
@@ -319,7 +323,8 @@ class HeadroomLossScale(ScaleState, LossScale):
         super().__post_init__()
         self.__dict__["dtype"] = canonical_dtype(self.dtype).name
         for name in ("loss_scale", "min_loss_scale", "max_loss_scale"):
-            if is_concrete(x := vars(self)[name]) and not np.all(np.frexp(x)[0] == 0.5):
+            x = vars(self)[name]
+            if is_concrete(x) and not np.all(np.frexp(x)[0] == 0.5):
                 raise ValueError(f"{name} must be a power of two, got {x}: HeadroomLossScale has no other scales")
 
     def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
@@ -332,17 +337,17 @@ class HeadroomLossScale(ScaleState, LossScale):
         finite, largest = _flag(grads_finite), _constant(grad_max, jnp.float32)
         scale, running = _constant(self.loss_scale, jnp.float32), _constant(self.running_max, jnp.float32)
         limit = float(jnp.finfo(self.dtype).max) / 2**self.headroom
-        seen = finite & (largest > 0) & (largest < jnp.inf)
-        risen = jnp.maximum(jnp.where(seen, largest, 0), running * 2 ** (-1 / self.period))
-        fitting = _floor_to_power_of_two(limit / jnp.maximum(risen, TINY))
-        moved = jnp.where(seen, jnp.minimum(fitting, 2 * scale), jnp.where(finite, scale, scale / 2))
-        moved = jnp.clip(moved, self.min_loss_scale, self.max_loss_scale)
-        held = jnp.where(finite, running, jnp.maximum(running, limit / moved))
-        return self._with(loss_scale=moved, running_max=jnp.where(seen, risen, held))
+        is_informative = finite & (largest > 0) & (largest < jnp.inf)
+        followed = jnp.maximum(jnp.where(is_informative, largest, 0), running * 2 ** (-1 / self.period))
+        fitting = _floor_to_power_of_two(limit / jnp.maximum(followed, TINY))
+        new_scale = jnp.where(is_informative, jnp.minimum(fitting, 2 * scale), jnp.where(finite, scale, scale / 2))
+        new_scale = jnp.clip(new_scale, self.min_loss_scale, self.max_loss_scale)
+        without_maximum = jnp.where(finite, running, jnp.maximum(running, limit / new_scale))
+        return self._with(loss_scale=new_scale, running_max=jnp.where(is_informative, followed, without_maximum))
 
 
 def as_loss_scale(x: Any) -> LossScale:
-    """``x`` if it is a loss scale, and the loss scale of this module that stands for ``x`` if that is one of jmp's.
+    """Return ``x``, or the loss scale of this module that stands for one of jmp's.
 
     Raises:
       TypeError: ``x`` is neither.

@@ -1,9 +1,8 @@
-"""Loss scales as data: fields that are checked, pytrees that check nothing, and flax serialization of every field."""
+"""Loss scales as data: checked fields, pytrees, and Flax's serialization of every field."""
 
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import dataclasses
 import functools
 import warnings
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.serialization import from_state_dict, register_serialization_state, to_state_dict
 
-TINY = float(np.finfo(np.float32).tiny)  # a device may flush what is smaller to zero
+TINY = float(np.finfo(np.float32).tiny)  # a device may flush smaller numbers to zero
 HUGE = float(np.finfo(np.float32).max)
 
 
@@ -33,7 +32,10 @@ class Structure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScaleState:
-    """A dataclass whose fields are checked; those in ``_leaves`` become arrays of that dtype."""
+    """A dataclass whose fields are checked.
+
+    ``_leaves`` has the dtype of each field that becomes an array.
+    """
 
     _leaves: ClassVar[Mapping[str, Any]]
 
@@ -46,13 +48,20 @@ class ScaleState:
                 continue
             if name in ("loss_scale", "min_loss_scale") and jnp.issubdtype(getattr(x, "dtype", float), np.integer):
                 warnings.warn(f"Expected floating type for {name}, got {x.dtype}: it becomes float32", stacklevel=4)
-            if name in self._leaves:
-                if is_concrete(x):
-                    require(name, x)
-                value: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, self._leaves[name])
-            else:
-                value = (int if name in ("period", "hysteresis") else float)(require(name, x))
-            self.__dict__[name] = value
+            self.__dict__[name] = self._checked(name, x)
+        self._check_bounds()
+
+    def _checked(self, name: str, x: Any) -> Any:
+        """Return a field as an array, an int or a float."""
+        if name not in self._leaves:
+            number = require(name, x)
+            return int(number) if name in ("period", "hysteresis") else float(number)
+        if is_concrete(x):
+            require(name, x)
+        return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, self._leaves[name])
+
+    def _check_bounds(self) -> None:
+        """Raise a ValueError if the scale lies outside of its bounds."""
         scale, low, high = (vars(self)[name] for name in ("loss_scale", "min_loss_scale", "max_loss_scale"))
         if low > high:
             raise ValueError(f"min_loss_scale must not be above max_loss_scale, got {low} and {high}: move one of them")
@@ -69,7 +78,7 @@ def is_concrete(x: Any) -> bool:
 
 
 def require(name: str, x: Any) -> np.ndarray:
-    """The value of field ``name``, float64.
+    """Return the value of field ``name`` as float64.
 
     Raises:
       ValueError: it breaks the field's rule, is no number, or is a tracer.
@@ -109,11 +118,16 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # whether it holds
 
 @functools.cache
 def register(cls: type) -> None:
-    """Makes a class of loss scales a pytree, and has ``flax.serialization`` save and restore its instances.
+    """Make a class of loss scales a pytree whose instances ``flax.serialization`` saves and restores.
 
-    Leaves are the attributes that are numbers or arrays, or trees of them, but for those in ``static_fields``; all the
-    rest is static and hashable. What the author of the class registered is left as it is.
+    Leaves are the attributes that are numbers, arrays or trees of them, except those in ``static_fields``. All others
+    are static and hashable. A class that its author registered stays as it is.
+
+    Raises:
+      TypeError: the class has slots.
     """
+    if "__slots__" in vars(cls):
+        raise TypeError(f"a loss scale keeps its attributes in __dict__, got {cls.__name__} with slots; leave them out")
 
     def flatten(x: Any) -> tuple[Sequence[Any], Structure]:
         structure = _structure(x)
@@ -148,31 +162,18 @@ def register(cls: type) -> None:
 
 
 def rebuilt(cls: type, fields: Mapping[str, Any], leaves: Iterable[tuple[str, Any]] = ()) -> Any:
-    """An instance past the constructor and its checks: a leaf may be a tracer, or whatever a tree is rebuilt with."""
+    """Return an instance without a call of the constructor: its checks refuse tracers and other leaves of a tree."""
     new: Any = object.__new__(cls)
-    if not _slots(cls):
-        attributes = vars(new)
-        attributes.update(fields)
-        attributes.update(leaves)
-        return new
-    for name, value in (*fields.items(), *leaves):
-        object.__setattr__(new, name, value)
+    vars(new).update(fields)
+    vars(new).update(leaves)
     return new
 
 
-def _slots(cls: type) -> list[str]:
-    names: list[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]  # which pickle and copy go by
-    return names
-
-
-def _attributes(x: Any) -> dict[str, Any]:
-    slots = {name: getattr(x, name) for name in names if hasattr(x, name)} if (names := _slots(type(x))) else {}
-    return {**slots, **vars(x)}
-
-
 def _fields(x: Any) -> dict[str, Any]:
-    declared = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()  # which may be class attributes
-    names = [*(each.name for each in declared if each.init), *sorted(_attributes(x))]
+    """Return the attributes of a loss scale by name, those of a dataclass first."""
+    # The fields of a dataclass may be class attributes.
+    declared = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
+    names = [*(field.name for field in declared if field.init), *sorted(vars(x))]
     return {name: getattr(x, name) for name in dict.fromkeys(names) if name != "_structure"}
 
 
@@ -181,7 +182,7 @@ def _structure(x: Any) -> Structure:
 
     The leaves of a rebuilt object may be anything, such as None or a sharding.
     """
-    attributes = _attributes(x)
+    attributes = dict(vars(x))
     known = attributes.pop("_structure", None)
     if known is not None and known.describes(attributes):
         return known

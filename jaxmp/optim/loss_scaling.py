@@ -8,6 +8,7 @@ torch's GradScaler.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,23 +16,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import evaluate, opened
+from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base import hardware
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import all_finite, max_abs, select_tree, sum_of_squares, widen
-from jaxmp.optim.checks import check_same_shapes, check_state
+from jaxmp.optim.checks import as_optimizer, check_same_shapes, check_state
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
 from jaxmp.optim.low_precision import (
     BEHIND_LOW_PRECISION,
     LowPrecision,
     LowPrecisionState,
-    as_optimizer,
-    decoded,
     rounds_params,
 )
 from jaxmp.optim.scaled_grad import global_norm, nan_if_infinite
 from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state, wrap_opt_state
+from jaxmp.optim.stored_moments import decoded
 
 T = TypeVar("T")
 
@@ -77,7 +78,6 @@ def loss_scaling(
       TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale; the state is none that ``init`` makes.
       ValueError: the scale is no positive scalar; ``inner`` has a loss scale already; another transform stands around
         ``low_precision``; an update does not have the shape of its param.
-        for other params.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -89,78 +89,117 @@ def loss_scaling(
     >>> optax.apply_updates(params, updates)["w"]
     Array([1.6], dtype=float32)
     """
-    inner = as_optimizer(inner)
-    loss_scale = as_loss_scale(loss_scale)
     require_flag("grad_norm", grad_norm, "to clip, put optax.clip_by_global_norm(1.0) inside loss_scaling")
     require_flag("check_updates", check_updates, "pass True to test the updates beside the gradients")
+    transform = _Transform(as_optimizer(inner), as_loss_scale(loss_scale), axis_name, grad_norm, check_updates)
+    tx = LossScaling(transform.init, transform.update)
+    tx.inner, tx.step = transform.inner, transform.step
+    return tx
 
-    def as_taken(params: Any) -> Any:
-        return params if isinstance(inner, LowPrecision) else widen(params)
 
-    def init(params: optax.Params) -> LossScalingState:
-        inner_state = jax.tree.map(_copied_key, inner.init(as_taken(params)))
-        if not isinstance(inner, LowPrecision) and rounds_params(inner_state):
+class LossScaling(optax.GradientTransformationExtraArgs):
+    """The transform that :func:`loss_scaling` returns."""
+
+    inner: optax.GradientTransformationExtraArgs
+    step: Callable[..., tuple[Any, LossScalingState]]
+
+
+class Derived(NamedTuple):
+    """Arrays computed from the updates, such as new params.
+
+    Attributes:
+      compute: a function of the updates.
+      old: the arrays to keep if the step is skipped.
+    """
+
+    compute: Callable[[Any], Any]
+    old: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transform:
+    """The functions of :func:`loss_scaling` with its arguments."""
+
+    inner: optax.GradientTransformationExtraArgs
+    loss_scale: LossScale
+    axis_name: Hashable | Sequence[Hashable] | None
+    grad_norm: bool
+    check_updates: bool
+
+    def init(self, params: optax.Params) -> LossScalingState:
+        inner_state = jax.tree.map(_copied_key, self.inner.init(self._params_of_inner(params)))
+        if not isinstance(self.inner, LowPrecision) and rounds_params(inner_state):
             raise ValueError(BEHIND_LOW_PRECISION)
-        return wrap_opt_state(inner_state, loss_scale, grad_norm=grad_norm)
+        return wrap_opt_state(inner_state, self.loss_scale, grad_norm=self.grad_norm)
 
     def update(
-        updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
+        self, updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LossScalingState]:
         try:
-            return stepped(updates, state, params, None, **extra_args)
+            return self.step(updates, state, params, None, **extra_args)
         except (RuntimeError, ValueError) as error:
             require_not_deleted({"opt_state": state, "params": params}, error)
             raise
 
-    def stepped(
+    def step(
+        self,
         updates: optax.Updates,
         state: LossScalingState,
         params: optax.Params | None,
-        made: Made | None,
+        derived: Derived | None,
         **extra_args: Any,
     ) -> tuple[Any, LossScalingState]:
-        """As ``update``, but in place of the updates comes what is made of them, if anything is."""
+        """Return the updates, or the ``derived`` arrays in place of them, and the new state."""
         check_state(state)
         grads = widen(updates)
         squares = sum_of_squares(grads)
 
         def of_inner() -> tuple[Any, Any]:
-            new_updates, inner_state = inner.update(grads, state.inner_state, as_taken(params), **extra_args)
+            params_of_inner = self._params_of_inner(params)
+            new_updates, inner_state = self.inner.update(grads, state.inner_state, params_of_inner, **extra_args)
             check_same_shapes(new_updates, updates if params is None else params)
             return new_updates, inner_state
 
         finite = jnp.isfinite(squares)
-        computed = of_inner() if check_updates else None
+        computed = of_inner() if self.check_updates else None
         if computed is not None:
             finite &= all_finite(computed[0])
-        grad_max = max_abs(grads) if state.loss_scale.needs_grad_max else None
-        if axis_name is not None:
-            finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
-            grad_max = None if grad_max is None else jax.lax.pmax(grad_max, axis_name)
-        if made is None:
+        finite, grad_max = self._agreed(finite, max_abs(grads) if state.loss_scale.needs_grad_max else None)
+        if derived is None:
             new_updates, inner_state = computed or of_inner()
             result = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates)
             inner_state = select_tree(finite, inner_state, state.inner_state)
         else:
 
-            def both() -> tuple[Any, Any]:
+            def of_finite_step() -> tuple[Any, Any]:
                 new_updates, inner_state = computed or of_inner()
-                return made.of(new_updates), inner_state
+                return derived.compute(new_updates), inner_state
 
-            result, inner_state = _computed_where(finite, both, (made.before, state.inner_state))
-        bad = 1 - finite.astype(jnp.int32)
-        new_state = LossScalingState(
+            result, inner_state = _computed_where(finite, of_finite_step, (derived.old, state.inner_state))
+        return result, self._new_state(state, inner_state, finite, grad_max, squares)
+
+    def _params_of_inner(self, params: Any) -> Any:
+        """Return the params as ``inner`` takes them: in float32, unless it rounds them itself."""
+        return params if isinstance(self.inner, LowPrecision) else widen(params)
+
+    def _agreed(self, finite: jax.Array, grad_max: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """Return what all members of the mapped axes agree on."""
+        if self.axis_name is None:
+            return finite, grad_max
+        finite = jax.lax.pmin(finite.astype(jnp.int32), self.axis_name).astype(jnp.bool_)
+        return finite, None if grad_max is None else jax.lax.pmax(grad_max, self.axis_name)
+
+    def _new_state(
+        self, state: LossScalingState, inner_state: Any, finite: jax.Array, grad_max: Any, squares: jax.Array
+    ) -> LossScalingState:
+        skipped = 1 - finite.astype(jnp.int32)
+        return LossScalingState(
             inner_state=inner_state,
             loss_scale=state.loss_scale.adjust(finite, grad_max),
-            skipped=state.skipped + bad,
-            consecutive_skipped=(state.consecutive_skipped + bad) * bad,
-            grad_norm=jnp.sqrt(squares).astype(jnp.float32) if grad_norm else None,
+            skipped=state.skipped + skipped,
+            consecutive_skipped=(state.consecutive_skipped + skipped) * skipped,
+            grad_norm=jnp.sqrt(squares).astype(jnp.float32) if self.grad_norm else None,
         )
-        return result, new_state
-
-    tx = LossScaling(init, update)
-    tx.inner, tx.stepped = inner, stepped
-    return tx
 
 
 def require_outermost(tx: Any, opt_state: Any) -> None:
@@ -177,26 +216,12 @@ def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
     """Return the state of an optimizer as the optimizer in ``tx`` stores it."""
     before = inner_state if isinstance(inner_state, LowPrecisionState) else None
     inner_state = decoded(before.inner_state) if before else inner_state
-    return tx.inner.wrap(inner_state, params, before) if _is_outermost_low_precision(tx) else inner_state
+    return tx.inner.transform.wrap(inner_state, params, before) if _is_outermost_low_precision(tx) else inner_state
 
 
 def _copied_key(leaf: Any) -> Any:
     """Return a copy of a key, which a donating step would delete for its owner."""
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-
-class LossScaling(optax.GradientTransformationExtraArgs):
-    """The transform that :func:`loss_scaling` returns."""
-
-    inner: optax.GradientTransformationExtraArgs
-    stepped: Callable[..., tuple[Any, LossScalingState]]
-
-
-class Made(NamedTuple):
-    """A function of the updates, such as new params, and its value if the step is skipped."""
-
-    of: Callable[[Any], Any]
-    before: Any
 
 
 def take_step(
@@ -205,17 +230,17 @@ def take_step(
     opt_state: Any,
     params: Any,
     extra_args: Mapping[str, Any],
-    made: Made | None = None,
+    derived: Derived | None = None,
 ) -> tuple[Any, Any, jax.Array]:
     """Take one step of an optimizer with ``loss_scaling`` in it; ``grads`` are the true gradients.
 
     Returns:
-      The updates, or what is made of them; the new state, of which only the loss scale changed if the step was skipped;
-      and whether it was, int32 0 or 1.
+      The updates, or the derived arrays; the new state, whose loss scale alone changed if the step was skipped; and
+      whether it was, int32 0 or 1.
     """
     is_outermost = isinstance(tx, LossScaling)
     if is_outermost:
-        result, new_state = tx.stepped(grads, opt_state, params, made, **extra_args)
+        result, new_state = tx.step(grads, opt_state, params, derived, **extra_args)
     else:
         # Before loss_scaling a transform may clip by value: a NaN stays one.
         result, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
@@ -225,37 +250,30 @@ def take_step(
         finite = jnp.isfinite(global_norm(grads))
         skipped = jnp.maximum(skipped, 1 - finite.astype(jnp.int32))
         new_state = _keep_scale(skipped == 0, new_state, opt_state)
-        result = result if made is None else select_tree(skipped == 0, made.of(result), made.before)
+        if derived is not None:
+            result = select_tree(skipped == 0, derived.compute(result), derived.old)
     return result, new_state, skipped
 
 
 def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
     """Return ``make()`` where the bool scalar ``pred`` holds, else ``otherwise``.
 
-    On a CPU it is a branch: XLA computes there what is selected in more kernels than what is not, and copies it before.
-    On other devices a branch waits for the host, and XLA cannot divide one between devices as well as a selection. What
-    has effects, such as a print, has them in any case.
+    On a CPU it is a branch, because XLA compiles a selection into more kernels and copies. On other devices it is a
+    selection, because a branch waits for the host and is harder to divide between devices. Effects of ``make``, such
+    as prints, happen in any case.
     """
     is_alone = jax.sharding.get_abstract_mesh().empty
-    if not (is_alone and reading.is_tracing() and hardware.detect().platform == "cpu"):
+    if not (is_alone and is_tracing() and hardware.detect().platform == "cpu"):
         return select_tree(pred, make(), otherwise)
     closed, shapes = jax.make_jaxpr(make, return_shape=True)()
 
-    def made() -> T:
-        found: T = jax.tree.unflatten(jax.tree.structure(shapes), reading.evaluate(*reading.opened(closed), []))
-        return found
+    def evaluated() -> T:
+        result: T = jax.tree.unflatten(jax.tree.structure(shapes), evaluate(*opened(closed), []))
+        return result
 
     if closed.effects:
-        return select_tree(pred, made(), otherwise)
-    return jax.lax.cond(pred, lambda: select_tree(True, made(), otherwise), lambda: otherwise)
-
-
-def with_loss(step: Callable[..., T], loss: Any) -> T:
-    """Call ``step(value=loss)``, for optimizers that look at the loss, or ``step()`` where a transform takes none."""
-    try:
-        return step(value=loss)
-    except TypeError:  # optax.contrib.sam takes none
-        return step()
+        return select_tree(pred, evaluated(), otherwise)
+    return jax.lax.cond(pred, lambda: select_tree(True, evaluated(), otherwise), lambda: otherwise)
 
 
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jaxmp.optim.loss_scale import LossScale
 from jaxmp.optim.scaling_state import at_hand
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Aux = TypeVar("Aux")
 
 
 def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
@@ -73,6 +75,27 @@ def nan_if_infinite(grads: Any) -> Any:
 def global_norm(grads: Any) -> jax.Array:
     """Return the global norm of true gradients, finite if and only if :func:`loss_scaling` takes the step."""
     return jnp.sqrt(sum_of_squares(widen(grads)))
+
+
+@overload
+def value_and_grad(
+    fun: Callable[P, jax.Array],
+    opt_state: optax.OptState,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+) -> Callable[P, tuple[jax.Array, Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, tuple[jax.Array, Aux]],
+    opt_state: optax.OptState,
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]: ...
 
 
 def value_and_grad(

@@ -113,7 +113,7 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
 
 
 def at_hand(opt_state: optax.OptState) -> LossScale:
-    """The loss scale in ``opt_state``, if no donating step has had it."""
+    """Return the loss scale in ``opt_state``, and raise an error if a donating step has deleted it."""
     loss_scale = get_loss_scale(opt_state)
     require_not_deleted(loss_scale)
     return loss_scale

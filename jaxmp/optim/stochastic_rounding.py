@@ -13,7 +13,7 @@ LARGEST, NORMAL, SMALLEST = 448.0, 2.0**-6, 2.0**-9  # of float8_e4m3fn: finite,
 
 
 def stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
-    """``values``, float32, rounded up or down at random, in proportion; ``bits`` are uint32 below 2^16."""
+    """Round float32 values to bfloat16 at random, in proportion; ``bits`` are uint32 below 2^16."""
     words = jax.lax.bitcast_convert_type(values, jnp.uint32) + bits
     rounded = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
     # The addition would make another NaN of a NaN, or an infinity, and a step that is to be skipped would not be.
@@ -21,7 +21,7 @@ def stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def stochastic_float8(values: jax.Array, bits: jax.Array) -> jax.Array:
-    """``values``, float32 of at most 448, on the grid of float8_e4m3fn; ``bits`` are uint32 below 2^16."""
+    """Round float32 values of at most 448 to the grid of float8_e4m3fn; ``bits`` are uint32 below 2^16."""
     sizes = jnp.abs(values)
     words = (jax.lax.bitcast_convert_type(sizes, jnp.uint32) + (bits << 4)) & jnp.uint32(0xFFF00000)  # 3 bits stay
     normal = jnp.minimum(jax.lax.bitcast_convert_type(words, jnp.float32), LARGEST)
@@ -38,9 +38,10 @@ class Draw(NamedTuple):
     name: str
 
     def bits(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-        """Two arrays of uint32 below 2^16, by a hash of each number's position: the devices' share of it is no matter.
+        """Return two arrays of uint32 below 2^16, from a hash of each number's position.
 
-        The hash is the last step of MurmurHash3, twice, each time with another word of the key.
+        They are the same however the array is split over devices. The hash is the last step of MurmurHash3, twice, each
+        time with another word of the key.
         """
         path = jnp.uint32(zlib.crc32(self.name.encode()))
         # Mixed once more by itself: of step ^ seed, seed 1 would draw in step 0 what seed 0 draws in step 1.

@@ -21,7 +21,12 @@ EVERY = "class:*"
 
 
 def check_pattern(pattern: Any) -> Pattern:
-    """``pattern`` itself if it is one, else a TypeError, or a ValueError if it is the key of an operation."""
+    """Return ``pattern``.
+
+    Raises:
+      TypeError: it is neither a string nor a class.
+      ValueError: it is the key of an operation.
+    """
     if isinstance(pattern, str) and pattern.startswith(OPERATIONS):
         raise ValueError(
             f"a pattern of a policy means modules, got {pattern!r}, which means operations; autocast decides on those: "
@@ -36,7 +41,7 @@ def check_pattern(pattern: Any) -> Pattern:
 
 
 def pairs_of(overrides: Any) -> list[tuple[Any, Any]]:
-    """The patterns and policies of overrides, a mapping, None or pairs as a PolicyMap keeps them."""
+    """Return the patterns and policies of overrides: a mapping, None, or the pairs of a PolicyMap."""
     if overrides is None or isinstance(overrides, Mapping):
         return list((overrides or {}).items())
     if isinstance(overrides, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in overrides):
@@ -53,7 +58,7 @@ def is_class_pattern(pattern: Pattern) -> bool:
 
 
 def pattern_text(pattern: Pattern) -> str:
-    """``pattern`` as a string; a class becomes the pattern on its name."""
+    """Return ``pattern`` as a string; a class becomes the pattern on its name."""
     return f"type:{pattern.__name__}" if isinstance(pattern, type) else pattern
 
 
@@ -63,11 +68,13 @@ def matches(pattern: Pattern, path: Path, cls: type | tuple[type, ...] | None) -
     >>> matches("**/Dense_*", ("encoder", "Dense_0"), None), matches("encoder", ("encoder", "Dense_0"), None)
     (True, False)
     """
-    classes = cls if isinstance(cls, tuple) else (cls,) if cls is not None else ()
+    if cls is None:
+        cls = ()
+    classes = cls if isinstance(cls, tuple) else (cls,)
     if isinstance(pattern, type):
-        return any(issubclass(each, pattern) for each in classes)
+        return any(issubclass(visited, pattern) for visited in classes)
     if pattern.startswith("type:"):
-        names = [base.__name__ for each in classes for base in each.__mro__]
+        names = [base.__name__ for visited in classes for base in visited.__mro__]
         return any(fnmatch.fnmatchcase(name, pattern.removeprefix("type:")) for name in names)
     return _glob(tuple(part for part in pattern.split("/") if part), path)
 

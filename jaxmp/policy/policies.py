@@ -91,29 +91,29 @@ class Policy:
             )
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which products run at ``matmul_precision``; it changes nothing when that is None."""
+        """Return a context in which products run at ``matmul_precision``; None changes nothing."""
         if self.matmul_precision is None:
             return contextlib.nullcontext()
         return jax.default_matmul_precision(self.matmul_precision)
 
     def cast_to_param(self, tree: T) -> T:
-        """Casts the floating arrays of ``tree`` to the param dtype (see :func:`jaxmp.base.trees.cast`)."""
+        """Cast the floating arrays of ``tree`` to the param dtype (see :func:`jaxmp.base.trees.cast`)."""
         return _tree.cast(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Casts the floating arrays of ``tree`` to the compute dtype (see :func:`jaxmp.base.trees.cast`)."""
+        """Cast the floating arrays of ``tree`` to the compute dtype (see :func:`jaxmp.base.trees.cast`)."""
         return _tree.cast(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
-        """Casts the floating arrays of ``tree`` to the output dtype (see :func:`jaxmp.base.trees.cast`)."""
+        """Cast the floating arrays of ``tree`` to the output dtype (see :func:`jaxmp.base.trees.cast`)."""
         return _tree.cast(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: Any) -> Policy:
-        """The same policy with another output dtype."""
+        """Return the same policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def wrap(self, fun: F) -> F:
-        """``fun`` with its floating arguments cast to the compute dtype and its results to the output dtype.
+        """Cast the floating arguments of ``fun`` to the compute dtype, and its results to the output dtype.
 
         >>> half_dot = jaxmp.get_policy("mixed_float16").wrap(lambda x, y: x @ y)
         >>> half_dot(jax.numpy.full((1, 1), 1 / 3), jax.numpy.ones((1, 1)))[0, 0]  # a third, rounded to float16
@@ -137,7 +137,7 @@ class Policy:
 
 
 def check_backend(policy: Policy) -> None:
-    """Raises where the default backend has no products in the policy's compute dtype."""
+    """Raise a ValueError if the default backend has no products in the policy's compute dtype."""
     if policy.compute_dtype == np.float16 and jax.default_backend() == "tpu":
         raise ValueError(
             "autocast needs a backend that multiplies in the policy's compute dtype, got float16 on a TPU, whose "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
+from jaxmp.base import hardware
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import UnknownDtypeError, canonical_dtype, is_half, nearest, nearest_first
 from jaxmp.policy.float8 import Float8
@@ -45,10 +45,13 @@ class PolicyMap:
 
     def __init__(self, default: Any, overrides: Mapping[Any, Any] | None = None, *, strict: bool = True) -> None:
         default = get_policy(default)
-        pairs = pairs_of(overrides)
-        rules = {check_pattern(pattern): _of_override(policy, default, pattern) for pattern, policy in pairs}
-        if isinstance(default, PolicyMap) and (default.strict == strict or not rules):  # one map for equal meanings
-            rules = rules | {pattern: policy for pattern, policy in default.overrides if pattern not in rules}
+        rules: dict[Pattern, Policy] = {}
+        for pattern, policy in pairs_of(overrides):
+            rules[check_pattern(pattern)] = _of_override(policy, default, pattern)
+        if isinstance(default, PolicyMap) and (default.strict == strict or not rules):
+            # Maps of equal meaning become equal: the rules of the inner map follow those of this one.
+            for pattern, policy in default.overrides:
+                rules.setdefault(pattern, policy)
             default, strict = default.default, default.strict
         object.__setattr__(self, "default", default)
         object.__setattr__(self, "overrides", tuple(rules.items()))
@@ -56,48 +59,48 @@ class PolicyMap:
 
     @property
     def root(self) -> Policy:
-        """The policy of modules that no pattern matches; the root's output is cast to its output dtype."""
+        """Return the policy of modules that no pattern matches; the root's output is cast to its output dtype."""
         return self.default.root if isinstance(self.default, PolicyMap) else self.default
 
     @property
     def param_dtype(self) -> np.dtype:
-        """That of the root."""
+        """Return the param dtype of the root."""
         return self.root.param_dtype
 
     @property
     def compute_dtype(self) -> np.dtype:
-        """That of the root."""
+        """Return the compute dtype of the root."""
         return self.root.compute_dtype
 
     @property
     def output_dtype(self) -> np.dtype:
-        """That of the root."""
+        """Return the output dtype of the root."""
         return self.root.output_dtype
 
     @property
     def matmul_precision(self) -> str | None:
-        """That of the root."""
+        """Return the precision of products of the root."""
         return self.root.matmul_precision
 
     @property
     def float8(self) -> Float8 | None:
-        """That of the root."""
+        """Return the float8 recipe of the root."""
         return self.root.float8
 
     @property
     def rules(self) -> list[tuple[Pattern, Policy]]:
-        """The overrides of this map and of the one it adds to, in the order in which they are tried."""
+        """Return the overrides of this map and of the one it adds to, in the order in which they are tried."""
         return [(pattern, policy) for _, pattern, policy in self._rules()]
 
     @property
     def patterns(self) -> list[Pattern]:
-        """The patterns of this map and of the one it adds to, in the order in which they are tried."""
+        """Return the patterns of this map and of the one it adds to, in the order in which they are tried."""
         return [pattern for _, pattern, _ in self._rules()]
 
     def resolve(
         self, path: Path, classes: Mapping[Path, type | tuple[type, ...]] | None = None
     ) -> tuple[Policy, Pattern | None]:
-        """The policy of the module at ``path`` and the pattern that gave it (None for the default).
+        """Return the policy of the module at ``path``, and the pattern that matched it, None for the default.
 
         Args:
           path: names of the modules from below the root down to this one; ``()`` is the root.
@@ -111,9 +114,9 @@ class PolicyMap:
         return self.root, None
 
     def below(self, root: str) -> PolicyMap:
-        """Return this map with paths from the model's root on, where they may begin with the name of the root itself.
+        """Return this map with the name of the root removed from the front of its patterns.
 
-        That is how :mod:`jaxmp.inspect` and cast plans print paths in a Linen model: ``Net/head`` is ``head``.
+        :mod:`jaxmp.inspect` and cast plans print paths in a Linen model with it: ``Net/head`` is ``head``.
         """
         default = self.default.below(root) if isinstance(self.default, PolicyMap) else self.default
         overrides: dict[Pattern, Policy] = {}
@@ -122,7 +125,7 @@ class PolicyMap:
         return PolicyMap(default, overrides, strict=self.strict)
 
     def check(self, modules: Mapping[Path, type], variables: Collection[Path], complete: bool = True) -> None:
-        """Raises if a pattern of a strict map matched nothing.
+        """Raise an error if a pattern of a strict map matched nothing.
 
         Args:
           modules: the classes of the modules visited, by path.
@@ -135,26 +138,14 @@ class PolicyMap:
         """
         paths = {path[:depth] for path in variables for depth in range(len(path))}
         for strict, pattern, _ in self._rules():
-            on_class = is_class_pattern(pattern)
-            matched = any(matches(pattern, path, cls) for path, cls in modules.items())
-            # A class that was not visited may have been matched; a path that was not visited shows in the variables.
-            unseen = not complete if on_class else any(matches(pattern, path, None) for path in paths)
-            if not strict or matched or unseen:
+            if not strict or any(matches(pattern, path, cls) for path, cls in modules.items()):
                 continue
-            names = {cls.__name__ for cls in modules.values()}
-            known = names if on_class else {"/".join(path) for path in paths.union(modules)}
-            variable = next((path for path in variables if not on_class and matches(pattern, path, None)), None)
-            if variable is not None:
-                owner = "/".join(variable[:-1]) or "**"
-                raise ValueError(
-                    f"every pattern of a policy must match a module, but {pattern!r} matched the variable "
-                    f"{'/'.join(variable)!r}, which has the policy of its module; write {owner!r}"
-                )
-            near = nearest(pattern_text(pattern), sorted(known - {""})) or "none, the model has no submodules"
-            raise ValueError(
-                f"every pattern of a policy must match a module, but {pattern_text(pattern)!r} matched none; "
-                f"nearest {'classes' if on_class else 'paths'}: {near}"
-            )
+            if is_class_pattern(pattern):
+                if complete:
+                    raise _unmatched(pattern, "classes", {cls.__name__ for cls in modules.values()})
+            elif not any(matches(pattern, path, None) for path in paths):  # the path of a module that was not visited
+                _require_no_variable(pattern, variables)
+                raise _unmatched(pattern, "paths", {"/".join(path) for path in paths.union(modules)})
 
     def _rules(self) -> Iterator[tuple[bool, Pattern, Policy]]:
         for pattern, policy in self.overrides:
@@ -171,16 +162,44 @@ class PolicyMap:
         return "; ".join([default, *rules, *after])
 
 
+def _unmatched(pattern: Pattern, kind: str, known: set[str]) -> ValueError:
+    """Return the error for a pattern that matched nothing; ``known`` are the model's paths or classes."""
+    text = pattern_text(pattern)
+    near = nearest(text, sorted(known - {""})) or "none, the model has no submodules"
+    return ValueError(
+        f"every pattern of a policy must match a module, but {text!r} matched none; nearest {kind}: {near}"
+    )
+
+
+def _require_no_variable(pattern: Pattern, variables: Collection[Path]) -> None:
+    """Raise a ValueError if a pattern matches a variable, which has the policy of its module."""
+    for path in variables:
+        if matches(pattern, path, None):
+            owner = "/".join(path[:-1]) or "**"
+            raise ValueError(
+                f"every pattern of a policy must match a module, but {pattern!r} matched the variable "
+                f"{'/'.join(path)!r}, which has the policy of its module; write {owner!r}"
+            )
+
+
 def _below(pattern: Pattern, root: str) -> Pattern:
-    """A pattern without the name of the root that it begins with, or that of one of the root's methods."""
+    """Return a pattern without the name of the root, or of one of its methods, at its front."""
     if is_class_pattern(pattern):
         return pattern
     first, _, rest = str(pattern).partition("/")
     return (rest or "**") if first == root or first.startswith(f"{root}.") else pattern
 
 
+@overload
+def get_policy(policy: Policy) -> Policy: ...
+@overload
+def get_policy(policy: PolicyMap) -> PolicyMap: ...
+@overload
+def get_policy(policy: object) -> Policy | PolicyMap: ...
+
+
 def get_policy(policy: Any) -> Policy | PolicyMap:
-    """Reads a policy from whatever names one.
+    """Return the policy that a text, a dtype or an object describes.
 
     Args:
       policy: a preset (``float32`` = ``O0``, ``tensorfloat32``, ``mixed_float16`` = ``mixed_fp16`` = ``16-mixed``,
@@ -206,19 +225,23 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
         return _parse(policy)
     if all(hasattr(policy, name) for name in ("param_dtype", "compute_dtype", "output_dtype")):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-    dtype = None
-    with contextlib.suppress(ValueError):
+    try:
         dtype = canonical_dtype(policy)
-    if dtype is not None:
-        return PRESETS.get(dtype.name) or Policy(dtype, dtype, dtype)
-    raise TypeError(
-        f"a policy is a preset's name, a string such as 'params=float32,compute=float16,output=float32', a Policy or a "
-        f"PolicyMap, got {printed(policy)}; presets: {', '.join(PRESETS)}"
-    )
+    except ValueError:
+        raise TypeError(
+            "a policy is a preset's name, a string such as 'params=float32,compute=float16,output=float32', a Policy "
+            f"or a PolicyMap, got {printed(policy)}; presets: {', '.join(PRESETS)}"
+        ) from None
+    return _of_dtype(dtype)
+
+
+def _of_dtype(dtype: np.dtype) -> Policy | PolicyMap:
+    """Return the policy of one dtype for params, compute and output."""
+    return PRESETS.get(dtype.name) or Policy(dtype, dtype, dtype)
 
 
 def _of_override(policy: Any, default: Policy | PolicyMap, pattern: Pattern) -> Policy:
-    """The policy that an override names, with ``"half"`` for that of the model: another half dtype is never meant."""
+    """Return the policy that an override names; ``"half"`` is the policy of the model, never another half dtype."""
     if isinstance(policy, str) and policy.strip().lower() == "half":
         root = default.root if isinstance(default, PolicyMap) else default
         if not is_half(root.compute_dtype):
@@ -240,39 +263,44 @@ def _parse(text: str) -> Policy | PolicyMap:
     default, *rules = text.split(";")
     if rules:
         return PolicyMap(_parse(default), dict(_parse_rules(rules)))
-    name = "".join(text.split())
+    text_without_spaces = "".join(text.split())
+    if "=" in text_without_spaces:
+        return parse_fields(text_without_spaces)
+    name = ALIASES.get(text_without_spaces.lower(), text_without_spaces).lower()
     presets = {preset.lower(): value for preset, value in PRESETS.items()}
-    name = ALIASES.get(name.lower(), name)
-    if name.lower() in presets:
-        return presets[name.lower()]
-    if name.lower() == "auto":
-        from jaxmp.base import hardware
-
+    if name in presets:
+        return presets[name]
+    if name == "auto":
         return _parse(hardware.recommended_policy())
-    if name.lower() == "o1":
+    _require_clear_name(name, text)
+    try:
+        return _of_dtype(canonical_dtype(name))
+    except UnknownDtypeError:
+        raise ValueError(
+            f"unknown policy {text!r}; known policies, nearest first: {', '.join(_nearest_presets(name))}, …"
+        ) from None
+
+
+def _require_clear_name(name: str, text: str) -> None:
+    """Raise a ValueError for a name that is no policy, or that could mean two."""
+    if name == "o1":
         raise ValueError(
             "O1 decides operation by operation, so it is no policy but autocast; write jaxmp.linen.autocast(model, "
             "'mixed_float16'), or the same of jaxmp.nnx, or jaxmp.autocast(fun, 'mixed_float16')"
         )
-    if name.lower() in AMBIGUOUS:
+    if name in AMBIGUOUS:
         half = canonical_dtype(name).name
         raise ValueError(
             f"{text!r} could mean two policies; write 'mixed_{half}' for float32 params with {half} compute, or "
             f"{half!r} for params in {half} too"
         )
-    if "=" in name:
-        return parse_fields(name)
-    try:
-        dtype = canonical_dtype(name)
-    except UnknownDtypeError:
-        raise ValueError(
-            f"unknown policy {text!r}; known policies, nearest first: {', '.join(_nearest_presets(name))}, …"
-        ) from None
-    return presets.get(dtype.name, Policy(dtype, dtype, dtype))
 
 
 def _nearest_presets(name: str) -> list[str]:
-    """Ten presets, the nearest to ``name`` first, by their aliases too; without an 8 nobody means float8."""
+    """Return ten presets, the nearest to ``name`` first.
+
+    Aliases count as well, but those of float8 only if ``name`` has an 8.
+    """
     presets = {preset: preset for preset in (*PRESETS, "auto")}
     spellings = dict(presets)
     for alias, preset in ALIASES.items():
@@ -283,15 +311,15 @@ def _nearest_presets(name: str) -> list[str]:
 
 
 def _parse_rules(rules: list[str]) -> Iterator[tuple[str, str]]:
-    seen = set()
+    patterns = set()
     for rule in filter(str.strip, rules):
         pattern, arrow, policy = (part.strip() for part in rule.partition("->"))
-        if not arrow or pattern in seen:
+        if not arrow or pattern in patterns:
             raise ValueError(
                 f"after the first ';' a policy has rules 'pattern -> policy', each pattern once, got {rule.strip()!r}; "
                 "write e.g. 'mixed_float16; **/BatchNorm_* -> float32'"
             )
-        seen.add(pattern)
+        patterns.add(pattern)
         yield pattern, policy
 
 

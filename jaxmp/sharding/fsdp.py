@@ -41,7 +41,7 @@ def fsdp_specs(
     min_size: int = 65_536,
     stacked: Iterable[str] | None = None,
 ) -> Any:
-    """Where each param is split: along its largest axis that the devices of ``axis`` divide.
+    """Split each param along its largest axis that the devices of ``axis`` divide.
 
     A leaf of fewer than ``min_size`` numbers, or that no axis of divides, stays whole on every device, and so stays in
     float32 until it is used: its gradient is summed in float32 (see :func:`gather`).
@@ -94,8 +94,17 @@ def fsdp_specs(
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """A leaf: its shape, its spec as text, the bytes that one device holds, and whether each device holds all of it."""
+class ShardedLeaf:
+    """A leaf: its shape and spec, and how much of it a device holds.
+
+    Attributes:
+      path: the path of the leaf.
+      shape: the shape of the whole array.
+      dtype: the name of its dtype.
+      spec: its spec as text.
+      bytes: the bytes that one device holds.
+      whole: whether each device holds all of it.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -109,16 +118,16 @@ class Row:
 class Description(tables.Shown):
     """The bytes that each device holds, by leaf. ``str()`` is a table, the largest first."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ShardedLeaf, ...]
 
     @property
     def bytes(self) -> int:
-        """Bytes of all leaves on one device."""
+        """Return the bytes of all leaves on one device."""
         return sum(row.bytes for row in self.rows)
 
     @property
-    def replicated(self) -> tuple[Row, ...]:
-        """The leaves that every device holds whole, the largest first."""
+    def replicated(self) -> tuple[ShardedLeaf, ...]:
+        """Return the leaves that every device holds whole, the largest first."""
         return tuple(row for row in self.rows if row.whole)
 
     def _shown(self) -> Any:
@@ -149,7 +158,7 @@ def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
     for (path, leaf), spec in zip(jax.tree.leaves_with_path(shapes), specs_in(specs), strict=True):
         name = _tree.path_name(path)
         fitting(spec, name, name, tuple(leaf.shape), mesh)
-        parts = math.prod(mesh.shape[each] for each in names_of(spec))
+        parts = math.prod(mesh.shape[axis] for axis in names_of(spec))
         size = math.prod(leaf.shape) * leaf.dtype.itemsize // parts
-        rows.append(Row(name, tuple(leaf.shape), leaf.dtype.name, text_of(spec), size, parts == 1))
+        rows.append(ShardedLeaf(name, tuple(leaf.shape), leaf.dtype.name, text_of(spec), size, parts == 1))
     return Description(tuple(sorted(rows, key=lambda row: -row.bytes)))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.traces import manual_axes, shows_what_varies
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import canonical_dtype
 from jaxmp.sharding.plan import Sharding as Sharding
@@ -25,7 +25,7 @@ from jaxmp.sharding.specs import (
 
 
 def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", axes: Sequence[str] = ("fsdp",)) -> Any:
-    """The weights whole, in ``dtype``; their gradients are summed over the devices in ``reduce_dtype`` and split again.
+    """Gather weights in ``dtype``; sum their gradients in ``reduce_dtype``.
 
     A weight is cast where it lies, gathered in ``dtype``, and used; the gradient that comes back is cast to
     ``reduce_dtype``, reduced and scattered to the devices, and comes out in the dtype of the weight. Call it where the
@@ -80,7 +80,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
             f"{', '.join(f'{name!r} of type {types[name].name}' for name in axes) or 'none'}; make the mesh with the "
             "same of axis_types for them"
         )
-    if types[axes[0]] is AxisType.Manual and not reading.shows_what_varies():
+    if types[axes[0]] is AxisType.Manual and not shows_what_varies():
         raise ValueError(
             "gather must know which arrays differ between devices, and shard_map(…, check_vma=False) hides it; leave "
             "check_vma=False out"
@@ -101,7 +101,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
 
 
 def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, _: str) -> Any:
-    """On axes of type Explicit: the type of the whole array says that its gradient is not reduced yet."""
+    """Gather on axes of type Explicit: the type of the whole array says that its gradient is not reduced yet."""
 
     @jax.custom_vjp
     def whole(leaf: Any) -> Any:
@@ -117,34 +117,32 @@ def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
 
 
 def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, name: str) -> Any:
-    """Inside shard_map."""
-    dims = [
-        (dim, tuple(each for each in as_tuple(entry) if each in over), as_tuple(entry))
-        for dim, entry in enumerate(spec)
-    ]
-    for _, own, entry in dims:
-        if entry[len(entry) - len(own) :] != own:
+    """Gather inside shard_map."""
+    gathered_axes = []  # for each axis of the array
+    for entry in map(as_tuple, spec):
+        axes = tuple(axis for axis in entry if axis in over)
+        if entry[len(entry) - len(axes) :] != axes:
             raise ValueError(
                 f"in shard_map a weight is gathered over the last axes that an axis of it is split over, got {entry} "
-                f"for {name!r} and axes {over}; put {', '.join(own)} last"
+                f"for {name!r} and axes {over}; put {', '.join(axes)} last"
             )
-
-    rest = tuple(each for each in over if each not in reading.manual_axes(leaf))
+        gathered_axes.append(axes)
+    rest = tuple(axis for axis in over if axis not in manual_axes(leaf))
 
     @jax.custom_vjp
     def whole(leaf: Any) -> Any:
         leaf = leaf.astype(dtype)
-        for dim, own, _ in dims:
-            leaf = jax.lax.all_gather(leaf, own, axis=dim, tiled=True) if own else leaf
-        # Or JAX sums the gradient over them before it comes here, in the dtype that it has.
+        for dim, axes in enumerate(gathered_axes):
+            leaf = jax.lax.all_gather(leaf, axes, axis=dim, tiled=True) if axes else leaf
+        # Else JAX sums the gradient over them before it comes here, in the dtype that it has.
         return jax.lax.pcast(leaf, rest, to="varying") if rest else leaf
 
     def backward(nothing: None, cotangent: Any) -> tuple[Any]:
         cotangent = cotangent.astype(reduce_dtype)
         cotangent = jax.lax.psum(cotangent, rest) if rest else cotangent
-        for dim, own, _ in dims:
-            if own:
-                cotangent = jax.lax.psum_scatter(cotangent, own, scatter_dimension=dim, tiled=True)
+        for dim, axes in enumerate(gathered_axes):
+            if axes:
+                cotangent = jax.lax.psum_scatter(cotangent, axes, scatter_dimension=dim, tiled=True)
         return (cotangent.astype(leaf.dtype),)
 
     whole.defvjp(lambda leaf: (whole(leaf), None), backward)
@@ -154,7 +152,10 @@ def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
 def _constrained(
     leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, name: str
 ) -> Any:
-    """On axes of type Auto. With the second constraint alone XLA gathers some weights before it casts them."""
+    """Gather on axes of type Auto, by two constraints.
+
+    With the second one alone XLA gathers some weights before it casts them.
+    """
     if reduce_dtype != dtype:
         raise ValueError(
             f"on mesh axes of type Auto XLA reduces gradients in the dtype that they are computed in, got reduce_dtype "

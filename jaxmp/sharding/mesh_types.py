@@ -8,19 +8,18 @@ array lies somewhere, the rebuilt program has a constraint.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import Rule, bound, rebuilt
-from jaxmp._internals.jax.program import Program, arrays_in, is_array
+from jaxmp._internals.jax.equations import RESHARDS, bodies_of, opened
+from jaxmp._internals.jax.program import TracedProgram, arrays_in, is_array
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted, is_jaxpr
 from jaxmp.sharding.specs import Mesh
@@ -36,21 +35,6 @@ def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
         if mesh.explicit_axes:
             return mesh
     return None
-
-
-@contextlib.contextmanager
-def noting_types() -> Iterator[None]:
-    """Add a note to JAX's error about the sharding of a type, as Flax's Dropout raises on Explicit axes."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
-            error.add_note(
-                "jaxmp: the mesh has axes of type Explicit, where JAX wants to be told where some results lie; write "
-                "out_sharding= there, or jax.sharding.auto_axes around the model, or make the mesh with "
-                "axis_types=(jax.sharding.AxisType.Auto,)"
-            )
-        raise
 
 
 def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:
@@ -88,7 +72,7 @@ def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:
             jax.tree.map(lambda leaf: laid(leaf, PartitionSpec()), whole) for whole in (params, model_state, rng)
         )
         with jax.sharding.use_abstract_mesh(around):
-            program = Program(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
+            program = TracedProgram(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
         jaxpr, consts = program.jaxpr
         return program.unflatten(_evaluated(jaxpr, consts, arrays_in(jax.tree.leaves(args))))
 
@@ -116,9 +100,9 @@ def _rebound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in reading.RESHARDS:
+    if name in RESHARDS:
         return [_constrained(operands[0], params["dst_sharding"])]
-    bodies = reading.bodies_of(eqn)
+    bodies = bodies_of(eqn)
     if bodies is None:
         return _bound(eqn, operands)
     if name == "shard_map":
@@ -155,7 +139,7 @@ def _names_explicit_axes(sharding: Any) -> bool:
 
 
 def _body(body: Any, *args: Any) -> list[Any]:
-    jaxpr, consts = reading.opened(body)
+    jaxpr, consts = opened(body)
     return _evaluated(jaxpr, consts, args)
 
 

@@ -83,6 +83,7 @@ def at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
 
 
 def moved_to(leaf: Any, wanted: NamedSharding) -> Any:
+    """Return ``leaf`` in the sharding ``wanted``."""
     return leaf if is_put(leaf) and _lies(leaf, wanted) else jax.device_put(leaf, wanted)
 
 
@@ -93,10 +94,12 @@ def _lies(leaf: jax.Array, wanted: NamedSharding) -> bool:
 
 
 def is_traced(tree: Any) -> bool:
+    """Return whether a leaf of ``tree`` is a tracer."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def is_put(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a committed array."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
 
 
@@ -109,12 +112,3 @@ def require_params(params: Any) -> None:
             f"params are what is trained, got variables with {', '.join(map(repr, params))}; pass "
             "params=variables['params'], and the other collections as model_state="
         )
-
-
-def is_of_jax(leaf: Any) -> bool:
-    """Return whether JAX takes a leaf for an array: a number, a key or a shape too."""
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True

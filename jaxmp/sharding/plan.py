@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import canonical_dtype
 from jaxmp.sharding.placement import moved_to
@@ -32,7 +32,7 @@ _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharding:
-    """How the state of a train step is split over devices, and how its gradients are summed over them.
+    """The layout of a train step's state over devices, and how its gradients are summed.
 
     Pass one to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`.
 
@@ -127,7 +127,7 @@ class Plan:
 
     def set(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the mesh of the plan is the current one."""
-        if not reading.is_tracing() and not isinstance(self.mesh, jax.sharding.AbstractMesh):
+        if not is_tracing() and not isinstance(self.mesh, jax.sharding.AbstractMesh):
             return jax.set_mesh(self.mesh)
         around: Mesh = jax.sharding.get_abstract_mesh()
         if (around.shape, around.axis_types) == (self.mesh.shape, self.mesh.axis_types):
@@ -158,20 +158,27 @@ class Plan:
         """
 
         def placed(path: Any, leaf: Any) -> Any:
-            parts = self.devices * microbatches
-            if np.ndim(leaf) and (not np.shape(leaf)[0] or np.shape(leaf)[0] % parts):
-                each = f" for each of {microbatches} microbatches" if microbatches > 1 else ""
-                entry = f" in batch entry {_tree.path_name(path)!r}" if path else ""
-                raise ValueError(
-                    f"the {self.devices} devices of {', '.join(map(repr, self.axes))} must divide the batch{each}, got "
-                    f"{np.shape(leaf)[0]} examples{entry}; use a batch of "
-                    f"{parts * (np.shape(leaf)[0] // parts + 1)}, say"
-                )
-            if isinstance(leaf, jax.core.Tracer):  # with axes that are split otherwise, a sequence's, left so
-                return self.by_rows(leaf) if np.ndim(leaf) else self.put(leaf, PartitionSpec())
-            return moved_to(leaf, NamedSharding(self.mesh, self.rows if np.ndim(leaf) else PartitionSpec()))
+            self._require_divided(path, leaf, microbatches)
+            is_scalar = np.ndim(leaf) == 0
+            if isinstance(leaf, jax.core.Tracer):  # axes that are split otherwise, a sequence's, stay so
+                return self.put(leaf, PartitionSpec()) if is_scalar else self.by_rows(leaf)
+            return moved_to(leaf, NamedSharding(self.mesh, PartitionSpec() if is_scalar else self.rows))
 
         return jax.tree.map_with_path(placed, batch)
+
+    def _require_divided(self, path: Any, leaf: Any, microbatches: int) -> None:
+        """Raise a ValueError if devices times microbatches do not divide the examples of a leaf."""
+        if np.ndim(leaf) == 0:
+            return
+        examples, parts = np.shape(leaf)[0], self.devices * microbatches
+        if examples and examples % parts == 0:
+            return
+        times = f" for each of {microbatches} microbatches" if microbatches > 1 else ""
+        entry = f" in batch entry {_tree.path_name(path)!r}" if path else ""
+        raise ValueError(
+            f"the {self.devices} devices of {', '.join(map(repr, self.axes))} must divide the batch{times}, got "
+            f"{examples} examples{entry}; use a batch of {parts * (examples // parts + 1)}, say"
+        )
 
     def put(self, value: Any, spec: PartitionSpec) -> Any:
         """Return ``value`` in the layout ``spec``."""
@@ -224,20 +231,22 @@ class Plan:
 
     def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
         """Return the sum of parts over axis 0, of which each device has one, split as ``spec`` says."""
-        own = [tuple(name for name in as_tuple(entry) if name in self.axes) for entry in spec]
+        batch_axes = [tuple(name for name in as_tuple(entry) if name in self.axes) for entry in spec]
         rest = tuple(name for name in self.axes if name not in names_of(spec))
 
         def reduce(parts: Any) -> Any:
             part = parts[0].astype(reduced_in(self.reduce_dtype, parts.dtype))
             part = jax.lax.psum(part, rest) if rest else part
-            for dim, names in enumerate(own):
+            for dim, names in enumerate(batch_axes):
                 if names:
                     part = jax.lax.psum_scatter(part, names, scatter_dimension=dim, tiled=True)
             return part
 
         # By hand over all axes: XLA would gather the parts over those of no rows before it reduces them.
         others = self.gathered(spec)
-        out = PartitionSpec(*((*as_tuple(other), *names) or None for other, names in zip(others, own, strict=True)))
+        out = PartitionSpec(
+            *((*as_tuple(other), *names) or None for other, names in zip(others, batch_axes, strict=True))
+        )
         at, names = PartitionSpec(*self.rows, *others), {*self.axes, *names_of(spec)}
         return jax.shard_map(reduce, in_specs=at, out_specs=out, axis_names=names, check_vma=False)(self.put(parts, at))
 
@@ -268,13 +277,13 @@ def to_reduce_in(dtype: Any) -> np.dtype:
     Raises:
       ValueError: it is neither float32 nor half.
     """
-    found = canonical_dtype(dtype)
-    if found not in _REDUCES:
+    sum_dtype = canonical_dtype(dtype)
+    if sum_dtype not in _REDUCES:
         raise ValueError(
-            f"gradients are reduced in float32 or in a half dtype, got reduce_dtype={found.name!r}; pass "
+            f"gradients are reduced in float32 or in a half dtype, got reduce_dtype={sum_dtype.name!r}; pass "
             "reduce_dtype='float32'"
         )
-    return found
+    return sum_dtype
 
 
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import nearest
-from jaxmp.optim.low_precision import Float8Blocks
+from jaxmp.optim.stored_moments import Float8Blocks
 from jaxmp.policy.patterns import Path, is_class_pattern, matches
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -46,18 +46,22 @@ def is_train_state(tree: Any) -> bool:
 
 
 def text_of(spec: PartitionSpec) -> str:
+    """Return a spec as text, ``P('data', None)``."""
     return f"P({', '.join(map(repr, spec))})"
 
 
 def parts_of(path: Any) -> Path:
+    """Return the names along the path of a leaf."""
     return tuple(_tree.path_name(path).split("/")) if path else ()
 
 
 def covers(pattern: str, path: Path) -> bool:
+    """Return whether a pattern matches a path or a part of it from the root."""
     return any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
 
 
 def require_match(pattern: str, paths: Sequence[Path]) -> None:
+    """Raise a ValueError if a pattern matches no leaf."""
     if is_class_pattern(pattern):
         raise ValueError(f"a pattern of params is a path, got the class pattern {pattern!r}; write '**/kernel', say")
     if not any(covers(pattern, path) for path in paths):
@@ -68,6 +72,7 @@ def require_match(pattern: str, paths: Sequence[Path]) -> None:
 
 
 def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
+    """Raise a ValueError if the mesh lacks an axis that ``argument`` names."""
     if missing := [name for name in names if name not in mesh.shape]:
         raise ValueError(
             f"{argument} must be of the mesh, which has {', '.join(map(repr, mesh.shape)) or 'none'}, got "
@@ -76,16 +81,18 @@ def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
 
 
 def require_specs(tree: Any, specs: Any) -> None:
+    """Raise a ValueError unless ``specs`` have a ``PartitionSpec`` for each leaf of ``tree``."""
     leaves = {_tree.path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(specs, is_leaf=is_spec)}
     names = [_tree.path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
-    found: list[str] = [f"{type(leaf).__name__} for {name!r}" for name, leaf in leaves.items() if not is_spec(leaf)]
-    found += [f"none for {name!r}" for name in names if name not in leaves]
-    found += [f"one for {name!r}, which is no array of them" for name in leaves if name not in names]
-    given: Any = jax.tree.structure(specs, is_leaf=is_spec)
-    own: Any = jax.tree.structure(tree)
-    if found or given != own:
+    differences = [f"{type(leaf).__name__} for {name!r}" for name, leaf in leaves.items() if not is_spec(leaf)]
+    differences += [f"none for {name!r}" for name in names if name not in leaves]
+    differences += [f"one for {name!r}, which is no array of them" for name in leaves if name not in names]
+    structure: Any = jax.tree.structure(specs, is_leaf=is_spec)
+    if structure != jax.tree.structure(tree):
+        differences.append(str(structure))
+    if differences:
         raise ValueError(
-            f"specs are a tree like the arrays, of a PartitionSpec for each, got {found[0] if found else given}; take "
+            f"specs are a tree like the arrays, of a PartitionSpec for each, got {differences[0]}; take "
             "jaxmp.sharding.fsdp_specs of these arrays"
         )
 
@@ -110,25 +117,33 @@ def fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], me
 
 
 def is_spec(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a ``PartitionSpec``."""
     return isinstance(leaf, PartitionSpec)
 
 
 def specs_in(specs: Any) -> list[PartitionSpec]:
+    """Return the specs of a tree in order."""
     return jax.tree.leaves(specs, is_leaf=is_spec)
 
 
 def as_tuple(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    """Return the names of axes in an entry of a spec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def devices_in(entry: Any, mesh: Mesh) -> int:
+    """Return the number of parts into which an entry of a spec splits an axis."""
     return math.prod(mesh.shape[name] for name in as_tuple(entry))
 
 
 def names_of(spec: PartitionSpec) -> list[str]:
+    """Return the names of all axes of the mesh in a spec."""
     return [name for entry in spec for name in as_tuple(entry)]
 
 
 def without(spec: PartitionSpec, over: tuple[str, ...]) -> list[Any]:
+    """Return the entries of a spec without the axes ``over``."""
     rest = (tuple(name for name in as_tuple(entry) if name not in over) for entry in spec)
     return [names[0] if len(names) == 1 else names or None for names in rest]

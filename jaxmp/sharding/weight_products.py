@@ -1,7 +1,9 @@
-"""The products, lookups and convolutions of weights that are gathered; the sums of their gradients are in float32."""
+"""Products, lookups and convolutions of gathered weights, whose gradients are summed in float32."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import bound, params_in_dtype
+from jaxmp._internals.jax.equations import names_a_dtype, opened
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
-from jaxmp.policy import float8
+from jaxmp.policy import float8_product
 from jaxmp.sharding.plan import Plan, wide
 from jaxmp.sharding.weights import Use, anywhere
 
@@ -28,77 +30,104 @@ def goes_by_rows(eqn: Any, position: int) -> bool:
     return (eqn.primitive.name, position) in _BY_ROWS
 
 
-def product_by_rows(eqn: Any, position: int, use: Use, given: Sequence[Any]) -> Any:
+def product_by_rows(eqn: Any, position: int, use: Use, values: Sequence[Any]) -> Any:
     """Return a product or a lookup; each device sums the gradient of the weight over its own rows."""
-    plan, name = use.source.plan, eqn.primitive.name
-    aval, out = eqn.invars[position].aval, eqn.outvars[0].aval
-    others = [value for n, value in enumerate(given) if n != position]
-    dims = _rows_of(eqn, position, plan)
-    half, tap = use.source.gathered()
+    others = [value for n, value in enumerate(values) if n != position]
+    return _RowProduct(eqn, position, use).result(others)
 
-    def computed(weight: Any, others: Sequence[Any], params: Any) -> Any:
-        return bound(eqn, [*others[:position], weight, *others[position:]], params)[0]
 
-    def forward(half: Any, others: Sequence[Any]) -> Any:
-        weight = use.moved(half)
-        weight = use.cast(weight, half.dtype if name == "gather" else aval.dtype)  # rows are looked up in half
-        return computed(weight, others, eqn.params).astype(out.dtype)
+@dataclasses.dataclass(frozen=True)
+class _RowProduct:
+    """A product or a lookup of one weight, whose operand at ``position`` is the weight."""
 
-    def of_weight(cotangent: Any, *others: Any) -> Any:
-        dtype = aval.dtype if name != "gather" else use.source.wide
+    eqn: Any
+    position: int
+    use: Use
+
+    def result(self, others: Sequence[Any]) -> Any:
+        """Return the result for the other operands."""
+        source, plan = self.use.source, self.use.source.plan
+        dims = _rows_of(self.eqn, self.position, plan)
+        half, tap = source.gathered()
+        keeps = not (source.gathers_again and plan.is_split(source.spec))
+
+        @jax.custom_vjp
+        def by_rows(target: Any, half: Any, param: Any, *others: Any) -> Any:
+            return self._forward(half, others)
+
+        def forward(target: Any, half: Any, param: Any, *others: Any) -> tuple[Any, Any]:
+            return self._forward(half, others), (half if keeps else param, others)
+
+        def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
+            half, others = kept
+            half = half if keeps else source.gathered_again(half)
+            of_others = self._cotangents_of_others(half, others, cotangent)
+            if dims is None:  # one sum over all rows, whoever has them
+                of_weight = self._cotangent_of_weight(True, cotangent, *others)
+                gradient = plan.put(of_weight, source.spec).astype(source.param.dtype)
+            else:
+                of_own_rows = functools.partial(self._cotangent_of_weight, False)
+                gradient = plan.of_parts(plan.over_rows(of_own_rows, dims, (cotangent, *others)), source.spec)
+            return gradient, None, None, *of_others
+
+        by_rows.defvjp(forward, backward)
+        return by_rows(source.param if dims is None else tap, half, None if keeps else source.param, *others)
+
+    @property
+    def _is_lookup(self) -> bool:
+        return bool(self.eqn.primitive.name == "gather")
+
+    def _bound(self, weight: Any, others: Sequence[Any], params: Any) -> Any:
+        operands = [*others[: self.position], weight, *others[self.position :]]
+        return bound(self.eqn, operands, params)[0]
+
+    def _forward(self, half: Any, others: Sequence[Any]) -> Any:
+        dtype = (
+            half.dtype if self._is_lookup else self.eqn.invars[self.position].aval.dtype
+        )  # rows are looked up in half
+        weight = self.use.cast(self.use.moved(half), dtype)
+        return self._bound(weight, others, self.eqn.params).astype(self.eqn.outvars[0].aval.dtype)
+
+    def _cotangent_of_weight(self, is_whole: bool, cotangent: Any, *others: Any) -> Any:
+        """Return the cotangent of the weight from these rows; ``is_whole`` if they are those of all devices."""
+        aval, wide = self.eqn.invars[self.position].aval, self.use.source.wide
+        dtype = wide if self._is_lookup else aval.dtype
+        params = anywhere(self.eqn.params)
         weight = jax.ShapeDtypeStruct(aval.shape, dtype)
-        pull = jax.linear_transpose(lambda weight: computed(weight, others, anywhere(eqn.params)), weight)
-        cotangent = cotangent.astype(dtype) if name == "gather" else cotangent
-        wide = use.source.wide
-        return use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, wide, dims is None))
+        pull = jax.linear_transpose(lambda weight: self._bound(weight, others, params), weight)
+        cotangent = cotangent.astype(dtype) if self._is_lookup else cotangent
+        return self.use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, wide, is_whole))
 
-    source = use.source
-    keeps = not (source.gathers_again and plan.is_split(source.spec))
-
-    @jax.custom_vjp
-    def by_rows(target: Any, half: Any, param: Any, *others: Any) -> Any:
-        return forward(half, others)
-
-    def forward_and_kept(target: Any, half: Any, param: Any, *others: Any) -> tuple[Any, Any]:
-        return forward(half, others), (half if keeps else param, others)
-
-    def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
-        half, others = kept
-        half = half if keeps else source.gathered_again(half)
+    def _cotangents_of_others(self, half: Any, others: Sequence[Any], cotangent: Any) -> list[Any]:
+        """Return the cotangents of the other operands, None for those that are not floating."""
         floats = [n for n, value in enumerate(others) if _tree.is_float_array(value)]
 
         def of_floats(*values: Any) -> Any:
             filled = dict(zip(floats, values, strict=True))
-            return forward(half, [filled.get(n, value) for n, value in enumerate(others)])
+            return self._forward(half, [filled.get(n, value) for n, value in enumerate(others)])
 
-        rest: list[Any] = [None] * len(others)
+        cotangents: list[Any] = [None] * len(others)
         if floats:
             pulled = jax.vjp(of_floats, *(others[n] for n in floats))[1](cotangent)
             for n, value in zip(floats, pulled, strict=True):
-                rest[n] = value
-        if dims is None:  # one sum over all rows, whoever has them
-            gradient = plan.put(of_weight(cotangent, *others), use.source.spec).astype(use.source.param.dtype)
-        else:
-            parts = plan.over_rows(of_weight, dims, (cotangent, *others))
-            gradient = plan.of_parts(parts, use.source.spec)
-        return gradient, None, None, *rest
-
-    by_rows.defvjp(forward_and_kept, backward)
-    return by_rows(source.param if dims is None else tap, half, None if keeps else source.param, *others)
+                cotangents[n] = value
+        return cotangents
 
 
-def in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
+def in_float8(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
     """Return a product in float8; each device sums the gradient of the weight over its own rows, in float32.
 
     None where there are two weights, or nothing that the devices divide.
     """
-    product = next(each for each in equations(eqn.params["call_jaxpr"]) if each.primitive.name == "dot_general")
-    both = zip(given, eqn.invars, strict=True)
-    operands = [value.read(atom.aval.dtype) if isinstance(value, Use) else value for value, atom in both]
-    sides = [side for side in (0, 1) if isinstance(given[3 * side], Use)]
+    product = next(inner for inner in equations(eqn.params["call_jaxpr"]) if inner.primitive.name == "dot_general")
+    operands = [
+        value.read(atom.aval.dtype) if isinstance(value, Use) else value
+        for value, atom in zip(values, eqn.invars, strict=True)
+    ]
+    sides = [side for side in (0, 1) if isinstance(values[3 * side], Use)]
     if len(sides) != 1:
         return None
-    side, use = sides[0], given[3 * sides[0]]
+    side, use = sides[0], values[3 * sides[0]]
     other, *cast = operands[3 - 3 * side :][:3]
     plan, dims = use.source.plan, _rows_of(product, side, use.source.plan)
     if dims is None:
@@ -112,8 +141,8 @@ def in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
         if is_exact:
             cotangent, other = cotangent.astype(jnp.bfloat16), other.astype(jnp.bfloat16)
         else:
-            cotangent = float8.dequantised((None, cotangent, scale), recipe.gradient)
-            other = float8.dequantised((None, other, other_scale), recipe.forward)
+            cotangent = float8_product.dequantised((None, cotangent, scale), recipe.gradient)
+            other = float8_product.dequantised((None, other, other_scale), recipe.forward)
         factors = [other, other]
 
         def multiplied(weight: Any) -> Any:
@@ -129,7 +158,7 @@ def in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
 
     def backward(kept: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
         # It is quantised for the gradient of the other operand too: XLA does it once.
-        of_result = (cotangent, kept[1]) if is_exact else float8.quantised(cotangent, recipe.gradient)[1:]
+        of_result = (cotangent, kept[1]) if is_exact else float8_product.quantised(cotangent, recipe.gradient)[1:]
         parts = plan.over_rows(of_weight, (dims[0], 0, dims[1], 0), (*of_result, *kept))
         return cotangent, plan.of_parts(parts, use.source.spec), None, None
 
@@ -181,7 +210,7 @@ def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole:
     Convolutions have half results, as cuDNN makes no others; those over the rows of all devices (``is_whole``), which
     XLA divides, are computed in ``dtype``.
     """
-    jaxpr, consts = reading.opened(jax.make_jaxpr(fun)(cotangent))
+    jaxpr, consts = opened(jax.make_jaxpr(fun)(cotangent))
 
     def equation(eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -201,7 +230,7 @@ def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole:
 def may_be_wide(eqn: Any) -> bool:
     """Return whether :func:`computed_wide` takes an equation: it has half operands, and no parameter names a dtype."""
     has_half = any(is_half(getattr(atom.aval, "dtype", np.int32)) for atom in eqn.invars)
-    return has_half and not reading.names_a_dtype(eqn)
+    return has_half and not names_a_dtype(eqn)
 
 
 def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
+from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.engine.marks import DECIDED, region_of
 from jaxmp.sharding.plan import COPIES
 
@@ -23,7 +24,7 @@ def is_move(eqn: Any) -> bool:
 
 def is_copying(eqn: Any) -> bool:
     """Return whether an equation is that of :meth:`jaxmp.sharding.plan.Plan.copies`."""
-    return eqn.primitive.name == "broadcast_in_dim" and COPIES in reading.names_of(eqn)
+    return eqn.primitive.name == "broadcast_in_dim" and COPIES in names_of(eqn)
 
 
 def has_one_reader(jaxpr: Any, var: Any) -> bool:
@@ -41,14 +42,14 @@ def dtypes_read(jaxpr: Any, var: Any) -> set[Any]:
     return dtypes | {np.dtype(jaxpr.outvars[n].aval.dtype) for n in results}
 
 
-def _dtypes_and_results(jaxpr: Any, var: Any, scopes: reading.Names = ()) -> tuple[set[Any], set[int]]:
+def _dtypes_and_results(jaxpr: Any, var: Any, scopes: Names = ()) -> tuple[set[Any], set[int]]:
     """Return the dtypes in which a weight is read in a body, and the numbers of the results that are the weight."""
     dtypes, results = set[Any](), set[int]()
     for eqn, position in _readers(jaxpr, var):
         if eqn is None:
             results.add(position)
             continue
-        dtype, passed_on = _read_by(eqn, position, (*scopes, *reading.names_of(eqn)))
+        dtype, passed_on = _read_by(eqn, position, (*scopes, *names_of(eqn)))
         dtypes |= dtype
         for moved in passed_on:
             more_dtypes, more_results = _dtypes_and_results(jaxpr, moved, scopes)
@@ -57,16 +58,16 @@ def _dtypes_and_results(jaxpr: Any, var: Any, scopes: reading.Names = ()) -> tup
     return dtypes, results
 
 
-def _read_by(eqn: Any, position: int, scopes: reading.Names) -> tuple[set[Any], list[Any]]:
+def _read_by(eqn: Any, position: int, scopes: Names) -> tuple[set[Any], list[Any]]:
     """Return the dtypes in which an equation reads a weight, and those of its results that are read in its place."""
     is_lookup = eqn.primitive.name == "gather" and position == 0
     if is_lookup and DECIDED in scopes and region_of(scopes).level is None:
         return {None}, []
     if is_lookup or eqn.primitive.name == "dynamic_slice" or is_copying(eqn):
         return set(), eqn.outvars
-    bodies = reading.bodies_of(eqn)
+    bodies = bodies_of(eqn)
     if bodies is not None and (bodies.kind == "call" or _enters_scan(bodies, position)):
-        inner, _ = reading.opened(bodies.jaxprs[0])
+        inner, _ = opened(bodies.jaxprs[0])
         dtypes, results = _dtypes_and_results(inner, inner.invars[position], scopes)
         return dtypes, [eqn.outvars[n] for n in results]
     operand = eqn.invars[position].aval.dtype
@@ -81,18 +82,18 @@ def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
     moved, readers = {var}, list[tuple[Any, int]]()
     for eqn in jaxpr.eqns:
         for position, atom in enumerate(eqn.invars):
-            if reading.is_literal(atom) or atom not in moved:
+            if is_literal(atom) or atom not in moved:
                 continue
             if is_move(eqn):
                 moved.update(eqn.outvars)
             else:
                 readers.append((eqn, position))
     for n, atom in enumerate(jaxpr.outvars):
-        if not reading.is_literal(atom) and atom in moved:
+        if not is_literal(atom) and atom in moved:
             readers.append((None, n))
     return readers
 
 
-def _enters_scan(bodies: reading.Bodies, position: int) -> bool:
+def _enters_scan(bodies: Bodies, position: int) -> bool:
     """Return whether an operand of a scan is the same in all turns, or sliced by them."""
     return bodies.kind == "scan" and not bodies.start <= position < bodies.start + bodies.carry

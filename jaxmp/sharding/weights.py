@@ -1,4 +1,4 @@
-"""A weight in a body of a loss that is written again: gathered there when it is first used, moved, and rounded."""
+"""Weights in a body of a rewritten loss: gathered at their first use, moved and rounded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
 from jaxmp._internals.jax.bodies import bound
+from jaxmp.base.trees import is_float_array
 from jaxmp.sharding.plan import Plan, wide
+
+Value = tuple[Any, bool]
+"""An array, or the use of a weight, and whether it is common. Uses always are."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,12 +78,14 @@ class Use:
         return [dataclasses.replace(self, moves=(*self.moves, (eqn, number))) for number, _ in enumerate(eqn.outvars)]
 
     def moved(self, value: Any, is_named: bool = True) -> Any:
+        """Return ``value`` after the moves of the weight, without names of the author's if not ``is_named``."""
         for eqn, number in self.moves:
             if is_named or eqn.primitive.name != "name":
                 value = bound(eqn, [value], anywhere(eqn.params))[number]
         return value
 
     def cast(self, value: Any, dtype: Any) -> Any:
+        """Return ``value`` in ``dtype``, rounded as the author rounded the weight."""
         return (value if self.rounded is None else value.astype(self.rounded)).astype(dtype)
 
     def moved_back(self, cotangent: Any) -> Any:
@@ -100,7 +106,7 @@ class Use:
             return self.cast(half, source.wide)  # which rounds no cotangent
 
         def backward(_: None, cotangent: Any) -> tuple[Any, None]:
-            # XLA reduces what reaches a made weight where it reaches one that is split.
+            # XLA reduces the cotangent of a computed weight where it reaches a split one.
             cotangent = cotangent if source.is_computed else plan.put(cotangent, spec)
             return cotangent.astype(param.dtype), None
 
@@ -125,17 +131,31 @@ class Use:
         return copies(half, tap)
 
 
-def weight_of(of: Source, value: Any, dtype: np.dtype) -> Use:
+def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
     """Return a value that was computed from weights as a weight, in float32: so the cotangents of its uses add up.
 
     Args:
-      of: a weight that it was computed from.
+      origin: a weight that it was computed from.
       value: the array.
       dtype: the dtype that the program has it in.
     """
     value = value.astype(wide(value.dtype))
-    source = Source(of.plan, of.name, value, PartitionSpec(), dtype, False, False, is_computed=True)
+    source = Source(origin.plan, origin.name, value, PartitionSpec(), dtype, False, False, is_computed=True)
     return Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None)
+
+
+def as_value(use: Use, array: Any, is_common: bool) -> Value:
+    """Return an array that was computed from a weight: a weight again if it is common."""
+    is_weight = is_common and is_float_array(array)
+    return (weight_of(use.source, array, array.dtype), True) if is_weight else (array, is_common)
+
+
+def arrays_of(values: Sequence[Value], jaxpr: Any) -> list[Any]:
+    """Return the results of a body as arrays."""
+    arrays = []
+    for (value, _), atom in zip(values, jaxpr.outvars, strict=True):
+        arrays.append(value.read(atom.aval.dtype) if isinstance(value, Use) else value)
+    return arrays
 
 
 def anywhere(params: dict[str, Any]) -> dict[str, Any]:

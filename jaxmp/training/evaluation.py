@@ -23,7 +23,7 @@ from jaxmp.training.step import Metrics, TrainStep
 def make_eval_step(
     loss_fn: LossFn, *, policy: Any = None, overrides: Mapping[str, str] | None = None, use_ema: bool = False
 ) -> EvalStep:
-    """A jitted ``step(state, batch) -> metrics``: the loss function without gradients; the state is left as it is.
+    """Make a jitted ``step(state, batch) -> metrics``, without gradients; the state stays as it is.
 
     ``metrics`` holds ``loss``, float32, and what the loss function returned, by its names.
 
@@ -82,7 +82,7 @@ class EvalStep:
         self.jitted = jitted
 
     def __call__(self, state: TrainState, batch: Any) -> Metrics:
-        """One step; see :func:`make_eval_step`."""
+        """Evaluate one batch; see :func:`make_eval_step`."""
         TrainStep.require_state(state)
         try:
             metrics: Metrics = self.jitted(state, batch)

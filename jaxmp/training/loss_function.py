@@ -20,7 +20,7 @@ from jaxmp.engine.autocast import computed
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.rules import Rules
 from jaxmp.optim.checks import described, require_loss
-from jaxmp.policy import float8
+from jaxmp.policy.float8_product import RESIDUALS
 from jaxmp.policy.patterns import pairs_of
 from jaxmp.policy.policies import check_backend
 
@@ -33,7 +33,7 @@ REMAT: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "float8": jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS),
+    "float8": jax.checkpoint_policies.save_only_these_names(RESIDUALS),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import flax.struct
 import jax
@@ -14,9 +14,10 @@ import optax
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
+from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.loss_scale import NoOpLossScale
-from jaxmp.optim.loss_scaling import Made, in_precision_of, loss_scaling, require_outermost, take_step
-from jaxmp.optim.low_precision import as_optimizer, in_dtype_of, with_compensation
+from jaxmp.optim.loss_scaling import Derived, in_precision_of, loss_scaling, require_outermost, take_step
+from jaxmp.optim.low_precision import in_dtype_of, with_compensation
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state, has_loss_scale
 from jaxmp.sharding.placement import (
     require_params,
@@ -57,6 +58,10 @@ class TrainState(flax.struct.PyTreeNode):
     rng: Any
     apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
     tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
+
+    if TYPE_CHECKING:  # Flax's has no types, which a strict checker would report to every subclass
+
+        def __init_subclass__(cls, **kwargs: Any) -> None: ...
 
     @classmethod
     def create_sharded(
@@ -100,7 +105,7 @@ class TrainState(flax.struct.PyTreeNode):
         ema: bool = False,
         **fields: Any,
     ) -> Self:
-        """A fresh state.
+        """Create a fresh state.
 
         Args:
           params: the params. The state takes over these arrays, like those of ``model_state`` and ``rng``, and a step
@@ -125,9 +130,9 @@ class TrainState(flax.struct.PyTreeNode):
         )
 
     def with_tx(self, tx: optax.GradientTransformation) -> Self:
-        """This state under the same optimizer in another precision: to :func:`jaxmp.low_precision`, or back.
+        """Return this state under the same optimizer in another precision, such as :func:`jaxmp.low_precision`.
 
-        What the optimizer and the loss scale have learned goes on. The params keep their dtypes: for others, cast them
+        The state of the optimizer and the loss scale go on. The params keep their dtypes: for others, cast them
         before, ``state.replace(params=policy.cast_to_param(state.params))``. Those that are float32 by then get what
         Kahan's compensation kept of them.
 
@@ -176,38 +181,38 @@ class TrainState(flax.struct.PyTreeNode):
           RuntimeError: a donating step has had the state.
         """
         require_not_deleted(self)
-        before = {"params": self.params}
+        old = {"params": self.params}
         if model_state is not None:
             require_same_structure(model_state, self.model_state)
-            before["model_state"] = self.model_state
+            old["model_state"] = self.model_state
         if ema_decay is not None:
             if self.ema_params is None:
                 raise ValueError(
                     "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
                     "jaxmp.nnx.Optimizer(..., ema=True)"
                 )
-            before["ema_params"] = self.ema_params
+            old["ema_params"] = self.ema_params
 
         def changed(updates: Any) -> dict[str, Any]:
             params = optax.apply_updates(_tree.widen(self.params), updates)  # selected, they get their dtypes back
             new = {"params": params, "model_state": model_state}
             if ema_decay is not None:
                 new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
-            return {name: new[name] for name in before}
+            return {name: new[name] for name in old}
 
-        made = Made(changed, before)
-        kept, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {}, made)
+        derived = Derived(changed, old)
+        selected, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {}, derived)
         new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
         return self.replace(
             step=self.step + 1,
             skipped=self.skipped + skipped,
             stuck=jnp.where((skipped > 0) & new_scale.is_stuck(scale), self.stuck + 1, 0),
             opt_state=opt_state,
-            **kept,
+            **selected,
             **changes,
         )
 
-    def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
+    def _trace(self, gradients: Callable[[Any], Any]) -> Any:
         """Return ``gradients`` of this state; a subclass may carry more from microbatch to microbatch."""
         return gradients(self)
 

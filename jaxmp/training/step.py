@@ -1,6 +1,6 @@
 """A jitted train step that is taken whole or not at all.
 
-Where gradients are not finite, params, optimizer, batch statistics and moving average stay as they were.
+If the gradients are not finite, params, optimizer, batch statistics and moving average stay as they were.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._internals.jax.invariants import hoisted
 from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.base import trees as _tree
-from jaxmp.base.arguments import require_flag
-from jaxmp.base.donation import is_deleted, require_not_deleted
+from jaxmp.base.arguments import require_flag, require_whole_number
+from jaxmp.base.donation import require_not_deleted
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.loss_scale import NoOpLossScale
-from jaxmp.optim.loss_scaling import with_loss
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.sharding.gathered_loss import Gathered, GatheredParams
 from jaxmp.sharding.mesh_types import typed
 from jaxmp.sharding.placement import at, at_home, each_once, home_of, is_traced
 from jaxmp.sharding.plan import Sharding, on_auto_axes
+from jaxmp.training.accumulation import accumulated
 from jaxmp.training.batches import microbatches, require_examples
 from jaxmp.training.loss_function import (
     OWN_METRICS,
@@ -40,10 +39,10 @@ from jaxmp.training.loss_function import (
     with_remat,
 )
 from jaxmp.training.state import TrainState
-from jaxmp.training.stuck_runs import StuckRuns, explanation
+from jaxmp.training.stuck_runs import NonFiniteTrainingError, StuckRuns, explanation
 
 S = TypeVar("S", bound="TrainState")
-Metrics = dict[str, Any]
+Metrics = dict[str, jax.Array]
 
 
 def make_train_step(
@@ -58,7 +57,7 @@ def make_train_step(
     max_consecutive_skips: int = 25,
     sharding: Sharding | None = None,
 ) -> TrainStep:
-    """A jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
+    """Make a jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
 
     The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
     loss scale, the counters and the rng change (:func:`jaxmp.loss_scaling` can test the updates too). The step is
@@ -95,13 +94,12 @@ def make_train_step(
       ValueError: an argument is out of range, or makes no sense with the others; the batch has no examples, or does not
         divide by ``accumulate_steps`` or the devices; an override matches nothing; the state keeps a moving average and
         the step none, or the reverse; a metric has a name of the step's own; the model state has another structure than
-        it came with; ``sharding`` does not fit; the gradient
-        of a param cannot be summed in its ``reduce_dtype``.
+        it came with; ``sharding`` does not fit; the gradient of a param cannot be summed in its ``reduce_dtype``.
       TypeError: the loss function takes or returns something else; the loss is float16 or no scalar; the state is no
         :class:`TrainState`.
       RuntimeError: the state was donated to an earlier step.
-      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: only after
-        a skipped step does the host wait for a counter.
+      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. The error comes some steps late and names the
+        non-finite params; :func:`jaxmp.inspect.first_nonfinite` finds the operation.
 
     Warns once when the loss has float16 products and the optimizer no loss scale.
 
@@ -114,28 +112,38 @@ def make_train_step(
     >>> float(metrics["loss"]), float(metrics["loss_scale"]), int(state.step)
     (1.0, 32768.0, 1)
     """
-    for name, steps in (("accumulate_steps", accumulate_steps), ("max_consecutive_skips", max_consecutive_skips)):
-        if not isinstance(steps, (int, np.integer)) or isinstance(steps, bool) or steps < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {steps!r}; 1 is the least")
-    decay = None if ema_decay is None else as_float(ema_decay)
-    if decay is not None and not 0 <= decay < 1:
-        raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay!r}; 0.999 averages over about 1,000 steps")
+    require_whole_number("accumulate_steps", accumulate_steps)
+    require_whole_number("max_consecutive_skips", max_consecutive_skips)
     require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
-    if sharding is not None and not isinstance(sharding, Sharding):
-        raise TypeError(
-            f"sharding is a jaxmp.sharding.Sharding(mesh, specs), got {type(sharding).__name__}; see docs/sharding.md"
-        )
-    sums_once = sharding is not None and sharding.reduce == "once"
-    if sums_once and accumulate_steps == 1:
-        raise ValueError("reduce='once' sums the gradients of several microbatches, got accumulate_steps=1")
+    decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
     gathered = None
     if sharding is not None:
+        _check_sharding(sharding, accumulate_steps)
         plan = sharding.plan()
         keeps_nothing = sharding.regather and remat in (None, "none")
         loss_fn = gathered = Gathered(plan, typed(loss_fn, sharding.mesh, plan.axes), keeps_nothing)
+    reduces_once = sharding is not None and sharding.reduce == "once"
     loss_fn = with_remat(loss_fn, remat)
-    return TrainStep(loss_fn, accumulate_steps, decay, donate, max_consecutive_skips, gathered, sums_once)
+    return TrainStep(loss_fn, accumulate_steps, decay, donate, max_consecutive_skips, gathered, reduces_once)
+
+
+def _checked_decay(ema_decay: Any) -> float | None:
+    """Return the decay of the moving average as a float, or None."""
+    decay = None if ema_decay is None else as_float(ema_decay)
+    if decay is not None and not 0 <= decay < 1:
+        raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay!r}; 0.999 averages over about 1,000 steps")
+    return decay
+
+
+def _check_sharding(sharding: Any, accumulate_steps: int) -> None:
+    """Raise an error unless ``sharding`` is a :class:`Sharding` that fits the microbatches."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"sharding is a jaxmp.sharding.Sharding(mesh, specs), got {type(sharding).__name__}; see docs/sharding.md"
+        )
+    if sharding.reduce == "once" and accumulate_steps == 1:
+        raise ValueError("reduce='once' sums the gradients of several microbatches, got accumulate_steps=1")
 
 
 class _Layout(NamedTuple):
@@ -153,9 +161,13 @@ def _layout_of(state: Any) -> _Layout:
 class TrainStep:
     """A jitted train step; :func:`make_train_step` returns it.
 
+    A call places the state and the batch, and runs the jitted program. The program computes the gradients of the
+    batch and updates the state. A subclass may record more by overriding ``differentiated``.
+
     Attributes:
       jitted: the program of the last call, a jitted function of ``(state, batch)`` for ``jax.make_jaxpr`` and AOT
         compilation. For a state on a mesh it returns the state in its shardings.
+      arguments: those of the constructor, to make a step of a subclass.
     """
 
     def __init__(
@@ -168,23 +180,24 @@ class TrainStep:
         gathered: Gathered | None = None,
         reduces_once: bool = False,
     ) -> None:
-        # jaxmp.inspect makes a step of a subclass with the same arguments.
         self.arguments = loss_fn, accumulate_steps, ema_decay, donate, max_consecutive_skips, gathered, reduces_once
         self._loss_fn = loss_fn
         self._gathered = gathered
         self._reduces_once = reduces_once and gathered is not None and gathered.is_split
         self._plan = None if gathered is None else gathered.plan
         self._accumulate_steps, self._ema_decay, self._donate = accumulate_steps, ema_decay, donate
-        self._warned = False
+        self._has_warned = False
         self._stuck_runs = StuckRuns(max_consecutive_skips)
         self._planned_layout: _Layout | None = None
         self._program_with = functools.lru_cache(maxsize=8)(self._jit)
         self.jitted = self._program_with(None)
 
+    # --- a call ---
+
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         """Take one step; see :func:`make_train_step`."""
         self.require_state(state)
-        bad_batches = [bad for bad in self._stuck_runs.bad_batches_of(state) if not is_deleted(bad)]
+        bad_batches = self._stuck_runs.bad_batches_of(state)
         if bad_batches:
             raise self._error(state, bad_batches[-1])
         try:
@@ -197,20 +210,6 @@ class TrainStep:
             raise
         self._stuck_runs.add(metrics["skipped"], batch)
         return new_state, metrics
-
-    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
-        """Lower the program that calls run, of arrays or shapes, for its memory, its cost and its text.
-
-        What calls have compiled is not compiled again.
-        """
-        self.require_state(state)
-        return self.program_for(state).lower(state, batch)
-
-    def program_for(self, state: Any) -> Any:
-        """Return the jitted function for a state of arrays or shapes, which returns it in the same shardings."""
-        layout = _layout_of(state)
-        is_on_mesh = layout.shardings and all(isinstance(sharding, NamedSharding) for sharding in layout.shardings)
-        return self._program_with(layout if is_on_mesh else None)
 
     @staticmethod
     def require_state(state: Any) -> None:
@@ -229,67 +228,83 @@ class TrainStep:
 
     def placed(self, state: S, batch: Any) -> tuple[S, Any]:
         """Return state and batch where a call computes with them: on the mesh of the step, or on one device."""
-        state = self._placed(state, batch)
+        if self._donate:
+            state = each_once(state)
+        if not is_traced(state):
+            state = self._placed_state(state, batch)
         if self._plan is None:
             return state, batch
         with self._on_mesh():
             return state, self._plan.batch(batch, self._accumulate_steps)
 
-    def _placed(self, state: S, batch: Any) -> S:
+    def _placed_state(self, state: S, batch: Any) -> S:
         """Return ``state`` with uncommitted arrays on the devices of the others, the batch or the plan."""
-        if self._donate:
-            state = each_once(state)
-        if is_traced(state):
-            return state
-        if self._plan is not None:
-            if _layout_of(state) != self._planned_layout:  # that of every state which the step returns
-                state = jax.tree.map_with_path(at, state, self._plan.shardings(state))
-                self._planned_layout = _layout_of(state)
-            return state
-        home = home_of((state, batch))
-        return state if home is None else jax.tree.map(lambda leaf: at_home(leaf, home), state)
+        if self._plan is None:
+            home = home_of((state, batch))
+            return state if home is None else jax.tree.map(lambda leaf: at_home(leaf, home), state)
+        if _layout_of(state) != self._planned_layout:  # every state that the step returns has it
+            state = jax.tree.map_with_path(at, state, self._plan.shardings(state))
+            self._planned_layout = _layout_of(state)
+        return state
+
+    def program_for(self, state: Any) -> Any:
+        """Return the jitted function for a state of arrays or shapes, which returns it in the same shardings."""
+        layout = _layout_of(state)
+        is_on_mesh = layout.shardings and all(isinstance(sharding, NamedSharding) for sharding in layout.shardings)
+        return self._program_with(layout if is_on_mesh else None)
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Lower the program that calls run, of arrays or shapes, for its memory, its cost and its text.
+
+        A program that a call has compiled is not compiled again.
+        """
+        self.require_state(state)
+        return self.program_for(state).lower(state, batch)
 
     def _jit(self, layout: _Layout | None) -> Any:
         """Return the jitted step; left to itself, XLA would shard a new state by the batch."""
         shardings = None if layout is None else jax.tree.unflatten(layout.structure, layout.shardings)
         return jax.jit(self._step, donate_argnums=0 if self._donate else (), out_shardings=(shardings, None))
 
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        self.require_state(state)
-        with self._on_mesh():  # also for who calls ``jitted``
-            return self._stepped(state, batch)
-
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._plan is None else self._plan.set()
 
-    def _stepped(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    # --- the program ---
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Compute the gradients of a batch, update the state with them, and return it with the metrics."""
+        self.require_state(state)
         if self._ema_decay is None and state.ema_params is not None:
             raise ValueError(
                 "the state keeps a moving average that this step would never update; pass "
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
-        rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
-        loss_scale = get_loss_scale(state.opt_state)
-        scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
-        grads = loss_scale.unscale(_tree.widen(scaled_grads))
-        norm = global_norm(grads)
+        with self._on_mesh():  # callers of ``jitted`` may have set no mesh
+            rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+            loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
+            loss_scale = get_loss_scale(state.opt_state)
+            scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
+            grads = loss_scale.unscale(_tree.widen(scaled_grads))
+            norm = global_norm(grads)
+            new_state = self._updated(state, grads, model_state, loss, rng)
+            skipped = new_state.skipped > state.skipped
+        own_metrics = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
+        return new_state, {**own_metrics, **metrics}
+
+    def _updated(self, state: TrainState, grads: Any, model_state: Any, loss: Any, rng: Any) -> TrainState:
+        """Return the state after one step of the optimizer with true gradients."""
 
         def updated(state: TrainState, grads: Any, model_state: Any, loss: Any, rng: Any) -> TrainState:
-            apply = functools.partial(
-                state.apply_gradients, grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng
+            return state.apply_gradients(
+                grads=grads, model_state=model_state, ema_decay=self._ema_decay, extra_args={"value": loss}, rng=rng
             )
-            return with_loss(lambda **value: apply(extra_args=value), loss)
 
         if self._plan is not None:
             updated = on_auto_axes(updated, self._plan.specs_of(state))
-        new_state = updated(state, grads, model_state, loss, rng)
-        skipped = new_state.skipped > state.skipped
-        own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
-        return new_state, {**own, **metrics}
+        return updated(state, grads, model_state, loss, rng)
 
-    def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
-        """As ``gradients``, on the mesh of the step."""
+    def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
+        """Compute :meth:`gradients` on the mesh of the step."""
         if self._plan is None:
             return self.gradients(state, batch, rng)
         whole = PartitionSpec()
@@ -297,66 +312,83 @@ class TrainStep:
             specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self._accumulate_steps)
             return on_auto_axes(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
 
-    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
-        """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
+    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
+        """Return true loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
         require_examples(batch)
-        return state._given_to(lambda state: self._gradients(state, batch, rng))
+        return state._trace(lambda state: self._gradients(state, batch, rng))
 
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
-        gathered: GatheredParams | None = None
-        loss_of: Callable[..., Any] = self._loss_fn
+        if self._accumulate_steps > 1:
+            return self._accumulated_gradients(state, batch, rng)
+        self._warn_if_unscaled(state, batch, rng)
+        loss, grads, model_state, metrics, records = self._differentiate(
+            self._loss_fn, state, state.model_state, batch, rng
+        )
+        return loss, grads, model_state, {**metrics, **records}
 
-        def gradients(model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics, Metrics]:
-            self._warn_if_unscaled(state, model_state, batch, rng)
+    def _accumulated_gradients(
+        self, state: TrainState, batch: Any, rng: Any
+    ) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
+        """Return what :meth:`gradients` does, from a scan over microbatches."""
+        count = self._accumulate_steps
+        turns = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
+        first_turn = jax.tree.map(lambda leaf: leaf[0], turns)
+        self._warn_if_unscaled(state, *first_turn)
+        loss_fn, learned = self._loss_of_microbatch(state, first_turn)
 
-            def loss_fn(params: Any) -> Any:
-                params = params if gathered is None else GatheredParams(params[0], gathered.weights, params[1])
-                return loss_of(params, model_state, batch, rng)
+        def differentiate(model_state: Any, batch: Any, rng: Any) -> Any:
+            return self._differentiate(loss_fn, state.replace(params=learned), model_state, batch, rng)
 
-            learned = state if gathered is None else state.replace(params=(gathered.params, gathered.taps))
-            (loss, (new_model_state, metrics)), grads, seen = self.differentiated(loss_fn, learned)
-            return loss, grads, require_same_structure(new_model_state, model_state), metrics, seen
-
-        n = self._accumulate_steps
-        if n == 1:
-            loss, grads, model_state, metrics, seen = gradients(state.model_state, batch, rng)
-            return loss, grads, model_state, {**metrics, **seen}
-
-        def accumulate(carry: Any, microbatch: Any) -> Any:
-            total, model_state = carry
-            loss, grads, new_state, metrics, seen = gradients(model_state, *microbatch)
-            total = jax.tree.map(jnp.add, total, _tree.widen(grads))
-            return (total, _tree.select_tree(True, new_state, model_state)), (loss, metrics, seen)
-
-        rngs = None if rng is None else jax.random.split(rng, n)
-        turns = microbatches(batch, n), rngs
-        first = jax.tree.map(lambda leaf: leaf[0], turns)
+        loss, total, model_state, metrics, records = accumulated(
+            differentiate, learned, state.model_state, turns, count
+        )
         if self._gathered is not None and self._reduces_once:
-            gathered = self._gathered.gather(state.params, state.model_state, *first)
-        if (
-            gathered is not None or self._gathered is None or not self._gathered.is_split
-        ):  # else each turn gathers its own
-            fixed = state.params if gathered is None else gathered
-            loss_of = hoisted(self._loss_fn, fixed, (state.model_state, *first), REMAT["float8"])
-        learned = state.params if gathered is None else (gathered.params, gathered.taps)
-        zeros = jax.tree.map(jnp.zeros_like, _tree.widen(learned))
-        start = zeros, state.model_state
-        (total, model_state), (loss, metrics, seen) = jax.lax.scan(accumulate, start, turns, length=n)  # of no arrays
-        if self._gathered is not None and gathered is not None:
             total = self._gathered.reduced(*total)
-        mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
-        return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, {**mean[1], **seen}
+        grads = jax.tree.map(lambda leaf: leaf / count, total)
+        return loss, grads, model_state, {**metrics, **records}
 
-    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+    def _loss_of_microbatch(self, state: TrainState, first_turn: tuple[Any, Any]) -> tuple[LossFn, Any]:
+        """Return the loss of a microbatch, and the tree to differentiate it by.
+
+        The tree is the params. If gradients are reduced once, it is the gathered params and their taps. Operations on
+        params alone are moved out of the loop, unless each microbatch gathers its own weights.
+        """
+        rest = (state.model_state, *first_turn)
+        if self._gathered is not None and self._reduces_once:
+            gathered = self._gathered.gather(state.params, *rest)
+            loss_of_gathered = hoisted(self._loss_fn, gathered, rest, REMAT["float8"])
+
+            def loss_fn(learned: Any, *rest: Any) -> Any:
+                params, taps = learned
+                return loss_of_gathered(GatheredParams(params, gathered.weights, taps), *rest)
+
+            return loss_fn, (gathered.params, gathered.taps)
+        if self._gathered is not None and self._gathered.is_split:
+            return self._loss_fn, state.params
+        return hoisted(self._loss_fn, state.params, rest, REMAT["float8"]), state.params
+
+    def _differentiate(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Any:
+        """Return loss, gradients, new model state, metrics and a subclass's records of one microbatch."""
+
+        def loss_of_params(params: Any) -> Any:
+            return loss_fn(params, model_state, batch, rng)
+
+        (loss, (new_model_state, metrics)), grads, records = self.differentiated(loss_of_params, state)
+        return loss, grads, require_same_structure(new_model_state, model_state), metrics, records
+
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
         """Return the results of ``loss_fn``, the gradients, and what a subclass records: here nothing."""
         gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         return *gradients(state.params), {}
 
-    def _warn_if_unscaled(self, state: TrainState, *args: Any) -> None:
-        if self._warned or not isinstance(get_loss_scale(state.opt_state), NoOpLossScale):
+    # --- warnings and errors ---
+
+    def _warn_if_unscaled(self, state: TrainState, batch: Any, rng: Any) -> None:
+        """Warn once if the loss has float16 products and the optimizer no loss scale."""
+        if self._has_warned or not isinstance(get_loss_scale(state.opt_state), NoOpLossScale):
             return
-        if "float16" in product_dtypes(jax.make_jaxpr(self._loss_fn)(state.params, *args)):
-            self._warned = True
+        if "float16" in product_dtypes(jax.make_jaxpr(self._loss_fn)(state.params, state.model_state, batch, rng)):
+            self._has_warned = True
             warnings.warn(
                 "the loss has float16 products and no loss scale, so that small gradients become zero; write tx = "
                 "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
@@ -364,28 +396,10 @@ class TrainStep:
             )
 
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
-        """Return the error that says what is not finite, from the gradients of the last bad batch."""
-        from jaxmp.inspect.blame import first_nonfinite  # not needed before
-
-        batch = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
+        """Return the error that names the non-finite arrays in the step of a skipped batch."""
+        placed_batch = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
-        loss, grads, _, _ = jax.jit(self.placed_gradients)(state, batch, rng)
+        loss, grads, _, _ = jax.jit(self.placed_gradients)(state, placed_batch, rng)
         scale = get_loss_scale(state.opt_state)
-        error = NonFiniteTrainingError(explanation(loss, grads, scale, state.params, batch, self._stuck_runs.limit))
-        try:
-            error.blame = first_nonfinite(self)(state, batch)
-        except Exception as failure:  # an error of the search must not hide the error that it is to explain
-            error.add_note(f"the operation was not found: {type(failure).__name__}: {failure}")
-        if error.blame is not None:
-            error.args = (f"{error}. First: {error.blame.summary()}",)
-        return error
-
-
-class NonFiniteTrainingError(FloatingPointError):
-    """Too many steps in a row were not finite although the loss scale was as low as it can be.
-
-    ``blame`` is the :class:`jaxmp.inspect.Blame` of the last bad step: which operation made the first infinity or NaN.
-    None if there is none in loss and gradients.
-    """
-
-    blame: Any = None
+        text = explanation(loss, grads, scale, state.params, placed_batch, self._stuck_runs.limit)
+        return NonFiniteTrainingError(text, batch)

@@ -18,6 +18,21 @@ from jaxmp.sharding.placement import is_traced
 _LAG = 4  # steps between a report of several processes and its reading
 
 
+class NonFiniteTrainingError(FloatingPointError):
+    """Too many steps in a row were not finite although the loss scale was as low as it can be.
+
+    The message names the arrays that are not finite. To find the operation that made the first infinity or NaN, call
+    ``jaxmp.inspect.first_nonfinite(step)(state, error.batch)``.
+
+    Attributes:
+      batch: the last batch whose step was skipped; None if a batch is not known.
+    """
+
+    def __init__(self, message: str, batch: Any = None) -> None:
+        super().__init__(message)
+        self.batch = batch
+
+
 class StuckRuns:
     """Notice, without waiting for the device, that a run has been skipping steps for too long.
 
@@ -37,13 +52,14 @@ class StuckRuns:
     def bad_batches_of(self, state: Any) -> list[Any]:
         """Return the latest skipped batches if the run of ``state`` is stuck, else an empty list.
 
-        A run is stuck if ``limit`` steps in a row were skipped at a scale that cannot fall.
+        A run is stuck if ``limit`` steps in a row were skipped at a scale that cannot fall. Batches whose arrays were
+        deleted are left out.
         """
         bad_batches: list[Any] = []
         with contextlib.suppress(IndexError):  # another thread has read the last report
             while self._reports and self._is_due(self._reports[0][0]):
                 skipped, batch = self._reports.popleft()
-                if _read(skipped):
+                if _read(skipped) and not is_deleted(batch):
                     bad_batches.append(batch)
         if not bad_batches or is_traced(state.stuck) or is_deleted(state.stuck):
             return []
@@ -62,11 +78,34 @@ def _read(array: jax.Array) -> np.ndarray:
 def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch: Any, skips: int) -> str:
     """Return the message of the error that ends a stuck run: what is not finite, and what to do.
 
-    ``loss`` is the true loss, ``grads`` are the gradients of the scaled one.
+    Args:
+      loss: the true loss.
+      grads: the gradients of the scaled loss.
+      loss_scale: that of the step.
+      params: those of the step.
+      batch: that of the step.
+      skips: the number of steps that were skipped in a row.
     """
-    bad_parts = []
+    parts = _non_finite_parts(loss, grads, params, batch)
+    if not _tree.non_finite(grads) and not np.isfinite(global_norm(loss_scale.unscale(_tree.widen(grads)))):
+        parts.append(
+            "the norm of the gradients, each of which is finite: the sum of their squares passes float32's "
+            "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"
+        )
+    listed = "; ".join(parts) or "nothing in the gradients, so it is the optimizer's updates"
+    return (
+        f"{skips} steps in a row were skipped at loss scale {float(loss_scale.loss_scale):g}, "
+        f"{_why_scale_stays(loss_scale)}; not finite now: {listed}. Look for NaN in the data, lower the learning rate, "
+        "or compute the modules of these params in float32 (by overrides). To find the operation, call "
+        "jaxmp.inspect.first_nonfinite(step)(state, batch)"
+    )
+
+
+def _non_finite_parts(loss: Any, grads: Any, params: Any, batch: Any) -> list[str]:
+    """Return descriptions of all that is not finite in a step."""
+    parts = []
     if not np.isfinite(loss):
-        bad_parts.append(f"the loss ({loss})")
+        parts.append(f"the loss ({loss})")
     for of_leaves, of_array, tree in (
         ("gradients of", "the gradient", grads),
         ("params", "the params", params),
@@ -74,24 +113,17 @@ def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch
     ):
         names = _tree.non_finite(tree)
         if names:
-            bad_parts.append(f"{of_leaves} {_listed(names)}" if names[0] else of_array)
-    if not _tree.non_finite(grads) and not np.isfinite(global_norm(loss_scale.unscale(_tree.widen(grads)))):
-        bad_parts.append(
-            "the norm of the gradients, each of which is finite: the sum of their squares passes float32's "
-            "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"
-        )
-    what = "; ".join(bad_parts) or "nothing in the gradients, so it is the optimizer's updates"
-    lowest, scale = getattr(loss_scale, "min_loss_scale", None), float(loss_scale.loss_scale)
-    cannot_fall = "which cannot fall"
-    if lowest is not None and scale > float(lowest):
-        cannot_fall = (
-            "which did not fall, as a transform around loss_scaling dropped the gradients before it (write "
-            "jaxmp.loss_scaling(optax.apply_if_finite(…), loss_scale), say)"
-        )
+            parts.append(f"{of_leaves} {_listed(names)}" if names[0] else of_array)
+    return parts
+
+
+def _why_scale_stays(loss_scale: LossScale) -> str:
+    lowest = getattr(loss_scale, "min_loss_scale", None)
+    if lowest is None or float(loss_scale.loss_scale) <= float(lowest):
+        return "which cannot fall"
     return (
-        f"training must be finite to go on, but {skips} steps in a row were skipped at loss scale "
-        f"{scale:g}, {cannot_fall}; not finite now: {what}. Look for NaN in the data, lower "
-        "the learning rate, or compute the modules of these params in float32 (by overrides)"
+        "which did not fall, as a transform around loss_scaling dropped the gradients before it (write "
+        "jaxmp.loss_scaling(optax.apply_if_finite(…), loss_scale), say)"
     )
 
 

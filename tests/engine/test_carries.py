@@ -61,9 +61,7 @@ def hold(fun, policy):
 
 def in_layers(inner):
     """Two scanned layers with ``inner`` of what a product makes in each."""
-    return lambda p: jax.lax.scan(lambda h, w: (h + inner(jnp.tanh(h @ w)), None), X, jnp.stack([p["w"], p["t"]]))[
-        0
-    ]
+    return lambda p: jax.lax.scan(lambda h, w: (h + inner(jnp.tanh(h @ w)), None), X, jnp.stack([p["w"], p["t"]]))[0]
 
 
 # Each is read by a product, and no product lies on its way round.

@@ -19,8 +19,8 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 from primitive_tools import SKIPPED, installed_primitives
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.primitives import COMBINES, MONOTONE
+from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.walk import equations, jaxprs_in
 from jaxmp.engine import classes
 from jaxmp.engine.classes import Class, classify, primitives_of
@@ -399,7 +399,7 @@ def scopes(fun, *args):
 
     def below(jaxpr, around):
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            yield (names := (*around, *reading.names_of(eqn)))
+            yield (names := (*around, *names_of(eqn)))
             for inner in jaxprs_in(eqn):
                 yield from below(inner, names)
 
@@ -426,4 +426,4 @@ def test_a_density_is_traced_in_a_scope():
 def test_a_function_of_the_users_is_no_special_one_and_none_is_outside_of_a_trace():
     assert not any(SPECIAL in names for names in scopes(lambda x: jnp.tanh(x) * 2 + x, jnp.float32(1)))
     jaxpr = jax.make_jaxpr(lambda x: jax.scipy.special.ndtr(x))(jnp.float32(1))
-    assert not any(SPECIAL in reading.names_of(eqn) for eqn in jaxpr.eqns)
+    assert not any(SPECIAL in names_of(eqn) for eqn in jaxpr.eqns)

@@ -14,7 +14,7 @@ from autocast_tools import HALVES, compiled, cosine, half, normal, operations, p
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmp
-from jaxmp._internals.jax.reading import opened
+from jaxmp._internals.jax.equations import opened
 from jaxmp._internals.jax.walk import equations
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)

@@ -21,8 +21,8 @@ from experiments.models import attention, gpt2
 from experiments.models.nnx import GPT2 as NNXGPT2
 from jaxmp._internals.jax.walk import jaxprs_in
 from jaxmp.inspect.compiled import hlo
-from jaxmp.inspect.program import targets
-from jaxmp.policy import float8
+from jaxmp.inspect.program import compiling, targets
+from jaxmp.policy import float8, float8_product
 from jaxmp.training import step as train_step
 from tests.tools.autocast_tools import compiled, cosine, normal
 from tests.tools.plan_tools import doubled, plan, shape
@@ -282,7 +282,7 @@ def by_hand(x, w):
     """The product as the engine writes it."""
     half = [each.astype(jnp.bfloat16) for each in (x, w)]
     recipe = jaxmp.Float8(min_dim=16, min_tokens=16)
-    return float8.dot_general(*half, (((x.ndim - 1,), (0,)), ((), ())), recipe, weight="rhs")
+    return float8_product.dot_general(*half, (((x.ndim - 1,), (0,)), ((), ())), recipe, weight="rhs")
 
 
 def mlp(params, x):
@@ -381,7 +381,7 @@ class TestTransformations:
         jax.tree.map(np.testing.assert_array_equal, *found)
 
     def test_remat_float8_keeps_the_operands_in_float8_and_nothing_else(self):
-        policy = jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS)
+        policy = jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)
         fun = jax.checkpoint(jaxmp.autocast(mlp, SMALL), policy=policy)
         kept = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], MLP, normal(0, 128, 16))
         large = {(leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(kept) if leaf.size > 1}
@@ -625,8 +625,8 @@ class TestForTheH200:
                 grads = jax.grad(run)(params, x)
                 return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads)
 
-            text = targets.compiled(jax.jit(step, donate_argnums=0), (params, x), "h200").as_text()
-        return text, hlo.Program(text)
+            text = compiling.compiled(jax.jit(step, donate_argnums=0), (params, x), "h200").as_text()
+        return text, hlo.HloProgram(text)
 
     @pytest.mark.parametrize(("route", "count"), [("linen", 2), ("autocast", 1), ("nnx", 1)])
     def test_all_12_products_of_each_block_are_float8(self, route, count):
@@ -656,7 +656,7 @@ class TestForTheH200:
                 lambda p, s, x, r: (loss_of(mlp)(p, x), s), policy=SMALL, accumulate_steps=4, remat="full"
             )
             with jaxmp.hardware.assumed("h200"):
-                made = targets.compiled(step.jitted, (state, shape(4 * 1024, 512)), "h200")
+                made = compiling.compiled(step.jitted, (state, shape(4 * 1024, 512)), "h200")
             lines = [
                 line for line in made.as_text().splitlines() if re.search(r"f8e4m3fn\[\d+,\d+\]\S* convert\(", line)
             ]
@@ -683,5 +683,5 @@ class TestForTheH200:
         variables = jax.eval_shape(scanned.init, jax.random.key(0), shape(64, 64), None)
         model = jaxmp.linen.apply_policy(scanned, SMALL)
         loss = jax.jit(jax.grad(lambda v: jnp.sum(model.apply(v, jnp.ones(args[0].shape, "bfloat16"), None)[0])))
-        text = targets.compiled(loss, (variables,), "h200").as_text()
+        text = compiling.compiled(loss, (variables,), "h200").as_text()
         assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 6

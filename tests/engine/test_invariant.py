@@ -9,8 +9,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._internals.jax import invariants
+from jaxmp._internals.jax.equations import bodies_of
 from jaxmp._internals.jax.invariants import hoisted, passed_on, steps_in_time
-from jaxmp._internals.jax.reading import bodies_of
 
 A, B = jnp.ones((3, 2)), jnp.zeros((3, 2))
 

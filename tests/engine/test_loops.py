@@ -9,7 +9,7 @@ import pytest
 from autocast_tools import HALVES, compiled, cosine, half, in_turn, layer_norm, normal, products
 
 from jaxmp import cast_plan
-from jaxmp._internals.jax.reading import bodies_of
+from jaxmp._internals.jax.equations import bodies_of
 from jaxmp._internals.jax.walk import equations
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)

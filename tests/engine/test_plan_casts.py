@@ -15,7 +15,7 @@ from places import ROOT
 from plan_tools import custom, doubled, looped, plan, rows, shape
 
 import jaxmp
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import bodies_of, opened
 
 
 def attention(x, w):
@@ -126,11 +126,11 @@ ARGS = {"vmap": (shape(4, 8), shape(3, 8, 8))}
 def leaves(jaxpr, trips=1):
     """The equations without bodies, those in bodies included, and how often each runs."""
     for eqn in jaxpr.eqns:
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         if bodies is None:
             yield eqn, trips
         for body in bodies.jaxprs if bodies is not None else ():
-            yield from leaves(reading.opened(body)[0], trips * eqn.params.get("length", 1))
+            yield from leaves(opened(body)[0], trips * eqn.params.get("length", 1))
 
 
 def is_cast(eqn):

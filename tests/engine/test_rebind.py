@@ -8,9 +8,11 @@ import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxmp
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax import equations as _equations
 from jaxmp._internals.jax.bodies import bound
+from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
 from jaxmp._internals.jax.rebind import in_place_of
+from jaxmp._internals.jax.sources import names_of, source_of
 from jaxmp._internals.jax.walk import interpreted
 
 ARGS = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.int32(2)
@@ -33,11 +35,11 @@ def program(x, w, n):
 
 def described(jaxpr):
     """Yield the types, the scopes, the source and the effects of each equation, and of those in it."""
-    for eqn in reading.opened(jaxpr)[0].eqns:
+    for eqn in opened(jaxpr)[0].eqns:
         avals = [(atom.aval, getattr(atom.aval, "weak_type", None)) for atom in (*eqn.invars, *eqn.outvars)]
         effects = sorted(type(effect).__name__ for effect in eqn.effects)
-        yield eqn.primitive.name, avals, str(eqn.source_info.name_stack), reading.source_of(eqn), effects
-        for body in (reading.bodies_of(eqn) or reading.Bodies("", ())).jaxprs:
+        yield eqn.primitive.name, avals, str(eqn.source_info.name_stack), source_of(eqn), effects
+        for body in (bodies_of(eqn) or Bodies("", ())).jaxprs:
             yield from described(body)
 
 
@@ -50,7 +52,7 @@ def bound_again(jaxpr, consts, args):
 
 
 def test_a_program_bound_again_is_the_one_that_jax_evaluates():
-    jaxpr, consts = reading.opened(jax.make_jaxpr(program)(*ARGS))
+    jaxpr, consts = opened(jax.make_jaxpr(program)(*ARGS))
 
     def traced(evaluate):
         def evaluated(*args):
@@ -59,7 +61,7 @@ def test_a_program_bound_again_is_the_one_that_jax_evaluates():
 
         return jax.make_jaxpr(evaluated)(*ARGS)
 
-    ours, jaxs = traced(bound_again), traced(reading.evaluate)
+    ours, jaxs = traced(bound_again), traced(_equations.evaluate)
     assert str(ours) == str(jaxs)
     equations = list(described(ours))
     assert equations == list(described(jaxs))
@@ -77,8 +79,8 @@ def test_autocast_keeps_the_scopes_the_source_and_the_context_of_products(transf
         """Yield the scopes but for jaxmp's marks, the source and the metadata of each product."""
         for eqn in jax.make_jaxpr(transformed(fun))(ARGS[1], ARGS[0]).eqns:
             if eqn.primitive.name == "dot_general":
-                scopes = [name for name in reading.names_of(eqn) if not name.startswith("jaxmp.")]
-                yield scopes, reading.source_of(eqn), eqn.ctx.xla_metadata
+                scopes = [name for name in names_of(eqn) if not name.startswith("jaxmp.")]
+                yield scopes, source_of(eqn), eqn.ctx.xla_metadata
 
     plain, ours = list(products(loss)), list(products(jaxmp.autocast(loss, "mixed_bfloat16")))
     assert ours == plain

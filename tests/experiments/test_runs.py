@@ -15,7 +15,7 @@ from run_tools import start, train
 from experiments import image_classification
 from experiments.benchmarks import loss_scaling
 from experiments.comparison import report as comparison_report
-from experiments.training import cli, runs
+from experiments.training import cli, run_folders, runs
 
 
 def read_run(folder: Path) -> tuple[dict, dict, list[dict[str, str]]]:
@@ -80,7 +80,7 @@ def test_a_run_dir_that_no_file_can_be_written_to_is_named_with_the_reason(run_d
     with pytest.raises(
         ValueError, match=f"^--run-dir must name a folder to write to, but {reason}; take another --run-dir$"
     ):
-        runs.run_folder("name", Path(run_dir))
+        run_folders.run_folder("name", Path(run_dir))
 
 
 @pytest.mark.parametrize("flag", ["--run-dir", "--data-dir"])
@@ -99,7 +99,7 @@ def test_a_run_without_a_place_for_its_folder_is_told_to_name_one(tmp_path, monk
     with pytest.raises(
         ValueError, match=r"a run needs a folder to write to, but runs is a file; name another folder wi"
     ):
-        runs.run_folder("name", None)
+        run_folders.run_folder("name", None)
 
 
 @pytest.mark.once

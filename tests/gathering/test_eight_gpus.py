@@ -15,7 +15,7 @@ import jaxmp
 from experiments.models import nnx as nnx_models
 from experiments.models.gpt2 import GPT2
 from jaxmp import sharding
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.program import compiling, targets
 from jaxmp.sharding import Sharding
 from jaxmp.sharding.specs import specs_in
 
@@ -58,7 +58,7 @@ class TestForEightGPUs:
         state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), shapes)
         state = jax.tree.map(placed, state, sharding.fsdp_specs(state, mesh, min_size=8192, stacked=stacked))
         batch = 2 * (placed(jax.ShapeDtypeStruct((16, sequence), "int32"), P("fsdp")),)
-        found = jaxmp.inspect.collectives(targets.compiled(step, (state, batch), "h200"))
+        found = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200"))
         split = sum(leaf.size for leaf, spec in zip(jax.tree.leaves(shapes), specs_in(specs), strict=True) if spec)
         gathers = [row for row in found.rows if row.kind == "all-gather"]
         assert {row.dtype for row in gathers} == {"bfloat16"}
@@ -88,7 +88,7 @@ class TestForEightGPUs:
         state = jax.tree.map(placed, state, specs)
         batch = placed(jax.ShapeDtypeStruct((64, width), "float32"), P("fsdp"))
         step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs.params), policy="mixed_bfloat16")
-        rows = jaxmp.inspect.collectives(targets.compiled(step, (state, batch), "h200")).rows
+        rows = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200")).rows
         # XLA may put several arrays into one gather.
         gathered = [(row.dtype, row.bytes) for row in rows for _ in range(row.count) if row.kind == "all-gather"]
         assert {dtype for dtype, _ in gathered} == {"bfloat16"}
@@ -116,7 +116,7 @@ class TestForEightGPUs:
         state = jax.tree.map(placed, state, specs)
         batch = placed(jax.ShapeDtypeStruct((256, width), "float32"), P("fsdp"))
         step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs.params), policy="mixed_bfloat16")
-        found = jaxmp.inspect.collectives(targets.compiled(step, (state, batch), "h200"))
+        found = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200"))
         large = [row for row in found.rows if row.bytes > 1000]
         assert {row.kind for row in large if "tensor" in row.axis} == {"all-reduce"}
         assert sum(row.wire for row in large if row.axis == "fsdp") <= 1.01 * jaxmp.inspect.ideal_wire(state.params)

@@ -18,11 +18,11 @@ from flax import nnx
 import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import AuditError, audit
-from jaxmp.inspect.auditing import _ran, _Repeated
+from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import findings
-from jaxmp.inspect.program.values import values_of
+from jaxmp.inspect.program.reading_values import values_of
 
 pytestmark = pytest.mark.once
 
@@ -203,14 +203,14 @@ def test_the_dtype_that_ran_is_read_from_the_compiled_program() -> None:
     # What a GPU's library runs in float32 although it is written in bfloat16.
     values = values_of(jax.make_jaxpr(fun)(*[jnp.ones((8, 8), BF16)] * 2))
     (value,) = (each for each in values.all if each.name == "dot_general")
-    program = hlo.Program("""HloModule m
+    program = hlo.HloProgram("""HloModule m
 
 ENTRY %main (x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8]{1,0} parameter(0)
   ROOT %y = (f32[8,8]{1,0}, s8[4]) custom-call(%x, %x), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/loop/while/body/dot_general"}
 }""")  # noqa: E501
-    assert _ran(program, values.all) == {value: "float32"}
-    assert not _Repeated(program)(value)
+    assert dtypes_that_ran(program, values.all) == {value: "float32"}
+    assert not CastsInLoops(program)(value)
     product = dataclasses.replace(report.products[0], operands=("bfloat16", "bfloat16"))
     for on_cpu, kinds in ((False, ["compiled-otherwise"]), (True, [])):
         seen = Audited(

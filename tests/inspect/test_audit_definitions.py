@@ -106,18 +106,6 @@ def test_a_sum_is_one_however_it_is_written() -> None:
     assert found(lambda x: norm(x, F32), shape(64, 16, dtype=BF16)) == []
 
 
-@pytest.mark.once
-def test_a_loss_of_each_example_is_a_loss() -> None:
-    def loss(p: Any, x: Any, dtype: Any) -> Any:
-        return jnp.mean(((x.astype(BF16) @ p["w"].astype(BF16) + p["b"].astype(BF16)).astype(F32) ** 2).astype(dtype))
-
-    for dtype, kinds in ((BF16, ["half-loss"]), (F32, [])):
-        grad = jax.grad(lambda p, x, dtype=dtype: loss(p, x, dtype))
-        params = {"w": shape(16, 16), "b": shape(16)}
-        assert found(jax.vmap(grad, (None, 0)), params, shape(8, 16)) == kinds
-        assert found(jax.vmap(jax.vmap(grad, (None, 0)), (None, 0)), params, shape(2, 8, 16)) == kinds
-
-
 ROUND_TRIPS = {
     "cond": lambda h: jax.lax.cond(h[0, 0] > 0, lambda z: z.T, lambda z: jnp.maximum(z.T, 0), h.astype(F32)),
     "loop": lambda h: jax.lax.fori_loop(0, 3, lambda _, z: jnp.roll(z, 1, 0), h.astype(F32)),

@@ -4,6 +4,7 @@ import functools
 import inspect
 import io
 import json
+import re
 from pathlib import Path
 
 import flax.linen as nn
@@ -48,7 +49,6 @@ def test_exp_overflows():
     blame = check(first_nonfinite(loss)(X), "exp", "overflow", path="outer/inner", source=line_of(loss))
     (operand,) = blame.operands
     assert (operand.dtype, operand.shape, operand.low, operand.high) == ("float32", (3,), 1.0, 100.0)
-    assert tuple(operand) == (1.0, 100.0)
     assert first_nonfinite(loss)(X / 10) is None
 
 
@@ -353,18 +353,16 @@ def _loss(params, model_state, batch, rng):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_the_error_of_a_train_step_names_the_operation(steps):
+def test_the_error_of_a_train_step_has_what_first_nonfinite_needs(steps):
     step = jaxmp.make_train_step(_loss, max_consecutive_skips=2, accumulate_steps=steps)
     state, batch = _state(jaxmp.StaticLossScale(8.0)), {"x": 100 * jnp.ones((2, 3))}
-    with pytest.raises(
-        jaxmp.NonFiniteTrainingError, match=r"First: forward overflow in exp \(.*test_blame.py:"
-    ) as raised:
+    advice = re.escape("jaxmp.inspect.first_nonfinite(step)(state, batch)")
+    with pytest.raises(jaxmp.NonFiniteTrainingError, match=advice) as raised:
         for _ in range(9):
             state, metrics = step(state, batch)
             jax.block_until_ready(metrics)
-    blame = raised.value.blame
+    blame = first_nonfinite(step)(state, raised.value.batch)
     check(blame, "exp", "overflow", turn=None if steps == 1 else 0, source=line_of(_loss))
-    assert not hasattr(raised.value, "__notes__")
 
 
 def test_a_train_step_by_itself():
@@ -372,18 +370,6 @@ def test_a_train_step_by_itself():
     blame = first_nonfinite(step)(_state(jaxmp.StaticLossScale(2.0**10)), {"x": 28 * jnp.ones((2, 3))})
     check(blame, "mul", "overflow", phase="backward", scaled_only=True)
     assert first_nonfinite(step)(_state(jaxmp.StaticLossScale(2.0)), {"x": jnp.ones((2, 3))}) is None
-
-
-def test_an_error_of_the_search_does_not_hide_that_of_the_training(monkeypatch):
-    monkeypatch.setattr("jaxmp.inspect.blame._find", lambda *_: 1 / 0)
-    step = jaxmp.make_train_step(_loss, max_consecutive_skips=1)
-    state, batch = _state(jaxmp.NoOpLossScale()), {"x": 100 * jnp.ones((2, 3))}
-    with pytest.raises(jaxmp.NonFiniteTrainingError, match="1 steps in a row") as raised:
-        for _ in range(9):
-            state, metrics = step(state, batch)
-            jax.block_until_ready(metrics)
-    assert raised.value.blame is None
-    assert raised.value.__notes__ == ["the operation was not found: ZeroDivisionError: division by zero"]
 
 
 def test_a_function_without_a_loss_is_refused():

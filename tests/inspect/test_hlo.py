@@ -71,7 +71,7 @@ ENTRY %main (w.1: bf16[16,16], q: bf16[2,8,4,16], x.1: bf16[4,8,16]) -> (bf16[16
   ROOT %tuple.3 = (bf16[16,16]{1,0}, f32[]) tuple(%transpose.1, %reduce.1)
 }
 """
-PROGRAM = hlo.Program(TEXT.replace("LOOP", "(s32[], bf16[4,8,16]{2,1,0}, bf16[16,16]{1,0})"))
+PROGRAM = hlo.HloProgram(TEXT.replace("LOOP", "(s32[], bf16[4,8,16]{2,1,0}, bf16[16,16]{1,0})"))
 
 
 def test_kernels_are_counted_as_often_as_a_loop_repeats_without_its_condition_and_what_they_are_made_of():
@@ -109,7 +109,7 @@ ENTRY %main (x: bf16[4,8,16], i: s32[], y: bf16[1,8,16]) -> bf16[1,8,16] {
   CALL
 }
 """
-    program = hlo.Program(text.replace("CALL", call))
+    program = hlo.HloProgram(text.replace("CALL", call))
     assert programs.traffic(program) == (256 + 4 + 256 + 256, 0) and programs.launches(program) == 1
 
 
@@ -121,7 +121,7 @@ def test_attention_has_two_products_forward_and_five_backward():
 
 def test_a_program_without_loops_has_a_kernel_for_each_of_its_operations():
     lowered = jax.jit(lambda x: jnp.sin(jnp.exp(x))).lower(jnp.ones(4))
-    assert programs.launches(hlo.Program(lowered.as_text("hlo"))) == 2
+    assert programs.launches(hlo.HloProgram(lowered.as_text("hlo"))) == 2
 
 
 def test_the_peak_lists_what_is_alive_at_once_with_the_code_that_made_it():
@@ -133,7 +133,7 @@ def test_the_peak_lists_what_is_alive_at_once_with_the_code_that_made_it():
 
 
 def test_an_elementwise_kernel_writes_into_what_nobody_reads_any_more():
-    program = hlo.Program("""HloModule chain, is_scheduled=true
+    program = hlo.HloProgram("""HloModule chain, is_scheduled=true
 
 %f (p: f32[1024]) -> f32[1024] {
   %p = f32[1024]{0} parameter(0)
@@ -153,4 +153,4 @@ ENTRY %main (x: f32[1024]) -> f32[] {
 
 def test_a_text_that_is_no_program_is_an_error():
     with pytest.raises(ValueError, match=r"program of XLA has an ENTRY, got 'None'; pass compiled.as_text"):
-        hlo.Program("None")
+        hlo.HloProgram("None")

@@ -18,7 +18,7 @@ import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import memory
 from jaxmp.inspect.compiled import memory_of_hlo
-from jaxmp.inspect.compiled.hlo import Program
+from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.program import targets
 
 KINDS = {"params", "optimizer", "model_state", "batch", "activations", "temporaries", "other"}
@@ -119,7 +119,7 @@ def test_what_a_scan_keeps_for_its_backward_pass_are_activations(remat):
 
 
 def test_a_buffer_that_a_loop_passes_on_is_not_made_by_the_loop():
-    program = Program("""HloModule loop, is_scheduled=true
+    program = HloProgram("""HloModule loop, is_scheduled=true
 
 %body (carry: (s32[], f32[8], f32[16])) -> (s32[], f32[8], f32[16]) {
   %carry = (s32[], f32[8]{0}, f32[16]{0}) parameter(0)

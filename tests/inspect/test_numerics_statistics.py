@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxmp.base import formats
-from jaxmp.inspect.program import statistics
+from jaxmp.base import dtypes, formats
+from jaxmp.inspect.program import counting, statistics
 from jaxmp.inspect.program.statistics import statistics_of
 
 pytestmark = pytest.mark.once
@@ -133,17 +133,17 @@ def test_no_values_have_no_sizes():
 @given(data=st.data())
 def test_a_record_that_went_through_a_cotangent_is_the_same(data):
     x = jnp.asarray(data.draw(numbers(np.float32)))
-    there = statistics.record(x)
-    back = statistics.unpacked(np.asarray(statistics.packed(there)))[0]
+    there = counting.record(x)
+    back = counting.unpacked(np.asarray(counting.packed(there)))[0]
     for one, other in zip(there, back, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_counts_beyond_what_a_float32_holds_go_through_a_cotangent():
-    there = statistics.Record(
-        jnp.full(statistics._COUNTERS, 2**32 - 3, jnp.uint32), jnp.uint32([2**31 + 1, 7]), jnp.float32(0.1)
+    there = counting.Record(
+        jnp.full(counting.COUNTERS, 2**32 - 3, jnp.uint32), jnp.uint32([2**31 + 1, 7]), jnp.float32(0.1)
     )
-    back = statistics.unpacked(np.asarray(statistics.packed(there)))[0]
+    back = counting.unpacked(np.asarray(counting.packed(there)))[0]
     np.testing.assert_array_equal(back.counters, there.counters)
     np.testing.assert_array_equal(back.limits, there.limits)
 
@@ -156,7 +156,7 @@ def test_lost_updates_are_below_half_the_spacing_of_their_weight(data):
     with np.errstate(all="ignore"):
         close = np.ldexp(np.where(np.isfinite(weight), weight, 1), near).astype(np.float32)
     update = np.where(np.arange(SIZE) % 2, update, close)
-    lost = np.asarray(statistics.moved(jnp.asarray(update), jnp.asarray(weight))[0])
+    lost = np.asarray(counting.moved(jnp.asarray(update), jnp.asarray(weight))[0])
     for name in FORMATS:
         dtype, form = jnp.dtype(name), formats.format_of(name)
         with np.errstate(all="ignore"):
@@ -164,7 +164,7 @@ def test_lost_updates_are_below_half_the_spacing_of_their_weight(data):
             exponent = np.maximum(np.floor(np.log2(there, where=there > 0, out=np.full(SIZE, -2000.0))), -2000)
             ulp = 2.0 ** (np.maximum(exponent, form.min_exponent) - form.mantissa_bits)
             expected = np.isfinite(there) & (abs(update.astype(np.float64)) < ulp / 2)
-        assert lost[statistics.dtypes.NAMES.index(name)] == expected.sum(), name
+        assert lost[dtypes.NAMES.index(name)] == expected.sum(), name
 
 
 def test_statistics_of_several_tensors_are_those_of_all_values():

@@ -21,8 +21,8 @@ from experiments.training import loop, runs, watching
 from jaxmp import cli
 from jaxmp.cli.watch import picture
 from jaxmp.inspect import Watch, numerics
-from jaxmp.inspect.watch import FILE, read
-from jaxmp.inspect.watch import metrics as metrics_of
+from jaxmp.inspect.watch_files import FILE, read
+from jaxmp.inspect.watch_files import metrics as metrics_of
 
 # Optax's own Adam needs promotion. What a watched step evaluates and counts is in test_program.py and test_numerics.py.
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import jaxmp
+from jaxmp.inspect.program.borders import returned
 from jaxmp.inspect.program.equations import places, program_of
 from jaxmp.inspect.program.evaluate import evaluate
-from jaxmp.inspect.program.values import returned
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's own norms need it
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)

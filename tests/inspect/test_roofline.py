@@ -61,7 +61,7 @@ H200 = module._hardware("h200")
 
 
 def test_flops_and_bytes_are_those_of_the_shapes():
-    found = {kernel.name: kernel for kernel in module.of_program(hlo.Program(TEXT), H200).kernels}
+    found = {kernel.name: kernel for kernel in module.of_program(hlo.HloProgram(TEXT), H200).kernels}
     dot, conv = 2 * 256 * 128 * 512, 2 * (8 * 12 * 12 * 24) * (3 * 3 * 16)
     flops = {name: (kernel.flops, kernel.dtype) for name, kernel in found.items() if kernel.flops}
     assert flops == {
@@ -80,7 +80,7 @@ def test_flops_and_bytes_are_those_of_the_shapes():
 
 
 def test_the_time_is_that_of_arithmetic_bytes_and_launches():
-    found = module.of_program(hlo.Program(TEXT), H200)
+    found = module.of_program(hlo.HloProgram(TEXT), H200)
     kernels = {kernel.name: kernel for kernel in found.kernels}
     assert found.milliseconds == pytest.approx(sum(kernel.milliseconds for kernel in found.kernels))
     assert [each.milliseconds for each in found.kernels] == sorted(
@@ -99,7 +99,7 @@ def test_large_products_are_bound_by_arithmetic_and_moves_by_bytes():
     text = (
         TEXT.replace("[256,128]", "[8192,8192]").replace("[128,512]", "[8192,8192]").replace("[256,512]", "[8192,8192]")
     )
-    bounds = {kernel.name: kernel.bound for kernel in module.of_program(hlo.Program(text), H200).kernels}
+    bounds = {kernel.name: kernel.bound for kernel in module.of_program(hlo.HloProgram(text), H200).kernels}
     assert bounds["fp32"] == bounds["tf32"] == "arithmetic" and bounds["turn"] == "bytes"
 
 
@@ -121,12 +121,12 @@ def test_every_described_gpu_has_peak_rates():
 
 
 def test_it_is_shown_as_text_a_table_and_json():
-    found = module.of_program(hlo.Program(TEXT), H200)
+    found = module.of_program(hlo.HloProgram(TEXT), H200)
     lines = str(found).splitlines()
     assert lines[0].endswith(f"ms predicted on NVIDIA H200, model FLOP utilisation {found.model_flop_utilisation:.1%}")
     assert lines[-2].startswith("bound by: arithmetic ")
     assert lines[-1] == "on record it is within 12%: times that differ by less are a tie"
-    other = module.of_program(hlo.Program(TEXT), module._hardware("a100"))  # of which nothing is on record
+    other = module.of_program(hlo.HloProgram(TEXT), module._hardware("a100"))  # of which nothing is on record
     assert str(other).splitlines()[-1].startswith("bound by: arithmetic ")
     assert found.table().row_count == len(found.kernels)
     assert json.loads(found.to_json())["kernels"][0]["name"] == found.kernels[0].name
@@ -164,8 +164,8 @@ def test_what_is_not_counted_is_named():
   %sum = f32[256,128]{1,0} all-reduce-start(%a), replica_groups={{0,1}}, to_apply=%add
   ROOT %end""",
     )
-    assert module.of_program(hlo.Program(TEXT), H200).uncounted == ()
-    found = module.of_program(hlo.Program(others), H200)
+    assert module.of_program(hlo.HloProgram(TEXT), H200).uncounted == ()
+    found = module.of_program(hlo.HloProgram(others), H200)
     assert found.uncounted == ("__gpu$xla.gpu.triton", "all-reduce", "cusolver_geqrf_ffi")
     assert "takes longer, for only the bytes are counted of: __gpu$xla.gpu.triton, all-reduce" in str(found)
     assert json.loads(found.to_json())["uncounted"] == list(found.uncounted)

@@ -36,7 +36,7 @@ from linen_zoo import (
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp._internals.jax.reading import names_of
+from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.walk import equations
 from jaxmp.engine.marks import path_of
 from jaxmp.linen import apply_policy

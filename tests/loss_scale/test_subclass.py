@@ -60,30 +60,6 @@ class Data(LossScale):
         return dataclasses.replace(self, loss_scale=scale, bad=self.bad + jnp.where(grads_finite, 0, 1))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slots(LossScale):
-    loss_scale: Any = 2.0**10
-    patience: int = 1
-
-    static_fields = ("patience",)
-
-    def adjust(self, grads_finite: Any, grad_max: Any = None) -> Slots:
-        assert self.patience == 1  # in Python, under jit too
-        return dataclasses.replace(self, loss_scale=jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
-
-
-class OwnSlots(LossScale):
-    """An ordinary class with slots, one of them a single name and one that is never set."""
-
-    __slots__ = ("kind", "loss_scale", "unset")
-
-    def __init__(self, loss_scale: Any = 2.0**10, kind: str = "slots"):
-        self.loss_scale, self.kind = loss_scale, kind
-
-    def adjust(self, grads_finite: Any, grad_max: Any = None) -> OwnSlots:
-        return OwnSlots(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2), self.kind)
-
-
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["loss_scale"], meta_fields=["kind"])
 @dataclasses.dataclass
 class Registered(LossScale):
@@ -121,7 +97,7 @@ class Fixed(LossScale):
     loss_scale = 2.0**10
 
 
-FALLING = [Named, Data, Slots, OwnSlots, Registered, Struct, functools.partial(Counting, 2.0**10)]
+FALLING = [Named, Data, Registered, Struct, functools.partial(Counting, 2.0**10)]
 every_falling = pytest.mark.parametrize("make", FALLING, ids=lambda make: getattr(make, "__name__", "Counting"))
 
 
@@ -209,6 +185,14 @@ def test_a_state_of_another_class_is_refused_by_name():
         ValueError, match=r"the state of a Data has the entries \['bad', 'floor', 'kind', 'loss_scale'\]"
     ):
         flax.serialization.from_state_dict(Data(), flax.serialization.to_state_dict(Named()))
+
+
+def test_a_class_with_slots_is_refused():
+    class Slots(LossScale):
+        __slots__ = ("loss_scale",)
+
+    with pytest.raises(TypeError, match="got Slots with slots; leave them out"):
+        Slots()
 
 
 def test_a_class_without_a_constructor_takes_no_arguments():

@@ -15,7 +15,7 @@ from linen_zoo import HALVES, data, dtypes_of, same_bits
 from nnx_zoo import Net, Scale, outcome, rngs, values
 
 import jaxmp
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.walk import PRODUCTS, equations, product_dtypes
 from jaxmp.nnx import apply_policy, autocast
 
@@ -29,7 +29,7 @@ def found(model: Any, *args: Any) -> list[tuple[str, str]]:
     products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
     return [
         (
-            "/".join(name for name in reading.names_of(eqn) if not name.startswith("jaxmp.")),
+            "/".join(name for name in names_of(eqn) if not name.startswith("jaxmp.")),
             eqn.invars[0].aval.dtype.name,
         )
         for eqn in products

@@ -13,7 +13,7 @@ from jax import lax
 from linen_zoo import HALVES, data, of_dtype, same_bits, standard_promotion, with_inputs
 from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, is_close, model_products, outcome, rngs, values
 
-from jaxmp._internals.jax.reading import names_of
+from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.walk import equations
 from jaxmp.engine.marks import path_of
 from jaxmp.nnx import apply_policy

@@ -22,7 +22,7 @@ import optax
 import sklearn.datasets
 
 import jaxmp
-from experiments.training import checkpoints, cli, loop, runs
+from experiments.training import checkpoints, cli, loop, run_folders
 from experiments.training.experiment import Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.precision import read_policy
@@ -116,7 +116,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def last(folder: Path) -> checkpoints.Checkpoint:
-    return checkpoints.read_last(runs.checkpoints_folder(folder))
+    return checkpoints.read_last(run_folders.checkpoints_folder(folder))
 
 
 def bits(checkpoint: checkpoints.Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.reading import bodies_of, in_dtype_of_scatter, is_literal, names_of, opened
+from jaxmp._internals.jax.equations import bodies_of, in_dtype_of_scatter, is_literal, opened
+from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.walk import equations
 
 FACTORS = frozenset({"mul", "div"})  # moves where the other operand is a number

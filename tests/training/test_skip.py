@@ -16,7 +16,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_train_step
-from jaxmp.training.step import NonFiniteTrainingError
+from jaxmp.training.stuck_runs import NonFiniteTrainingError
 
 pytestmark = pytest.mark.once
 
@@ -359,8 +359,9 @@ def test_the_error_of_a_stuck_run_explains_the_bad_batch_and_not_the_next_one():
     bad = {**batch, "x": batch["x"] * jnp.nan}
     for _ in range(5):
         state, _ = jax.block_until_ready(step(state, bad))
-    with pytest.raises(NonFiniteTrainingError, match="batch entries 'x'"):
+    with pytest.raises(NonFiniteTrainingError, match="batch entries 'x'") as raised:
         step(state, batch)
+    assert raised.value.batch is bad
 
 
 def test_threads_may_share_a_step():

@@ -1,4 +1,4 @@
-"""What the runs of the accuracy benchmark say: differences to float32, goals, tables, a picture."""
+"""Report of the accuracy benchmark: differences to float32, goals, a picture."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Variants = dict[tuple[str, str], list[Record]]
 
 
 def outcome(metrics: Path, summary: dict[str, Any], failure: str, steps: int) -> Record:
-    """What came out of a run: its curves and its end, of ``metrics.csv`` and, unless it failed, of its summary."""
+    """The curves and the result of a run, from ``metrics.csv`` and its summary."""
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
     train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
@@ -105,7 +105,7 @@ def goal(
 
 
 def title(runs: list[Record]) -> str:
-    """What was trained, in words."""
+    """Return a description of the training."""
     setting = runs[0]["setting"]
     size = f" at {size}×{size}" if (size := setting.get("image_size")) else ""
     deep = f" of {setting['layers']} layers" if "layers" in setting else ""

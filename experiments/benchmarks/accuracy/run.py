@@ -37,9 +37,10 @@ from experiments.comparison.outcomes import BASELINE, RESERVED, Task, init_param
 from experiments.measure import memory
 from experiments.measure.environment import environment, require_gpu
 from experiments.measure.turns import failed
+from experiments.report.json_files import numbers, strict_json
 from experiments.training import cli, kept, loop
 from experiments.training.experiment import Experiment
-from experiments.training.runs import checkpoints_can_be, checkpoints_folder, numbers, strict_json
+from experiments.training.run_folders import checkpoints_can_be, checkpoints_folder
 
 POLICIES = (
     "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2", "O3@none",
@@ -116,7 +117,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its result, and of its folder."""
+        """The name of its result, and of its folder."""
         variant = self.policy if self.loss_scale == "none" else f"{self.policy}-{self.loss_scale}"
         variant = re.sub(r"[^\w.=-]+", "-", variant)
         return f"{self.task}-{variant}-seed{self.seed}"

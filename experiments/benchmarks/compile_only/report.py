@@ -1,4 +1,4 @@
-"""What benchmarks.compile_only found, held against the goals, as tables and a picture."""
+"""Tables and a picture of compiled steps, beside the goals."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from experiments.models import attention
 from experiments.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.report.progress import Progress
 from experiments.training import cli, kept
-from experiments.training.runs import run_folder
+from experiments.training.run_folders import run_folder
 from jaxmp import hardware
 from jaxmp.inspect import prediction
 from jaxmp.inspect.compiled import hlo
@@ -79,13 +79,13 @@ def case_of(name: Name, config: Config) -> Workload:
 
 
 def measure(case: Workload, row: Row, target: str) -> dict[str, Any]:
-    """What is to be known of a row's step on the target of that name."""
+    """Return the figures of a row's step on the target of that name."""
     start, step = jax_steps.train_step(case, row)
     state = jax.eval_shape(start)
     with attention.implementation("cudnn"), targets.with_cudnn(targets.target_of(target).cudnn):
         counted = flops.count(step, state, case.batch)
     compiled = memory.compiled(step, (state, case.batch), target)
-    program = hlo.Program(compiled.as_text())
+    program = hlo.HloProgram(compiled.as_text())
     for name, attended in programs.attention_flops(program).items():
         counted[name] = counted.get(name, 0) + attended
     return {

@@ -1,4 +1,4 @@
-"""What GPT-2's sizes and a model of 7 B need of each of several GPUs, and what these send each other."""
+"""Memory and traffic of GPT-2's sizes and a model of 7 B on several GPUs."""
 
 from __future__ import annotations
 

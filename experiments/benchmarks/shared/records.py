@@ -1,4 +1,4 @@
-"""How benchmarks begin and end: the flags that several have, and the folder of a result."""
+"""Common flags of benchmarks, and the record of a result."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import tyro
 
 from experiments.models.workloads import Sizes
 from experiments.report import plots
+from experiments.report.json_files import write_json
 from experiments.report.tables import Table, terminal
 from experiments.training import cli
-from experiments.training.runs import run_folder, write_json
+from experiments.training.run_folders import run_folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ Step = Callable[[Any, Any], tuple[Any, jax.Array]]
 
 
 def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
-    """What a user writes without loss scaling: nothing is checked."""
+    """Return a step without loss scaling, which checks nothing."""
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, model_state = state

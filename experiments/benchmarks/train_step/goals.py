@@ -1,4 +1,4 @@
-"""What a train step is to reach beside torch.compile, by hand and float32: each goal with the figure found for it."""
+"""Goals of a train step beside torch.compile, code by hand and float32."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REMAT_TIME, SCALING, AUTOCAST, TENSOR_FLOPS = 1.08, 1.005, 1.01, 0.99
 
 
 class Recorded(NamedTuple):
-    """What was measured once, in one run on one NVIDIA H200.
+    """Figures that were measured in one run on one NVIDIA H200.
 
     Peaks in MiB: of torch.compile under AMP in bfloat16, its fastest dtype, and of the model by hand in float32 in JAX.
     """

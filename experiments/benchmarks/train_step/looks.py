@@ -122,13 +122,13 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def busy_notes(points: list[Point]) -> list[str]:
-    """What busy cores make of each row's time."""
+    """Return a table of each row's time while the cores are busy."""
     idle, busy = (point["milliseconds"] for point in points)
     return [f"{ROWS[key].label}: {timing.ratio(busy[key], own)[1]:.3f}× on busy cores" for key, own in idle.items()]
 
 
 def gain_note(points: list[Point], key: str, axis: str) -> str:
-    """What a row in half gains over TF32 at each width or depth."""
+    """Return a table of half precision's gain over TF32 at each width or depth."""
     gains = []
     for point in points:
         own, base = (point["milliseconds"].get(each) for each in (key, BASE))

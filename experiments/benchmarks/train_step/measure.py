@@ -1,4 +1,4 @@
-"""How benchmarks.train_step measures: a row alone in a process of its own, and all rows of a model in turn."""
+"""Measure a row alone in its own process, and all rows of a model in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run folder of benchmarks.train_step has measured, row by row."""
+"""Read the measurements of a run folder, row by row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFERENCES = tuple(key for key, row in ROWS.items() if row.library == "compile" 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What a run has measured of one model.
+    """The measurements of one model in a run.
 
     Attributes:
       about: the model, where it was measured and how.
@@ -38,7 +38,7 @@ class Results:
         return [which for which in get_args(Pass) if which in found]
 
     def figures(self, which: Pass, row: str) -> dict[str, Any]:
-        """What is known of a row's pass: of the newest rounds, and alone."""
+        """Return the figures of a row's pass, from the newest rounds and alone."""
         alone = self.alone.get(row, {})
         found = {**alone.get(which, {}), **({"error": alone["error"]} if "error" in alone else {})}
         for turns in self.turns.get(which, []):

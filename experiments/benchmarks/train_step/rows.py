@@ -1,4 +1,4 @@
-"""What benchmarks.train_step compares: each row is a library, a precision and what goes with it."""
+"""The rows to compare: a library, a precision, and their options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def torch(self) -> bool:
-        """Whether it is torch's."""
+        """Return whether the row is torch's."""
         return self.library in ("torch", "compile", "torchao", "transformer_engine")
 
     @property

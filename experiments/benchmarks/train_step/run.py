@@ -35,10 +35,10 @@ from experiments.measure.environment import environment, require_gpu
 from experiments.models.workloads import Workload
 from experiments.report.progress import Progress
 from experiments.training import cli, kept
-from experiments.training.runs import run_folder
+from experiments.training.run_folders import run_folder
 
 READY_SECONDS = 10.0
-"""What it takes to make a row ready for its turns that was compiled before."""
+"""The seconds that make a row ready which was compiled before."""
 
 
 class Measurement:
@@ -134,7 +134,7 @@ class Measurement:
         self.has.save(name, {**about, **found}, sizes=sizes)
 
     def _known(self, case: Workload, key: str) -> dict[str, Any]:
-        """What was measured of a row alone: by pass its figures, or an error of all."""
+        """Return the figures of a row alone by pass, or an error of all."""
         found = self.has.read(f"alone-{case.name}-{key}")
         return {name: found[name] for name in ("train", "forward", "error") if name in found}
 
@@ -146,7 +146,7 @@ class Measurement:
 
 
 def _to_try_again(tries: list[dict[str, Any]]) -> bool:
-    """Whether rows failed in turn, but for want of memory beside the others: nothing has changed about that."""
+    """Return whether rows failed in turn for another reason than memory."""
     timed = {key for rows in tries for key, row in rows.items() if "milliseconds" in row}
     failed = {key: row["error"] for key, row in tries[-1].items() if "error" in row and key not in timed}
     return any(not why.startswith(turns.OUT_OF_MEMORY) for why in failed.values())
@@ -173,7 +173,7 @@ def check(config: Config) -> None:
 
 
 def measure_alone(config: Config) -> None:
-    """What each row's process does."""
+    """Measure a row in the process that runs it alone."""
     (name,), row = config.models, ROWS[config.alone]
     if row.torch:
         jax.config.update("jax_platforms", "cpu")  # only torch is to use the GPU

@@ -24,7 +24,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Result:
-    """What a call leaves behind; ``jax.block_until_ready`` waits for it as for an array."""
+    """The result of a call; ``jax.block_until_ready`` waits for it as for an array."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -156,6 +156,6 @@ def _autocast(row: Row) -> Iterator[None]:
 
 
 def _float32_products(row: Row) -> None:
-    """Whether float32 products may use tensor cores: torch's switches are the process's, the rows take turns."""
+    """Let float32 products use tensor cores, or not: torch's switches are global."""
     torch.set_float32_matmul_precision("highest" if row.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = row.precision != "fp32"

@@ -1,4 +1,4 @@
-"""What jaxmp uses of Linen that is not public: every private name of it stands here."""
+"""The private names of Linen that jaxmp uses, all of them in this file."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from flax.linen import module as _module
 
 
 def children_of(module: Any) -> Mapping[str | None, Any]:
-    """What is registered under names in a module: submodules, and for each variable the name of its collection."""
+    """Return the submodules of a module by name, and for each variable the name of its collection."""
     children: Mapping[str | None, Any] = module._state.children
     return children
 
 
 def mutable_collection(module: nn.Module, name: str) -> Any:
-    """A collection of variables of a module, to be written to."""
+    """Return a collection of variables of a module, to write to."""
     scope: Any = module.scope
     return scope._mutable_collection(name)
 
 
 def is_checked(module: nn.Module) -> bool:
-    """Whether Linen runs the module's ``setup``, without its variables, to see that it would."""
+    """Return whether Linen only tests that the module's ``setup`` runs, without its variables."""
     return module.scope is not None and isinstance(module.scope.root, _module.TestScope)
 
 
 def is_watched() -> bool:
-    """Whether someone wants to see each call of a method: a table, an interceptor of the user's."""
+    """Return whether a table or an interceptor of the user observes each call of a method."""
     return bool(_module._context.call_info_stack) or bool(_module._global_interceptor_stack)
 
 
 @contextlib.contextmanager
 def unlisted() -> Iterator[None]:
-    """While this lasts, calls are not listed by ``nn.tabulate``."""
+    """Hide calls from ``nn.tabulate``, while the context lasts."""
     context = _module._context
     table, context.call_info_stack = context.call_info_stack, []
     try:
@@ -48,14 +48,14 @@ _Object: Any = object  # the class that it is mixed into comes after it
 
 
 class Hooks(_Object):
-    """Mixed into a class of modules: what happens when a method is called, and when submodules are registered."""
+    """A mixin for modules: it is told of calls of methods, and of submodules that are registered."""
 
     def jaxmp_call(self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
-        """``call()``, which calls ``method`` of this name."""
+        """Return ``call()``, which calls the method ``name``."""
         raise NotImplementedError
 
     def jaxmp_register(self) -> None:
-        """Comes before the scopes of submodules exist."""
+        """Run before the scopes of submodules exist."""
         raise NotImplementedError
 
     def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What belongs to an NNX module and not to its submodules."""
+"""The Variables and submodules of NNX modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxmp.base.dtypes import CASTABLE
 
 
 def _instances_of(*classes: type) -> Callable[[Any], bool]:
-    """``isinstance`` that is asked once of a type: classes of NNX answer in Python, and of a tracer by its type."""
+    """Return an ``isinstance`` that remembers its answer for each type: NNX's classes compute it in Python."""
     known: dict[type, bool] = {}
 
     def is_instance(node: Any) -> bool:
@@ -29,30 +29,30 @@ def _instances_of(*classes: type) -> Callable[[Any], bool]:
 
 
 is_object = _instances_of(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
-"""Whether a value is an object of NNX, which is no tree of arrays although JAX could flatten it."""
+"""Return whether a value is an object of NNX, even if JAX could flatten it."""
 is_node = _instances_of(nnx.Pytree, nnx.Variable)
-"""Whether a value is a Variable, a module or what else NNX's transforms take and change."""
+"""Return whether a value is a Variable or a module, which NNX's transforms take and change."""
 is_variable = _instances_of(nnx.Variable)
 is_pytree = _instances_of(nnx.Pytree)
-"""Whether a value is a module, or what else of NNX has attributes."""
+"""Return whether a value is a module or another object of NNX with attributes."""
 _is_any_module = _instances_of(nnx.Module)
 
 
 @functools.cache
 def is_container_class(cls: Any) -> bool:
-    """Whether instances of ``cls`` only hold what belongs to the module around them, as an ``nnx.List`` does."""
+    """Return whether instances of ``cls`` are only containers, as an ``nnx.List`` is."""
     holds = not issubclass(cls, nnx.Module) or issubclass(cls, (nnx.List, nnx.Dict))
     return holds and not any("__call__" in vars(base) for base in cls.__mro__)
 
 
 def is_module(node: Any) -> bool:
-    """Whether ``node`` is a module, and not a container that happens to be one for Flax."""
+    """Return whether ``node`` is a module, and not a container that Flax counts as one."""
     cls: Any = type(node)
     return _is_any_module(node) and not is_container_class(cls)
 
 
 def items(node: Any) -> Iterator[tuple[str, Any]]:
-    """The names and values in a module, or in a container of NNX, Python or any other that JAX knows as a tree."""
+    """Yield the names and values in a module, or in a container that NNX or JAX knows."""
     if is_pytree(node):
         yield from ((str(name), value) for name, value in vars(node).items() if not name.startswith(OWN))
     elif not is_object(node):
@@ -67,7 +67,7 @@ _LEAVES = PLAIN | {nnx.Param}
 
 
 def own(node: Any) -> Iterator[Any]:
-    """What belongs to a module itself, that in its containers included; its submodules, but not what they hold."""
+    """Yield the values of a module and of its containers; submodules, but not the values inside them."""
     for _, value in items(node):
         yield value
         if type(value) not in _LEAVES and not is_module(value):
@@ -75,7 +75,7 @@ def own(node: Any) -> Iterator[Any]:
 
 
 def own_variables(node: Any) -> list[nnx.Variable[Any]]:
-    """The Variables that belong to a module itself."""
+    """Return the Variables that belong to a module itself."""
     found: list[nnx.Variable[Any]] = []
     for name, value in vars(node).items() if is_pytree(node) else items(node):
         if (kind := type(value)) in PLAIN or name.startswith(OWN):
@@ -88,7 +88,7 @@ def own_variables(node: Any) -> list[nnx.Variable[Any]]:
 
 
 def submodules(node: Any, seen: set[int] | None = None) -> Iterator[nnx.Module]:
-    """All modules below a module, each once."""
+    """Yield all modules below a module, once."""
     seen = {id(node)} if seen is None else seen
     for value in own(node):
         if is_module(value) and id(value) not in seen:
@@ -98,9 +98,9 @@ def submodules(node: Any, seen: set[int] | None = None) -> Iterator[nnx.Module]:
 
 
 def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
-    """The modules in ``root``, itself included, each once and before those in it, without a look at what has none.
+    """Yield ``root`` and the modules below it with their paths, once, parents first.
 
-    Paths are those of ``nnx.iter_modules``, which yields a module after those in it, but an index is a string, too.
+    Paths are those of ``nnx.iter_modules``, with indices as strings.
     """
     stack: list[tuple[tuple[str, ...], Any]] = [((), root)]
     seen = set[int]()
@@ -121,7 +121,7 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
 
 
 def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> None:
-    """Puts ``change`` of each Variable that belongs to a module itself in its place."""
+    """Replace each Variable that belongs to a module itself by ``change`` of it."""
     containers = [value for value in own(node) if isinstance(value, nnx.Pytree) and not is_module(value)]
     for container in (node, *containers):
         for name, value in list(items(container)):
@@ -135,7 +135,7 @@ def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any
 
 
 def cast_variable(var: nnx.Variable[Any], dtype: Any) -> nnx.Variable[Any]:
-    """A Variable like ``var`` with its floating arrays in ``dtype``; ``var`` itself if they have it."""
+    """Return a Variable like ``var`` with its floating arrays in ``dtype``; ``var`` itself if they have it."""
     value = var[...] if var.ref else var.get_raw_value()
     cast = _tree.cast(value, dtype)
     same = all(a is b for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(value), strict=True))

@@ -1,4 +1,4 @@
-"""Equations with bodies, built again around other bodies.
+"""Rebuild equations that have bodies around other bodies.
 
 A body here is a Python function of flat values. Everything is built through JAX's public functions, of parameters read
 off the equation; only ``remat2`` is bound itself, for what it says of being differentiated has no public name. Private
@@ -18,7 +18,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
-from jaxmp._internals.jax.reading import Bodies, Opened, asks_for_highest, in_dtype_of_scatter, opened, shape_of
+from jaxmp._internals.jax.equations import Bodies, Opened, asks_for_highest, in_dtype_of_scatter, opened, shape_of
 from jaxmp._internals.jax.walk import PRODUCTS
 
 Values = Sequence[Any]
@@ -34,10 +34,10 @@ class Rule(NamedTuple):
 
 
 def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> Body:
-    """``eqn`` with ``functions`` for its bodies, as a function of its flat operands.
+    """Return ``eqn`` with ``functions`` for its bodies, as a function of its flat operands.
 
     Args:
-      eqn: an equation that :func:`jaxmp._internals.jax.reading.bodies_of` knows.
+      eqn: an equation that :func:`jaxmp._internals.jax.equations.bodies_of` knows.
       bodies: what it says of it.
       functions: for each body a function from all its flat inputs (constants first) to a list of its results.
       rule: how the derivative rules of custom_jvp and custom_vjp are evaluated.
@@ -58,13 +58,13 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> 
 
 
 def bound(eqn: Any, operands: Values, params: Any) -> list[Any]:
-    """An equation with other parameters on other operands, as one operation."""
+    """Bind an equation with other parameters to other operands, and return its results."""
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Values) -> list[Any]:
-    """A ``custom_linear_solve`` on operands of other dtypes than it was written with, its parts by a rule."""
+    """Apply a ``custom_linear_solve`` to operands of other dtypes, its parts by ``evaluate``."""
     jaxprs, consts, rest = eqn.params["jaxprs"], {}, list(operands)
     for name, length in eqn.params["const_lengths"]._asdict().items():
         consts[name], rest = rest[:length], rest[length:]
@@ -89,7 +89,7 @@ def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Values)
 
 
 def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
-    """The parameters of an equation for another dtype; a float32 product is true float32 if it shall be exact."""
+    """Return the parameters of an equation for another dtype, of a float32 product at full precision if exact."""
     params = dict(eqn.params)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
@@ -105,12 +105,12 @@ def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]
 
 
 def is_body_alone(eqn: Any) -> bool:
-    """Whether an equation is its body and no more: such as a ``jit`` that says nothing but its name."""
+    """Return whether an equation does no more than its body, as a ``jit`` without options."""
     return eqn.primitive.name in _OPENED or (eqn.primitive.name == "jit" and not _compiled_as(eqn.params))
 
 
 def _compiled_as(params: Any) -> dict[str, Any]:
-    """What a ``jit`` says of shardings and of the compiler."""
+    """Return the shardings and the compiler options of a ``jit``."""
     options: dict[str, Any] = {}
     for option in ("in_shardings", "out_shardings"):
         if not all(map(_is_unspecified, params[option])):
@@ -133,7 +133,7 @@ def _is_unspecified(sharding: Any) -> bool:
 
 
 def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``function`` under another name, which compiled programs and profiles show."""
+    """Return ``function`` under another name, which compiled programs and profiles show."""
 
     def call(*args: Any) -> Any:
         return function(*args)
@@ -143,7 +143,7 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def function_name(eqn: Any) -> str:
-    """The name of the function that has a derivative rule."""
+    """Return the name of the function that has a derivative rule."""
     jaxpr, _ = opened(eqn.params["call_jaxpr"])
     return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
 
@@ -231,7 +231,7 @@ _REBUILT = {
 
 
 def _remat(eqn: Any, function: Body, *operands: Any) -> list[Any]:
-    """Bound as it was: ``differentiated`` decides whether XLA is kept from sharing the recomputation again."""
+    """Bind it as it was: ``differentiated`` decides whether XLA may merge the recomputation."""
     jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
@@ -244,7 +244,7 @@ def _remat(eqn: Any, function: Body, *operands: Any) -> list[Any]:
 
 
 def _evaluate(rule: Rule, traced: Opened, args: Values, dtypes: Sequence[Any]) -> list[Any]:
-    """Evaluates a traced rule; the constants of one are its first arguments from JAX 0.11 on."""
+    """Evaluate a traced rule, whose constants are its first arguments from JAX 0.11 on."""
     jaxpr, consts = traced
     if jaxpr.constvars:
         return rule.evaluate((jaxpr, consts), args, dtypes)

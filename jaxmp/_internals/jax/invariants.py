@@ -1,4 +1,4 @@
-"""What a program does not change: from turn to turn of a loop, from example to example, from argument to result."""
+"""Find values that a program leaves unchanged: between turns of a loop, between examples, from argument to result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 from jax._src.interpreters.partial_eval import partial_eval_jaxpr_custom
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmp._internals.jax.reading import Bodies, bodies_of, evaluate, is_literal, opened
+from jaxmp._internals.jax.equations import Bodies, bodies_of, evaluate, is_literal, opened
 from jaxmp._internals.jax.walk import PRODUCTS, interpreted
 from jaxmp.base.dtypes import is_castable
 
@@ -43,7 +43,7 @@ _ONE_BY_ONE = frozenset({"optimization_barrier", "device_put"})  # each result i
 
 
 def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
-    """Which results of an equation depend on no example; ``are_same`` says it of its operands."""
+    """Return which results of an equation depend on no example; ``are_same`` are the same flags of its operands."""
     bodies = bodies_of(eqn)
     if eqn.primitive.name in ("axis_index", "shard_map"):  # another on each device
         return [False] * len(eqn.outvars)
@@ -59,7 +59,7 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]]:
-    """For each body of an equation which of its operands depend on no example, in any turn."""
+    """Return for each body of an equation which of its operands depend on no example, in any turn."""
     if bodies.kind == "while":
         first, rest = are_same[: bodies.consts], are_same[bodies.consts :]
         turned = same_in_turns(bodies, rest)
@@ -75,7 +75,7 @@ def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]
 
 
 def same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
-    """The variables of an open jaxpr that depend on no example; ``are_same`` says it of its arguments."""
+    """Return the variables of an open jaxpr that depend on no example; ``are_same`` are the flags of its arguments."""
     return _known(_same_values, jaxpr, are_same)
 
 
@@ -105,7 +105,7 @@ def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
-    """Which operands of a loop's body depend on no example in any turn; what is carried may in later ones."""
+    """Return which operands of a loop's body depend on no example in any turn."""
     before, now, start = list[bool](), list(are_same), bodies.start - bodies.consts * (bodies.kind == "while")
     while now != before:
         before, ends = now, _same_ends(bodies.jaxprs[-1], now)
@@ -116,7 +116,7 @@ def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
 
 
 def passed_on(program: Any) -> list[int | None]:
-    """For each result of a program the number of the argument that it is, untouched; None for what is none."""
+    """Return for each result of a program the argument that it is, by number; None if it was computed."""
     jaxpr, _ = opened(program)
     numbers = {var: n for n, var in enumerate(jaxpr.invars)}
 
@@ -134,7 +134,7 @@ _NEVER_PASSED_ON = frozenset({"shard_map", "custom_jvp_call", "custom_vjp_call",
 
 
 def unchanged(bodies: Bodies) -> Collection[int]:
-    """The numbers of what a scan carries that no turn changes, whatever calls it goes through."""
+    """Return the numbers of the carries of a scan that no turn changes."""
     return _kept(bodies) if bodies.kind == "scan" else ()
 
 
@@ -161,7 +161,7 @@ def _operands_passed_on(eqn: Any) -> list[int | None]:
         return [None if len({*end}) > 1 or end[0] is None else end[0] + 1 for end in zip(*ends, strict=True)]
 
     def is_same(n: int, operand: int) -> bool:
-        """What is carried stays in its place in each turn; what a scan runs over comes out in the same order."""
+        """Return whether a result is the carry in the same place, or an element that the scan runs over."""
         return operand == bodies.start + n if n < bodies.carry else operand >= bodies.start + bodies.carry
 
     turn = [None if end is None else end + bodies.consts for end in ends[-1]]
@@ -204,7 +204,7 @@ def _after_turns(
 
 
 def _results(jaxpr: Any, kinds: Sequence[int]) -> list[int]:
-    """The kinds of the results of an open jaxpr."""
+    """Return the kinds of the results of an open jaxpr."""
 
     def equation(eqn: Any, operands: list[int]) -> list[int]:
         inner, kind = bodies_of(eqn), max(operands, default=_CONSTANT)

@@ -1,4 +1,4 @@
-"""What primitives do with the elements of their operands, by their names."""
+"""Sets of primitives, by their effect on the elements of their operands."""
 
 from __future__ import annotations
 

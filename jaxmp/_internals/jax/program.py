@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import opened
+from jaxmp._internals.jax.traces import is_tracing
 
 
-class Program:
+class TracedProgram:
     """The program of a function for arguments like these; of arrays only, what is none stays the Python value it is.
 
     Args:
@@ -31,23 +32,23 @@ class Program:
 
         def flat(*operands: Any) -> list[Any]:
             rest = iter(operands)
-            filled = [next(rest) if is_one else leaf for leaf, is_one in zip(leaves, are_traced, strict=True)]
+            filled = [next(rest) if is_traced else leaf for leaf, is_traced in zip(leaves, are_traced, strict=True)]
             results, self._tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
             self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]  # tracers die with the trace
             return arrays_in(results)
 
-        with _told():
-            self.jaxpr = reading.opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
+        with _adding_advice():
+            self.jaxpr = opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
         self._write = write
 
     @property
     def returned(self) -> int:
-        """How many of the arrays are what the function returns; the rest is what it wrote to its arguments."""
+        """Return how many of the arrays are results; the others were written to arguments."""
         results, _written = jax.tree.unflatten(self._tree, self._leaves)
         return sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))
 
     def unflatten(self, results: Sequence[Any]) -> Any:
-        """What the function returns, with ``results`` for its arrays, once what it wrote is written."""
+        """Return the results of the function with these arrays, after writing to its arguments."""
         rest = iter(results)
         whole = jax.tree.unflatten(self._tree, [next(rest) if leaf is _ARRAY else leaf for leaf in self._leaves])
         return self._write(*whole) if self._write else whole
@@ -64,18 +65,18 @@ _REMEDIES: dict[type[Exception], str] = {
 
 
 def remedy_of(error: Exception, when: str) -> str | None:
-    """What helps where an error says that a traced array has no value yet; None of another error.
+    """Return advice for an error that a traced array has no value yet; None for another error.
 
-    ``when`` names what the array is traced for.
+    ``when`` says when the array was traced.
     """
     remedy = next((remedy for kind, remedy in _REMEDIES.items() if isinstance(error, kind)), None)
     return remedy and f"nothing is computed {when}, as under jax.jit: {remedy}"
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Notes what helps on an error of JAX that names the function above as what was traced, not one of the user's."""
-    is_outermost = not reading.is_tracing()
+def _adding_advice() -> Iterator[None]:
+    """Add advice to an error of JAX that names our function as the traced one, not the user's."""
+    is_outermost = not is_tracing()
     try:
         yield
     except Exception as error:
@@ -86,12 +87,12 @@ def _told() -> Iterator[None]:
 
 
 def arrays_in(leaves: Sequence[Any]) -> list[Any]:
-    """Those leaves that are traced."""
+    """Return the leaves that are traced."""
     return [leaf for leaf in leaves if is_array(leaf)]
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether an argument or a result is traced; what is not stays the Python value that it is."""
+    """Return whether an argument or a result is traced; all others stay Python values."""
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUTMm"  # objects, texts, times
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))

@@ -1,4 +1,4 @@
-"""What is repeated in half, a weight or an activation: its cotangents are summed before they are half.
+"""Casts of values that are repeated in half: their cotangents are summed in float32.
 
 A bias is added to every row, and the derivative adds up what comes back. Where the cast stands before the broadcast,
 that sum is in half precision; where it stands behind it, XLA no longer finds the bias of a matrix product, and writes
@@ -27,9 +27,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._internals.jax.bodies import bound, params_in_dtype
+from jaxmp._internals.jax.equations import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp._internals.jax.invariants import unchanged
 from jaxmp._internals.jax.primitives import BROADCAST, PICKS
-from jaxmp._internals.jax.reading import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp._internals.jax.vmap_sharing import Examples
 from jaxmp.base.dtypes import is_castable
 
@@ -46,7 +46,7 @@ MAY_SUM = REPEATS | _JOINS
 
 
 def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
-    """Whether half cannot hold the sums of the cotangents of ``value``, an operand of an equation, there the ``atom``.
+    """Return whether half cannot hold the sums of the cotangents of ``value``, an operand of an equation.
 
     They are long where it is repeated or looked up often, and where all examples of a ``jax.vmap`` read it beside what
     is another for each. The derivative of an extreme of updates is shared by those that are equal, and counts them in
@@ -56,12 +56,12 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
 
 
 def must_sum(eqn: Any, value: Any, examples: Examples) -> bool:
-    """Whether the cotangents of ``value``, the first operand of one of ``MAY_SUM``, are to be summed in float32."""
+    """Return whether to sum the cotangents of ``value``, the first operand of one of ``MAY_SUM``, in float32."""
     return _joins_often(eqn) if eqn.primitive.name in _JOINS else must_widen(eqn, eqn.invars[0], value, examples)
 
 
 def sums_half(eqn: Any) -> bool:
-    """Whether half cannot hold the sums of the cotangents of an operand of an equation that is half as written."""
+    """Return whether half cannot hold the sums of the cotangents of an operand that is half as written."""
     if eqn.primitive.name not in _ADDS_UP:
         return eqn.primitive.name in _JOINS and _joins_often(eqn)
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
@@ -69,12 +69,12 @@ def sums_half(eqn: Any) -> bool:
 
 
 def _joins_often(eqn: Any) -> bool:
-    """Whether an equation joins an array to itself more than ``MAX_TERMS`` times, as padding by wrapping does."""
+    """Return whether an equation joins an array to itself more than ``MAX_TERMS`` times, as wrapping does."""
     return len(eqn.invars) > MAX_TERMS and max(collections.Counter(map(id, eqn.invars)).values()) > MAX_TERMS
 
 
 def read_often(eqn: Any, place: int) -> bool:
-    """Whether more than ``MAX_TERMS`` cotangents meet in an element of an operand that all turns of a loop share.
+    """Return whether more than ``MAX_TERMS`` cotangents meet in an element that all turns of a loop share.
 
     Its uses in each turn count, and how often each repeats it.
     """
@@ -82,7 +82,7 @@ def read_often(eqn: Any, place: int) -> bool:
 
 
 def _terms(eqn: Any, place: int) -> float:
-    """How many cotangents of an equation meet in an element of one of its operands."""
+    """Return how many cotangents of an equation meet in an element of one of its operands."""
     bodies = bodies_of(eqn)
     if bodies is None:
         return _repeats(eqn, eqn.invars[place].aval.shape) if eqn.primitive.name in _ADDS_UP else 1
@@ -115,7 +115,7 @@ _READERS: Any = weakref.WeakKeyDictionary()
 
 
 def _repeats(eqn: Any, shape: Any) -> float:
-    """How often an equation of ``_ADDS_UP`` reads an element of an operand of this shape, at most."""
+    """Return how often an equation of ``_ADDS_UP`` reads an element of an operand of this shape, at most."""
     if eqn.primitive.name in _SCATTERED:
         return size_of(eqn.invars[1].aval.shape[:-1])
     if eqn.primitive.name == "gather":
@@ -125,7 +125,7 @@ def _repeats(eqn: Any, shape: Any) -> float:
 
 
 def _is_long(eqn: Any, shape: Any) -> bool:
-    """Whether more than ``MAX_TERMS`` cotangents meet in an element of an operand of this shape."""
+    """Return whether more than ``MAX_TERMS`` cotangents meet in an element of an operand of this shape."""
     return eqn.primitive.name in _ADDS_UP and _repeats(eqn, shape) > MAX_TERMS
 
 

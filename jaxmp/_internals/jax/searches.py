@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
 from jaxmp._internals.jax.primitives import PICKS
-from jaxmp._internals.jax.reading import Bodies, bodies_of, opened
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 
 
-class _Origin(enum.IntEnum):
+class _ProductOrigin(enum.IntEnum):
     """How a value of a turn depends on products."""
 
     FIXED = 0
@@ -25,7 +25,7 @@ class _Origin(enum.IntEnum):
     """The turn computes it anew: a residual, a step, an error estimate."""
 
 
-FIXED, SUM, ANEW = _Origin
+FIXED, SUM, ANEW = _ProductOrigin
 _MOVES = PICKS | {"convert_element_type", "reduce_max", "reduce_min", "stop_gradient"}
 _BOUNDS = frozenset({"max", "min", "clamp", "concatenate", "pad"})
 _ADDS = frozenset({"add", "sub", "add_any"})
@@ -45,7 +45,7 @@ def is_search(bodies: Bodies) -> bool:
     return _origins(condition, [*[FIXED] * bodies.consts, *carry])[0] is ANEW
 
 
-def _of_carry(turn: Any, bodies: Bodies, carry: list[_Origin]) -> list[_Origin]:
+def _of_carry(turn: Any, bodies: Bodies, carry: list[_ProductOrigin]) -> list[_ProductOrigin]:
     """Return the origins of the carry, repeated until no turn raises one."""
     consts = [FIXED] * (bodies.start - bodies.consts)
     while True:
@@ -56,12 +56,12 @@ def _of_carry(turn: Any, bodies: Bodies, carry: list[_Origin]) -> list[_Origin]:
         carry = raised
 
 
-def _origins(jaxpr: Any, operands: Sequence[_Origin]) -> list[_Origin]:
+def _origins(jaxpr: Any, operands: Sequence[_ProductOrigin]) -> list[_ProductOrigin]:
     """Return the origins of the results of an open jaxpr."""
     return interpreted(jaxpr, [FIXED] * len(jaxpr.constvars), operands, _of_equation, lambda _: FIXED)
 
 
-def _of_equation(eqn: Any, operands: list[_Origin]) -> list[_Origin]:
+def _of_equation(eqn: Any, operands: list[_ProductOrigin]) -> list[_ProductOrigin]:
     bodies = bodies_of(eqn)
     if bodies is None:
         results = [_of_operation(eqn.primitive.name, operands)] * len(eqn.outvars)
@@ -80,7 +80,7 @@ def _of_equation(eqn: Any, operands: list[_Origin]) -> list[_Origin]:
     ]
 
 
-def _of_operation(name: str, operands: Sequence[_Origin]) -> _Origin:
+def _of_operation(name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrigin:
     highest = max(operands, default=FIXED)
     if name in PRODUCTS:
         return ANEW
@@ -95,7 +95,7 @@ def _of_operation(name: str, operands: Sequence[_Origin]) -> _Origin:
     return ANEW
 
 
-def _selected(which: _Origin, cases: Sequence[_Origin]) -> _Origin:
-    """The origin of one of several values: a step that is taken or not is one of a sum all the same."""
+def _selected(which: _ProductOrigin, cases: Sequence[_ProductOrigin]) -> _ProductOrigin:
+    """Return the origin of a value that is selected from several."""
     highest = max(cases)
     return ANEW if which is ANEW and highest is FIXED else highest

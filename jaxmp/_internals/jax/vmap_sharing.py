@@ -1,4 +1,4 @@
-"""What of a program under ``jax.vmap`` is the same for all examples, and what is another for each.
+"""Find the values of a program under ``jax.vmap`` that all examples share.
 
 A program sees the batches of its own arguments only. In the bodies of its equations, which are traced for one example,
 it is known from what goes into them.
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from jaxmp._internals.jax.equations import Bodies, is_literal
 from jaxmp._internals.jax.invariants import same_inside, same_values
-from jaxmp._internals.jax.reading import Bodies, batches_around, is_batched, is_literal
+from jaxmp._internals.jax.traces import batches_around, is_batched
 
 Same = Sequence[Sequence[bool]]
 """For each ``jax.vmap`` around, whether its examples share each of some operands or arguments."""
@@ -36,7 +37,7 @@ class Examples:
         self.others: Sequence[Any] = ()
 
     def at(self, eqn: Any, operands: Sequence[Any]) -> None:
-        """Goes to an equation."""
+        """Go to an equation."""
         columns = [self._who_share(atom, value) for atom, value in zip(eqn.invars, operands, strict=True)]
         self.same = tuple(zip(*columns, strict=True))
         self.others = [value for value, same in zip(operands, columns, strict=True) if not all(same)]
@@ -48,7 +49,7 @@ class Examples:
         return [is_literal(atom) or atom in same for same in self._same]
 
     def meets_batched(self, atom: Any, value: Any) -> bool:
-        """Whether all examples of one ``jax.vmap`` share this value, and the equation reads batched ones beside it."""
+        """Return whether all examples share this value, and the equation reads batched values beside it."""
         if not self.others:
             return False
         pairs = zip(self.same, self._who_share(atom, value), strict=True)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.reading import is_literal
+from jaxmp._internals.jax.equations import is_literal
 
 T = TypeVar("T", bound=Hashable)
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -21,14 +21,17 @@ def interpreted(
     equation: Callable[[Any, list[Any]], Sequence[Any]],
     literal: Callable[[Any], Any] = lambda atom: atom.val,
 ) -> list[Any]:
-    """What stands for the results of an open jaxpr, of what stands for its constants and its arguments.
+    """Interpret an open jaxpr, with arrays or with any facts about its values.
 
     Args:
       jaxpr: open.
-      consts: what stands for its constants: arrays, or whatever is to be known of values.
-      args: the same of its arguments.
-      equation: makes of an equation, and of what stands for its operands, what stands for its results.
-      literal: makes it of an operand that is written into an equation.
+      consts: the arrays or facts of its constants.
+      args: the arrays or facts of its arguments.
+      equation: takes an equation and those of its operands, and returns those of its results.
+      literal: returns that of an operand that is written into an equation.
+
+    Returns:
+      The arrays or facts of its results.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -42,7 +45,7 @@ def interpreted(
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of ``jaxpr``, open or closed, and of the jaxprs in its equations' parameters."""
+    """Yield every equation of an open or closed jaxpr, and of the jaxprs in its parameters."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for inner in jaxprs_in(eqn):
@@ -50,7 +53,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def jaxprs_in(eqn: Any) -> Iterator[Any]:
-    """The jaxprs in an equation's parameters."""
+    """Yield the jaxprs in an equation's parameters."""
     yield from filter(is_jaxpr, jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr))
 
 
@@ -61,13 +64,13 @@ def is_jaxpr(param: Any) -> bool:
 
 
 def product_dtypes(jaxpr: Any) -> set[str]:
-    """The names of the dtypes that matrix products and convolutions in ``jaxpr`` take as operands."""
+    """Return the names of the operand dtypes of all products in ``jaxpr``."""
     products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
     return {var.aval.dtype.name for eqn in products for var in eqn.invars[:2]}
 
 
 def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None]:
-    """The nodes of a graph that one comes to, each once."""
+    """Return the nodes of a graph that can be reached from ``start``, once."""
     found = dict.fromkeys(start)
     stack = [*found]
     while stack:
@@ -79,7 +82,7 @@ def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None
 
 
 def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[list[T]]:
-    """The cycles of a graph, each with all that share a node with it: its strongly connected components."""
+    """Return the strongly connected components of a graph with more than one node."""
     from scipy.sparse import coo_array, csgraph
 
     number = {node: n for n, node in enumerate(nodes)}
@@ -96,9 +99,9 @@ def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[li
 def nested_cycles(
     nodes: Sequence[T], inputs_of: Callable[[T], Sequence[T]], loop_around: Callable[[T], int | None]
 ) -> list[list[T]]:
-    """The :func:`cycles` of a graph, and those of each loop inside of another by itself.
+    """Return the :func:`cycles` of a graph, and those of inner loops on their own.
 
-    What goes round an outer loop often goes through the carry of an inner one too, so that both are one cycle.
+    The cycle of an outer loop often passes through the carry of an inner one, so that both are one component.
 
     Args:
       nodes: the nodes of the graph.
@@ -122,7 +125,7 @@ def nested_cycles(
 def turns(
     nodes: Sequence[T], inputs_of: Callable[[T], Sequence[T]], is_carry: Callable[[T], bool]
 ) -> Sequence[list[T]]:
-    """The cycles that go round loops: each comes to the carries on it by what a turn returns, not from before alone.
+    """Return the cycles that pass through turns of loops, and not only through initial values of carries.
 
     Args:
       nodes: the nodes of the graph.
@@ -149,7 +152,7 @@ def nearest(
     is_end: Callable[[T], bool],
     known: Mapping[T, T | None] | None = None,
 ) -> dict[T, T | None]:
-    """For each node the end of the first way that leads to one; ``known`` are the ends of some."""
+    """Return for each node the end that is reached first; ``known`` are the ends of some nodes."""
     found = dict(known or {})
     for node in (*nodes, *nodes):  # once more for what comes round a loop
         for other in beside(node):

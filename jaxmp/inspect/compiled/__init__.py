@@ -1,1 +1,1 @@
-"""What the tools of inspect read from a compiled program."""
+"""The parts that the tools of inspect share to read compiled programs."""

@@ -1,4 +1,4 @@
-"""Reading XLA's programs: what their instructions are, where they come from, their FLOPs, and the bytes they move."""
+"""Read XLA's programs: their instructions, and the modules and lines of code that these come from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.sources import source_among
 
 _DTYPES = {
     0.25: "s2 u2",
@@ -19,34 +19,33 @@ _DTYPES = {
     8: "f64 s64 u64 c64",
     16: "c128",
 }
-_BYTES = {name: size for size, names in _DTYPES.items() for name in names.split()}
+BYTES = {name: size for size, names in _DTYPES.items() for name in names.split()}
+"""The size of an element by XLA's name of its dtype."""
+COLLECTIVES = frozenset({"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"})
+COLLECTIVES |= {"collective-permute", "collective-broadcast"}
+CONTROL = frozenset({"while", "conditional", "call"})
+"""Instructions that run other computations, and nothing else."""
+NO_WORK = CONTROL | {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
+NO_KERNEL = NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
+TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+PARAMETER = re.compile(r"parameter\((\d+)\)")
+WRITES_INTO = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.$-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d+[a-z\d]*|pred)\[([\d,]*)\]")
 _NOT_NAMES = re.compile(r"/\*.*?\*/|" + _ARRAY.pattern)
+_OPERAND = re.compile(r"%?([A-Za-z_][\w.$-]*)")
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.$-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
-_OPERAND = re.compile(r"%?([A-Za-z_][\w.$-]*)")
-_PRODUCTS = {"dot": "dot", "convolution": "convolution"}
-_KERNELS = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
-COLLECTIVES = frozenset({"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"})
-COLLECTIVES |= {"collective-permute", "collective-broadcast"}
-CONTROL = frozenset({"while", "conditional", "call"})
-"""Whose bodies work."""
-NO_WORK = CONTROL | {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
-NO_KERNEL = NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
-_PICKS = frozenset({"slice", "dynamic-slice", "gather"})
-_NUMBER = re.compile(r"parameter\((\d+)\)")
-_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds what is written
-_WRITES_INTO = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+_CONDITION = re.compile(r"condition=%?[\w.$-]+,? ?")
 _FRAME = re.compile(r"^(\d+) (?:\{(.*)\}|\"(.*)\")$")
+_FACT = re.compile(r"(\w+)=(\d+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRANSFORM = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap\d*|pmap|shard_map|custom_jvp|custom_vjp)\(")
 _JIT = re.compile(r"\bp?jit\([^()]*\)")
 _JAX_SCOPES = frozenset({"checkpoint", "rematted_computation", "remat", "remat2", "while", "body", "cond", "shard_map"})
 _JAX_SCOPES |= {"closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-_CONDITION = re.compile(r"condition=%?[\w.$-]+,? ?")
 
 
 class Array(NamedTuple):
@@ -60,22 +59,48 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Its size; a KeyError of a dtype that is not known here."""
-        return _BYTES[self.dtype] * math.prod(self.shape)
+        """Its size; a KeyError if the dtype is not known here."""
+        return BYTES[self.dtype] * math.prod(self.shape)
 
 
 def arrays(shape: str) -> list[Array]:
-    """An array, or all arrays of a tuple, in XLA's notation.
+    """Return an array, or all arrays of a tuple, from XLA's notation.
 
-    >>> [str(each) for each in arrays("(bf16[2,3]{1,0}, pred[])")]
+    >>> [str(array) for array in arrays("(bf16[2,3]{1,0}, pred[])")]
     ['bf16[2,3]', 'pred[]']
     """
     return [Array(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _ARRAY.findall(shape)]
 
 
+def size(shape: str) -> float:
+    """Return the bytes of an array, or of all arrays of a tuple, in XLA's notation.
+
+    Raises:
+      KeyError: a dtype that is not known here.
+
+    >>> size("bf16[2,3]{1,0}"), size("(f8e4m3fn[8], pred[], u32[2])")
+    (12, 17)
+    """
+    return sum(array.bytes for array in arrays(shape))
+
+
+def dtype_name(dtype: str) -> str:
+    """Return NumPy's name of one of XLA's dtypes.
+
+    >>> dtype_name("bf16"), dtype_name("f8e4m3fn"), dtype_name("s8"), dtype_name("pred")
+    ('bfloat16', 'float8_e4m3fn', 'int8', 'bool')
+    """
+    if dtype == "pred":
+        return "bool"
+    kind = "bf" if dtype.startswith("bf") else dtype[0]
+    rest = dtype.removeprefix(kind)
+    names = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
+    return names[kind] + re.sub(r"^(\d)(e)", r"\1_\2", rest)
+
+
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a program; ``operands`` are the names of what it reads."""
+    """One line of a program; ``operands`` are names of other instructions."""
 
     name: str
     opcode: str
@@ -90,14 +115,14 @@ class Instruction:
 
     @property
     def arrays(self) -> list[Array]:
-        """Its result, or the parts of it."""
+        """Its result, or the parts of a tuple."""
         return arrays(self.result)
 
     @property
     def op_name(self) -> str:
-        """What JAX calls the operation, with its scopes and transformations; empty where XLA made it."""
-        found = _OP_NAME.search(self.text)
-        return found[1].replace("\\'", "'") if found else ""
+        """JAX's name of the operation, with its scopes and transformations; empty if XLA made it."""
+        match = _OP_NAME.search(self.text)
+        return match[1].replace("\\'", "'") if match else ""
 
     @property
     def path(self) -> str:
@@ -106,67 +131,32 @@ class Instruction:
 
 
 def path_of(op_name: str) -> str:
-    """The path in the name of an operation: without transformations, JAX's own scopes and the operation itself.
+    """Return the modules and scopes in the name of an operation.
+
+    Transformations, JAX's own scopes and the operation itself are left out.
 
     >>> path_of("jit(step)/transpose(jvp(GPT2))/attention2/qkv/dot_general")
     'GPT2/attention2/qkv'
     """
     scopes, _, _ = _TRANSFORM.sub("", _JIT.sub("", op_name.partition(";")[0])).rpartition("/")
-    names = (name.strip("()") for name in scopes.split("/"))
-    own = (name for name in names if name not in _JAX_SCOPES and not name.startswith(("jaxmp.", "branch_")))
-    own = (name for name in own if ":" not in name)  # what XLA made one of several
-    return "/".join(name for name in own if name)
+    path = []
+    for scope in scopes.split("/"):
+        name = scope.strip("()")
+        is_split_by_xla = ":" in name
+        is_mark = name.startswith(("jaxmp.", "branch_"))
+        if name and name not in _JAX_SCOPES and not is_mark and not is_split_by_xla:
+            path.append(name)
+    return "/".join(path)
 
 
-def dtype_name(dtype: str) -> str:
-    """NumPy's name of one of XLA's dtypes.
-
-    >>> dtype_name("bf16"), dtype_name("f8e4m3fn"), dtype_name("s8"), dtype_name("pred")
-    ('bfloat16', 'float8_e4m3fn', 'int8', 'bool')
-    """
-    if dtype == "pred":
-        return "bool"
-    kind = "bf" if dtype.startswith("bf") else dtype[0]
-    rest = dtype.removeprefix(kind)
-    names = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
-    return names[kind] + re.sub(r"^(\d)(e)", r"\1_\2", rest)
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """A matrix product, a convolution or a fused attention in a kernel.
-
-    Attributes:
-      kind: ``"dot"``, ``"convolution"`` or ``"attention"``.
-      dtype: of its operands; ``"tensorfloat32"`` where float32 ones may be rounded to it.
-      flops: of one time; a multiply-add is 2. Of a causal attention half the square, as its kernels skip the rest.
-    """
-
-    kind: str
-    dtype: str
-    flops: int
-
-
-def size(shape: str) -> float:
-    """Bytes of an array, or of all arrays of a tuple, in XLA's notation.
-
-    Raises:
-      KeyError: a dtype that is not known here.
-
-    >>> size("bf16[2,3]{1,0}"), size("(f8e4m3fn[8], pred[], u32[2])")
-    (12, 17)
-    """
-    return sum(each.bytes for each in arrays(shape))
-
-
-class Program:
+class HloProgram:
     """A program of XLA, from the text of its HLO, optimised or as it was lowered.
 
     Attributes:
       computations: name to instructions.
       entry: the name of the first one to run.
-      aliases: results that are written into a parameter, by number.
-      partitions: the devices that run it together.
+      aliases: the parameter that a result is written into, by the number of the result.
+      partitions: the number of devices that run it together.
 
     Raises:
       ValueError: the text has no entry.
@@ -174,74 +164,87 @@ class Program:
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
-        self.entry, current = "", None
+        self.entry = ""
+        self._frames: dict[str, dict[int, str]] = {}
         header, *lines = text.splitlines() or [""]
         partitions = re.search(r"num_partitions=(\d+)", header)
         self.partitions = int(partitions[1]) if partitions else 1
         aliases = header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
-        self.aliases = {int(result or 0): int(parameter) for result, parameter in _WRITES_INTO.findall(aliases)}
-        self._frames: dict[str, dict[int, str]] = {}
-        section = ""
-        for line in lines:
-            if current is None and (row := _FRAME.match(line)):
-                self._frames.setdefault(section, {})[int(row[1])] = row[2] or row[3] or ""
-                continue
-            section = line
-            if opening := _COMPUTATION.match(line):
-                current = self.computations.setdefault(opening[2], {})
-                self.entry = opening[2] if opening[1] else self.entry
-            elif current is not None and (found := _INSTRUCTION.match(line)):
-                name, result, opcode, rest = found.groups()
-                if opcode == "fusion-start":  # of newer XLAs: its end is but another name of what it makes
-                    own = self.computations[_CALLED.findall(line)[0]]
-                    opcode, result = "fusion", [*own.values()][-1].result
-                opcode = "bitcast" if opcode == "fusion-done" else opcode
-                operands = tuple(_OPERAND.findall(_NOT_NAMES.sub("", _arguments(rest)))) if opcode != "constant" else ()
-                current[name] = Instruction(name, opcode, result, operands, line)
-        if not self.entry:  # or what reads it would find that nothing is sent, and nothing computed
+        self.aliases = {int(result or 0): int(parameter) for result, parameter in WRITES_INTO.findall(aliases)}
+        self._parse(lines)
+        if not self.entry:  # without it nothing would seem to be sent or computed
             raise ValueError(
                 f"the text of a program of XLA has an ENTRY, got {text[:60]!r}; pass compiled.as_text(), of a backend "
                 "that shows its programs"
             )
 
+    def _parse(self, lines: list[str]) -> None:
+        """Read the tables of source lines, which come first, and the computations."""
+        section, computation = "", None
+        for line in lines:
+            frame = _FRAME.match(line) if computation is None else None
+            if frame:
+                self._frames.setdefault(section, {})[int(frame[1])] = frame[2] or frame[3] or ""
+                continue
+            section = line
+            if opening := _COMPUTATION.match(line):
+                computation = self.computations.setdefault(opening[2], {})
+                self.entry = opening[2] if opening[1] else self.entry
+            elif computation is not None and (match := _INSTRUCTION.match(line)):
+                name, result, opcode, rest = match.groups()
+                if opcode == "fusion-start":  # newer XLAs split a fusion, and its end only renames the result
+                    fused = self.computations[_CALLED.findall(line)[0]]
+                    opcode, result = "fusion", [*fused.values()][-1].result
+                elif opcode == "fusion-done":
+                    opcode = "bitcast"
+                operands = () if opcode == "constant" else _operands(rest)
+                computation[name] = Instruction(name, opcode, result, operands, line)
+
     def inside(self, instruction: Instruction) -> list[tuple[str, Instruction]]:
-        """What a fusion or a call consists of, with the computation that it stands in."""
-        bodies = self.bodies(instruction)
-        return [(name, each) for name in bodies for each in self.computations.get(name, {}).values()]
+        """Return the instructions of a fusion or a call, each with its computation."""
+        return [
+            (name, inner)
+            for name in self.bodies(instruction)
+            for inner in self.computations.get(name, {}).values()
+        ]  # fmt: skip
 
     def made_by(self, instruction: Instruction) -> Instruction:
-        """The instruction with JAX's name for what a kernel does: itself, or the last named one in a fusion."""
+        """Return the instruction that names a kernel: itself, or the last one with JAX's name in a fusion."""
         if instruction.op_name or instruction.opcode != "fusion":
             return instruction
-        inside = [each for _, each in self.inside(instruction)]
-        return next((each for each in reversed(inside) if each.op_name), instruction)
+        for _, inner in reversed(self.inside(instruction)):
+            if inner.op_name:
+                return inner
+        return instruction
 
     def source(self, instruction: Instruction) -> str:
-        """The user's file and line, ``"package/module.py:12"``; empty where the program does not say."""
-        found = re.search(r"stack_frame_id=(\d+)", instruction.text)
+        """Return the user's file and line, ``"package/module.py:12"``; empty if the program does not say."""
+        match = re.search(r"stack_frame_id=(\d+)", instruction.text)
         frames = self._frames.get("StackFrames", {})
         # Some versions print parents by one too high: the first frame has none, and 0 is none.
         shift = "parent_frame_id=1" in frames.get(1, "")
-        number, places = int(found[1]) if found else 0, list[tuple[str, int]]()
-        while number in frames and len(places) < len(frames):
-            facts = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", frames[number])}
-            location = self._frames["FileLocations"][facts["file_location_id"]]
-            facts |= {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", location)}
-            places.append((self._frames["FileNames"][facts["file_name_id"]], facts["line"]))
-            number = facts.get("parent_frame_id", 0) - shift
-        return reading.source_among(places)
+        number, lines = int(match[1]) if match else 0, list[tuple[str, int]]()
+        while number in frames and len(lines) < len(frames):
+            frame = _facts(frames[number])
+            location = _facts(self._frames["FileLocations"][frame["file_location_id"]])
+            lines.append((self._frames["FileNames"][location["file_name_id"]], location["line"]))
+            number = frame.get("parent_frame_id", 0) - shift
+        return source_among(lines)
 
     def bodies(self, instruction: Instruction) -> list[str]:
-        """The computations that an instruction calls, without the condition of a loop whose repetitions are known."""
+        """Return the computations that an instruction calls.
+
+        The condition of a loop with a known number of turns is left out.
+        """
         text = _CONDITION.sub("", instruction.text) if TRIPS.search(instruction.text) else instruction.text
-        branches = [name for found in _BRANCHES.findall(text) for name in _OPERAND.findall(found)]
+        branches = [name for names in _BRANCHES.findall(text) for name in _OPERAND.findall(names)]
         return [*_CALLED.findall(text), *branches]
 
     def walk(self, into_fusions: bool = True, repeat_loops: bool = False) -> Iterator[tuple[str, Instruction, int]]:
-        """Each instruction with its computation and how often it runs.
+        """Yield each instruction with its computation and how often it runs.
 
-        A loop's body counts once unless repeated. Without ``into_fusions`` these are the kernels: what a fusion or a
-        reduction is made of is left out.
+        The body of a loop counts once unless repeated. Without ``into_fusions`` these are the kernels: the instructions
+        in fusions and reductions are left out.
         """
         stack = [(self.entry, 1)]
         while stack:
@@ -251,11 +254,11 @@ class Program:
                 if not into_fusions and instruction.opcode not in CONTROL:
                     continue
                 trips = TRIPS.search(instruction.text) if repeat_loops else None
-                inner = self.bodies(instruction)
-                stack += [(each, times * (int(trips[1]) if trips else 1)) for each in inner]
+                turns = int(trips[1]) if trips else 1
+                stack += [(body, times * turns) for body in self.bodies(instruction)]
 
     def joined(self, computation: str, instruction: Instruction) -> list[Array]:
-        """The arrays of its result; where it joins others to one, those."""
+        """Return the arrays of its result, or those that it concatenates."""
         inside = self.inside(instruction) if instruction.opcode == "fusion" else [(computation, instruction)]
         body, last = inside[-1]
         if last.opcode != "concatenate":
@@ -263,124 +266,28 @@ class Program:
         return [array for name in last.operands for array in self.computations[body][name].arrays]
 
     def dtypes(self, computation: str, instruction: Instruction) -> tuple[str, ...]:
-        """The dtypes of an instruction's operands."""
+        """Return the dtypes of an instruction's operands."""
         known = self.computations[computation]
-        read = [known[name].arrays for name in instruction.operands if name in known]
-        return tuple(each[0].dtype for each in read if each)
-
-    def written_into(self, computation: str, instruction: Instruction) -> dict[int, tuple[int, float]]:
-        """Which results are written into an operand: by result the operand's number and the bytes that change."""
-        if instruction.opcode == "custom-call":
-            _, _, aliases = instruction.text.partition("output_to_operand_aliasing={")
-            found = _WRITES_INTO.findall(aliases.partition("}, ")[0] + "}")
-            return {int(n or 0): (int(operand), instruction.bytes) for n, operand in found}
-        known, roots = self.computations[computation], [instruction]
-        if instruction.opcode == "fusion":
-            known = {each.name: each for _, each in self.inside(instruction)}
-            roots = [self._behind_bitcasts(known, name) for name in list(known)[-1:]]
-            if roots and roots[0].opcode == "tuple":
-                roots = [self._behind_bitcasts(known, name) for name in roots[0].operands]
-        written = {}
-        for number, root in enumerate(roots):
-            if root.opcode not in _IN_PLACE:
-                continue
-            update = known[root.operands[_IN_PLACE[root.opcode]]].bytes
-            parameter = _NUMBER.search(self._behind_bitcasts(known, root.operands[0]).text)
-            if root is instruction:
-                written[number] = (0, update)
-            elif parameter:
-                written[number] = (int(parameter[1]), update)
-        return written
-
-    @staticmethod
-    def _behind_bitcasts(known: dict[str, Instruction], name: str) -> Instruction:
-        while known[name].opcode in ("bitcast", "copy") and known[name].operands:
-            name = known[name].operands[0]
-        return known[name]
-
-    def products_of(self, computation: str, instruction: Instruction, masked: bool = True) -> list[Product]:
-        """The products of a kernel, those in a fusion too; of a causal attention half the square unless not masked."""
-        if instruction.opcode == "fusion":
-            inside = self.inside(instruction)
-            return [product for name, each in inside for product in self.products_of(name, each, masked)]
-        kind = product_kind(instruction)
-        if kind is None:
-            return []
-        known, text = self.computations[computation], instruction.text
-        read = [known[name].arrays[0] for name in instruction.operands if name in known and known[name].arrays]
-        result = instruction.arrays[0].shape
-        if kind == "attention":
-            # Both are (batch, tokens, heads, width): XLA's own order, whatever the layout is.
-            query, key = read[0].shape, read[1].shape
-            times = 5 if "Backward" in text.split("custom_call_target=")[1].split(",")[0] else 2
-            flops = times * 2 * math.prod(query) * key[1] // (2 if masked and '"CAUSAL"' in text else 1)
-        elif kind == "dot":
-            found = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]', text)
-            axes = re.findall(r"\d+", found[1]) if found else []
-            flops = 2 * math.prod(result) * math.prod(read[0].shape[int(axis)] for axis in axes)
-        else:
-            flops = _convolution_flops(text, result, read[0].shape, read[1].shape)
-        dtype = dtype_name(max((each.dtype for each in read[:2]), key=lambda name: _BYTES[name]))
-        may_round = dtype == "float32" and not re.search(r"highest|HIGHEST", text)
-        return [Product(kind, "tensorfloat32" if may_round else dtype, flops)]
-
-    def moved(self, computation: str, instruction: Instruction) -> float:
-        """Bytes that a kernel reads and writes; of an operand that it picks from or writes into, that part only."""
-        known = self.computations[computation]
-        read = {n: known[name].bytes for n, name in enumerate(instruction.operands) if name in known}
-        read = {n: each for n, each in read.items() if instruction.operands[n] not in instruction.operands[:n]}
-        inside = [each for _, each in self.inside(instruction)] if instruction.opcode == "fusion" else []
-        for parameter in (each for each in inside if each.opcode == "parameter"):
-            number = _NUMBER.search(parameter.text)
-            operand = int(number[1]) if number else -1
-            users = [each for each in inside if parameter.name in each.operands]
-            if operand in read and all(each.opcode in _PICKS and each.operands[0] == parameter.name for each in users):
-                read[operand] = min(read[operand], sum(each.bytes for each in users))
-        written = [each.bytes for each in (inside or [instruction])[-1].arrays]
-        if instruction.opcode != "custom-call":
-            for result, (operand, changed) in self.written_into(computation, instruction).items():
-                if operand in read:
-                    read[operand], written[result] = changed, changed
-        elif len(written) > 1 and re.search(r"\b[su]8\[\d*\]\S*\)$", instruction.result):
-            written.pop()  # the workspace of a library
-        return sum(read.values()) + sum(written)
+        results = [known[name].arrays for name in instruction.operands if name in known]
+        return tuple(parts[0].dtype for parts in results if parts)
 
 
 def is_end(opcode: str) -> bool:
-    """Whether it only waits for what was started before."""
+    """Return whether an instruction only waits for an earlier one."""
     return opcode.endswith("-done") or opcode == "async-update"
 
 
-def product_kind(instruction: Instruction) -> str | None:
-    """``"dot"``, ``"convolution"`` or ``"attention"``; None of what is no product, a fusion of them too."""
-    if instruction.opcode != "custom-call":
-        return _PRODUCTS.get(instruction.opcode)
-    target = re.search(r'custom_call_target="([^"]*)"', instruction.text)
-    return next((kind for start, kind in _KERNELS.items() if target and target[1].startswith(start)), None)
+def _facts(text: str) -> dict[str, int]:
+    """Return the numbers of one line of a table of source lines, by name."""
+    return {key: int(number) for key, number in _FACT.findall(text)}
 
 
-def _convolution_flops(text: str, result: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """Of a convolution, or of its derivative by the input or by the kernel, as cuDNN has them.
-
-    Each number that the forward convolution returns has as many terms as the kernel has numbers per output feature.
-    """
-    outputs, kernel = result, right
-    if "convBackwardInput" in text:
-        outputs = left
-    elif "convBackwardFilter" in text:
-        outputs, kernel = kernel, outputs
-    labels = re.search(r"dim_labels=\w+_(\w+)->", text)
-    features = kernel[labels[1].index("o")] if labels else 1
-    dilated = re.search(r"lhs_dilate=([\dx]+)", text)  # zeros between the inputs
-    zeros = math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1
-    return 2 * math.prod(outputs) * math.prod(kernel) // max(features, 1) // zeros
-
-
-def _arguments(rest: str) -> str:
-    """What stands before the parenthesis that closes an instruction's operands."""
+def _operands(rest: str) -> tuple[str, ...]:
+    """Return the names in the text behind an instruction's opening parenthesis, up to the closing one."""
     depth = 1
     for position, character in enumerate(rest):
         depth += (character == "(") - (character == ")")
         if depth == 0:
-            return rest[:position]
-    return rest
+            rest = rest[:position]
+            break
+    return tuple(_OPERAND.findall(_NOT_NAMES.sub("", rest)))

@@ -1,11 +1,12 @@
-"""What fills the memory while a program of XLA runs, and which code made it."""
+"""The buffers that fill the memory while a program of XLA runs, and the code that made them."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 
-from jaxmp.inspect.compiled.hlo import CONTROL, Array, Instruction, Program, is_end
+from jaxmp.inspect.compiled.hlo import CONTROL, Array, HloProgram, Instruction, is_end
+from jaxmp.inspect.compiled.kernels import written_into
 
 _ALIASES = frozenset({"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier"})
 _INDEX = re.compile(r"index=(\d+)")
@@ -19,10 +20,10 @@ class Buffer:
     Attributes:
       bytes: its size.
       array: its dtype and shape.
-      made_by: what JAX calls the operation, with its modules.
+      made_by: JAX's name of the operation, with its modules.
       maker: the instruction that computes it; a loop, if its turns write into the buffer.
-      last: the last one that reads it, or itself.
-      start, end: the first and the last instruction of the schedule during which it is there.
+      last: the last instruction that reads it, or the maker.
+      start, end: the first and the last instruction of the schedule during which it exists.
     """
 
     bytes: float
@@ -34,56 +35,74 @@ class Buffer:
     end: int
 
 
-def peak(program: Program, computation: str = "") -> list[Buffer]:
-    """The buffers that are there at the moment when they are the most bytes, largest first.
+_Results = dict[str, list[Buffer | None]]
+"""The buffers of each result by the instruction's name; None stands for a parameter or a constant."""
 
-    ``program`` is a scheduled one, as XLA compiles for GPUs; ``computation`` is where to look, its entry by default.
-    Parameters, what is written into them, and constants are not counted. An elementwise kernel writes into an operand
-    that nobody reads afterwards. XLA packs the buffers by rules of its own, so that this is an estimate.
+
+def peak(program: HloProgram, computation: str = "") -> list[Buffer]:
+    """Return the buffers that exist when they are the most bytes, largest first.
+
+    This is an estimate: XLA packs buffers by rules of its own. Parameters, results that are written into them, and
+    constants are not counted. An elementwise kernel writes into an operand that nothing reads afterwards.
+
+    Args:
+      program: a scheduled program, as XLA compiles for GPUs.
+      computation: the computation to look at; its entry by default.
     """
-    instructions = list(program.computations[computation or program.entry].values())
-    held: dict[str, list[Buffer | None]] = {}  # the buffers of each result; None is a parameter's or a constant's
+    computation = computation or program.entry
+    instructions = list(program.computations[computation].values())
+    results: _Results = {}
     buffers: list[Buffer] = []
-    inner: dict[int, list[Buffer]] = {}
-    for position, each in enumerate(instructions):
-        read = [buffer for name in each.operands for buffer in held.get(name, [])]
-        for buffer in read:
-            if buffer is not None:
-                buffer.end, buffer.last = position, each
-        if each.opcode == "get-tuple-element" and (index := _INDEX.search(each.text)):
-            held[each.name] = read[int(index[1]) : int(index[1]) + 1]
-        elif each.opcode in _ALIASES or is_end(each.opcode):
-            held[each.name] = list(read)
-        else:
-            made = program.made_by(each).op_name or each.name
-            own = [Buffer(array.bytes, array, made, each, each, position, position) for array in each.arrays]
-            given = each.opcode in ("parameter", "constant")
-            held[each.name] = [None] * len(own) if given else [*own]
-            buffers += [] if given else own
-        if each.opcode == "while":
-            made = program.made_by(each).op_name or each.name
-            for number, buffer in enumerate(held[each.name]):
-                if buffer is not None and _is_written(program, each, number):
-                    buffer.maker, buffer.made_by = each, made
-        if each.opcode in CONTROL:
-            within = [peak(program, name) for name in program.bodies(each)]
-            inner[position] = max(within, key=_total, default=[])
-    for buffer in held[instructions[-1].name] if instructions else []:
+    inner_peaks: dict[int, list[Buffer]] = {}
+    for position, instruction in enumerate(instructions):
+        buffers += _run(program, instruction, position, results)
+        if instruction.opcode in CONTROL:
+            peaks = [peak(program, name) for name in program.bodies(instruction)]
+            inner_peaks[position] = max(peaks, key=_total, default=[])
+    for buffer in results[instructions[-1].name] if instructions else []:
         if buffer is not None and buffer.end == len(instructions) - 1:
             buffer.end = buffer.start - 1  # written into a donated parameter
-    _share(program, computation or program.entry, held, buffers)
-    moments = [[*inner.get(moment, [])] for moment in range(len(instructions))]
+    _share(program, computation, results, buffers)
+    moments = [list(inner_peaks.get(position, [])) for position in range(len(instructions))]
     for buffer in buffers:
-        for moment in range(buffer.start, buffer.end + 1):
-            moments[moment].append(buffer)
+        for position in range(buffer.start, buffer.end + 1):
+            moments[position].append(buffer)
     largest = max(moments, key=_total, default=[])
-    return sorted((each for each in largest if each.bytes), key=lambda buffer: buffer.bytes, reverse=True)
+    return sorted((buffer for buffer in largest if buffer.bytes), key=_size, reverse=True)
 
 
-def _is_written(program: Program, loop: Instruction, number: int) -> bool:
+def _run(program: HloProgram, instruction: Instruction, position: int, results: _Results) -> list[Buffer]:
+    """Add the buffers of an instruction's results to ``results``, and return those that are new."""
+    read = [buffer for name in instruction.operands for buffer in results.get(name, [])]
+    for buffer in read:
+        if buffer is not None:
+            buffer.end, buffer.last = position, instruction
+    name, opcode = instruction.name, instruction.opcode
+    made_by = program.made_by(instruction).op_name or name
+    index = _INDEX.search(instruction.text)
+    if opcode == "get-tuple-element" and index:
+        results[name] = read[int(index[1]) : int(index[1]) + 1]
+        return []
+    if opcode in _ALIASES or is_end(opcode):
+        results[name] = list(read)
+        if opcode == "while":
+            for number, buffer in enumerate(read):
+                if buffer is not None and _is_written(program, instruction, number):
+                    buffer.maker, buffer.made_by = instruction, made_by
+        return []
+    arrays = instruction.arrays
+    if opcode in ("parameter", "constant"):
+        results[name] = [None] * len(arrays)
+        return []
+    new = [Buffer(array.bytes, array, made_by, instruction, instruction, position, position) for array in arrays]
+    results[name] = [*new]
+    return new
+
+
+def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
     """Return whether the turns of a loop change an element of its carry."""
-    found = _BODY.search(loop.text)
-    body = program.computations[found[1]] if found else {}
+    match = _BODY.search(loop.text)
+    body = program.computations[match[1]] if match else {}
     (*_, root) = body.values()
     if root.opcode != "tuple":
         return True
@@ -95,32 +114,43 @@ def _is_written(program: Program, loop: Instruction, number: int) -> bool:
     return not (is_element and index is not None and int(index[1]) == number)
 
 
-def _share(program: Program, computation: str, held: dict[str, list[Buffer | None]], buffers: list[Buffer]) -> None:
-    """Ends each buffer that a loop fusion can write its result into one instruction early.
+def _share(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:
+    """End each buffer that a loop fusion can write its result into one instruction early.
 
-    XLA does so with what the fusion reads directly: not with one of several results, as a product of cuBLAS has. Into
-    what is updated in place, and into what a product adds to, it writes in any case.
+    XLA does so with buffers that the fusion reads directly, but not with one of several results, as a product of cuBLAS
+    has. An update in place, and a product that adds to an operand, always write into the buffer.
     """
     instructions = list(program.computations[computation].values())
-    places = {each.name: position for position, each in enumerate(instructions)}
-    made_at: dict[int, list[Buffer]] = {}
+    positions = {instruction.name: position for position, instruction in enumerate(instructions)}
+    new_at: dict[int, list[Buffer]] = {}
     for buffer in buffers:
-        made_at.setdefault(buffer.start, []).append(buffer)
-    for position, each in enumerate(instructions):
-        for operand, _ in program.written_into(computation, each).values():
-            for old in held.get(each.operands[operand], []):
-                if old is not None and old.end == position:
-                    old.end = position - 1
-        if each.opcode != "fusion" or "kind=kLoop" not in each.text:
-            continue
-        own = [
-            buffer for name in each.operands for buffer in held.get(name, []) if buffer and buffer.start == places[name]
-        ]
-        free = [buffer for buffer in own if buffer.end == position]
-        for made in made_at.get(position, []):
-            if match := next((buffer for buffer in free if buffer.bytes == made.bytes), None):
-                free.remove(match)
-                match.end = position - 1
+        new_at.setdefault(buffer.start, []).append(buffer)
+    for position, instruction in enumerate(instructions):
+        for operand, _ in written_into(program, computation, instruction).values():
+            for written in results.get(instruction.operands[operand], []):
+                if written is not None and written.end == position:
+                    written.end = position - 1
+        if instruction.opcode == "fusion" and "kind=kLoop" in instruction.text:
+            free = [
+                buffer
+                for name in instruction.operands
+                for buffer in results.get(name, [])
+                if buffer and buffer.start == positions[name] and buffer.end == position
+            ]
+            _reuse(free, new_at.get(position, []), position)
+
+
+def _reuse(free: list[Buffer], new: list[Buffer], position: int) -> None:
+    """End a free buffer of the same size early for each new one."""
+    for buffer in new:
+        same_size = [other for other in free if other.bytes == buffer.bytes]
+        if same_size:
+            free.remove(same_size[0])
+            same_size[0].end = position - 1
+
+
+def _size(buffer: Buffer) -> float:
+    return buffer.bytes
 
 
 def _total(buffers: list[Buffer]) -> float:

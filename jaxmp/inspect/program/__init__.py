@@ -1,1 +1,1 @@
-"""What the tools of inspect share to read a program: its equations, values, sums and products."""
+"""The parts that the tools of inspect share to read programs, and the findings of an audit."""

@@ -1,4 +1,4 @@
-"""What a call that is looked into takes and returns."""
+"""Calls of functions and train steps: their arguments, paths and results."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from jaxmp.optim.checks import require_loss
 from jaxmp.optim.scaling_state import get_loss_scale
 
 AS_WRITTEN = {"xla_allow_excess_precision": False}
-"""Compiler options: a value that is rounded to half is half, also where XLA would rather not round."""
+"""Compiler options that keep XLA from leaving out a rounding to half."""
 
 
 @runtime_checkable
-class Step(Protocol):
-    """A :class:`jaxmp.training.TrainStep`. Its module comes here when a run fails, and so is not imported here."""
+class TrainStepLike(Protocol):
+    """A :class:`jaxmp.training.TrainStep`, which is not imported because its module imports this one."""
 
     def require_state(self, state: Any) -> None:
-        """Raises if ``state`` is no :class:`jaxmp.TrainState`."""
+        """Raise if ``state`` is no :class:`jaxmp.TrainState`."""
 
     def placed_gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
-        """Loss, gradients of the scaled loss, new model state and metrics of a batch, on the mesh of the step."""
+        """Return loss, gradients of the scaled loss, new model state and metrics, on the mesh of the step."""
 
 
 @runtime_checkable
-class NNXStep(Protocol):
+class NNXTrainStepLike(Protocol):
     """A :class:`jaxmp.nnx.training.TrainStep`."""
 
     of_trees: Any
 
     def state_of(self, model: Any, optimizer: Any) -> Any:
-        """The state that the step of trees takes of a model and its optimizer."""
+        """Return the state of a model and its optimizer for the step of trees."""
 
 
 class StepCall(NamedTuple):
-    """A call of a train step that is looked into: the step of trees, its state and its batch."""
+    """A call of a train step: the step of trees, its state and its batch."""
 
     step: Any
     state: Any
@@ -49,7 +49,7 @@ class StepCall(NamedTuple):
 
     @property
     def rng(self) -> Any:
-        """The key that the loss function gets in this step."""
+        """The random key of the loss function in this step."""
         return None if self.state.rng is None else jax.random.split(self.state.rng)[1]
 
     @property
@@ -60,17 +60,17 @@ class StepCall(NamedTuple):
 
 def is_step(fun: Any) -> bool:
     """Return whether a function is a train step, of Linen's kind or NNX's."""
-    return isinstance(fun, (Step, NNXStep))
+    return isinstance(fun, (TrainStepLike, NNXTrainStepLike))
 
 
 def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
-    """A call of the train step ``fun``.
+    """Return a call of the train step ``fun``.
 
     Raises:
       TypeError: the arguments are not those of a step.
-      RuntimeError: a donating step has had the state.
+      RuntimeError: the state was donated to an earlier step.
     """
-    if isinstance(fun, NNXStep):
+    if isinstance(fun, NNXTrainStepLike):
         call = StepCall(fun.of_trees, fun.state_of(*args[:2]), *args[2:])
     else:
         call = StepCall(fun, *args)
@@ -81,7 +81,7 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
 
 
 def require_own_settings(**settings: Any) -> None:
-    """Raise if a setting that a train step has itself came with one."""
+    """Raise if a setting is given that a train step has itself."""
     for name, value in settings.items():
         if value is not None:
             raise ValueError(
@@ -90,54 +90,61 @@ def require_own_settings(**settings: Any) -> None:
 
 
 def named(args: Any) -> Any:
-    """Arguments that nobody else has, as a trace makes them, in which the modules of NNX models name their calls."""
+    """Let the modules of NNX models among the arguments put their calls in scopes.
+
+    The arguments must have no other owner.
+    """
     is_model = nnx_models.is_module
     return jax.tree.map(lambda node: nnx_models.with_scopes(node) if is_model(node) else node, args, is_leaf=is_model)
 
 
 def names_of_arguments(fun: Any) -> list[str]:
-    """What a function calls its arguments by position; nothing of one that is written in C."""
+    """Return the names of a function's positional arguments; none for a function written in C."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
 def argument_paths(fun: Any, args: Sequence[Any]) -> list[str]:
-    """Of each array among the arguments its path, which begins with what ``fun`` calls the argument."""
+    """Return the path of each array among the arguments, beginning with the name of the argument."""
     names = _name_or_number(fun, args)
     paths = [path for path, _ in jax.tree.leaves_with_path(tuple(args))]
     return ["/".join(filter(None, (names[path[0].idx], path_name(path[1:])))) for path in paths]
 
 
 def require_arguments_not_deleted(fun: Any, args: Sequence[Any]) -> None:
-    """Raises if a donating step has had an array among the arguments; the error names its path."""
+    """Raise if an array among the arguments was donated to an earlier step; the error names its path."""
     require_not_deleted(dict(zip(_name_or_number(fun, args), args, strict=False)))
 
 
 def _name_or_number(fun: Any, args: Sequence[Any]) -> list[str]:
-    named = names_of_arguments(fun)
-    return [*named, *map(str, range(len(named), len(args)))]
+    names = names_of_arguments(fun)
+    return [*names, *map(str, range(len(names), len(args)))]
 
 
 def differentiated(args: Sequence[Any]) -> list[int]:
-    """The numbers of the arrays that ``grad`` means: the floating ones of the first argument that has any."""
+    """Return the numbers of the arrays to differentiate by.
+
+    These are the floating arrays of the first argument that has any.
+    """
     leaves = jax.tree.leaves_with_path(tuple(args))
-    found = [(n, path[0].idx) for n, (path, leaf) in enumerate(leaves) if is_inexact(leaf)]
-    return [n for n, argument in found if argument == found[0][1]]
+    floats = [(n, path[0].idx) for n, (path, leaf) in enumerate(leaves) if is_inexact(leaf)]
+    return [n for n, argument in floats if argument == floats[0][1]]
 
 
 def is_inexact(value: Any) -> bool:
-    """Whether a value is floating or complex."""
+    """Return whether a value is floating or complex."""
     return bool(jnp.issubdtype(value.dtype if hasattr(value, "dtype") else jnp.result_type(value), jnp.inexact))
 
 
 def loss_and_rest(result: Any) -> tuple[Any, list[Any]]:
-    """The loss that a function returns, alone or first in a tuple, and the rest.
+    """Return the loss of a function's result, alone or first in a tuple, and the rest.
 
     Raises:
-      TypeError: it is no floating scalar.
+      TypeError: the loss is no floating scalar.
     """
     loss, *rest = result if isinstance(result, (tuple, list)) and result else (result,)
     return require_loss(loss, "return the loss, or (loss, …), or ask for the results alone: grad=False"), rest

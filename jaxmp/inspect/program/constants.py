@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmp.inspect.program.evidence import EXACT, Audited, Found, rounded_to
-from jaxmp.inspect.program.values import Value, constant, is_zero, origins
+from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults, rounded_to
+from jaxmp.inspect.program.values import Value, constant, is_move_or_cast, is_zero, origins
 
 _POLES = {"div": 1, "log": 0, "log2": 0, "sqrt": 0, "rsqrt": 0}
 """Operations that an epsilon keeps from 0, and the operand that it is added to; a root for its derivative."""
@@ -17,40 +17,42 @@ _BOUNDS = frozenset({"max", "min", "clamp", "reduce_max", "reduce_min"})
 """Moves that compare a constant with other operands, and need not return it."""
 
 
-def vanishing_constants(audited: Audited) -> Found:
+def vanishing_constants(audited: Audited) -> Faults:
     """Find constants that a cast to half makes 0, such as an epsilon, or 1, such as a decay."""
     remedy = "use a larger constant, or compute this in float32"
     for value, numbers, rounded in _cast_constants(audited):
         if np.any(numbers != 0) and np.all(rounded == 0):
-            yield value.at, _lost(value, numbers, "0"), remedy
+            yield Fault(value.at, _lost(value, numbers, "0"), remedy)
         if np.all((numbers > 0.5) & (numbers < 1) & (rounded == 1)):
-            yield value.at, _lost(value, numbers, "1"), "use a smaller constant, or compute this in float32"
+            smaller = "use a smaller constant, or compute this in float32"
+            yield Fault(value.at, _lost(value, numbers, "1"), smaller)
     for value in audited.values.all:
         if value.name not in _POLES:
             continue
-        for source in origins(value.inputs[_POLES[value.name]], lambda each: each.is_move or each.is_cast):
+        for source in origins(value.inputs[_POLES[value.name]], is_move_or_cast):
             # JAX rounds a literal while it traces, and nobody writes 0 there. An optimizer's eps_root may be 0, but it
             # is not in float16.
             if source.name == "add" and source.dtype == np.float16 and any(map(is_zero, source.inputs)):
-                yield source.at, f"0 is added before {value.name}: an epsilon that is 0 in float16", remedy
+                what = f"0 is added before {value.name}: an epsilon that is 0 in float16"
+                yield Fault(source.at, what, remedy)
 
 
-def overflowing_constants(audited: Audited) -> Found:
+def overflowing_constants(audited: Audited) -> Faults:
     """Find constants that a cast to half makes infinite, such as those of masks."""
     for value, numbers, rounded in _cast_constants(audited):
         if np.any(np.isfinite(numbers) & np.isinf(rounded)):
             remedy = "use jnp.finfo(x.dtype).min or .max, or compute this in float32"
-            yield value.at, _lost(value, numbers, "infinite"), remedy
+            yield Fault(value.at, _lost(value, numbers, "infinite"), remedy)
 
 
-def inexact_integers(audited: Audited) -> Found:
+def inexact_integers(audited: Audited) -> Faults:
     """Find an iota or constant integers in half beyond the range in which half has all integers."""
     for value in audited.values.all:
         if not value.is_half:
             continue
         largest, exact = _largest_integer(value), EXACT[value.dtype.name]
         if largest > exact:
-            yield (
+            yield Fault(
                 value.at,
                 f"integers up to {largest:,} in {value.dtype.name}, exact up to {exact:,} only",
                 "compute with them in float32 or as integers, and cast the result",
@@ -61,7 +63,7 @@ def _largest_integer(value: Value) -> int:
     """Return the largest integer of an iota or an integer constant, 0 for other values."""
     source = value
     if value.is_cast and not value.inputs[0].is_half:
-        while len(source.inputs) == 1 and (source.is_move or source.is_cast):
+        while len(source.inputs) == 1 and is_move_or_cast(source):
             (source,) = source.inputs
     if source.name == "iota":
         return int(source.shape[source.at.eqn.params["dimension"]]) - 1
@@ -78,11 +80,16 @@ def _cast_constants(audited: Audited) -> Iterator[tuple[Value, NDArray[np.float6
         if not (value.is_half and value.is_cast) or value.inputs[0].is_half:
             continue
         source = value.inputs[0]
-        is_alone = constant(source) is not None
-        for each in [source] if is_alone else origins(source, lambda each: each.is_move and each.name not in _BOUNDS):
-            numbers = constant(each)
+        sources = [source] if constant(source) is not None else origins(source, _returns_each)
+        for origin in sources:
+            numbers = constant(origin)
             if numbers is not None and numbers.size and jnp.issubdtype(numbers.dtype, jnp.number):
                 yield value, numbers.astype(np.float64), rounded_to(value.dtype, numbers.astype(np.float64))
+
+
+def _returns_each(value: Value) -> bool:
+    """Return whether a value may have the elements of each of its operands."""
+    return value.is_move and value.name not in _BOUNDS
 
 
 def _lost(value: Value, numbers: NDArray[np.float64], what: str) -> str:

@@ -1,4 +1,4 @@
-"""The equations of a program, each in its place: in which bodies it stands, whose code it is, how often it runs."""
+"""The equations of a program, with their scopes, source lines and phases."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax import equations
+from jaxmp._internals.jax.equations import Bodies, bodies_of
+from jaxmp._internals.jax.sources import Names, scopes_and_transforms, source_of, user_source_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.nnx import run as nnx_run
 
 Key = tuple[int, ...]
-"""Where an equation stands: its number, after those of each equation and body around it."""
+"""The place of an equation: its number in its body, after those of each equation and body around it."""
+
+CALL_SCOPE = "jaxmp.call:"
+"""The start of the scope that stands around each call of a module, so that calls can be told apart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """An equation in its place.
+class EquationPlace:
+    """An equation and its place in the program.
 
     Attributes:
-      key: what tells it from all others of the program; keys in order are the equations in program order.
+      key: its place as numbers; keys sort as the equations do in the program.
       eqn: the equation.
-      names: the scopes around it, those around the bodies that it is in included, and the marks of jaxmp.
-      source: the user's file and line, ``"package/module.py:12"``, or that of the library where JAX has forgotten who
-        called it (under checkpoint); empty where it knows none.
-      phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, with what is computed again for it) or
-        ``"update"`` (computed from gradients).
-      turns: how often each loop around it turns, outermost first; None where only the run tells.
-      bodies: what it consists of; None for one operation.
+      names: the scopes around it and around its bodies, and the marks of jaxmp.
+      source: the user's file and line, ``"package/module.py:12"``, or a library's line if JAX does not know the caller
+        (under checkpoint); empty if it knows none.
+      phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, or computed again for it) or ``"update"``
+        (computed from gradients).
+      turns: the number of turns of each loop around it, outermost first; None if it is unknown before the run.
+      bodies: the bodies of an equation that consists of others; None for one operation.
     """
 
     key: Key
     eqn: Any
-    names: reading.Names
+    names: Names
     source: str
     phase: str
     turns: tuple[int | None, ...]
-    bodies: reading.Bodies | None
+    bodies: Bodies | None
 
     @property
     def path(self) -> str:
@@ -50,17 +55,14 @@ class Place:
 
     @property
     def count(self) -> int | None:
-        """How often it runs; None where only the run tells."""
+        """How often it runs; None if that is unknown before the run."""
         turns = [turn for turn in self.turns if turn is not None]
         return math.prod(turns) if len(turns) == len(self.turns) else None
 
 
-def path_in(names: reading.Names) -> str:
-    """The path that scopes make, without jaxmp's marks and JAX's own."""
+def path_in(names: Names) -> str:
+    """Return the path that scopes make, without jaxmp's marks and JAX's own scopes."""
     return "/".join(filter(_is_named, names))
-
-
-_CALL = "jaxmp.call:"
 
 
 def _is_named(name: str) -> bool:
@@ -68,109 +70,138 @@ def _is_named(name: str) -> bool:
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any]:
-    """The open jaxpr of a call, its constants, and the structure of its results; ``args`` may be shapes.
+    """Return the open jaxpr of a call, its constants, and the structure of its results.
 
-    Each call of a Linen module, and of an NNX one under a policy, stands in a scope of its own, so that two calls of
-    one module can be told apart.
+    Each call of a Linen module, and of an NNX module under a policy, stands in a scope of its own.
+
+    Args:
+      fun: the function.
+      args: its positional arguments, arrays or shapes.
     """
     number = itertools.count()
 
-    def called(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        with jax.named_scope(f"{_CALL}{next(number)}"):
+    def in_call_scope(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        with jax.named_scope(f"{CALL_SCOPE}{next(number)}"):
             return method(*args, **kwargs)
 
     token = nnx_run.numbers.set(itertools.count())
     try:
-        with nn.intercept_methods(called):
+        with nn.intercept_methods(in_call_scope):
             closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     finally:
         nnx_run.numbers.reset(token)
-    return *reading.opened(closed), jax.tree.structure(shapes)
+    return *equations.opened(closed), jax.tree.structure(shapes)
 
 
-def places(jaxpr: Any) -> list[Place]:
-    """Every equation in program order, one with bodies before what is in them.
+def places(jaxpr: Any) -> list[EquationPlace]:
+    """Return every equation in program order, an equation with bodies before the equations in them.
 
-    The bodies of ``jit``, ``checkpoint``, loops, branches and of functions with derivative rules are looked into; of a
-    rule itself the equations are there once the function is differentiated.
+    The bodies of ``jit``, ``checkpoint``, loops, branches and functions with derivative rules are included. The
+    equations of a derivative rule are there once the function is differentiated.
     """
-    found: list[Place] = []
-    opened, _ = reading.opened(jaxpr)
-    _collect(opened, _Around(), [False] * len(opened.invars), found)
-    return found
+    opened, _ = equations.opened(jaxpr)
+    collected: list[EquationPlace] = []
+    _collect(opened, _Around(), [False] * len(opened.invars), collected)
+    return collected
 
 
 class _Around(NamedTuple):
-    """What a body has around it."""
+    """The place of the equation around a body."""
 
     key: Key = ()
-    names: reading.Names = ()
+    names: Names = ()
     source: str = ""
     phase: str = "forward"
     turns: tuple[int | None, ...] = ()
 
 
-def _collect(jaxpr: Any, around: _Around, late: Sequence[bool], found: list[Place]) -> list[bool]:
-    """Adds the places of a body, some of whose inputs are computed from gradients; returns which of its results are."""
+def _collect(jaxpr: Any, around: _Around, inputs: Sequence[bool], collected: list[EquationPlace]) -> list[bool]:
+    """Collect the places of a body.
+
+    ``inputs`` says which inputs of the body are computed from gradients; the result says it of its results.
+    """
     numbers = itertools.count()
 
-    def equation(eqn: Any, is_late: list[bool]) -> list[bool]:
-        names, transforms = reading.scopes_and_transforms(eqn)
-        phase = around.phase
-        if phase == "forward" and "transpose" in transforms:
-            phase = "backward"
-        elif phase == "forward" and any(is_late) and "jvp" not in transforms:
-            phase = "update"
-        bodies = reading.bodies_of(eqn)
-        key, names = (*around.key, next(numbers)), (*around.names, *names)
-        source = reading.user_source_of(eqn) or around.source or reading.source_of(eqn)
-        found.append(Place(key, eqn, names, source, phase, around.turns, bodies))
-        results = [phase != "forward"] * len(eqn.outvars)
-        for index, inner in enumerate(bodies.jaxprs if bodies else ()):
-            body = reading.opened(inner)[0]
-            inside = _Around((*key, index), names, source, phase, (*around.turns, *turns_of(eqn)))
-            if bodies is not None and bodies.kind == "call" and phase != "backward":
-                # A jitted train step is no update as a whole: its operands and results count one by one.
-                results = _collect(body, inside._replace(phase=around.phase), is_late, found)
-            else:
-                within = _collect(body, inside, [False] * len(body.invars), found)
-                if bodies is not None and bodies.kind != "call" and len(within) == len(results):  # no condition
-                    results = [one or other for one, other in zip(results, within, strict=True)]
-        return results
+    def equation(eqn: Any, operands: list[bool]) -> list[bool]:
+        names, transforms = scopes_and_transforms(eqn)
+        place = EquationPlace(
+            key=(*around.key, next(numbers)),
+            eqn=eqn,
+            names=(*around.names, *names),
+            source=user_source_of(eqn) or around.source or source_of(eqn),
+            phase=_phase(around.phase, transforms, any(operands)),
+            turns=around.turns,
+            bodies=bodies_of(eqn),
+        )
+        collected.append(place)
+        return _collect_bodies(place, around.phase, operands, collected)
 
-    return interpreted(jaxpr, [False] * len(jaxpr.constvars), late, equation, lambda atom: False)
+    return interpreted(jaxpr, [False] * len(jaxpr.constvars), inputs, equation, lambda atom: False)
+
+
+def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
+    if around != "forward":
+        return around
+    if "transpose" in transforms:
+        return "backward"
+    return "update" if has_gradients and "jvp" not in transforms else "forward"
+
+
+def _collect_bodies(
+    place: EquationPlace, phase_around: str, operands: list[bool], collected: list[EquationPlace]
+) -> list[bool]:
+    """Collect the bodies of an equation; return which of its results are computed from gradients."""
+    results = [place.phase != "forward"] * len(place.eqn.outvars)
+    if place.bodies is None:
+        return results
+    is_call = place.bodies.kind == "call"
+    for index, inner in enumerate(place.bodies.jaxprs):
+        body, _ = equations.opened(inner)
+        turns = (*place.turns, *turns_of(place.eqn))
+        inside = _Around((*place.key, index), place.names, place.source, place.phase, turns)
+        if is_call and place.phase != "backward":
+            # A jitted train step is no update as a whole: its operands and results count one by one.
+            results = _collect(body, inside._replace(phase=phase_around), operands, collected)
+            continue
+        from_body = _collect(body, inside, [False] * len(body.invars), collected)
+        is_condition = len(from_body) != len(results)
+        if not is_call and not is_condition:
+            results = [before or now for before, now in zip(results, from_body, strict=True)]
+    return results
 
 
 def turns_of(eqn: Any) -> tuple[int | None, ...]:
-    """How often the bodies of an equation turn each time that it runs: nothing for what is no loop."""
+    """Return how often the bodies of a loop turn each time that it runs; nothing for other equations."""
     if eqn.primitive.name == "scan":
         return (eqn.params["length"],)
     return (None,) if eqn.primitive.name == "while" else ()
 
 
-def paths_left(names: reading.Names, readers: Iterable[reading.Names]) -> list[str]:
-    """The modules and named scopes that a value leaves on its way to its readers, the innermost first.
+def paths_left(names: Names, readers: Iterable[Names]) -> list[str]:
+    """Return the modules and named scopes that a value leaves, the innermost first.
 
     Args:
-      names: the scopes in which it is made.
-      readers: those of each equation that reads it.
+      names: the scopes in which it is computed.
+      readers: the scopes of each equation that reads it.
     """
-    inside = min((_shared(names, each) for each in readers), default=len(names))
-    return [path_in(names[:stop]) for stop in range(len(names), inside, -1) if _is_left(names, stop)]
+    shared = min((_shared(names, reader) for reader in readers), default=len(names))
+    return [path_in(names[:stop]) for stop in range(len(names), shared, -1) if _is_left(names, stop)]
 
 
-def is_entered(names: reading.Names, reader: reading.Names) -> bool:
+def is_entered(names: Names, reader: Names) -> bool:
     """Return whether ``reader`` is in a module or named scope that ``names`` is not in."""
     return any(map(_is_named, reader[_shared(names, reader) :]))
 
 
-def _is_left(names: reading.Names, stop: int) -> bool:
-    """Whether who leaves the scope ``names[stop - 1]`` leaves a module or a named scope: of a module its call."""
-    own, inner = names[stop - 1], names[stop : stop + 1]
-    return own.startswith(_CALL) or (_is_named(own) and not any(name.startswith(_CALL) for name in inner))
+def _is_left(names: Names, stop: int) -> bool:
+    """Return whether leaving the scope ``names[stop - 1]`` leaves a module or a named scope."""
+    scope, inner = names[stop - 1], names[stop : stop + 1]
+    return scope.startswith(CALL_SCOPE) or (_is_named(scope) and not any(name.startswith(CALL_SCOPE) for name in inner))
 
 
-def _shared(names: reading.Names, others: reading.Names) -> int:
-    """How many scopes two places share."""
-    pairs = zip(names, others, strict=False)
-    return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(names), len(others)))
+def _shared(names: Names, others: Names) -> int:
+    """Return how many scopes two places share."""
+    count = 0
+    while count < min(len(names), len(others)) and names[count] == others[count]:
+        count += 1
+    return count

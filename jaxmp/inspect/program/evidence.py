@@ -1,32 +1,47 @@
-"""What findings are read from: a program, and what else is known of its call."""
+"""The facts about a program and its call that findings are read from."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.inspect.program.equations import Place
+from jaxmp.inspect.program.equations import EquationPlace
 from jaxmp.inspect.program.values import Value, Values
 from jaxmp.inspect.traffic import Collective
 
 EXACT = {"float16": 2**11, "bfloat16": 2**8}
-"""Up to where a half dtype has all integers."""
-Found = Iterable[tuple[Place | tuple[str, str], str, str]]
-"""Of each finding its place, or its path and source, what is wrong, and the remedy."""
+"""The largest number up to which a half dtype has all integers."""
+
+
+class Fault(NamedTuple):
+    """Something wrong, as a finder reports it.
+
+    Attributes:
+      where: the equation, or a path and a source line.
+      what: a sentence that says what is wrong.
+      remedy: a sentence that says what to do.
+    """
+
+    where: EquationPlace | tuple[str, str]
+    what: str
+    remedy: str
+
+
+Faults = Iterable[Fault]
 
 
 def rounded_to(dtype: np.dtype, numbers: Any) -> Any:
-    """Numbers, or one, as a half dtype has them, in float64."""
+    """Return numbers as a half dtype has them, in float64."""
     with np.errstate(over="ignore", under="ignore"):
         return np.asarray(numbers).astype(np.float32).astype(dtype).astype(np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What devices send each other.
+    """The arrays that devices send each other in one kind of collective.
 
     Attributes:
       row: the operations.
@@ -43,7 +58,7 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """What an argument of the program is: ``"params"``, ``"optimizer"`` or ``"statistics"``, and its name."""
+    """The role of an argument, ``"params"``, ``"optimizer"`` or ``"statistics"``, and its name."""
 
     role: str
     path: tuple[str, ...]
@@ -51,19 +66,19 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Audited:
-    """What findings are read from.
+    """The facts that findings are read from.
 
     Attributes:
-      values: of the program.
-      products: each product's value, and what the audit says of it.
-      arguments: what each argument is, None where nothing tells.
-      kinds: of each argument its kind as :func:`jaxmp.inspect.memory` has it; None where nothing tells.
-      weights: which operands of a product may be its weight, see :func:`jaxmp.inspect.program.products.weights_in`.
-      policy: what the author declares; None for nothing.
-      has_loss_scale: None where no loss scale is among the arguments.
-      repeated: the casts in loops of the compiled program; None where there is none.
-      on_cpu: whether it was compiled for one.
-      sent: over the axes that the batch is split over; nothing where nothing was compiled.
+      values: the values of the program.
+      products: each product's value, and its row in the audit.
+      arguments: the role of each argument, or None if it is unknown.
+      kinds: the kind of each argument as :func:`jaxmp.inspect.memory` has it, or None if it is unknown.
+      weights: which operands of a product may be its weight, see :func:`jaxmp.inspect.program.weights.weights_in`.
+      policy: the policy that the author declares, or None.
+      has_loss_scale: None if no loss scale is among the arguments.
+      repeated: tells which casts the compiled program repeats in loops; None if nothing was compiled.
+      on_cpu: whether the program is for a CPU.
+      sent: collectives over the axes that the batch is split over; empty if nothing was compiled.
     """
 
     values: Values
@@ -83,11 +98,13 @@ class Audited:
         return any(value.is_half for product, _ in self.products for value in product.inputs)
 
     def policies_of(self, path: tuple[str, ...]) -> list[Any]:
-        """The policies that are declared for a path, whose first names may be scopes around the model.
+        """Return the policies that are declared for a path, whose first names may be scopes around the model.
 
-        Of a PolicyMap those of overrides, or its default; nothing where nothing is declared.
+        For a PolicyMap these are the policies of matching overrides, or its default.
         """
+        if self.policy is None:
+            return []
         if not hasattr(self.policy, "resolve"):
-            return [] if self.policy is None else [self.policy]
-        found = [self.policy.resolve(path[start:]) for start in range(len(path) + 1)]
-        return [policy for policy, pattern in found if pattern is not None] or [self.policy.root]
+            return [self.policy]
+        resolved = [self.policy.resolve(path[start:]) for start in range(len(path) + 1)]
+        return [policy for policy, pattern in resolved if pattern is not None] or [self.policy.root]

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxmp._internals.flax.nnx import is_pytree_class
 from jaxmp._internals.flax.nnx_variables import is_module as is_module
-from jaxmp.inspect.program.equations import _CALL
+from jaxmp.inspect.program.equations import CALL_SCOPE
 from jaxmp.nnx.run import decision_of
 from jaxmp.policy.patterns import Path
 
@@ -26,22 +26,27 @@ _number = itertools.count()
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Model:
+    """An NNX model without its arrays."""
+
     graphdef: Any
 
     def opened(self, parts: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """What is differentiated, and what makes the model of it."""
+        """Return the Params, and a function that makes the model of Params."""
         params, others = parts
         return params, lambda params: with_scopes(nnx.merge(self.graphdef, params, others))
 
 
 def arrays_of(model: Any) -> tuple[Any, Any]:
-    """What a model is apart from its arrays, and these: its Params, and all others."""
+    """Return a model without its arrays, and the arrays: its Params, and all others."""
     graphdef, *parts = nnx.split(model, nnx.Param, ..., graph=True)
     return _Model(graphdef), tuple(map(nnx.as_pure, parts))
 
 
 def with_scopes(model: Any) -> Any:
-    """A model that nobody else has, whose modules below the root name their calls; those under a policy do anyway."""
+    """Let the modules of a model put their calls in scopes, and return the model.
+
+    The model must have no other owner. The root has no scope; modules under a policy name their calls already.
+    """
     for path, module in nnx.iter_modules(model):
         if path and callable(module) and decision_of(module) is None:
             object.__setattr__(module, "__class__", _scoped(type(module), tuple(map(str, path))))
@@ -50,18 +55,21 @@ def with_scopes(model: Any) -> Any:
 
 @functools.cache
 def _scoped(bare: Any, path: Path) -> Any:
+    """Return a subclass of a module's class whose calls stand in the scope of a path."""
+
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         around = _caller.get()
         inside = path[len(around) :] if path[: len(around)] == around else path
         token = _caller.set(path)
         try:
-            with jax.named_scope("/".join((*inside, f"{_CALL}{next(_number)}"))):
+            with jax.named_scope("/".join((*inside, f"{CALL_SCOPE}{next(_number)}"))):
                 return bare.__call__(self, *args, **kwargs)
         finally:
             _caller.reset(token)
 
     def fill(namespace: dict[str, Any]) -> None:
-        namespace |= {"__call__": functools.wraps(bare.__call__)(call), "__module__": bare.__module__}
-        namespace |= {"__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
+        namespace["__call__"] = functools.wraps(bare.__call__)(call)
+        for name in ("__module__", "__qualname__", "__doc__"):
+            namespace[name] = getattr(bare, name)
 
     return types.new_class(bare.__name__, (bare,), {"pytree": is_pytree_class(bare)}, fill)

@@ -1,7 +1,7 @@
-"""Run a program one equation at a time, with a flag for each result: whether it is finite.
+"""Run a program one equation at a time, with a flag for each result that says whether it is finite.
 
-Each equation is compiled alone, and equal equations share a compiled program. So compiling takes as long as the
-distinct equations of a program. As one program, the flags of all equations would make XLA compute long chains of
+Each equation is compiled alone, and equal equations share a compiled program, so compiling takes as long as the
+distinct equations of a program. In one program with the flags of all equations, XLA would compute long chains of
 operations again for each flag.
 
 A long scan without loops or branches in its body runs as one program, with the flags of all equations in all turns: a
@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.bodies import bound
+from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
@@ -37,7 +37,7 @@ class Moment(NamedTuple):
     """An equation and the time at which it runs.
 
     Attributes:
-      key: as in :class:`jaxmp.inspect.program.equations.Place`.
+      key: as in :class:`jaxmp.inspect.program.equations.EquationPlace`.
       turns: the index into the inputs of each scan around it, outermost first.
       while_turn: the turn of the innermost while loop; -1 outside of one.
     """
@@ -69,15 +69,24 @@ def run(
     A long scan runs as one program. Of its operations ``visit`` sees those that fail in some turn, without operands and
     results, and in the turns that ``wanted`` names all operations with theirs.
     """
-    shardings = [getattr(value, "sharding", None) for value in (*consts, *args)]
-    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+    mesh = _mesh_of((*consts, *args))
     stepping = _Stepping(visit, wanted, waits=mesh is not None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
 
 
+def _mesh_of(values: Sequence[Any]) -> Mesh | None:
+    """Return the mesh of the first array that lies on one."""
+    for value in values:
+        sharding = getattr(value, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
 class _Stepping:
+    """A run of a program one equation at a time."""
+
     def __init__(self, visit: Visit, wanted: Collection[At], waits: bool) -> None:
         self.visit = visit
         self.wanted = wanted
@@ -92,7 +101,7 @@ class _Stepping:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(atom: Any) -> Any:
-            return np.asarray(atom.val, atom.aval.dtype) if reading.is_literal(atom) else values[atom]
+            return np.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
 
         for number, (eqn, unused) in enumerate(zip(jaxpr.eqns, self.unused[jaxpr], strict=True)):
             results = self.equation(eqn, [read(atom) for atom in eqn.invars], around.inside(number))
@@ -102,15 +111,15 @@ class _Stepping:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: Any, operands: list[Any], moment: Moment) -> list[Any]:
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn):
             return self.operation(eqn, operands, moment)
         if bodies.kind == "call":
-            return self.body(*reading.opened(bodies.jaxprs[0]), operands, moment.inside(0))
+            return self.body(*opened(bodies.jaxprs[0]), operands, moment.inside(0))
         if bodies.kind == "cond":
             branch = int(operands[0])
             self.branches.setdefault((moment.key, moment.turns), set()).add(branch)
-            return self.body(*reading.opened(bodies.jaxprs[branch]), operands[1:], moment.inside(branch))
+            return self.body(*opened(bodies.jaxprs[branch]), operands[1:], moment.inside(branch))
         if bodies.kind == "while":
             return self.while_loop(bodies, operands, moment)
         return self.scan(eqn, bodies, operands, moment)
@@ -125,8 +134,8 @@ class _Stepping:
         self.visit(moment, eqn, operands, results, flags)
         return results
 
-    def while_loop(self, bodies: reading.Bodies, operands: list[Any], moment: Moment) -> list[Any]:
-        condition, step = (reading.opened(jaxpr) for jaxpr in bodies.jaxprs)
+    def while_loop(self, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
+        condition, step = (opened(jaxpr) for jaxpr in bodies.jaxprs)
         for_condition, for_step = operands[: bodies.consts], operands[bodies.consts : bodies.start]
         carry, turn = operands[bodies.start :], 0
         while True:
@@ -137,24 +146,24 @@ class _Stepping:
             carry = self.body(*step, [*for_step, *carry], now.inside(1))
             turn += 1
 
-    def scan(self, eqn: Any, bodies: reading.Bodies, operands: list[Any], moment: Moment) -> list[Any]:
+    def scan(self, eqn: Any, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
         length = eqn.params["length"]
         if not length:
             return self.operation(eqn, operands, moment)
-        jaxpr, consts = reading.opened(bodies.jaxprs[0])
+        jaxpr, consts = opened(bodies.jaxprs[0])
         stop = bodies.start + bodies.carry
         fixed, carry, inputs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
         if length >= _LONG and not self.waits and _is_plain(jaxpr):
             return self.long_scan(eqn, bodies, operands, moment)
         stacks: list[Any] | None = None
-        for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        for turn in _turns_in_order(eqn):
             now = moment._replace(turns=(*moment.turns, turn)).inside(0)
             results = self.body(jaxpr, consts, [*fixed, *carry, *_elements(inputs, turn)], now)
             carry, outputs = results[: bodies.carry], results[bodies.carry :]
             stacks = _stored(_repeated(outputs, length) if stacks is None else stacks, outputs, turn)
         return [*carry, *(stacks or [])]
 
-    def long_scan(self, eqn: Any, bodies: reading.Bodies, operands: list[Any], moment: Moment) -> list[Any]:
+    def long_scan(self, eqn: Any, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
         """Run a scan as one program, and then the wanted turns of it one equation at a time."""
         loop = _flagged_scan(Operation(eqn))
         carry, outputs, flags, carries = loop(operands)
@@ -163,16 +172,10 @@ class _Stepping:
             for operation, of_all_turns in zip(loop.operations, flags, strict=True)
             if any(flag is not None and np.any(flag) for flag in of_all_turns)
         ]
-        depth = len(moment.turns)
-        wanted_turns = {
-            turns[depth]
-            for key, turns in self.wanted
-            if key[: len(moment.key)] == moment.key and turns[:depth] == moment.turns and len(turns) > depth
-        }
-        jaxpr, consts = reading.opened(bodies.jaxprs[0])
+        wanted_turns = self._wanted_turns(moment)
+        jaxpr, consts = opened(bodies.jaxprs[0])
         fixed, inputs = operands[: bodies.start], operands[bodies.start + bodies.carry :]
-        length = eqn.params["length"]
-        for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        for turn in _turns_in_order(eqn):
             now = moment._replace(turns=(*moment.turns, turn)).inside(0)
             if turn in wanted_turns:
                 self.body(jaxpr, consts, [*fixed, *_elements(carries, turn), *_elements(inputs, turn)], now)
@@ -181,6 +184,22 @@ class _Stepping:
                 of_turn = [None if flag is None else flag[turn] for flag in of_all_turns]
                 self.visit(now._replace(key=(*now.key, *numbers)), inner, [], [], of_turn)
         return [*carry, *outputs]
+
+    def _wanted_turns(self, moment: Moment) -> set[int]:
+        """Return the turns of a scan in which an operation is wanted."""
+        depth = len(moment.turns)
+        turns = set[int]()
+        for key, turns_around in self.wanted:
+            is_inside = key[: len(moment.key)] == moment.key and len(turns_around) > depth
+            if is_inside and turns_around[:depth] == moment.turns:
+                turns.add(turns_around[depth])
+        return turns
+
+
+def _turns_in_order(scan: Any) -> range:
+    """Return the indices of the turns of a scan in the order in which they run."""
+    turns = range(scan.params["length"])
+    return turns[::-1] if scan.params["reverse"] else turns
 
 
 class _FlaggedScan:
@@ -191,7 +210,7 @@ class _FlaggedScan:
     """
 
     def __init__(self, eqn: Any) -> None:
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         assert bodies is not None
         self.bodies = bodies
         self.params = {"length": eqn.params["length"], "reverse": eqn.params["reverse"]}
@@ -207,7 +226,7 @@ class _FlaggedScan:
         bodies = self.bodies
         stop = bodies.start + bodies.carry
         fixed, first, inputs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
-        jaxpr, consts = reading.opened(bodies.jaxprs[0])
+        jaxpr, consts = opened(bodies.jaxprs[0])
 
         def turn(carry: list[Any], elements: list[Any]) -> Any:
             self.operations = []
@@ -222,9 +241,9 @@ class _FlaggedScan:
 
         def equation(eqn: Any, operands: list[Any]) -> Any:
             key = (*around, next(numbers))
-            bodies = reading.bodies_of(eqn)
+            bodies = bodies_of(eqn)
             if bodies is not None and not is_whole(eqn):
-                return self._body(*reading.opened(bodies.jaxprs[0]), operands, (*key, 0), flags)
+                return self._body(*opened(bodies.jaxprs[0]), operands, (*key, 0), flags)
             with in_place_of(eqn):
                 results = bound(eqn, operands, eqn.params)
             results = [lax.optimization_barrier(result) if is_inexact(result) else result for result in results]
@@ -243,23 +262,23 @@ def _flagged_scan(operation: Operation) -> _FlaggedScan:
 def _is_plain(jaxpr: Any) -> bool:
     """Return whether a body has no loops and no branches."""
     for eqn in jaxpr.eqns:
-        bodies = reading.bodies_of(eqn)
+        bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn):
             continue
-        if bodies.kind != "call" or not _is_plain(reading.opened(bodies.jaxprs[0])[0]):
+        if bodies.kind != "call" or not _is_plain(opened(bodies.jaxprs[0])[0]):
             return False
     return True
 
 
 def _unused_after(jaxpr: Any) -> list[list[Any]]:
-    """The variables that nothing reads after each equation."""
+    """Return for each equation the variables that nothing reads after it."""
     last = {}
     for number, eqn in enumerate(jaxpr.eqns):
         for atom in (*eqn.invars, *eqn.outvars):
-            if not reading.is_literal(atom):
+            if not is_literal(atom):
                 last[atom] = number
     for atom in jaxpr.outvars:
-        if not reading.is_literal(atom):
+        if not is_literal(atom):
             last.pop(atom, None)
     unused: list[list[Any]] = [[] for _ in jaxpr.eqns]
     for var, number in last.items():

@@ -1,4 +1,4 @@
-"""Sums in half of more terms than it counts: of one operation, and of what a loop adds to in every turn."""
+"""Find sums in half of more terms than half counts, in one operation or in a loop."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jaxmp._internals.jax import reading
+from jaxmp._internals.jax.equations import opened
 from jaxmp.inspect.program.equations import turns_of
-from jaxmp.inspect.program.evidence import EXACT, Audited, Found
-from jaxmp.inspect.program.values import JOIN, TURN, TURNS, Value, Values, is_zero, leading_to
+from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults
+from jaxmp.inspect.program.values import JOIN, TURN, TURNS, Value, Values, is_move_or_cast, is_zero, leading_to
 
 _SCATTERS = frozenset({"scatter-add", "scatter-sub"})
 _WRITES = frozenset({"dynamic_update_slice", "scatter"}) | _SCATTERS
@@ -17,28 +17,31 @@ _REMEDY = "sum in float32: cast before, or pass dtype=jnp.float32"
 _CARRIED = "carry the sum in float32; if it is the gradient of what every turn reads, cast that inside the loop"
 
 
-def half_sums(audited: Audited) -> Found:
-    """Sums of one operation, or of one that a loop repeats."""
-    read = {each for value in audited.values.all for each in value.inputs} | set(audited.values.results)
+def half_sums(audited: Audited) -> Faults:
+    """Find sums of one operation, and sums that a loop carries."""
+    operands = set(audited.values.results)
     for value in audited.values.all:
-        if not value.is_half or not value.place or not (value.reader or value in read):
-            continue  # derivatives of maxima count their ties, read or not
-        if (count := terms(value)) > EXACT[value.dtype.name]:
-            yield value.place, f"{value.name} {_of(count, value.dtype.name)}", _REMEDY
+        operands.update(value.inputs)
+    for value in audited.values.all:
+        if not value.is_half or not value.place or not (value.reader or value in operands):
+            continue  # the derivative of a maximum counts ties, even if nothing reads the count
+        count, dtype = terms(value), value.dtype.name
+        if count > EXACT[dtype]:
+            yield Fault(value.place, f"{value.name} {_of_terms(count, dtype)}", _REMEDY)
     for value, count, dtype in carried_sums(audited.values):
         if count > EXACT[dtype]:
-            yield value.at, f"a loop's carry is a sum {_of(count, dtype)}", _CARRIED
+            yield Fault(value.at, f"a loop's carry is a sum {_of_terms(count, dtype)}", _CARRIED)
 
 
-def _of(count: int, dtype: str) -> str:
+def _of_terms(count: int, dtype: str) -> str:
     return f"of {count:,} terms in {dtype}, which counts to {EXACT[dtype]:,}"
 
 
 def terms(value: Value) -> int:
-    """How many terms each element of a sum has; 0 of what is none."""
+    """Return how many terms each element of a sum has; 0 if the value is no sum."""
     params, name = value.at.eqn.params, value.name
     if name in ("reduce", "reduce_window"):
-        body = reading.opened(params["jaxpr"])[0]
+        body = opened(params["jaxpr"])[0]
         if {eqn.primitive.name for eqn in body.eqns} != {"add"}:
             return 0
     if name in ("reduce_sum", "reduce"):
@@ -55,12 +58,12 @@ def terms(value: Value) -> int:
 
 
 class _Sum(NamedTuple):
-    """How a value is what a loop carries, plus terms.
+    """A value as a sum: a carry of a loop plus terms.
 
     Attributes:
-      sign: -1 if what is carried is subtracted.
+      sign: -1 if the carry is subtracted.
       terms: how many are added.
-      dtype: the half dtype that is on the way; None if all is wider.
+      dtype: the half dtype that the sum is rounded to on the way; None if all is wider.
       last: the last addition.
     """
 
@@ -71,73 +74,83 @@ class _Sum(NamedTuple):
 
 
 _Sums = Mapping[Value, _Sum]
-"""Of each value that a loop carries how another is it, plus terms."""
+"""For each carry that a value contains, the value as a sum of the carry and terms."""
 
 
 def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
-    """Sums that scans carry and round to half in every turn: an addition, how many terms, and the dtype.
+    """Yield the sums that scans carry and round to half in every turn.
 
-    Turns of a scan in a scan multiply. A factor on the way makes it no sum (a decay), and what is subtracted from its
-    own sum is compensated (Kahan's). Of while loops only the run tells how often they turn.
+    Each is an addition, the number of terms and the dtype.
+
+    Turns of a scan in a scan multiply. A factor on the way makes it no sum (a decay). If the carry is subtracted from
+    its own sum, the rounding errors are compensated (Kahan's sum). While loops turn an unknown number of times.
     """
-    found: dict[Value, _Sums] = {}
+    sums_of: dict[Value, _Sums] = {}
     carries: dict[tuple[int, ...], list[Value]] = {}
     compensated = set[Value]()
-    is_live = leading_to(values.results)
+    live = leading_to(values.results)
     for value in values.all:
-        sums = {} if not value.is_float else _sums_of(value, found, compensated)
+        sums = _sums_of(value, sums_of, compensated) if value.is_float else {}
         if value.name == JOIN and value.position < 0:
             carries.setdefault(value.key, []).append(value)
             sums = {**sums, value: _Sum()}
-        elif value.name in (JOIN, TURNS) and value.key in carries:  # what a loop returns
+        elif value.name in (JOIN, TURNS) and value.key in carries:  # the result of a loop
             (turns,) = turns_of(values.places[value.key].eqn)
-            own = carries[value.key]
-            carry = own[value.position] if value.position < len(own) else None
-            once = sums.get(carry) if carry else None
-            if carry and once and once.last and once.dtype and carry in is_live and carry not in compensated:
-                yield once.last, once.terms * (turns or 1), once.dtype
-            more = once.terms * ((turns or 1) - 1) if once else 0
-            sums = {each: one._replace(terms=one.terms + more) for each, one in sums.items() if each not in own}
+            of_loop = carries[value.key]
+            carry = of_loop[value.position] if value.position < len(of_loop) else None
+            in_turn = sums.get(carry) if carry else None
+            if carry and in_turn and in_turn.last and in_turn.dtype and carry in live and carry not in compensated:
+                yield in_turn.last, in_turn.terms * (turns or 1), in_turn.dtype
+            sums = _after_all_turns(sums, of_loop, in_turn, turns or 1)
         half = value.dtype.name if value.is_half else None
-        found[value] = {each: one._replace(dtype=one.dtype or half) for each, one in sums.items()}
+        sums_of[value] = {carry: total._replace(dtype=total.dtype or half) for carry, total in sums.items()}
 
 
-def _sums_of(value: Value, found: Mapping[Value, _Sums], compensated: set[Value]) -> _Sums:
-    parts = [found.get(each, {}) for each in value.inputs]
-    if value.is_move or value.is_cast or value.name in (JOIN, TURN, TURNS):
-        return _either(parts)
+def _after_all_turns(sums: _Sums, carries: list[Value], in_turn: _Sum | None, turns: int) -> _Sums:
+    """Return the sums of outer carries after all turns of a loop, without the loop's own carries."""
+    more = in_turn.terms * (turns - 1) if in_turn else 0
+    return {carry: total._replace(terms=total.terms + more) for carry, total in sums.items() if carry not in carries}
+
+
+def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Value]) -> _Sums:
+    """Return a value as sums, and add the carries that it compensates to ``compensated``."""
+    parts = [sums_of.get(operand, {}) for operand in value.inputs]
+    if is_move_or_cast(value) or value.name in (JOIN, TURN, TURNS):
+        return _with_most_terms(parts)
     if value.name in _SCATTERS:
-        return _plus(parts[0], value, int(bool(parts[0]) and not _is_elsewhere(value)))
+        return _plus(parts[0], value, 1 if parts[0] and not _is_elsewhere(value) else 0)
     if value.name not in ("add", "sub", "add_any"):
         return {}
-    (one, other), (left, right) = value.inputs, parts
+    (first, second), (left, right) = value.inputs, parts
     if value.name == "sub":
-        right = {carry: each._replace(sign=-each.sign) for carry, each in right.items()}
-    twice = left.keys() & right.keys()
-    compensated |= {carry for carry in twice if left[carry].sign != right[carry].sign}
-    sums = {
-        carry: each
-        for part, term in ((left, other), (right, one))
-        for carry, each in (_plus(part, value, _adds(term)) if part else {}).items()
-    }
-    return {carry: each for carry, each in sums.items() if carry not in twice}
+        right = {carry: total._replace(sign=-total.sign) for carry, total in right.items()}
+    in_both = left.keys() & right.keys()
+    compensated |= {carry for carry in in_both if left[carry].sign != right[carry].sign}
+    sums = dict(_plus(left, value, _added_terms(second))) if left else {}
+    if right:
+        sums.update(_plus(right, value, _added_terms(first)))
+    return {carry: total for carry, total in sums.items() if carry not in in_both}
 
 
-def _either(parts: list[_Sums]) -> _Sums:
-    """Of what is one of several values: the way with most terms."""
+def _with_most_terms(parts: list[_Sums]) -> _Sums:
+    """Return for each carry the sum with most terms: the value is one of several."""
     sums: dict[Value, _Sum] = {}
-    for carry, each in (item for part in parts for item in part.items()):
-        if carry not in sums or each.terms > sums[carry].terms:
-            sums[carry] = each
+    for part in parts:
+        for carry, total in part.items():
+            if carry not in sums or total.terms > sums[carry].terms:
+                sums[carry] = total
     return sums
 
 
-def _plus(sums: _Sums, value: Value, count: int) -> _Sums:
-    return {carry: each._replace(terms=each.terms + count, last=value) for carry, each in sums.items()}
+def _plus(sums: _Sums, addition: Value, count: int) -> _Sums:
+    return {carry: total._replace(terms=total.terms + count, last=addition) for carry, total in sums.items()}
 
 
-def _adds(value: Value) -> int:
-    """1 if adding a value changes each element in each turn; 0 of zeros, and of zeros but for what moves with turns."""
+def _added_terms(value: Value) -> int:
+    """Return 1 if adding a value changes every element in each turn.
+
+    It is 0 for zeros, and for zeros into which each turn writes elsewhere.
+    """
     while (value.is_move and len(value.inputs) == 1) or value.is_cast:
         (value,) = value.inputs
     if is_zero(value):
@@ -145,8 +158,10 @@ def _adds(value: Value) -> int:
     return 0 if value.name in _WRITES and is_zero(value.inputs[0]) and _is_elsewhere(value) else 1
 
 
-def _is_elsewhere(value: Value) -> bool:
-    """Whether what is written goes elsewhere in each turn: to where the program counts, and no data says."""
-    indices = value.inputs[2:] if value.name == "dynamic_update_slice" else value.inputs[1:2]
-    read = leading_to(indices)
-    return any(each.loops for each in read) and all(each.name not in ("argument", "random_bits") for each in read)
+def _is_elsewhere(write: Value) -> bool:
+    """Return whether each turn writes elsewhere: the indices count turns and depend on no data."""
+    indices = write.inputs[2:] if write.name == "dynamic_update_slice" else write.inputs[1:2]
+    sources = leading_to(indices)
+    if any(source.name in ("argument", "random_bits") for source in sources):
+        return False
+    return any(source.loops for source in sources)

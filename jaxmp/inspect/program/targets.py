@@ -1,20 +1,18 @@
-"""GPUs that XLA compiles for without having one, and what stands on them: shapes instead of arrays.
+"""GPUs that XLA compiles for although they are not there, and shapes that lie on them.
 
-XLA's compiler reads a GPU from a description (the text form of its message ``GpuTargetConfigProto``; XLA's own are in
-xla/backends/gpu/target_config/specs). Here they are made of the chip's figures. What is compiled so has the optimised
-program and its memory, and everything but time.
+XLA's compiler reads a GPU from a description, the text form of its message ``GpuTargetConfigProto`` (XLA's own are in
+xla/backends/gpu/target_config/specs). The descriptions here are made of the chip's figures. A program compiled so is
+the optimised program and has its memory; only its time is unknown.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding, use_abstract_mesh
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.patches import with_cudnn as with_cudnn
-from jaxmp._internals.jax.program import is_array
 from jaxmp.base import hardware
-from jaxmp.inspect.program.calls import named
-from jaxmp.nnx.training import TrainStep as NNXStep
-from jaxmp.nnx.training import state_of
-from jaxmp.training.step import TrainStep
 
 INSTALL = "pip install -e '.[experiments,compile-only]'"
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -46,17 +38,17 @@ class Target:
     Attributes:
       name: as CUDA reports it.
       capability: compute capability, major and minor.
-      feature_extension: of the capability: ``"ACCELERATED_FEATURES"`` is sm_90a and the like.
-      cores: streaming multiprocessors.
-      fpus: float32 lanes of each.
-      clock_ghz: of the multiprocessors.
-      memory_bytes: of the device.
-      bandwidth: bytes a second between it and the chip.
-      l2_bytes: the cache between them.
-      shared_bytes: shared memory of a multiprocessor.
-      threads: that a multiprocessor holds.
-      cudnn: version of the library that the programs are to run with.
-      cuda: likewise, of CUDA; XLA makes no float8 product where it is not told.
+      feature_extension: of the capability; ``"ACCELERATED_FEATURES"`` means sm_90a and the like.
+      cores: the number of streaming multiprocessors.
+      fpus: the float32 lanes of each multiprocessor.
+      clock_ghz: the clock of the multiprocessors.
+      memory_bytes: the memory of the device.
+      bandwidth: bytes a second between memory and chip.
+      l2_bytes: the cache between memory and chip.
+      shared_bytes: the shared memory of a multiprocessor.
+      threads: the most threads of a multiprocessor.
+      cudnn: the version of cuDNN that the programs will run with.
+      cuda: the version of CUDA; without it XLA makes no float8 products.
     """
 
     name: str
@@ -74,9 +66,8 @@ class Target:
     cuda: tuple[int, int, int] = (13, 0, 0)
 
     def text(self) -> str:
-        """The description for XLA."""
-        major, minor = self.capability
-        cudnn = "major: {} minor: {} patch: {}".format(*self.cudnn)
+        """Return the description for XLA."""
+        cuda, major, minor = '"{}.{}.{}"'.format(*self.cuda), *self.capability
         facts: dict[str, object] = {
             "threads_per_block_limit": 1024,
             "threads_per_warp": 32,
@@ -101,17 +92,21 @@ class Target:
             "device_address_bits": 64,
             "device_vendor": '"NVIDIA Corporation"',
             "name": f'"{self.name}"',
-            **dict.fromkeys(
-                ("driver_version", "runtime_version", "compile_time_toolkit_version"), '"{}.{}.{}"'.format(*self.cuda)
-            ),
+            "driver_version": cuda,
+            "runtime_version": cuda,
+            "compile_time_toolkit_version": cuda,
         }
-        lines = [f"  {key}: {value}" for key, value in facts.items()]
-        lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} "
-                     f"feature_extension: {self.feature_extension} }}")  # fmt: skip
-        return "\n".join([
-            "gpu_device_info {", *lines, "}",
-            'platform_name: "CUDA"', f"dnn_version_info {{ {cudnn} }}", f'device_description_str: "{self.name}"', "",
-        ])  # fmt: skip
+        lines = ["gpu_device_info {"]
+        lines += [f"  {name}: {fact}" for name, fact in facts.items()]
+        extension = self.feature_extension
+        lines += [
+            f"  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}",
+            "}",
+            'platform_name: "CUDA"',
+            "dnn_version_info {{ major: {} minor: {} patch: {} }}".format(*self.cudnn),
+            f'device_description_str: "{self.name}"',
+        ]
+        return "\n".join(lines) + "\n"
 
 
 TARGETS = {
@@ -142,18 +137,18 @@ TARGETS = {
         threads=1024,
     ),
 }  # fmt: skip
-"""The GPUs that there are figures of, by name."""
+"""The GPUs with known figures, by name."""
 
 
 def choice() -> str:
-    """How a GPU that is not there is named, for an error."""
+    """Return how to name a GPU that is not there, for an error."""
     return f"device={', '.join(map(repr, TARGETS))}; of a command that is --device {next(iter(TARGETS))}, say"
 
 
 def missing() -> str | None:
-    """What keeps this machine from compiling for a GPU, and the remedy; None if nothing does.
+    """Return why this machine cannot compile for a GPU, and the remedy; None if it can.
 
-    Checked beforehand, because without its assembler XLA ends the process.
+    This is checked beforehand, because XLA ends the process if its assembler is missing.
     """
     if not any(importlib.util.find_spec(name) for name in PLUGINS):
         return f"to compile for a GPU, JAX needs its CUDA plugin, which is not installed: {INSTALL}"
@@ -163,12 +158,12 @@ def missing() -> str | None:
 
 
 def device_of(description: str) -> Any:
-    """The device that a description describes; errors are those of :func:`devices_of`."""
+    """Return the device of a description; errors are those of :func:`devices_of`."""
     return devices_of(description)[0]
 
 
 def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
-    """The devices of a cluster of GPUs of one description.
+    """Return the devices of a cluster of GPUs of one description.
 
     Args:
       description: of one GPU.
@@ -176,16 +171,20 @@ def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
 
     Raises:
       ModuleNotFoundError: packages that compile are missing.
-      ValueError: the topology is none.
+      ValueError: the text is no topology.
     """
-    topology = _topology(topology)
+    topology = check_topology(topology)
     if reason := missing():
         raise ModuleNotFoundError(reason)
     return list(_described(description, topology).devices)
 
 
-def _topology(text: str) -> str:
-    """A topology as XLA reads it; a ValueError if it is none."""
+def check_topology(text: str) -> str:
+    """Return a topology as XLA reads it.
+
+    Raises:
+      ValueError: the text is no topology.
+    """
     topology = re.sub(r"^(\d+) hosts? ?[x×] ?(\d+)$", r"1x\1x\2", text)
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
         raise ValueError(
@@ -196,12 +195,12 @@ def _topology(text: str) -> str:
 
 
 def _described(description: str, topology: str) -> Any:
-    """What JAX makes of a description, also if its CUDA plugin misses what running, but not compiling, needs: cuDNN."""
+    """Return JAX's topology of a description, also if cuDNN, which only running needs, is not installed."""
     options = {"platform": "cuda", "topology": topology, "target_config": description}
     before = os.environ.get(_UNCHECKED)
     os.environ[_UNCHECKED] = "1"
     try:
-        with contextlib.suppress(NotImplementedError):  # JAX looked for its plugins before, and this one refused
+        with contextlib.suppress(NotImplementedError):  # JAX has already looked for plugins, and the CUDA one refused
             return topologies.get_topology_desc("described", **options)
         name = next(name for name in PLUGINS if importlib.util.find_spec(name))
         importlib.import_module(f"jax_plugins.xla_{name.split('_')[1]}").initialize()
@@ -211,11 +210,11 @@ def _described(description: str, topology: str) -> Any:
 
 
 _UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-"""The variable with which JAX's CUDA plugin does not ask whether there is all that running a program needs."""
+"""The variable that keeps JAX's CUDA plugin from checking the libraries that only running needs."""
 
 
 def on(device: Any, tree: Any) -> Any:
-    """The ShapeDtypeStructs of a pytree of arrays or ShapeDtypeStructs, placed on ``device``; numbers stay."""
+    """Return a pytree of arrays or shapes as ShapeDtypeStructs on ``device``; Python numbers stay."""
     sharding = SingleDeviceSharding(device)
 
     def placed(leaf: Any) -> Any:
@@ -227,11 +226,11 @@ def on(device: Any, tree: Any) -> Any:
 
 
 def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
-    """The ShapeDtypeStructs of a pytree whose leaves lie on a mesh, on one of the same axes of GPUs not there.
+    """Return the shapes of a pytree on a mesh of GPUs that are not there.
 
     Args:
       target: the GPU.
-      tree: arrays or ShapeDtypeStructs with a ``NamedSharding``, whose mesh may be abstract; others lie whole on each.
+      tree: arrays or ShapeDtypeStructs with a ``NamedSharding``, whose mesh may be abstract; others are replicated.
       topology: of the cluster; None for one host with all of them.
 
     Raises:
@@ -244,25 +243,30 @@ def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
             f"the topology must have the GPUs of the mesh, got {topology!r} of {len(devices)} and a mesh of "
             f"{mesh.size} ({', '.join(f'{name}={size}' for name, size in mesh.shape.items())}); make one fit the other"
         )
-    own = Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), mesh.axis_names, axis_types=mesh.axis_types)
+    cluster = Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), mesh.axis_names, axis_types=mesh.axis_types)
 
     def placed(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):
             return leaf
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(own, spec), weak_type=_is_weak(leaf))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(cluster, spec), weak_type=_is_weak(leaf)
+        )
 
     return jax.tree.map(placed, tree)
 
 
 def mesh_of(tree: Any) -> Any:
-    """The mesh on which a leaf lies; None if there is none."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
-    return next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
+    """Return the mesh of the first leaf that lies on one; None if there is none."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    return None
 
 
 def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
-    """Within it the mesh on which a leaf lies, if one does, is the one that is set."""
+    """Return a context in which the mesh of a pytree, if it has one, is set."""
     mesh = mesh_of(tree)
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
 
@@ -272,10 +276,10 @@ def _is_weak(leaf: Any) -> bool:
 
 
 def target_of(name: str) -> Target:
-    """The GPU of that name.
+    """Return the GPU of a name.
 
     Raises:
-      ValueError: there are no figures of it.
+      ValueError: its figures are not known.
 
     >>> target_of("h200").capability
     (9, 0)
@@ -284,113 +288,8 @@ def target_of(name: str) -> Target:
     return TARGETS[name]
 
 
-def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """What is compiled when ``fun`` is called: a function with ``trace``, and the arrays or shapes that it takes.
-
-    What is no array among the arguments of a function that is not jitted stays the Python value that it is, and so does
-    a static argument of one that is. Modules of NNX that such a function is given name their calls.
-    """
-    if isinstance(fun, NNXStep):
-        fun, args = fun.of_trees, (state_of(*args[:2]), *args[2:])
-    if isinstance(fun, TrainStep):  # whose program goes by where the state lies
-        is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
-        return fun, tuple(args if is_of_shapes else fun.placed(*args))
-    if hasattr(fun, "trace"):
-        static = {n % len(args): args[n] for n in reading.static_arguments(fun) if -len(args) <= n < len(args)}
-        arrays = tuple(None if n in static else arg for n, arg in enumerate(args))
-        return (_Given(fun, static) if static else fun), arrays
-
-    @functools.wraps(fun)
-    def of_arrays(*arrays: Any) -> Any:
-        given = jax.tree.map(lambda leaf, array: leaf if array is None else array, tuple(args), arrays)
-        return fun(*named(given))
-
-    return jax.jit(of_arrays), jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tuple(args))
-
-
-class _Given:
-    """A jitted function whose static arguments are given."""
-
-    def __init__(self, fun: Any, static: Mapping[int, Any]) -> None:
-        self.fun, self.static = fun, static
-        functools.update_wrapper(self, fun, updated=())
-
-    def __call__(self, *arrays: Any) -> Any:
-        return self.fun(*self._arguments(arrays))
-
-    def trace(self, *arrays: Any) -> Any:
-        return self.fun.trace(*self._arguments(arrays))
-
-    def _arguments(self, arrays: Sequence[Any]) -> list[Any]:
-        return [self.static.get(n, array) for n, array in enumerate(arrays)]
-
-
-def traced(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    device: str | None = None,
-    compiles: bool = True,
-    topology: str | None = None,
-) -> Any:
-    """The trace of a call, for :func:`compiled_of`; without ``compiles`` nothing that compiles need be installed.
-
-    Args:
-      fun: a train step, a function, or a jitted one (``jax.jit``, ``nnx.jit``), whose donation counts.
-      args: its positional arguments, arrays or shapes. Those with a ``NamedSharding`` are compiled for a mesh of the
-        same axes, of the device where one is named.
-      device: None for the attached one, or a name in ``TARGETS``.
-      topology: of a mesh of such devices, ``"1x2x4"`` for two hosts of four; None for one host.
-
-    Raises:
-      ValueError: there are no figures of the device; the topology does not fit the mesh.
-      ModuleNotFoundError: packages that compile for it are missing.
-    """
-    jitted, args = call_of(fun, args)
-    mesh = mesh_of(args)
-    if topology is not None:
-        _topology(topology)
-    if topology is not None and device is None:
-        raise ValueError(
-            f"a topology is of GPUs that are not there, got {topology!r} without their name; add {choice()}"
-        )
-    if topology is not None and mesh is None:
-        raise ValueError(
-            f"a topology needs arguments on a mesh, got {topology!r} and none with a NamedSharding; pass "
-            "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec)), say"
-        )
-    if device is not None and compiles:
-        target = target_of(device)
-        args = on(device_of(target.text()), args) if mesh is None else on_mesh(target, args, topology)
-    if isinstance(jitted, TrainStep):
-        jitted = jitted.program_for(args[0])
-    with contextlib.ExitStack() as held:
-        held.enter_context(within_mesh_of(args))
-        if device is not None:
-            held.enter_context(with_cudnn(target_of(device).cudnn))
-            held.enter_context(hardware.assumed(device))
-        return jitted.trace(*args)
-
-
-def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
-    """What :func:`traced` traced for a device, compiled for it."""
-    if device is None:
-        done = trace.lower().compile()
-    else:
-        with with_cudnn(target_of(device).cudnn):
-            done = trace.lower(lowering_platforms=("cuda",)).compile(compiler_options=COMPILER_OPTIONS)
-    inner: jax.stages.Compiled = getattr(done, "compiled", done)  # of nnx.jit
-    return inner
-
-
-def compiled(
-    fun: Callable[..., Any], args: Sequence[Any], device: str | None = None, topology: str | None = None
-) -> jax.stages.Compiled:
-    """A call compiled; arguments and errors are those of :func:`traced`."""
-    return compiled_of(traced(fun, args, device, topology=topology), device)
-
-
 def _bundled(path: str) -> bool:
-    """Whether one of NVIDIA's Python packages brings a file."""
+    """Return whether one of NVIDIA's Python packages has a file."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     return any(file.exists() for folder in folders for file in folder.glob(f"*/{path}"))

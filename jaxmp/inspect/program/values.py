@@ -1,13 +1,9 @@
-"""The values of a program over all its bodies: what each is made of, and in which turns of the loops around it."""
+"""The values of a program over all its bodies: their operations and operands."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
-import itertools
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,25 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax import reading
 from jaxmp._internals.jax.primitives import COMBINES, PICKS
-from jaxmp._internals.jax.walk import interpreted
-from jaxmp.inspect.program.equations import Key, Place, is_entered, paths_left, places
-from jaxmp.inspect.program.evaluate import is_whole
+from jaxmp.inspect.program.equations import EquationPlace, Key
 
 Turns = tuple[int, ...]
-"""Of each scan around a place, outermost first, the index into what it runs over; those of while loops are one."""
-Step = Callable[[Turns], list[Turns]]
-Read = tuple[int, "Value", Step]
-TURN, TURNS, JOIN, _HELD = "turn", "turns", "join", "held"
+"""For each scan around a place, outermost first, the index into its inputs; a while loop counts as one turn."""
+TurnMap = Callable[[Turns], list[Turns]]
+"""From the turns of a value to those of an operand that it reads."""
+Read = tuple[int, "Value", TurnMap]
+"""The number of an operand, the operand, and the turns of it that are read."""
+TURN, TURNS, JOIN, LOOP_CONSTANT = "turn", "turns", "join", "loop constant"
 MOVES = PICKS | COMBINES | {TURN, TURNS, "stop_gradient", "reduce_max", "reduce_min"}
 MOVES |= {"reduce_window_max", "reduce_window_min", "sort", "top_k", "reshard"}
-"""Operations whose results are elements of their operands; of ``top_k`` the first result."""
-_ONE_BY_ONE = frozenset({"optimization_barrier"})
+"""Operations whose results are elements of their operands; for ``top_k`` the first result."""
 
 
 class Scan(NamedTuple):
-    """A scan around a value: where its number stands in the value's key, whether it runs in reverse, its length."""
+    """A scan around a value: the position of its turn in the value's order, its direction, and its length."""
 
     depth: int
     reverse: bool
@@ -42,59 +36,60 @@ class Scan(NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """A value and what makes it.
+    """A value and the operation that makes it.
 
     Attributes:
       aval: its shape and dtype.
-      name: the primitive; ``"argument"``, ``"constant"``; ``TURN``, what one turn of a scan gets of an array, and
-        ``TURNS``, the array that all turns make; ``JOIN``, where several become one (what a loop carries, the result of
-        a conditional).
-      key: the equation that computes it; that of the loop, of what the loop carries or runs over; else ``()``.
-      place: that equation, if it is one operation; None for arguments, constants, and what loops and conditionals make.
-      position: which of its results, or of the arguments; -1 of what a loop carries or runs over.
-      scans: those around it, outermost first.
+      name: the primitive, or ``"argument"``, ``"constant"``; ``TURN``, the part of an array that one turn of a scan
+        reads; ``TURNS``, the array that all turns make; ``JOIN``, one of several values (a carry of a loop, the result
+        of a conditional).
+      key: the equation that computes it; for a carry or an input of a loop that of the loop; else ``()``.
+      place: that equation, if it is one operation; None for arguments, constants, and results of loops and
+        conditionals.
+      position: its number among the results, or among the arguments; -1 for a carry or an input of a loop.
+      scans: the scans around it, outermost first.
       loops: the bodies of loops that it is computed in, outermost first.
-      constant: what a constant is, if the program says so.
+      constant: the number or array of a constant, if the program has it.
       const: the same as an array of NumPy, if it is small.
-      reads: what it is computed from, each with its number among the operands, or of the branch (behind those what
-        chose it), and the turns of it that a turn of this value reads.
+      reads: the operands, each with its number among the operands or branches (the operand that chose the branch comes
+        after those), and the turns of it that a turn of this value reads.
       reader: the first operation that reads it.
     """
 
     aval: Any
     name: str
     key: Key = ()
-    place: Place | None = None
+    place: EquationPlace | None = None
     position: int = 0
     scans: tuple[Scan, ...] = ()
     loops: tuple[Key, ...] = ()
     constant: Any = None
     const: Any = None
     reads: list[Read] = dataclasses.field(default_factory=list)
-    reader: Place | None = None
+    reader: EquationPlace | None = None
 
     @property
     def inputs(self) -> list[Value]:
-        """What it is made of, be it outside of its loop."""
-        return [value.held for _, value, _ in self.reads]
+        """The operands; a constant of a loop is replaced by the value outside of the loop."""
+        return [value.outer for _, value, _ in self.reads]
 
     @property
-    def held(self) -> Value:
-        """What a loop holds for all its turns; of all else itself."""
+    def outer(self) -> Value:
+        """The value outside of the loops of which this is a constant; other values themselves."""
         value = self
-        while value.name == _HELD:
+        while value.name == LOOP_CONSTANT:
             ((_, value, _),) = value.reads
         return value
 
     @property
-    def at(self) -> Place:
+    def at(self) -> EquationPlace:
         """The equation that computes it; an AssertionError where ``place`` is None."""
         assert self.place is not None
         return self.place
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype; of a random key, or of what has none (a token), that of no number."""
+        """Its dtype; ``"V"``, which is no number, for a random key or a token."""
         dtype = getattr(self.aval, "dtype", "V")
         return np.dtype("V" if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype)
 
@@ -105,7 +100,7 @@ class Value:
 
     @property
     def is_float(self) -> bool:
-        """Whether it is of a floating dtype."""
+        """Whether its dtype is floating."""
         return bool(jnp.issubdtype(self.dtype, jnp.floating))
 
     @property
@@ -115,7 +110,7 @@ class Value:
 
     @property
     def is_move(self) -> bool:
-        """Whether its elements are elements of what it is made of, a cast to the same dtype included."""
+        """Whether its elements are elements of its operands; a cast to the same dtype is a move."""
         if self.name == "top_k":
             return self.position == 0
         return self.name in MOVES or (self.is_cast and self.inputs[0].dtype == self.dtype)
@@ -127,17 +122,17 @@ class Value:
 
     @property
     def is_computed(self) -> bool:
-        """Whether an equation computes it: that has a record, if it was given one."""
+        """Whether an equation computes it, which may have a record."""
         return bool(self.key) and self.position >= 0
 
     def sources(self, turns: Turns) -> Iterator[tuple[int, Value, Turns]]:
-        """What it is computed from in one turn, with the number among the operands."""
-        for number, value, step in self.reads:
-            for other in step(turns):
+        """Yield the operands that one turn reads: the number, the operand, and its turns."""
+        for number, value, turns_read in self.reads:
+            for other in turns_read(turns):
                 yield number, value, other
 
     def order(self, turns: Turns = ()) -> tuple[float, ...]:
-        """Sorts the values of a program as they are computed, what comes in first, a loop's result after the loop."""
+        """Return a key that sorts values as they are computed, arguments first."""
         numbers: list[float] = [*self.key, math.inf] if self.key else []
         for scan, turn in reversed(list(zip(self.scans, turns, strict=False))):
             numbers.insert(scan.depth, scan.length - 1 - turn if scan.reverse else turn)
@@ -146,267 +141,88 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """All values of a program in its order, arguments and results apart, and its equations by their keys."""
+    """All values of a program in its order, its arguments and results, and its equations by their keys."""
 
     all: list[Value]
     arguments: list[Value]
     results: list[Value]
-    places: dict[Key, Place]
-
-
-def values_of(jaxpr: Any, consts: Sequence[Any] = (), whole: Callable[[Any], bool] = lambda eqn: False) -> Values:
-    """The values of a program, open or closed; ``whole`` says of an equation with bodies that it is one operation."""
-    jaxpr, own = reading.opened(jaxpr)
-    builder = _Builder({place.key: place for place in places(jaxpr)}, whole)
-    arguments = [builder.add(Value(var.aval, "argument", position=n)) for n, var in enumerate(jaxpr.invars)]
-    results = builder.body(jaxpr, consts or own, arguments, (), (), ())
-    return Values(builder.all, arguments, results, builder.places)
+    places: dict[Key, EquationPlace]
 
 
 def leading_to(values: Sequence[Value]) -> set[Value]:
-    """These and all that they are computed from."""
-    found, left = set(values), list(values)
-    while left:
-        for _, value, _ in left.pop().reads:
-            if value not in found:
-                found.add(value)
-                left.append(value)
-    return found
-
-
-def origins(value: Value, goes_on: Callable[[Value], bool] = lambda each: each.is_move) -> Iterator[Value]:
-    """What a floating value is made of, each once, behind all that ``goes_on``; what only chooses is left out."""
-    stack, seen = [value], {value}
+    """Return these values and all that they are computed from."""
+    sources, stack = set(values), list(values)
     while stack:
-        each = stack.pop()
-        if not goes_on(each):
-            yield each
+        for _, value, _ in stack.pop().reads:
+            if value not in sources:
+                sources.add(value)
+                stack.append(value)
+    return sources
+
+
+def is_move(value: Value) -> bool:
+    """Return whether the elements of a value are elements of its operands."""
+    return value.is_move
+
+
+def is_move_or_cast(value: Value) -> bool:
+    """Return whether a value is moved or cast, but not computed with."""
+    return value.is_move or value.is_cast
+
+
+def origins(value: Value, goes_on: Callable[[Value], bool] = is_move) -> Iterator[Value]:
+    """Yield the first values that ``goes_on`` rejects, on all ways back from a floating value.
+
+    Only floating operands are followed: integers and booleans that choose elements are left out.
+    """
+    stack, visited = [value], {value}
+    while stack:
+        source = stack.pop()
+        if not goes_on(source):
+            yield source
             continue
-        for one in each.inputs:
-            if one.is_float and one not in seen:
-                seen.add(one)
-                stack.append(one)
+        for operand in source.inputs:
+            if operand.is_float and operand not in visited:
+                visited.add(operand)
+                stack.append(operand)
 
 
-def made_of(values: Values, marks: Callable[[Value], int]) -> dict[Value, int]:
-    """Of each value the marks (bits) of itself and of all that it is computed from, what chooses included."""
-    found = {value: marks(value) for value in values.all}
-    is_new = True
-    while is_new:  # what a loop carries goes round
-        is_new = False
+def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
+    """Return for each value the marks (bits) of itself and of all that it is computed from."""
+    marks = {value: mark(value) for value in values.all}
+    has_changed = True
+    while has_changed:  # a carry is computed from itself
+        has_changed = False
         for value in values.all:
-            bits = functools.reduce(operator.or_, (found.get(each, 0) for each in value.inputs), found[value])
-            is_new, found[value] = is_new or bits != found[value], bits
-    return found
+            bits = marks[value]
+            for operand in value.inputs:
+                bits |= marks.get(operand, 0)
+            if bits != marks[value]:
+                marks[value] = bits
+                has_changed = True
+    return marks
 
 
 def constant(value: Value) -> Any:
-    """The elements of a value that is a constant, moved about and cast maybe, as it was written; else None."""
-    while value.const is None and (value.is_move or value.is_cast) and len(value.reads) == 1:
+    """Return the elements of a constant, before it was moved or cast; None for other values."""
+    while value.const is None and is_move_or_cast(value) and len(value.reads) == 1:
         (value,) = value.inputs
     return value.const
 
 
 def is_zero(value: Value) -> bool:
-    """Whether a value is a constant of zeros."""
-    const = constant(value)
-    return const is not None and not np.any(const)
+    """Return whether a value is a constant of zeros."""
+    numbers = constant(value)
+    return numbers is not None and not np.any(numbers)
 
 
-class AtBorder(NamedTuple):
-    """A floating value at the border of a module or a named scope.
+def computed_at(value: Value) -> EquationPlace | tuple[str, str]:
+    """Return the equation that computes a value; for an argument the line that reads it.
 
-    Attributes:
-      key: that of the equation that computes it.
-      position: which of its results.
-      path: the scope. Of nested scopes that return the same value each has an ``AtBorder``.
-      turns: as those of a :class:`jaxmp.inspect.program.equations.Place`.
+    The result of a loop or a branch is computed within it.
     """
-
-    key: Key
-    position: int
-    path: str
-    turns: tuple[int | None, ...]
-
-
-def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
-    """What each scope returns, in program order: values that are computed in it and used outside of it.
-
-    ``jit`` and ``checkpoint`` are no border: a value is that of the equation which computes it. What a loop or a branch
-    returns is computed by the loop, and within the body by an equation of its own. The condition of a while loop and
-    what :func:`jaxmp.inspect.program.evaluate.evaluate` takes as one operation are not looked into.
-
-    Args:
-      jaxpr: open.
-      roots: which results of the program count. A value that leads to none of them is not what a scope returns, but
-        statistics for the next step, say. None: all count.
-    """
-    return [
-        AtBorder(place.key, position, path, place.turns)
-        for place, position, readers in _read_floats(jaxpr, roots)
-        for path in paths_left(place.names, readers)
-    ]
-
-
-def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
-    """Return the values that a scope reads and outer code computes, with that code's path.
-
-    A value that a scope returns is not among them. Arguments as :func:`returned` takes them.
-    """
-    return [
-        AtBorder(place.key, position, place.path, place.turns)
-        for place, position, readers in _read_floats(jaxpr, roots)
-        if not paths_left(place.names, readers) and any(is_entered(place.names, names) for names in readers)
-    ]
-
-
-def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Place, int, list[reading.Names]]]:
-    """Yield the floating values that lead to a root, with the scopes that read them."""
-    values = values_of(jaxpr, [None] * len(jaxpr.constvars), functools.partial(is_whole, keeps_rules=True))
-    ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
-    by_key, readers = values.places, collections.defaultdict[Value, list[Any]](list)
-    for value in ends:
-        readers[value].append(())
-    found = leading_to(ends)
-    for value in found:
-        for _, source, _ in value.reads:
-            readers[source].append(by_key[value.key].names)
-    for value in sorted(found, key=lambda each: (each.key, each.position)):
-        if value.is_computed and value.is_float:
-            yield by_key[value.key], value.position, readers[value]
-
-
-def _constant(aval: Any, value: Any) -> Value:
-    return Value(aval, "constant", constant=value, const=reading.elements_of(value))
-
-
-def same_turn(turns: Turns) -> list[Turns]:
-    """The step of what reads what stands beside it, in no other loop."""
-    return [turns]
-
-
-class _Steps(NamedTuple):
-    """From the turns of a value to those of what it reads across the border of a loop."""
-
-    at_end: Step  # from around the loop to the last turn
-    in_all: Step  # from around the loop to every turn
-    outside: Step  # from a turn to what is around the loop
-    at_start: Step  # the same, from the first turn only
-    before: Step  # from each turn but the first one to that before it
-
-
-def _steps_across(scan: Scan | None) -> _Steps:
-    """The steps across a scan; None for a while loop, which is one turn."""
-    if scan is None:
-        return _Steps(*[same_turn] * 5)
-    first, last, back = (scan.length - 1, 0, 1) if scan.reverse else (0, scan.length - 1, -1)
-    return _Steps(
-        at_end=lambda turns: [(*turns, last)] if scan.length else [],
-        in_all=lambda turns: [(*turns, turn) for turn in range(scan.length)],
-        outside=lambda turns: [turns[:-1]],
-        at_start=lambda turns: [turns[:-1]] if turns[-1] == first else [],
-        before=lambda turns: [] if turns[-1] == first else [(*turns[:-1], turns[-1] + back)],
-    )
-
-
-class _Builder:
-    def __init__(self, known: dict[Key, Place], whole: Callable[[Any], bool]) -> None:
-        self.places, self.whole = known, whole
-        self.all: list[Value] = []
-
-    def add(self, value: Value) -> Value:
-        self.all.append(value)
-        return value
-
-    def body(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        inputs: Sequence[Value],
-        key: Key,
-        scans: tuple[Scan, ...],
-        loops: tuple[Key, ...],
-    ) -> list[Value]:
-        """The results of a body, of its inputs."""
-        known = [self.add(_constant(var.aval, const)) for var, const in zip(jaxpr.constvars, consts, strict=True)]
-        numbers = itertools.count()
-
-        def equation(eqn: Any, operands: list[Value]) -> list[Value]:
-            return self.equation(self.places[(*key, next(numbers))], operands, scans, loops)
-
-        return interpreted(jaxpr, known, inputs, equation, lambda atom: _constant(atom.aval, np.asarray(atom.val)))
-
-    def equation(
-        self, place: Place, operands: list[Value], scans: tuple[Scan, ...], loops: tuple[Key, ...]
-    ) -> list[Value]:
-        eqn, bodies, name = place.eqn, place.bodies, place.eqn.primitive.name
-        if bodies is None or self.whole(eqn):
-            for operand in operands:
-                operand.held.reader = operand.held.reader or place
-            reads: list[Read] = [(n, operand, same_turn) for n, operand in enumerate(operands)]
-            return [
-                self.add(
-                    Value(var.aval, name, place.key, place, n, scans, loops,
-                          reads=reads[n : n + 1] if name in _ONE_BY_ONE else reads)
-                )
-                for n, var in enumerate(eqn.outvars)
-            ]  # fmt: skip
-        if bodies.kind not in ("call", "cond"):
-            return self.loop(place, bodies, operands, scans, loops)
-        given = operands if bodies.kind == "call" else operands[1:]
-        inner = [
-            self.body(*reading.opened(jaxpr), given, (*place.key, n), scans, loops)
-            for n, jaxpr in enumerate(bodies.jaxprs)
-        ]
-        if bodies.kind == "call":
-            return inner[0]
-        chosen = (len(inner), operands[0], same_turn)
-        return [
-            self.add(
-                Value(var.aval, JOIN, place.key, None, n, scans, loops,
-                      reads=[chosen, *((index, results[n], same_turn) for index, results in enumerate(inner))])
-            )
-            for n, var in enumerate(eqn.outvars)
-        ]  # fmt: skip
-
-    def loop(
-        self,
-        place: Place,
-        bodies: reading.Bodies,
-        operands: list[Value],
-        scans: tuple[Scan, ...],
-        loops: tuple[Key, ...],
-    ) -> list[Value]:
-        """Joins what a loop returns, carries and runs over; a while loop is one turn, and no value leads to its end."""
-        eqn, last = place.eqn, len(bodies.jaxprs) - 1
-        outside, scan = scans, None
-        if bodies.kind == "scan":
-            scan = Scan(len(place.key), bool(eqn.params["reverse"]), eqn.params["length"])
-            scans = (*scans, scan)
-        steps = _steps_across(scan)
-        within = (*loops, (*place.key, last))
-
-        def inside(name: str, aval: Any, operand: Value, step: Step) -> Value:
-            return Value(aval, name, place.key, None, -1, scans, within, reads=[(0, operand, step)])
-
-        start, stop = bodies.start, bodies.start + bodies.carry
-        jaxpr, consts = reading.opened(bodies.jaxprs[last])
-        held = [inside(_HELD, each.aval, each, steps.outside) for each in operands[:start]]
-        carry = [self.add(inside(JOIN, each.aval, each, steps.at_start)) for each in operands[start:stop]]
-        if last:
-            condition = (*held[: bodies.consts], *carry)
-            self.body(*reading.opened(bodies.jaxprs[0]), condition, (*place.key, 0), scans, (*loops, (*place.key, 0)))
-        sliced = zip(jaxpr.invars[stop - bodies.consts :], operands[stop:], strict=True)
-        turns = [self.add(inside(TURN, var.aval, each, steps.outside)) for var, each in sliced]
-        made = self.body(jaxpr, consts, [*held[bodies.consts :], *carry, *turns], (*place.key, last), scans, within)
-        for join, value in zip(carry, made, strict=False):
-            join.reads.append((1, value, steps.before))
-        results = []
-        for n, (var, value) in enumerate(zip(eqn.outvars, made, strict=True)):
-            is_carry = n < bodies.carry
-            skipped = is_carry and (bodies.kind == "while" or not eqn.params["length"])
-            reads: list[Read] = [(0, operands[start + n], same_turn)] if skipped else []
-            reads.append((1, value, steps.at_end if is_carry else steps.in_all))
-            name = JOIN if is_carry else TURNS
-            results.append(self.add(Value(var.aval, name, place.key, None, n, outside, loops, reads=reads)))
-        return results
+    visited = {value}
+    while value.name in (JOIN, TURN, TURNS) and value.inputs[-1] not in visited:
+        value = value.inputs[-1]
+        visited.add(value)
+    return value.place or ("", value.reader.source if value.reader else "")

@@ -26,10 +26,10 @@ from experiments.benchmarks.accuracy import run as accuracy
 from experiments.comparison.outcomes import Task
 from experiments.measure.environment import environment
 from experiments.report import plots
+from experiments.report.json_files import write_json
 from experiments.training import cli, kept
 from experiments.training.experiment import Experiment
 from experiments.training.precision import compute_dtype, read_policy
-from experiments.training.runs import write_json
 
 CHECKPOINTS = "experiments.training.checkpoints"
 FLOAT32, HALF = ("float32", "none"), ("mixed_bfloat16", "none")

@@ -28,7 +28,7 @@ SMALL = autocast.Config(batch_size=2, sequence=8, layers=1, width=64, vocabulary
 
 
 def program_of(fun, *args):
-    return hlo.Program(jax.jit(fun).lower(*args).as_text("hlo"))
+    return hlo.HloProgram(jax.jit(fun).lower(*args).as_text("hlo"))
 
 
 # Reading programs.
@@ -121,7 +121,7 @@ def test_a_step_under_autocast_has_the_products_of_the_step_by_hand(name, policy
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam
             init, step = autocast.step_of(case, variant, policy)
             lowered = step.lower(jax.eval_shape(init), case.batch)
-        products[variant] = programs.products(hlo.Program(lowered.as_text("hlo")))
+        products[variant] = programs.products(hlo.HloProgram(lowered.as_text("hlo")))
     half = {"mixed_bfloat16": "bf16", "mixed_float16": "f16"}[policy]
     assert products[autocast.AUTOCAST] == products[autocast.BY_HAND]
     assert {product.split()[1] for product in products[autocast.AUTOCAST]} == {f"{half}×{half}"}

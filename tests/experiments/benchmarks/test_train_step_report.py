@@ -9,7 +9,7 @@ import pytest
 from experiments.benchmarks.train_step import goals as train_step_goals
 from experiments.benchmarks.train_step import report
 from experiments.models.workloads import FULL
-from experiments.training.runs import write_json
+from experiments.report.json_files import write_json
 
 # The report.
 

@@ -11,7 +11,7 @@ from experiments.benchmarks import gradient_sums
 from experiments.benchmarks.train_step import report as train_step_report
 from experiments.models.workloads import FULL, SMOKE
 from experiments.report import headline, predictions, readme
-from experiments.training.runs import write_json
+from experiments.report.json_files import write_json
 from jaxmp.inspect import prediction
 
 GPU = {"device": "1 × H200 (gpu)", "versions": "jax 1", "date": "2026-11-21 10:00 +0000", "command": "python -m some"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkpoint_tools import Config, bits, last, processes, rows, train_in_step
 
-from experiments.training import checkpoints, runs
+from experiments.training import checkpoints, run_folders
 
 STEPS, KILLS, PATIENCE_S = 60, 6, 300
 # The state has 1.6 MB that change at every step, so that Orbax writes for longer than a step takes.
@@ -26,7 +26,7 @@ class Process:
         self._process = context.Process(target=train_in_step, args=(childs, config, cache), daemon=True)
         self._process.start()
         childs.close()
-        self._folder = runs.checkpoints_folder(config.run_dir)
+        self._folder = run_folders.checkpoints_folder(config.run_dir)
 
     def train_to(self, step: int) -> None:
         """Lets it begin ``step``, and no later one; or, past the last step, end."""
@@ -74,7 +74,7 @@ def test_a_run_killed_6_times_ends_bit_for_bit_where_one_left_alone_ends(tmp_pat
     moments = random.Random(0)
     inside_a_save = 0
     for step in sorted(moments.sample(range(2, STEPS - 30), KILLS)):
-        begun = checkpoints.steps(runs.checkpoints_folder(killed.run_dir))
+        begun = checkpoints.steps(run_folders.checkpoints_folder(killed.run_dir))
         run = Process(dataclasses.replace(killed, resume=bool(begun)), cache)
         run.train_to(step)
         where = moments.choice(("wherever it is", "inside a save", "between saves"))
@@ -83,7 +83,7 @@ def test_a_run_killed_6_times_ends_bit_for_bit_where_one_left_alone_ends(tmp_pat
         elif where == "between saves":
             run.train_out_of_a_save()
         run.kill()
-        inside_a_save += bool(checkpoints.unfinished(runs.checkpoints_folder(killed.run_dir)))
+        inside_a_save += bool(checkpoints.unfinished(run_folders.checkpoints_folder(killed.run_dir)))
     assert inside_a_save > 0
     Process(dataclasses.replace(killed, resume=True), cache).end()
 
@@ -92,5 +92,5 @@ def test_a_run_killed_6_times_ends_bit_for_bit_where_one_left_alone_ends(tmp_pat
     assert bits(one) == bits(other)
     assert one.leaves["opt_state/skipped"] > 0 and one.leaves["params/hidden"].any()
     assert rows(alone.run_dir) == rows(killed.run_dir)
-    assert not checkpoints.unfinished(runs.checkpoints_folder(killed.run_dir))
+    assert not checkpoints.unfinished(run_folders.checkpoints_folder(killed.run_dir))
     print(f"{inside_a_save} of {KILLS} kills fell inside a save")

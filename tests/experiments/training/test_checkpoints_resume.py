@@ -20,6 +20,7 @@ from places import ROOT
 
 import jaxmp
 from experiments import image_classification, language_modeling
+from experiments.report import json_files
 from experiments.training import checkpoints, loop, runs
 
 
@@ -128,7 +129,7 @@ def test_a_finished_run_says_so_and_is_left_alone(whole, capsys):
     config, summary = whole
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in config.run_dir.rglob("*")}
     again = train(dataclasses.replace(config, resume=True))
-    assert again == json.loads(json.dumps(runs.strict_json(summary)))
+    assert again == json.loads(json.dumps(json_files.strict_json(summary)))
     assert f"{config.run_dir} has had its 8 steps; raise --steps to train on" in capsys.readouterr().out
     assert before == {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in config.run_dir.rglob("*")}
 

@@ -1,0 +1,37 @@
+"""JSON files that any reader takes, whatever the numbers in them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes strict JSON, whole or not at all: numbers that are not finite become their names."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(_strict(value), indent=2, default=str) + "\n")
+    new.replace(path)
+
+
+def strict_json(value: Any) -> Any:
+    """``value`` as it would be read back after :func:`write_json`."""
+    return json.loads(json.dumps(_strict(value), default=str))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def numbers(value: Any) -> Any:
+    """Strict JSON with the numbers that are not finite, which it has as their names, numbers again."""
+    if isinstance(value, dict):
+        return {key: numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [numbers(inner) for inner in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -1,0 +1,54 @@
+"""The checksums of a checkpoint's files, in a file that ``sha256sum --check`` reads too.
+
+It begins with a comment that has the checksum of its own lines, so that damage in it is not taken for damage in a file
+that it lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+FILE = "checksums.sha256"
+ITEMS = ("state", "about")
+"""The folders of a checkpoint."""
+
+
+def write(folder: Path) -> None:
+    """Write the checksums of the files in a checkpoint's folder."""
+    lines = "".join(f"{checksum}  {name}\n" for name, checksum in _checksums_of(folder).items())
+    (folder / FILE).write_text(_first_line(lines) + lines)
+
+
+def find_damage(folder: Path) -> str | None:
+    """The first file of a checkpoint that is not what its checksum says."""
+    try:
+        own, end, lines = (folder / FILE).read_text(errors="replace").partition("\n")
+        found = _checksums_of(folder)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return str(error)
+    if own + end != _first_line(lines):
+        return f"{FILE} is not what was written, without which nothing tells whether the rest is"
+    expected = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines.splitlines())}
+    for name in sorted(expected):  # a file that is not among them, such as a file manager leaves, does no harm
+        if name not in found:
+            return f"{name} is missing"
+        if expected[name] != found[name]:
+            return f"{name} is not what was written"
+    return None
+
+
+def _first_line(lines: str) -> str:
+    """The comment before the ``lines`` of checksums: ``sha256sum --check`` passes it over."""
+    return f"# {hashlib.sha256(lines.encode()).hexdigest()}  the lines below\n"
+
+
+def _checksums_of(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint's items."""
+    checksums = {}
+    for path in sorted(path for item in ITEMS for path in (folder / item).rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            checksums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return checksums

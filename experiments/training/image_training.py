@@ -1,0 +1,59 @@
+"""The data of image classification, and the checks of its flags."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments import data
+from experiments.data import images
+from experiments.training import cli
+
+
+class Data(NamedTuple):
+    """A set of images, with its classes, each channel's mean and standard deviation, and its origin."""
+
+    train: images.Images
+    test: images.Images
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    origin: str
+
+    def pixels(self, image_size: int, dtype: str) -> images.Pixels:
+        """Return the resizing and the normalisation of the images."""
+        return images.Pixels(image_size, self.mean, self.std, dtype)
+
+
+@functools.cache
+def load(dataset: str, data_dir: Path | None) -> Data:
+    """Read the training and the held-out images; they lie on the device where they fit."""
+    splits = data.read(dataset, data_dir)
+    # The digits stay in [0, 1].
+    mean, std = ((), ()) if dataset == "digits" else images.statistics(splits["train"]["image"])
+    classes = 1 + max(int(split["label"].max()) for split in splits.values())
+    train, test = images.hold(splits["train"]), images.hold(splits["test"])
+    return Data(train, test, classes, mean, std, data.origin(dataset, data_dir))
+
+
+def check(config: Any) -> None:
+    """Check the flags.
+
+    Raises:
+      ValueError: a flag has a value out of range, or two do not go together.
+    """
+    cli.check(config)
+    cli.require("--epochs", config.epochs, 1)
+    cli.require("--steps", config.steps, 0)
+    cli.require("--image-size", config.image_size, 0)
+    cli.require("--weight-decay", config.weight_decay, 0)
+    if config.model == "cnn" and config.image_size == 1:
+        raise ValueError("--model cnn halves its images: --image-size must be at least 2, or 0 for theirs, got 1")
+    if config.api == "nnx" and config.model == "resnet50":
+        raise ValueError("--api nnx has cnn and resnet18, got --model resnet50; use --api linen")
+    if config.api == "nnx" and config.override and (config.autocast or config.opt_level == "O1"):
+        raise ValueError(
+            "under autocast --override matches the names on JAX's name stack, where --api nnx puts none, got "
+            f"{config.override[0]!r}; use --api linen"
+        )

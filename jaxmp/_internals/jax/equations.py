@@ -1,0 +1,168 @@
+"""Read equations: their bodies, constants and parameters, under the names that each version of JAX has for them."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src import core
+from jax.extend.core import Literal as Literal
+
+Opened = tuple[Any, list[Any]]
+"""An open jaxpr and its constants."""
+
+
+RESHARDS = frozenset({"reshard", "mesh_cast"})
+"""Primitives that change an array's sharding type and no number."""
+
+
+class Bodies(NamedTuple):
+    """The jaxprs in an equation and how their values meet those outside.
+
+    ``kind`` is ``"call"`` (operands and results are those of the one body), ``"scan"``, ``"while"`` (condition, body)
+    or ``"cond"`` (the branches). The operands of a loop are ``consts`` of its condition, if it has one, those of its
+    body up to ``start``, ``carry`` carried values, and what a scan runs over.
+    """
+
+    kind: str
+    jaxprs: tuple[Any, ...]
+    consts: int = 0
+    start: int = 0
+    carry: int = 0
+
+
+# The parameter that holds the body of a primitive which computes just that body.
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "shard_map": "jaxpr",
+    "composite": "call_jaxpr",
+    # The forward rule of a custom_vjp with `optimize_remat`, and from 0.12 on what checkpoint leaves of it.
+    "remat_opt": "fwd_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+}
+
+
+def bodies_of(eqn: Any) -> Bodies | None:
+    """Return the bodies of an equation that can be rebuilt in other dtypes; None for all other equations."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        # `composite` called its body `jaxpr` before 0.12.
+        return Bodies("call", (params[_CALLS[name]] if _CALLS[name] in params else params["jaxpr"],))
+    if name == "scan":
+        if "ft_in" in params:  # from 0.11 on
+            consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
+        else:
+            consts, carry = params["num_consts"], params["num_carry"]
+        return Bodies("scan", (params["jaxpr"],), 0, consts, carry)
+    if name == "while":
+        start = params["cond_nconsts"] + params["body_nconsts"]
+        jaxprs = (params["cond_jaxpr"], params["body_jaxpr"])
+        return Bodies("while", jaxprs, params["cond_nconsts"], start, len(eqn.invars) - start)
+    if name == "cond":
+        return Bodies("cond", tuple(params["branches"]))
+    return None
+
+
+def opened(jaxpr: Any) -> Opened:
+    """Return an open or closed jaxpr as the open one and its constants.
+
+    The two are one class from JAX 0.11 on.
+    """
+    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
+
+
+def is_literal(atom: Any) -> bool:
+    """Return whether an operand is a constant that is written into its equation."""
+    return isinstance(atom, Literal)
+
+
+_ELEMENTS = 2**16
+"""Larger constants are taken for weights and not read: reading them would wait for the device."""
+
+
+def elements_of(constant: Any) -> np.ndarray | None:
+    """Return the elements of a constant; None if they are many, on another host, traced, or not numbers."""
+    if isinstance(constant, jax.Array) and (isinstance(constant, core.Tracer) or not constant.is_fully_addressable):
+        return None
+    if np.size(constant) > _ELEMENTS or jax.dtypes.issubdtype(getattr(constant, "dtype", float), jax.dtypes.extended):
+        return None
+    return np.asarray(constant)
+
+
+def extremes_of(constant: Any) -> tuple[float, float] | None:
+    """Return the smallest nonzero and the largest magnitude of a constant; None if it cannot be read."""
+    elements = elements_of(constant)
+    return None if elements is None else _extremes(elements.tobytes(), elements.dtype)
+
+
+@functools.lru_cache(maxsize=128)  # a program has the same numbers again and again
+def _extremes(data: bytes, dtype: np.dtype) -> tuple[float, float]:
+    """Return the smallest nonzero and the largest finite magnitude of an array, given as bytes."""
+    magnitudes = np.abs(np.frombuffer(data, dtype).astype(np.float32))
+    finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # the rest exists in every format
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
+    """Return the results of an open jaxpr, evaluated as it is."""
+    return list(core.eval_jaxpr(jaxpr, consts, *args))
+
+
+def asks_for_highest(precision: Any) -> bool:
+    """Return whether the ``precision`` of a product asks for true float32 for an operand."""
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    return any(
+        part is jax.lax.Precision.HIGHEST or str(part).endswith(("F32_F32_F32", "F64_F64_F64")) for part in parts
+    )
+
+
+def asks_for_what_is_missing(params: dict[str, Any]) -> bool:
+    """Return whether a product asks for an algorithm that the backend lacks.
+
+    JAX's attention tries the algorithm and catches the error. While it is traced, no error is raised.
+    """
+    return params.get("precision") is jax.lax.DotAlgorithmPreset.F16_F16_F32 and jax.default_backend() == "cpu"
+
+
+def names_a_dtype(eqn: Any) -> bool:
+    """Return whether a parameter fixes the dtype of a result.
+
+    Examples are ``out_dtype`` of ``mul``, and the function that a scatter applies.
+    """
+    update = eqn.params.get("update_jaxpr")
+    return eqn.params.get("out_dtype") is not None or (update is not None and len(update.eqns) > 1)
+
+
+def in_dtype_of_scatter(jaxpr: Any, dtype: Any) -> Any | None:
+    """Return the update function of a scatter in another dtype; None if it has several operations."""
+    if len(jaxpr.eqns) > 1:
+        return None
+    scalars = [jax.ShapeDtypeStruct((), dtype) for _ in jaxpr.invars]
+    return opened(jax.make_jaxpr(lambda *args: evaluate(jaxpr, [], args))(*scalars))[0]
+
+
+def has_explicit_axes(value: Any) -> bool:
+    """Return whether a value lies on a mesh with explicit axes."""
+    return bool(jax.typeof(value).sharding.mesh.explicit_axes)
+
+
+def size_of(shape: Sequence[Any]) -> int:
+    """Return the number of elements of a shape; a symbolic dimension of ``jax.export`` counts as 1024."""
+    size: Any = math.prod(shape)
+    return size if type(size) is int else int(size._evaluate(collections.defaultdict(lambda: 1024)))
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Return a shape to trace for, with the sharding of an abstract value on a mesh with explicit axes."""
+    sharding = aval.sharding if aval.sharding.mesh.explicit_axes else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

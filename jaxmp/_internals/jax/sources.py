@@ -1,0 +1,95 @@
+"""Read where an equation comes from: its scopes, the transformations that made it, its file and line."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jax._src import source_info_util
+
+Names = tuple[str, ...]
+
+
+def names_of(eqn: Any) -> Names:
+    """Return the modules and named scopes around an equation, outermost first."""
+    return _scopes(eqn.source_info.name_stack)
+
+
+def current_names() -> Names:
+    """Return the scopes around the code that runs, except those outside of a ``jit``."""
+    return _scopes(source_info_util.current_name_stack())
+
+
+def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
+    """Return the scopes around an equation, and the transformations that made it (``"jvp"``, …).
+
+    Recomputed code under checkpoint has its scopes twice: in the transpose and on its own. They count once.
+    """
+    names: Names = ()
+    part: list[str] = []
+    transforms = []
+    for entry in (*eqn.source_info.name_stack.stack, None):
+        if isinstance(entry, source_info_util.Scope):
+            part += entry.name.split("/")
+            continue
+        names = tuple(part) if tuple(part[: len(names)]) == names else (*names, *part)
+        part = []
+        transforms += [entry.name] if entry is not None else []
+    return names, tuple(transforms)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scopes(stack: Any) -> Names:
+    """Return the scopes on a name stack, without transformations."""
+    scopes = (entry for entry in stack.stack if isinstance(entry, source_info_util.Scope))
+    return tuple(part for scope in scopes for part in scope.name.split("/"))
+
+
+def source_of(eqn: Any) -> str:
+    """Return the file and line of an equation, ``"package/module.py:12"``; empty where JAX has none.
+
+    It is the innermost frame outside JAX and jaxmp. The path begins at its outermost package, so that it is the same
+    on every machine.
+    """
+    return next(_sources(eqn), "")
+
+
+def user_source_of(eqn: Any) -> str:
+    """Return the file and line as :func:`source_of` does, but skip installed libraries."""
+    return next(_sources(eqn, _is_users), "")
+
+
+def _sources(eqn: Any, is_meant: Callable[[str], bool] | None = None) -> Iterator[str]:
+    """Yield the files and lines of an equation, innermost first; of those files that ``is_meant`` accepts."""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if is_meant is None or is_meant(frame.file_name):
+            yield f"{_from_package(frame.file_name)}:{frame.start_line}"
+
+
+def _is_users(file: str) -> bool:
+    """Return whether a file belongs to no installed library."""
+    return not _INSTALLED.intersection(Path(file).parts)
+
+
+def source_among(places: list[tuple[str, int]]) -> str:
+    """Return the innermost file and line of the user among those that a program of XLA names."""
+    users = (f"{_from_package(file)}:{line}" for file, line in places if _is_users(file))
+    return next(users, "")
+
+
+@functools.cache
+def _from_package(file: str) -> str:
+    """Return the path of a file, beginning at its outermost package."""
+    *folders, top = Path(file).parents
+    outside = (folder for folder in folders if not (folder / "__init__.py").exists())
+    return Path(file).relative_to(next(outside, top)).as_posix()
+
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+# JAX leaves its own files and Python's library out of the sources of a program. So do jaxmp's, and the modules that are
+# frozen into Python, as runpy is.
+source_info_util.register_exclusion(str(Path(__file__).parents[2]) + os.sep)  # the folder of jaxmp
+source_info_util.register_exclusion("<frozen ")

@@ -1,0 +1,78 @@
+"""Ask JAX about the traces around the code that runs: ``jit``, ``vmap`` and ``shard_map``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from jax._src import config, core
+from jax._src.interpreters.batching import BatchTrace
+
+
+def static_arguments(jitted: Any) -> tuple[int, ...]:
+    """Return the positions of the static arguments of a function of ``jax.jit`` or ``nnx.jit``."""
+    numbers = getattr(getattr(jitted, "_jit_info", jitted), "static_argnums", None)
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
+
+
+def is_tracing() -> bool:
+    """Return whether operations become part of a larger program that is compiled later."""
+    return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())
+
+
+def traces_around() -> list[Any]:
+    """Return the traces around the code that runs, innermost first."""
+    trace, found = core.trace_ctx.trace, []
+    while trace is not None:
+        found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+def batches_around() -> list[Any]:
+    """Return the traces of each ``jax.vmap`` around the code that runs, innermost first."""
+    return [trace for trace in traces_around() if isinstance(trace, BatchTrace)]
+
+
+def is_batched(value: Any, batch: Any) -> bool:
+    """Return whether the ``jax.vmap`` with the trace ``batch`` maps over a value."""
+    while isinstance(value, core.Tracer):
+        if value._trace is batch:
+            return True
+        value = getattr(value, "primal", getattr(value, "val", None))
+    return False
+
+
+def is_staged(value: Any) -> bool:
+    """Return whether a value belongs to a program that is traced and that ``jax.vmap`` may batch later."""
+    return isinstance(value, core.Tracer) and hasattr(value._trace, "frame")
+
+
+def trace_context() -> Any:
+    """Return the key of JAX's own caches of traces: its configuration, the mesh, the precision of products."""
+    return config.trace_context()
+
+
+def shows_what_varies() -> bool:
+    """Return whether types have the axes over which a value varies in the ``shard_map`` that is traced."""
+    return bool(config._check_vma.value)
+
+
+def manual_axes(value: Any) -> tuple[str, ...]:
+    """Return the mesh axes over which ``value`` may vary in the ``shard_map`` that is traced."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if shows_what_varies():
+        axes = [axis for axis in axes if axis in jax.typeof(value).mat.varying]
+    return tuple(axes)
+
+
+def may_be_skipped() -> bool:
+    """Return whether some shards of a ``shard_map`` may skip the code that is traced: a branch or a loop.
+
+    JAX notes the purpose of each trace. A ``fori_loop`` counts as a loop whose length may differ between shards.
+    """
+    traced = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces_around())
+    around = (getattr(info, "traced_for", "") for info in traced)
+    optional = {"cond", "switch", "while_cond", "while_body", "fori_loop"}
+    return next((purpose in optional for purpose in around if purpose in optional | {"shard_map"}), False)

@@ -1,0 +1,87 @@
+"""Find operations in a compiled program by their scopes and sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.inspect.audit_products import widest
+from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.compiled.kernels import product_kind
+from jaxmp.inspect.program.values import Value
+
+_ScopesAndPass = tuple[frozenset[str], bool]
+"""The scopes around an operation, and whether it is in the backward pass."""
+
+
+def _scopes_of_instruction(instruction: hlo.Instruction) -> _ScopesAndPass | None:
+    """Return the scopes that an instruction was compiled from; None without metadata."""
+    name = instruction.op_name
+    return (_scopes(name), "transpose(" in name) if name else None
+
+
+def _scopes_of_value(value: Value) -> _ScopesAndPass:
+    return _scopes("/".join((*value.at.names, value.name))), value.at.phase == "backward"
+
+
+def _scopes(op_name: str) -> frozenset[str]:
+    return frozenset(hlo.path_of(op_name).split("/"))
+
+
+def dtypes_that_ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Value, str]:
+    """Return the dtypes of products in a compiled program.
+
+    Products that cannot be told apart are left out.
+    """
+    compiled: dict[Any, set[str]] = {}
+    for computation, instruction, _ in program.walk():
+        scopes = _scopes_of_instruction(instruction) if product_kind(instruction) else None
+        dtypes = [hlo.dtype_name(dtype) for dtype in program.dtypes(computation, instruction)[:2]]
+        if scopes is None or not dtypes:
+            continue
+        size = math.prod(instruction.arrays[0].shape)
+        compiled.setdefault((scopes, size), set()).add(widest(dtypes))
+        compiled.setdefault((scopes, None), set()).add(widest(dtypes))
+    ran = {}
+    for value in values:
+        if value.name in PRODUCTS:
+            scopes, size = _scopes_of_value(value), math.prod(value.shape)
+            dtypes_of_value = compiled.get((scopes, size)) or compiled.get((scopes, None), set())
+            if len(dtypes_of_value) == 1:
+                (ran[value],) = dtypes_of_value
+    return ran
+
+
+class CastsInLoops:
+    """The casts that a compiled program repeats in each turn of a loop."""
+
+    def __init__(self, program: hlo.HloProgram) -> None:
+        self._casts: set[Any] = set()
+        for name in _computations_in_loops(program):
+            for instruction in program.computations.get(name, {}).values():
+                # A cast that the backend added has another name.
+                if instruction.opcode == "convert" and instruction.op_name.endswith("/convert_element_type"):
+                    (array,) = instruction.arrays
+                    size = math.prod(array.shape)
+                    self._casts.add((_scopes_of_instruction(instruction), hlo.dtype_name(array.dtype), size))
+
+    def __call__(self, value: Value) -> bool:
+        """Return whether a cast is among them."""
+        return (_scopes_of_value(value), value.dtype.name, math.prod(value.shape)) in self._casts
+
+
+def _computations_in_loops(program: hlo.HloProgram) -> set[str]:
+    stack: list[str] = []
+    for _, instruction, _ in program.walk():
+        if instruction.opcode == "while":
+            stack += program.bodies(instruction)
+    inside: set[str] = set()
+    while stack:
+        name = stack.pop()
+        if name not in inside:
+            inside.add(name)
+            for instruction in program.computations.get(name, {}).values():
+                stack += program.bodies(instruction)
+    return inside

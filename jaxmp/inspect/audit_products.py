@@ -1,0 +1,125 @@
+"""The products of an audited program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmp._internals.jax.equations import asks_for_highest
+from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
+from jaxmp.base.hardware import Hardware
+from jaxmp.engine.flops import flops_of
+from jaxmp.inspect.program.products import multiplied, work
+from jaxmp.inspect.program.reading_values import same_turn
+from jaxmp.inspect.program.values import Read, Value, Values
+from jaxmp.inspect.program.weights import unaligned
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product or convolution.
+
+    Attributes:
+      path: the modules and scopes that it is in, ``/`` between.
+      source: the user's file and line.
+      primitive: that of JAX.
+      operands: the names of the two operands' dtypes, as written; of float8 values times their scales, float8.
+      result: the dtype of the result.
+      ran: the dtype of the operands in the compiled program; None if it is not known.
+      flops: of one run. A multiplication and an addition are two; padding and a dilation's zeros are not counted.
+      count: how often it runs; None where only the run shows it.
+      bytes: of operands and result, once.
+      bound: ``"arithmetic"`` or ``"bytes"``, whichever takes longer at the device's peaks; None where they are unknown.
+      aligned: whether its dimensions, but for the batch, are multiples of 16 bytes: of 8 in 16 bits.
+      phase: ``"forward"``, ``"backward"`` or ``"update"``.
+    """
+
+    path: str
+    source: str
+    primitive: str
+    operands: tuple[str, str]
+    result: str
+    ran: str | None
+    flops: int
+    count: int | None
+    bytes: int
+    bound: str | None
+    aligned: bool
+    phase: str
+
+
+def product_of(value: Value, ran: str | None, device: Hardware, weights: Sequence[int]) -> Product:
+    """Return the product that computes a value.
+
+    Args:
+      value: the result.
+      ran: the dtype of its operands in the compiled program, if it is known.
+      device: the hardware that it runs on.
+      weights: the numbers of the operands that may be weights.
+    """
+    place, (left, right) = value.at, value.inputs[:2]
+    operands = multiplied(left), multiplied(right)
+    flops = flops_of(place.eqn, counts_padding=False) or 0
+    size = 0
+    for array, dtype in zip((left, right, value), (*operands, value.dtype.name), strict=True):
+        size += math.prod(array.shape) * np.dtype(dtype).itemsize
+    return Product(
+        path=place.path,
+        source=place.source,
+        primitive=place.eqn.primitive.name,
+        operands=operands,
+        result=value.dtype.name,
+        ran=ran,
+        flops=flops,
+        count=place.count,
+        bytes=size,
+        bound=_bound(flops, size, widest(operands), place.eqn.params.get("precision"), device),
+        aligned=not unaligned(value, weights),
+        phase=place.phase,
+    )
+
+
+def _bound(flops: int, size: int, dtype: str, precision: Any, device: Hardware) -> str | None:
+    is_tensorfloat = dtype == "float32" and "tensorfloat32" in device.peak_tflops and not asks_for_highest(precision)
+    rate = device.peak_tflops.get("tensorfloat32" if is_tensorfloat else dtype)
+    if rate is None or device.peak_bandwidth is None:
+        return None
+    return "arithmetic" if flops / (rate * 1e12) >= size / device.peak_bandwidth else "bytes"
+
+
+def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
+    """Yield the products inside kernels and solvers.
+
+    How often they run is unknown.
+    """
+    for place in values.places.values():
+        if place.bodies is not None:
+            continue
+        for jaxpr in jaxprs_in(place.eqn):
+            for eqn in equations(jaxpr):
+                if eqn.primitive.name in PRODUCTS:
+                    place_in_kernel = dataclasses.replace(place, eqn=eqn, turns=(*place.turns, None))
+                    reads: list[Read] = []
+                    for number, atom in enumerate(eqn.invars):
+                        reads.append((number, Value(atom.aval, "argument"), same_turn))
+                    value = Value(eqn.outvars[0].aval, eqn.primitive.name, place=place_in_kernel, reads=reads)
+                    yield product_of(value, None, device, [1])
+
+
+def widest(dtypes: Collection[str]) -> str:
+    """Return the dtype that a product of these operands is computed in."""
+    return max(dtypes, key=lambda name: np.dtype(name).itemsize)
+
+
+def shares_of_flops(products: Sequence[Product]) -> dict[str, float]:
+    """Return the share of FLOPs by the dtype of products, largest first."""
+    flops = Counter[str]()
+    for product in products:
+        flops[widest(product.operands)] += work(product)
+    total = flops.total()
+    return {dtype: count / total for dtype, count in flops.most_common()} if total else {}

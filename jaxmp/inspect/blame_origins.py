@@ -1,0 +1,184 @@
+"""Where the infinities and NaNs in the results of one operation come from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+
+from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.inspect.program.calls import is_inexact
+
+_ELEMENTWISE = """
+abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp convert_element_type copy copy_p
+cos cosh digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p log2 logistic max min mul neg
+nextafter one_minus_square pow reduce_precision rem rsqrt select_n sign sin sinh sqrt square sub tan tanh
+""".split()  # noqa: SIM905
+_OVERFLOWS_TO_NAN = PRODUCTS.union(("add_any", "convert_element_type", "cumsum", "fft", "psum", "reduce_precision"))
+_OVERFLOWS_TO_NAN |= {"reduce_sum", "reduce_window_sum", "scatter-add"}
+"""Operations whose NaN of finite operands is an overflow: a difference of two, or one in a dtype without infinities."""
+
+
+def _is_zero(x: Any) -> Any:
+    return x == 0
+
+
+def _has_magnitude_one(x: Any) -> Any:
+    return np.abs(x) == 1
+
+
+def _is_not_positive(x: Any) -> Any:
+    return x <= 0
+
+
+def _is_minus_one(x: Any) -> Any:
+    return x == -1
+
+
+def _divides_by_zero(_: Any, divisor: Any) -> Any:
+    return divisor == 0
+
+
+def _has_base_zero(base: Any, _: Any) -> Any:
+    return base == 0
+
+
+_IS_POLE: dict[str, Callable[..., Any]] = {
+    "log": _is_zero,
+    "log2": _is_zero,
+    "rsqrt": _is_zero,
+    "integer_pow": _is_zero,
+    "atanh": _has_magnitude_one,
+    "erf_inv": _has_magnitude_one,
+    "lgamma": _is_not_positive,
+    "digamma": _is_not_positive,
+    "div": _divides_by_zero,
+    "pow": _has_base_zero,
+    "log1p": _is_minus_one,
+}
+"""Functions that are infinite at some finite operands, and where."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The dtype and shape of an operand, with its smallest and largest value.
+
+    NaN is left out; an operand that is all NaN has ``low`` and ``high`` NaN.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}] in [{self.low:.4g}, {self.high:.4g}]"
+
+
+class Origin(NamedTuple):
+    """The origin of the values in an operation's results that are not finite.
+
+    Operations on single elements are looked at element by element, all others as a whole.
+
+    Attributes:
+      through: of each operand, whether it is not finite where the result is not.
+      is_born: whether finite operands gave a result that is not finite.
+      is_nan: whether finite operands gave NaN.
+      is_pole: whether finite operands hit a pole of the function.
+      makes_nan: whether operands without NaN, perhaps infinite ones, gave NaN.
+      ranges: of the operands.
+    """
+
+    through: list[bool]
+    is_born: bool
+    is_nan: bool
+    is_pole: bool
+    makes_nan: bool
+    ranges: tuple[Range, ...]
+
+
+def origin_of(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Origin:
+    """Return the origin of results.
+
+    NumPy computes it: compiling with XLA would take longer.
+
+    Args:
+      name: of the primitive.
+      operands: arrays of JAX or NumPy.
+      results: arrays of JAX or NumPy.
+    """
+    operands = [on_host(operand) for operand in operands]
+    results = [on_host(result) for result in results]
+    bad_operands = [where_not_finite(operand) for operand in operands]
+    nan_operands = [where_nan(operand) for operand in operands]
+    if name in _ELEMENTWISE:
+        bad, nan = where_not_finite(results[0]), where_nan(results[0])
+    else:
+        bad = np.any([where_not_finite(result).any() for result in results])
+        nan = np.any([where_nan(result).any() for result in results])
+        bad_operands = [mask.any() for mask in bad_operands]
+        nan_operands = [mask.any() for mask in nan_operands]
+    if name == "select_n":
+        for case in range(len(operands) - 1):
+            is_chosen = operands[0] == case
+            bad_operands[case + 1] &= is_chosen
+            nan_operands[case + 1] &= is_chosen
+    born = bad & ~_union(bad_operands)
+    return Origin(
+        through=[bool(np.any(bad & operand)) for operand in bad_operands],
+        is_born=bool(np.any(born)),
+        is_nan=bool(np.any(born & nan)),
+        is_pole=name in _IS_POLE and bool(np.any(born & _IS_POLE[name](*operands))),
+        makes_nan=bool(np.any(nan & ~_union(nan_operands))),
+        ranges=ranges_of(operands),
+    )
+
+
+def kind_of(name: str, origin: Origin) -> str:
+    """Return ``"overflow"``, ``"division by zero"`` or ``"invalid"``."""
+    if not origin.is_born or (origin.is_nan and name not in _OVERFLOWS_TO_NAN):
+        return "invalid"
+    return "division by zero" if origin.is_pole else "overflow"
+
+
+def on_host(value: Any) -> Any:
+    """Return a value as a NumPy array; a random key stays as it is."""
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+        return value
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        value = process_allgather(value, tiled=True)
+    return np.asarray(value)
+
+
+def where_not_finite(value: Any) -> Any:
+    """Return where a NumPy array is infinite or NaN."""
+    return ~np.isfinite(value) if is_inexact(value) else np.False_
+
+
+def where_nan(value: Any) -> Any:
+    """Return where a NumPy array is NaN."""
+    return np.isnan(value) if is_inexact(value) else np.False_
+
+
+def ranges_of(operands: Sequence[Any]) -> tuple[Range, ...]:
+    """Return the ranges of NumPy arrays, those without numbers left out."""
+    ranges = []
+    for operand in operands:
+        if not jnp.issubdtype(operand.dtype, jnp.number) or not operand.size:
+            continue
+        numbers = np.abs(operand) if np.iscomplexobj(operand) else np.asarray(operand, np.float64)
+        is_known = ~np.isnan(numbers)
+        low = numbers.min(where=is_known, initial=np.inf) if is_known.any() else np.nan
+        high = numbers.max(where=is_known, initial=-np.inf) if is_known.any() else np.nan
+        ranges.append(Range(str(operand.dtype), operand.shape, float(low), float(high)))
+    return tuple(ranges)
+
+
+def _union(masks: Sequence[Any]) -> Any:
+    return functools.reduce(np.logical_or, masks, np.False_)

@@ -1,0 +1,206 @@
+"""Search back from the results, through values that are not finite."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.inspect.blame_origins import Origin, on_host, origin_of, where_nan
+from jaxmp.inspect.program import stepping
+from jaxmp.inspect.program.equations import Key
+from jaxmp.inspect.program.values import Turns, Value
+
+At = tuple[Key, Turns]
+"""An operation in one turn of each scan around it; in a while loop in the first turn in which it fails."""
+_FLAGS_AT_ONCE = 4096
+"""The number of operations whose flags are fetched together: one fetch for each would take most of the time."""
+
+
+class Failure(NamedTuple):
+    """An operation, some of whose results are not finite."""
+
+    name: str
+    bad: set[int]  # the numbers of these results
+    while_turn: int  # -1 outside of while loops
+
+
+class _AllLookedAt(Exception):
+    """Ends a run once all origins are known."""
+
+
+class ProgramRun:
+    """A program that was run once, operation by operation.
+
+    Attributes:
+      inputs: the leaves of its arguments.
+      results: the leaves of its results.
+      branches: the branches that its conditionals took.
+      failures: the operations whose results were not finite.
+      origins: of those failures that :meth:`look_at` was called for.
+    """
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> None:
+        self._jaxpr, self._consts, self.inputs = jaxpr, consts, inputs
+        self.failures: dict[At, Failure] = {}
+        self.origins: dict[At, Origin] = {}
+        pending: list[tuple[stepping.Moment, str, list[Any]]] = []
+
+        def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
+            pending.append((moment, eqn.primitive.name, flags))
+            if len(pending) == _FLAGS_AT_ONCE:
+                self._add_failures(pending)
+                pending.clear()
+
+        self.results, self.branches = stepping.run(jaxpr, consts, inputs, visit)
+        self._add_failures(pending)
+
+    def _add_failures(self, pending: list[tuple[stepping.Moment, str, list[Any]]]) -> None:
+        all_flags = jax.device_get([flags for _, _, flags in pending])
+        for (moment, name, _), flags in zip(pending, all_flags, strict=True):
+            bad = _numbers_of_bad(flags)
+            if bad:
+                self.failures.setdefault((moment.key, moment.turns), Failure(name, bad, moment.while_turn))
+
+    def look_at(self, wanted: set[At]) -> None:
+        """Run again, up to the last of some failures, to find their origins."""
+
+        def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
+            at = moment.key, moment.turns
+            if at in wanted and at not in self.origins and _numbers_of_bad(flags):
+                self.origins[at] = origin_of(eqn.primitive.name, operands, results)
+                if wanted <= self.origins.keys():
+                    raise _AllLookedAt
+
+        with contextlib.suppress(_AllLookedAt):
+            stepping.run(self._jaxpr, self._consts, self.inputs, visit, wanted)
+
+    def origin(self, at: At) -> Origin:
+        """Return the origin of a failure; run again if it is not known yet."""
+        if at not in self.origins:
+            self.look_at({at})
+        return self.origins[at]
+
+
+def _numbers_of_bad(flags: Sequence[Any]) -> set[int]:
+    """Return the numbers of the results whose flags say that they are not finite."""
+    return {number for number, flag in enumerate(flags) if flag is not None and np.asarray(flag) != 0}
+
+
+class Rank(enum.IntEnum):
+    """The order of suspects.
+
+    Infinite inputs are often intended, so operations on finite numbers are blamed first.
+    """
+
+    BORN = 0  # made of finite operands, or a NaN among the inputs
+    ARGUMENT = 1  # infinite
+    MADE = 2  # NaN, made of infinities
+    CONSTANT = 3  # infinite
+
+
+class Suspect(NamedTuple):
+    """A value that may be to blame, in one turn of the loops around it.
+
+    Attributes:
+      rank: its place in the order of suspects.
+      value: an argument, a constant, or what an operation computes.
+      turns: of the scans around it.
+      reader: of an argument or a constant, the operation that reads it, if one does.
+    """
+
+    rank: Rank
+    value: Value
+    turns: Turns
+    reader: tuple[Value, Turns] | None
+
+    @property
+    def at(self) -> At:
+        """Its operation, in its turn."""
+        return self.value.key, self.turns
+
+
+def first_suspect(starts: Sequence[Value], run: ProgramRun, early: set[Value]) -> Suspect | None:
+    """Return the first suspect behind values that are not finite, if there is one.
+
+    Origins are looked at in the order of the program until a suspect comes before all failures whose origin is unknown.
+    Mostly one look is enough. A selection passes on only the elements it chooses, so each selection is looked at.
+
+    Args:
+      starts: the values that are not finite.
+      run: the program.
+      early: the values of the forward pass. Of equal rank they come before the others.
+    """
+    looks = 1
+    while True:
+        suspects, unknown = _search_back(starts, run)
+        order = _order_of_suspects(suspects, early)
+        first = min(suspects, key=order, default=None)
+        before = sorted(unknown, key=order)
+        if first is not None:
+            before = [suspect for suspect in before if order(suspect) < order(first)]
+        selections = [suspect for suspect in unknown if suspect.value.name == "select_n"]
+        if not before and not selections:
+            return first
+        run.look_at({suspect.at for suspect in (*before[:looks], *selections)})
+        looks *= 4
+
+
+def _order_of_suspects(suspects: Sequence[Suspect], early: set[Value]) -> Callable[[Suspect], Any]:
+    early = early | {suspect.value for suspect in suspects if not suspect.value.key}
+
+    def order(suspect: Suspect) -> Any:
+        return suspect.rank, suspect.value not in early, suspect.value.order(suspect.turns)
+
+    return order
+
+
+def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect], list[Suspect]]:
+    """Return the suspects, and the failures whose origin is unknown."""
+    suspects: list[Suspect] = []
+    unknown: list[Suspect] = []
+    stack: list[tuple[Value, Turns, Any]] = [(value, (), None) for value in starts]
+    visited = set()
+    while stack:
+        value, turns, reader = stack.pop()
+        if (value, turns) in visited:
+            continue
+        visited.add((value, turns))
+        followed = None  # the numbers of the operands or branches that lead on; None: all
+        if not value.key:
+            suspects += _suspects_of_input(value, reader, run)
+        elif value.place is None:
+            followed = run.branches.get((value.key, turns))
+        else:
+            failure = run.failures.get((value.key, turns))
+            if failure is None or value.position not in failure.bad:
+                continue
+            reader = value, turns
+            origin = run.origins.get((value.key, turns))
+            if origin is None:
+                unknown.append(Suspect(Rank.BORN, value, turns, None))
+            else:
+                followed = {number for number, is_through in enumerate(origin.through) if is_through}
+                if origin.is_born or origin.makes_nan:
+                    suspects.append(Suspect(Rank.BORN if origin.is_born else Rank.MADE, value, turns, None))
+        for number, source, source_turns in value.sources(turns):
+            if followed is None or number in followed:
+                stack.append((source, source_turns, reader))
+    return suspects, unknown
+
+
+def _suspects_of_input(value: Value, reader: Any, run: ProgramRun) -> list[Suspect]:
+    """Return an argument or a constant as a suspect if it is not finite."""
+    is_argument = value.name == "argument"
+    array = run.inputs[value.position] if is_argument else value.constant
+    if stepping.is_finite(array):
+        return []
+    rank = Rank.ARGUMENT if is_argument else Rank.CONSTANT
+    if where_nan(on_host(jnp.asarray(array))).any():
+        rank = Rank.BORN
+    return [Suspect(rank, value, (), reader)]

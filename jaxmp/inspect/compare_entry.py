@@ -1,0 +1,124 @@
+"""Find the scope where the error of a comparison enters.
+
+Nodes are values in one turn of the scans around them. The error enters at the first node whose relative error is more
+than 4 times the largest one among the nodes that it is computed from, and than one rounding to half. The forward pass
+is looked at first, in program order; then the backward pass, in reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmp.inspect.compare_rows import Pair, relative_error
+from jaxmp.inspect.compare_run import RecordedProgram
+from jaxmp.inspect.program.values import Turns, Value
+
+_Node = tuple[Value, Turns]
+_GROWTH = 4
+
+
+def entered_in(
+    half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], numbers: Collection[int], rounding: float
+) -> str | None:
+    """Return the path where the error enters.
+
+    None if nowhere, empty for code in no scope.
+
+    Args:
+      half: the program under policies.
+      full: the reference.
+      pairs: the values that both have.
+      numbers: of the arguments whose gradients count.
+      rounding: the relative error of one rounding to half.
+    """
+    return _Entry(half, full, pairs, numbers, rounding).path()
+
+
+class _Entry:
+    def __init__(
+        self,
+        half: RecordedProgram,
+        full: RecordedProgram,
+        pairs: Sequence[Pair],
+        numbers: Collection[int],
+        rounding: float,
+    ) -> None:
+        self.rounding = rounding
+        self.paths: dict[Value, str] = {}
+        self.forward: dict[_Node, float] = {}
+        self.backward: dict[_Node, float] = {}
+        for pair in pairs:
+            value = full.values[pair.full]
+            if value not in self.paths:
+                self.paths[value] = pair.path
+                self.forward |= _errors_by_turn(value, half.forward[pair.half], full.forward[pair.full])
+                if pair.full in full.backward:
+                    self.backward |= _errors_by_turn(value, half.backward[pair.half], full.backward[pair.full])
+        for (_, of_half), (value, of_full) in zip(half.results, full.results, strict=True):
+            if value not in self.paths:
+                self.paths[value] = ""
+                self.forward |= _errors_by_turn(value, of_half, of_full)
+        self.sources = {node: list(_nearest(*node, self.forward)) for node in self.forward}
+        self.readers: dict[_Node, list[_Node]] = {}
+        for node, sources in self.sources.items():
+            for source in sources:
+                self.readers.setdefault(source, []).append(node)
+        for value in dict.fromkeys(value for value, _ in self.readers if value.name == "argument"):
+            if value.position in numbers:
+                gradients = half.gradients[value.position].array, full.gradients[value.position].array
+                self.backward |= _errors_by_turn(value, *gradients)
+
+    def path(self) -> str | None:
+        for node in sorted(self.forward, key=_time):
+            if self.is_forward_entry(node):
+                return self.paths[node[0]]
+        for node in sorted(self.backward, key=_time, reverse=True):
+            if self.is_backward_entry(node):
+                first_reader, _ = min(self.readers[node], key=_time)
+                return self.paths[first_reader]
+        return None
+
+    def is_forward_entry(self, node: _Node) -> bool:
+        before = [self.forward.get(source, 0.0) for source in self.sources[node]]
+        return self.forward[node] > _GROWTH * max(self.rounding, *before, 0.0)
+
+    def is_backward_entry(self, node: _Node) -> bool:
+        """Return whether the error enters at the gradient of a node.
+
+        A gradient is computed from those of the readers of its value, and from all values that these read.
+        """
+        readers = self.readers.get(node, [])
+        before = []
+        for reader in readers:
+            before += [self.backward.get(reader, 0.0), self.forward.get(reader, 0.0)]
+            before += [self.forward.get(source, 0.0) for source in self.sources[reader]]
+        return bool(readers) and self.backward[node] > _GROWTH * max(self.rounding, *before)
+
+
+def _time(node: _Node) -> Any:
+    value, turns = node
+    return value.order(turns)
+
+
+def _errors_by_turn(value: Value, half: np.ndarray, full: np.ndarray) -> dict[_Node, float]:
+    turns_of_all_scans = np.ndindex(full.shape[: len(value.scans)])
+    return {(value, turns): relative_error(half[turns], full[turns]) for turns in turns_of_all_scans}
+
+
+def _nearest(value: Value, turns: Turns, known: Collection[_Node]) -> Iterator[_Node]:
+    """Yield the nearest known nodes that a value is computed from, and the arguments."""
+    stack, visited = [(value, turns)], {(value, turns)}
+    while stack:
+        value, turns = stack.pop()
+        for _, other, other_turns in value.sources(turns):
+            source = other, other_turns
+            if source in visited:
+                continue
+            visited.add(source)
+            if source in known or other.name == "argument":
+                yield source
+            else:
+                stack.append(source)

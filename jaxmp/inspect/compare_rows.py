@@ -1,0 +1,175 @@
+"""Match the values of two recorded programs, and measure their differences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.inspect.compare_run import RecordedProgram, Slot
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """A value under the policies beside the reference, all turns of loops together.
+
+    Attributes:
+      path: the module or scope that returns it; empty for the result; of a gradient of an argument that argument's.
+      phase: ``"forward"``, or ``"backward"`` for the gradient with respect to it.
+      dtype: the dtype that the module or scope computes in under the policies: that of its products' operands, several
+        with commas between; without products that of the value before its last cast. Of a gradient of an argument the
+        gradient's own.
+      relative_error: the L2 norm of the difference, over that of the reference.
+      mean_absolute_difference: of its elements.
+      cosine: of the angle between the two, taken as vectors.
+      ulps: the median of the differences in units of the spacing of the comparison's dtype at the reference.
+    """
+
+    path: str
+    phase: str
+    dtype: str
+    relative_error: float
+    mean_absolute_difference: float
+    cosine: float
+    ulps: float
+
+
+class Pair(NamedTuple):
+    """A value of one scope in both programs."""
+
+    path: str
+    half: Slot
+    full: Slot
+
+
+def matched_pairs(half: RecordedProgram, full: RecordedProgram) -> tuple[list[Pair], list[Pair], tuple[str, ...]]:
+    """Match values by their path and shape, call by call.
+
+    Returns:
+      The pairs that scopes return and those that are passed into scopes, both in program order. Then the paths of
+      scopes that return another number of values in one of the programs.
+    """
+    returned, unmatched = _match(half, full, half.returned, full.returned)
+    passed_in, _ = _match(half, full, half.passed_in, full.passed_in)
+    return returned, passed_in, unmatched
+
+
+def _match(
+    half: RecordedProgram,
+    full: RecordedProgram,
+    half_slots: Sequence[tuple[str, Slot]],
+    full_slots: Sequence[tuple[str, Slot]],
+) -> tuple[list[Pair], tuple[str, ...]]:
+    groups: dict[tuple[str, Any], tuple[list[Slot], list[Slot]]] = {}
+    for path, slot in half_slots:
+        groups.setdefault((path, half.forward[slot].shape), ([], []))[0].append(slot)
+    for path, slot in full_slots:
+        groups.setdefault((path, full.forward[slot].shape), ([], []))[1].append(slot)
+    pairs: list[Pair] = []
+    unmatched = []
+    for (path, _), (of_half, of_full) in groups.items():
+        if len(of_half) > len(of_full):  # a scope returns a value in half and its cast to float32
+            of_half = [slot for slot in of_half if not half.values[slot].is_cast]
+        if len(of_half) == len(of_full):
+            pairs += [Pair(path, *slots) for slots in zip(of_half, of_full, strict=True)]
+        else:
+            unmatched.append(path)
+
+    def in_program_order(pair: Pair) -> tuple[Any, int]:
+        return full.values[pair.full].order(), -len(pair.path)
+
+    return sorted(pairs, key=in_program_order), tuple(dict.fromkeys(unmatched))
+
+
+def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.ndarray, finfo: Any) -> ComparedRow:
+    """Return the row of a value; ``finfo`` is that of the comparison's dtype."""
+    half, full, difference = _differences(half, full)
+    norms = np.linalg.norm(half.ravel()) * np.linalg.norm(full.ravel())
+    with np.errstate(invalid="ignore"):  # of an infinity there is no angle
+        cosine = float(np.vdot(half, full) / norms) if norms else float(not half.any() and not full.any())
+    exponents = np.maximum(np.frexp(full)[1] - 1, int(finfo.minexp))
+    distances = np.abs(difference)
+    ulps = distances / 2.0 ** (exponents - int(finfo.nmant))
+    return ComparedRow(
+        path,
+        phase,
+        dtype,
+        relative_error(half, full),
+        float(np.mean(distances)) if distances.size else 0.0,
+        cosine,
+        float(np.median(ulps)) if ulps.size else 0.0,
+    )
+
+
+def relative_error(half: np.ndarray, full: np.ndarray) -> float:
+    """Return the L2 norm of the difference over that of the reference.
+
+    Infinite where the reference is zero or the difference is not finite.
+    """
+    _, full, difference = _differences(half, full)
+    error, size = np.linalg.norm(difference.ravel()), np.linalg.norm(full.ravel())
+    if error == 0:
+        return 0.0
+    return float(error / size) if size and np.isfinite(error) else np.inf
+
+
+def rows_of_scopes(
+    half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], finfo: jnp.finfo
+) -> list[ComparedRow]:
+    """Return the rows of scopes' values, of the results, and of scopes' gradients."""
+    dtypes = {pair.path: half.compute_dtype(pair.path, half.values[pair.half]) for pair in pairs}
+    rows = []
+    for pair in pairs:
+        arrays = half.forward[pair.half], full.forward[pair.full]
+        rows.append(compared_row(pair.path, "forward", dtypes[pair.path], *arrays, finfo))
+    for (value, of_half), (_, of_full) in zip(half.results, full.results, strict=True):
+        rows.append(compared_row("", "forward", half.compute_dtype("", value), of_half, of_full, finfo))
+    for pair in reversed(pairs):
+        if pair.full in full.backward:
+            arrays = half.backward[pair.half], full.backward[pair.full]
+            rows.append(compared_row(pair.path, "backward", dtypes[pair.path], *arrays, finfo))
+    return rows
+
+
+def rows_of_gradients(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) -> dict[int, ComparedRow]:
+    """Return the rows of the gradients of arguments, by the leaf's number."""
+    return {
+        n: compared_row(gradient.path, "backward", gradient.dtype, gradient.array, full.gradients[n].array, finfo)
+        for n, gradient in half.gradients.items()
+    }
+
+
+def numbers_above_rounding(full: RecordedProgram, eps: float) -> set[int]:
+    """Return the numbers of the gradients that are more than rounding errors.
+
+    A gradient that cancels out, such as that of a bias before a batch norm, is rounding in any precision.
+    """
+    sizes = {}
+    for n, (_, gradient, _) in full.gradients.items():
+        sizes[n] = float(np.sqrt(np.mean(np.square(gradient)))) if gradient.size else 0.0
+    return {n for n, size in sizes.items() if size > eps * max(sizes.values())}
+
+
+def total_row(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) -> ComparedRow:
+    """Return the row of the results and of all gradients of arguments together."""
+
+    def all_numbers(program: RecordedProgram) -> np.ndarray:
+        arrays = [array for _, array in program.results]
+        arrays += [gradient.array for gradient in program.gradients.values()]
+        return np.concatenate([array.ravel() for array in arrays] or [np.zeros(0)])
+
+    phase = "backward" if half.gradients else "forward"
+    return compared_row("", phase, "", all_numbers(half), all_numbers(full), finfo)
+
+
+def _differences(half: np.ndarray, full: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return both arrays and their difference.
+
+    The same infinity or NaN in both, as in a mask, counts as 0.
+    """
+    is_same = ~np.isfinite(full) & ((half == full) | (np.isnan(half) & np.isnan(full)))
+    half, full = np.where(is_same, 0, half), np.where(is_same, 0, full)
+    return half, full, half - full

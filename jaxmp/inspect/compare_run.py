@@ -1,0 +1,202 @@
+"""Run one side of a comparison, and record values and gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.base.trees import widen
+from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
+from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named
+from jaxmp.inspect.program.equations import Key, program_of
+from jaxmp.inspect.program.evaluate import evaluate, is_whole
+from jaxmp.inspect.program.products import multiplied
+from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.inspect.program.values import Value, leading_to
+from jaxmp.inspect.taps import Taps
+
+Slot = tuple[Key, int]
+"""The key of an equation, and the number of one of its results."""
+
+
+class Gradient(NamedTuple):
+    """The gradient of one array among the arguments."""
+
+    path: str
+    array: np.ndarray
+    dtype: str
+
+
+@dataclass(frozen=True)
+class RecordedProgram:
+    """A program that was run, with the values at the borders of its scopes.
+
+    All arrays are NumPy's, in float64.
+
+    Attributes:
+      values: the values that the results depend on.
+      returned: paths and slots of the values that scopes return, in program order.
+      passed_in: the same of those that are passed into scopes.
+      forward: the arrays of these slots.
+      backward: the gradients that reach them.
+      results: the floating results that are compared: the loss, or all without a loss.
+      gradients: by the number of the argument's leaf.
+      products: the path and the dtype of each product in the forward pass.
+    """
+
+    values: dict[Slot, Value]
+    returned: list[tuple[str, Slot]]
+    passed_in: list[tuple[str, Slot]]
+    forward: dict[Slot, np.ndarray]
+    backward: dict[Slot, np.ndarray]
+    results: list[tuple[Value, np.ndarray]]
+    gradients: dict[int, Gradient]
+    products: list[tuple[str, str]]
+
+    def compute_dtype(self, path: str, value: Value) -> str:
+        """Return the dtype that a scope computes a value in.
+
+        It is that of the scope's products; without products that of the value before its last cast.
+        """
+        inside = {dtype for scope, dtype in self.products if path and (scope == path or scope.startswith(f"{path}/"))}
+        if inside:
+            return ", ".join(sorted(inside))
+        while value.is_cast:
+            (value,) = value.inputs
+        return value.dtype.name
+
+
+def run_and_record(
+    fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str], grad: bool, loss_scale: float
+) -> RecordedProgram:
+    """Run a function, and record the values at the borders of its scopes.
+
+    Args:
+      fun: returns the loss, alone or first in a tuple; without ``grad`` anything.
+      args: its arguments.
+      paths: of their leaves.
+      grad: whether to differentiate.
+      loss_scale: multiplies the loss before it is differentiated; what is recorded is divided by it.
+    """
+
+    def separate_loss(*args: Any) -> Any:
+        result = fun(*named(args))
+        return loss_and_rest(result) if grad else ((), result)
+
+    jaxpr, consts, structure = program_of(separate_loss, *args)
+    loss, aux = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(jaxpr.outvars))))
+    ends = [n for n in loss or aux if jnp.issubdtype(jaxpr.outvars[n].aval.dtype, jnp.floating)]
+    is_end = [n in ends for n in range(len(jaxpr.outvars))]
+    leaving, entering = returned(jaxpr, is_end), passed_in(jaxpr, is_end)
+    taps = _ValueTaps(jaxpr, (*leaving, *entering))
+    inputs = jax.tree.leaves(tuple(args))
+    numbers = differentiated(args) if grad else []
+
+    scale = loss_scale if grad else None
+    results, records, grads, cotangents = _evaluate(jaxpr, consts, inputs, numbers, taps, scale)
+    values = values_of(jaxpr, consts, functools.partial(is_whole, keeps_rules=True))
+    leading = [value for value in leading_to(values.results) if value.is_computed]
+    return RecordedProgram(
+        values={(value.key, value.position): value for value in leading},
+        returned=_paths_and_slots(leaving),
+        passed_in=_paths_and_slots(entering),
+        forward=_arrays_by_slot(records),
+        backward=_arrays_by_slot(cotangents, loss_scale),
+        results=[(values.results[n], _as_float64(results[n])) for n in ends],
+        gradients={
+            n: Gradient(paths[n], _as_float64(gradient) / loss_scale, str(gradient.dtype))
+            for n, gradient in zip(numbers, grads, strict=True)
+        },
+        products=[(value.at.path, _dtype_of_product(value)) for value in values.all if value.name in PRODUCTS],
+    )
+
+
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], numbers: Sequence[int], taps: Taps, scale: float | None
+) -> tuple[Any, Any, Any, Any]:
+    """Return results, records, gradients and the gradients of the sinks.
+
+    The first result is differentiated, times ``scale``, with respect to the inputs of these numbers. With None nothing
+    is differentiated.
+    """
+
+    def run(leaves: Sequence[Any], sinks: Any, consts: Any, inputs: Any) -> Any:
+        inputs = list(inputs)
+        for n, leaf in zip(numbers, leaves, strict=True):
+            inputs[n] = leaf
+        results, records = evaluate(jaxpr, consts, inputs, taps, sinks, keeps_rules=True)
+        if scale is None:
+            return 0.0, (results, records)
+        return results[0] if scale == 1 else widen(results[0]) * scale, (results, records)
+
+    leaves = [inputs[n] for n in numbers]
+    if scale is None:
+        _, (results, records) = jax.jit(run, compiler_options=AS_WRITTEN)(leaves, None, consts, inputs)
+        return results, records, [], {}
+    call = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), compiler_options=AS_WRITTEN)
+    (_, (results, records)), (grads, cotangents) = call(leaves, taps.sinks(), consts, inputs)
+    return results, records, grads, cotangents
+
+
+@jax.custom_vjp
+def _tap(value: jax.Array, sink: jax.Array) -> jax.Array:
+    return value
+
+
+def _tap_forward(value: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return value, sink
+
+
+def _tap_backward(sink: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return cotangent, cotangent.astype(sink.dtype)
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+class _ValueTaps(Taps):
+    """Records whole values, and their gradients in float32 or wider.
+
+    Of a while loop it records the last turn.
+    """
+
+    def record(self, value: jax.Array) -> jax.Array:
+        return value
+
+    def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
+        return _tap(value, sink)
+
+    def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
+        zeros: jax.Array = widen(jnp.zeros((*turns, *aval.shape), aval.dtype))
+        return zeros
+
+    def merge(self, old: jax.Array, new: jax.Array) -> jax.Array:
+        return new
+
+
+def _paths_and_slots(borders: Sequence[AtBorder]) -> list[tuple[str, Slot]]:
+    return [(border.path, (border.key, border.position)) for border in borders]
+
+
+def _arrays_by_slot(records: dict[Key, dict[int, Any]], scale: float = 1.0) -> dict[Slot, np.ndarray]:
+    arrays = {}
+    for key, values in records.items():
+        for position, value in values.items():
+            arrays[key, position] = _as_float64(value) / scale
+    return arrays
+
+
+def _as_float64(value: Any) -> np.ndarray:
+    return np.asarray(value).astype(np.float64)
+
+
+def _dtype_of_product(product: Value) -> str:
+    """Return the dtype that a product is computed in: the wider one of its operands."""
+    return max(map(multiplied, product.inputs[:2]), key=lambda name: np.dtype(name).itemsize)

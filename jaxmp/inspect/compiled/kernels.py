@@ -1,0 +1,184 @@
+"""The work of a kernel: its products, their FLOPs, and the bytes that it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from jaxmp.inspect.compiled.hlo import BYTES, PARAMETER, WRITES_INTO, Array, HloProgram, Instruction, dtype_name
+
+_PRODUCTS = {"dot": "dot", "convolution": "convolution"}
+_LIBRARIES = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
+"""The kind of product by the beginning of a library call's name."""
+_PICKS = frozenset({"slice", "dynamic-slice", "gather"})
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
+"""Instructions that write into their first operand, and the operand that holds the new elements."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelProduct:
+    """A matrix product, a convolution or a fused attention in a kernel.
+
+    Attributes:
+      kind: ``"dot"``, ``"convolution"`` or ``"attention"``.
+      dtype: the operands' dtype; ``"tensorfloat32"`` where float32 ones may be rounded to it.
+      flops: of one time; a multiply-add is 2. A causal attention counts half the square, as its kernels skip the rest.
+    """
+
+    kind: str
+    dtype: str
+    flops: int
+
+
+def product_kind(instruction: Instruction) -> str | None:
+    """Return ``"dot"``, ``"convolution"`` or ``"attention"``; None for other instructions."""
+    if instruction.opcode != "custom-call":
+        return _PRODUCTS.get(instruction.opcode)
+    target = _call_target(instruction)
+    for start, kind in _LIBRARIES.items():
+        if target.startswith(start):
+            return kind
+    return None
+
+
+def _call_target(instruction: Instruction) -> str:
+    match = re.search(r'custom_call_target="([^"]*)"', instruction.text)
+    return match[1] if match else ""
+
+
+def products_of(
+    program: HloProgram, computation: str, instruction: Instruction, masked: bool = True
+) -> list[KernelProduct]:
+    """Return the products of a kernel, also those in a fusion.
+
+    With ``masked`` a causal attention counts half the square, else the whole.
+    """
+    if instruction.opcode == "fusion":
+        inside = program.inside(instruction)
+        return [product for name, inner in inside for product in products_of(program, name, inner, masked)]
+    kind = product_kind(instruction)
+    if kind is None:
+        return []
+    known = program.computations[computation]
+    operands = [known[name].arrays[0] for name in instruction.operands if name in known and known[name].arrays]
+    if kind == "attention":
+        flops = _attention_flops(instruction, operands, masked)
+    elif kind == "dot":
+        flops = _dot_flops(instruction, operands)
+    else:
+        flops = _convolution_flops(instruction, operands)
+    dtype = dtype_name(max((operand.dtype for operand in operands[:2]), key=BYTES.__getitem__))
+    may_round = dtype == "float32" and not re.search(r"highest|HIGHEST", instruction.text)
+    return [KernelProduct(kind, "tensorfloat32" if may_round else dtype, flops)]
+
+
+def _attention_flops(instruction: Instruction, operands: list[Array], masked: bool) -> int:
+    # XLA orders the axes as (batch, tokens, heads, width), whatever the layout is.
+    query, key = operands[0].shape, operands[1].shape
+    products = 5 if "Backward" in _call_target(instruction) else 2
+    is_triangle = masked and '"CAUSAL"' in instruction.text
+    return products * 2 * math.prod(query) * key[1] // (2 if is_triangle else 1)
+
+
+def _dot_flops(instruction: Instruction, operands: list[Array]) -> int:
+    match = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]', instruction.text)
+    axes = re.findall(r"\d+", match[1]) if match else []
+    terms = math.prod(operands[0].shape[int(axis)] for axis in axes)
+    return 2 * math.prod(instruction.arrays[0].shape) * terms
+
+
+def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:
+    """Return the FLOPs of a convolution, or of its derivative by the input or by the kernel in cuDNN.
+
+    Each number that the forward convolution returns has as many terms as the kernel has numbers per output feature.
+    """
+    text = instruction.text
+    outputs, kernel = instruction.arrays[0].shape, operands[1].shape
+    if "convBackwardInput" in text:
+        outputs = operands[0].shape
+    elif "convBackwardFilter" in text:
+        outputs, kernel = kernel, outputs
+    labels = re.search(r"dim_labels=\w+_(\w+)->", text)
+    features = kernel[labels[1].index("o")] if labels else 1
+    dilated = re.search(r"lhs_dilate=([\dx]+)", text)  # zeros between the inputs
+    zeros = math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1
+    return 2 * math.prod(outputs) * math.prod(kernel) // max(features, 1) // zeros
+
+
+def written_into(program: HloProgram, computation: str, instruction: Instruction) -> dict[int, tuple[int, float]]:
+    """Return the results that are written into an operand.
+
+    Returns:
+      By the number of the result, the number of the operand and the bytes that change.
+    """
+    if instruction.opcode == "custom-call":
+        _, _, aliases = instruction.text.partition("output_to_operand_aliasing={")
+        pairs = WRITES_INTO.findall(aliases.partition("}, ")[0] + "}")
+        return {int(result or 0): (int(operand), instruction.bytes) for result, operand in pairs}
+    if instruction.opcode != "fusion":
+        if instruction.opcode not in _IN_PLACE:
+            return {}
+        return {0: (0, _update_bytes(program.computations[computation], instruction))}
+    known = {inner.name: inner for _, inner in program.inside(instruction)}
+    written = {}
+    for number, root in enumerate(_roots(known)):
+        if root.opcode in _IN_PLACE:
+            parameter = PARAMETER.search(_behind_bitcasts(known, root.operands[0]).text)
+            if parameter:
+                written[number] = int(parameter[1]), _update_bytes(known, root)
+    return written
+
+
+def _update_bytes(known: dict[str, Instruction], write: Instruction) -> float:
+    return known[write.operands[_IN_PLACE[write.opcode]]].bytes
+
+
+def _roots(known: dict[str, Instruction]) -> list[Instruction]:
+    """Return the instructions that compute the results of a fusion."""
+    if not known:
+        return []
+    root = _behind_bitcasts(known, list(known)[-1])
+    return [_behind_bitcasts(known, name) for name in root.operands] if root.opcode == "tuple" else [root]
+
+
+def _behind_bitcasts(known: dict[str, Instruction], name: str) -> Instruction:
+    while known[name].opcode in ("bitcast", "copy") and known[name].operands:
+        name = known[name].operands[0]
+    return known[name]
+
+
+def moved_bytes(program: HloProgram, computation: str, instruction: Instruction) -> float:
+    """Return the bytes that a kernel reads and writes.
+
+    An operand that it picks elements from, or writes elements into, counts with these elements only.
+    """
+    inside = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else []
+    read = _read_bytes(program.computations[computation], instruction, inside)
+    last = inside[-1] if inside else instruction
+    written = [array.bytes for array in last.arrays]
+    if instruction.opcode != "custom-call":
+        for result, (operand, changed) in written_into(program, computation, instruction).items():
+            if operand in read:
+                read[operand], written[result] = changed, changed
+    elif len(written) > 1 and re.search(r"\b[su]8\[\d*\]\S*\)$", instruction.result):
+        written.pop()  # the workspace of a library
+    return sum(read.values()) + sum(written)
+
+
+def _read_bytes(known: dict[str, Instruction], instruction: Instruction, inside: list[Instruction]) -> dict[int, float]:
+    """Return the bytes that a kernel reads of each operand; a repeated operand counts once."""
+    read: dict[int, float] = {}
+    for number, name in enumerate(instruction.operands):
+        if name in known and name not in instruction.operands[:number]:
+            read[number] = known[name].bytes
+    for parameter in inside:
+        if parameter.opcode != "parameter":
+            continue
+        match = PARAMETER.search(parameter.text)
+        operand = int(match[1]) if match else -1
+        users = [inner for inner in inside if parameter.name in inner.operands]
+        is_picked_from = all(user.opcode in _PICKS and user.operands[0] == parameter.name for user in users)
+        if operand in read and is_picked_from:
+            read[operand] = min(read[operand], sum(user.bytes for user in users))
+    return read

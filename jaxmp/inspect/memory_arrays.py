@@ -1,0 +1,90 @@
+"""The arrays that are in memory when a compiled program needs most."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmp.inspect.compiled import memory_of_hlo
+from jaxmp.inspect.compiled.hlo import Array, HloProgram, dtype_name
+from jaxmp.inspect.memory_kinds import Leaf, leaves_of
+
+
+@dataclass(frozen=True)
+class ArrayInMemory:
+    """An array that is in memory at the peak.
+
+    Attributes:
+      bytes: on one device.
+      dtype: NumPy's name.
+      shape: its sizes.
+      kind: one of :data:`jaxmp.inspect.memory_plan.KINDS`.
+      path: of an argument or a result its path, else the modules and scopes that compute it, ``/`` between.
+      source: the user's file and line that computes it; empty for an argument.
+    """
+
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str
+    path: str
+    source: str
+
+
+def arguments_in_memory(compiled: Any, program: HloProgram, leaves: Sequence[Leaf]) -> Iterator[ArrayInMemory]:
+    """Yield a compiled program's arguments, with the kinds of ``leaves``."""
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
+    used = [(leaf.kind, leaf.path) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
+    instructions = program.computations[program.entry].values()
+    parameters = [instruction for instruction in instructions if instruction.opcode == "parameter"]
+    parameters.sort(key=_parameter_number)
+    constants = [("other", "constant")] * (len(parameters) - len(used))  # JAX may pass large constants first
+    for parameter, (kind, path) in zip(parameters, constants + used, strict=True):
+        for array in parameter.arrays:
+            yield _in_memory(array, kind, path)
+
+
+def _parameter_number(instruction: Any) -> int:
+    return int(re.findall(r"parameter\((\d+)\)", instruction.text)[0])
+
+
+def results_in_memory(compiled: Any, program: HloProgram) -> Iterator[ArrayInMemory]:
+    """Yield the results of a compiled program that are not written into arguments."""
+    *_, root = program.computations[program.entry].values()
+    names = [(leaf.kind, leaf.path) for leaf in leaves_of((compiled.out_info,), [], unknown="other")]
+    if len(names) != len(root.arrays):  # JAX does not return a result that is an argument
+        names = [("other", "result")] * len(root.arrays)
+    for number, (array, (kind, path)) in enumerate(zip(root.arrays, names, strict=True)):
+        if number not in program.aliases:
+            yield _in_memory(array, kind, path)
+
+
+def temporaries_in_memory(program: HloProgram, size: int) -> tuple[list[ArrayInMemory], int]:
+    """Return the compiler's buffers at the peak, and the bytes of no buffer.
+
+    ``size`` is the sum of both, which the compiler reports.
+    """
+    arrays = []
+    for buffer in memory_of_hlo.peak(program):
+        if buffer.bytes <= size:  # the buffers are an estimate, which may be a little too large
+            size -= int(buffer.bytes)
+            kind = "activations" if _is_activation(program, buffer) else "temporaries"
+            made_by = program.made_by(buffer.maker)
+            arrays.append(_in_memory(buffer.array, kind, made_by.path, program.source(made_by)))
+    return arrays, size
+
+
+def _in_memory(array: Array, kind: str, path: str, source: str = "") -> ArrayInMemory:
+    return ArrayInMemory(int(array.bytes), dtype_name(array.dtype), array.shape, kind, path, source)
+
+
+def _is_activation(program: HloProgram, buffer: memory_of_hlo.Buffer) -> bool:
+    """Return whether a buffer is computed in the forward pass and read after it."""
+    maker, last_reader = program.made_by(buffer.maker), program.made_by(buffer.last)
+    return _is_forward(maker.op_name) and not _is_forward(last_reader.op_name)
+
+
+def _is_forward(op_name: str) -> bool:
+    return "jvp(" in op_name and "transpose(" not in op_name and "rematted_computation" not in op_name

@@ -1,0 +1,78 @@
+"""Find the largest batch that fits into memory, with few compilations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_PROBES_ON_A_LINE = 8
+"""The number of sizes that are guessed from a line; after them the interval is halved."""
+
+
+class _Search:
+    """A search for the largest number of steps whose peak is at most ``limit``.
+
+    A number is guessed from the line through two known peaks, since most programs need memory in proportion to their
+    batch. Each guess is compiled.
+    """
+
+    def __init__(self, peak_of: Callable[[int], int], limit: int) -> None:
+        self._peak_of = peak_of
+        self._limit = limit
+        self.peaks = {0: 0}
+
+    def fits(self, number: int) -> bool:
+        if number not in self.peaks:
+            self.peaks[number] = self._peak_of(number)
+        return self.peaks[number] <= self._limit
+
+    def guess(self, low: int, first: int, second: int) -> int | None:
+        """Return the number at which the line through two peaks reaches the limit.
+
+        None if the line does not rise.
+        """
+        slope = (self.peaks[second] - self.peaks[first]) / (second - first)
+        return low + int((self._limit - self.peaks[low]) / slope) if slope > 0 else None
+
+
+def largest_batch(peak_of: Callable[[int], int], limit: int, step: int, start: int) -> int:
+    """Return the largest multiple of ``step`` that fits; 0 when nothing fits.
+
+    Args:
+      peak_of: the peak in bytes for a size of the batch.
+      limit: bytes.
+      step: the divisor of all sizes.
+      start: a size that is tried early.
+
+    Raises:
+      ValueError: the size makes no difference.
+    """
+    search = _Search(lambda number: peak_of(number * step), limit)
+    if not search.fits(1):
+        return 0
+    low, high = _bracket(search, step, max(2, -(-start // step)))
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(search.peaks) <= _PROBES_ON_A_LINE:
+            guess = search.guess(low, low, high) or middle
+            middle = min(max(low + 1, guess + (guess == low)), high - 1)
+        if search.fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low * step
+
+
+def _bracket(search: _Search, step: int, number: int) -> tuple[int, int]:
+    """Return a number that fits and a larger one that does not."""
+    low = 1
+    while search.fits(number):
+        low = number
+        if search.peaks[1] == search.peaks[low] or low * step > 2**40:
+            raise ValueError(
+                f"largest_batch found that {step} and {low * step} examples take as much memory: axis 0 of what it "
+                "takes for the batch makes no difference; pass the batch after the params"
+            )
+        first, second = sorted(size for size in search.peaks if size)[-2:]
+        guess = search.guess(low, first, second) or 2 * low
+        number = min(max(low + 1, guess), 256 * low)  # two sizes with almost the same peak give a poor line
+    return low, number

@@ -1,0 +1,236 @@
+"""The counts of a step: packed on the device, read on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.base import dtypes
+from jaxmp.base.trees import is_float_array, path_name
+from jaxmp.inspect.program import counting, statistics
+from jaxmp.inspect.program.borders import returned
+from jaxmp.inspect.program.counting import Record
+from jaxmp.inspect.program.equations import Key, program_of
+from jaxmp.inspect.program.evaluate import evaluate
+from jaxmp.inspect.program.statistics import Statistics
+from jaxmp.inspect.taps import Taps
+
+TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updates")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class RecordedTensor:
+    """The tensor that a record counts.
+
+    Attributes:
+      kind: one of :data:`TENSORS`.
+      path: its name.
+      dtype: of the tensor.
+      size: how many values it has in one turn.
+      turns: of the loops around it.
+      number: its place among the params; 0 for activations.
+    """
+
+    kind: str
+    path: str
+    dtype: Any
+    size: int
+    turns: tuple[int, ...] = ()
+    number: int = 0
+
+
+TensorRecords = list[tuple[RecordedTensor, jax.Array]]
+"""Tensors and their packed records, with the axes of the loops around."""
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class StepRecords:
+    """The records of a step in one array.
+
+    A transfer of each record would take longer than counting it.
+
+    Attributes:
+      numbers: float32, the loss and the packed records, one after another.
+      groups: the tensors of each group of records, and the size of a record.
+    """
+
+    numbers: jax.Array
+    groups: tuple[tuple[tuple[RecordedTensor, ...], int], ...]
+
+    def tree_flatten(self) -> Any:
+        """See JAX's pytrees."""
+        return (self.numbers,), self.groups
+
+    @classmethod
+    def tree_unflatten(cls, groups: Any, numbers: Any) -> StepRecords:
+        """See JAX's pytrees."""
+        return cls(numbers[0], groups)
+
+    def read(self, exponent: int) -> tuple[float, dict[str, dict[str, Statistics]]]:
+        """Return the loss, and the statistics by kind and path.
+
+        Args:
+          exponent: the binary logarithm of the loss scale, which gradients are divided by.
+        """
+        numbers = np.asarray(self.numbers)
+        stop = 1
+        parts: dict[str, list[tuple[RecordedTensor, Statistics]]] = {kind: [] for kind in TENSORS}
+        for tensors, size in self.groups:
+            for tensor in tensors:
+                shape = (*tensor.turns, size)
+                start, stop = stop, stop + math.prod(shape)
+                parts[tensor.kind].append((tensor, _statistics(tensor, numbers[start:stop].reshape(shape), exponent)))
+        return float(numbers[0]), {kind: _by_path(parts[kind]) for kind in TENSORS}
+
+
+def _statistics(tensor: RecordedTensor, packed: np.ndarray, exponent: int) -> Statistics:
+    record, lost, norms = counting.unpacked(packed)
+    exponent = exponent if tensor.kind.endswith("gradients") else 0
+    result = statistics.from_record(record, tensor.dtype, tensor.size, exponent, tensor.turns)
+    if lost.size:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = float(norms[0] / norms[1])
+        lost_by_dtype = dict(zip(dtypes.NAMES, lost.tolist(), strict=True))
+        result = dataclasses.replace(result, ratio=ratio, _lost=lost_by_dtype)
+    return result
+
+
+def _by_path(parts: list[tuple[RecordedTensor, Statistics]]) -> dict[str, Statistics]:
+    by_path: dict[str, list[Statistics]] = {}
+    for tensor, part in sorted(parts, key=lambda pair: pair[0].number):
+        by_path.setdefault(tensor.path, []).append(part)
+    return {path: statistics.merged(parts) for path, parts in by_path.items()}
+
+
+def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activations: TensorRecords) -> StepRecords:
+    """Return all records of a step.
+
+    Args:
+      loss: a scalar.
+      params: a tree of arrays.
+      grads: of the params.
+      updates: of the params; None without an optimizer.
+      activations: the records of activations and their gradients, perhaps with an axis of microbatches in front.
+    """
+    numbers, groups = [jnp.reshape(loss, 1)], []
+    for kind, tree in (("weights", params), ("gradients", grads), ("updates", updates)):
+        for tensors, packed in _records_of_tree(kind, tree, params):
+            groups.append((tensors, packed.shape[-1]))
+            numbers.append(packed.reshape(-1))
+    for tensor, packed in activations:
+        has_microbatches = packed.ndim > len(tensor.turns) + 1
+        groups.append(((tensor,) * (packed.shape[0] if has_microbatches else 1), counting.SIZE))
+        numbers.append(packed.reshape(-1))
+    return StepRecords(jnp.concatenate(numbers), tuple(groups))
+
+
+def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[RecordedTensor, ...], jax.Array]]:
+    """Return the packed records of a tree of the params' structure, or of None.
+
+    Tensors of one shape are counted together, since XLA would compile the counting of each separately.
+    """
+    groups: dict[Any, list[tuple[RecordedTensor, Any, Any]]] = {}
+    weights = jax.tree.leaves_with_path(params)
+    for number, (leaf, (path, weight)) in enumerate(zip(jax.tree.leaves(tree), weights, strict=False)):
+        if is_float_array(weight):
+            tensor = RecordedTensor(kind, path_name(path), leaf.dtype, leaf.size, number=number)
+            groups.setdefault((leaf.shape, leaf.dtype, weight.dtype), []).append((tensor, leaf, weight))
+    records = []
+    for group in groups.values():
+        tensors, leaves, weights_of_group = zip(*group, strict=True)
+        moved = ()
+        if kind == "updates":
+            moved = jax.vmap(counting.moved)(jnp.stack(leaves), jnp.stack(weights_of_group))
+        packed = counting.packed(jax.vmap(counting.record)(jnp.stack(leaves)), *moved)
+        records.append((tensors, packed))
+    return records
+
+
+def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: Any) -> tuple[Any, Any, TensorRecords]:
+    """Differentiate a function, and record the activations and their gradients.
+
+    Args:
+      fun: returns the scaled loss and auxiliary results.
+      params: a tree of arrays.
+
+    Returns:
+      The auxiliary results, the gradients, and the records. The gradients of leaves that are not floating are 0.
+    """
+    jaxpr, consts, structure = program_of(fun, params)
+    leaves, tree = jax.tree.flatten(params)
+    numbers = [n for n, leaf in enumerate(leaves) if is_float_array(leaf)]
+    taps = _CountingTaps(jaxpr)
+
+    def scaled(floats: Sequence[Any], sinks: Any) -> Any:
+        arguments = list(leaves)
+        for n, leaf in zip(numbers, floats, strict=True):
+            arguments[n] = leaf
+        results, records = evaluate(jaxpr, consts, arguments, taps, sinks, keeps_rules=True)
+        return results[0], (results, records)
+
+    differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
+    (grads_of_floats, sinks), (results, records) = differentiate([leaves[n] for n in numbers], taps.sinks())
+    packed = jax.tree.map(counting.packed, records, is_leaf=lambda node: isinstance(node, Record))
+    recorded = [*taps.named("activations", packed), *taps.named("activation_gradients", sinks)]
+    grads = [jnp.zeros_like(leaf) for leaf in leaves]
+    for n, grad in zip(numbers, grads_of_floats, strict=True):
+        grads[n] = grad
+    _, aux = jax.tree.unflatten(structure, results)
+    return aux, jax.tree.unflatten(tree, grads), recorded
+
+
+@jax.custom_vjp
+def _tap(value: jax.Array, sink: jax.Array) -> jax.Array:
+    return value
+
+
+def _tap_forward(value: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
+    return value, None
+
+
+def _tap_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return cotangent, counting.packed(counting.record(cotangent))
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+class _CountingTaps(Taps):
+    """Counts the values that scopes return, and their gradients.
+
+    Only values on the way to the loss count; it is the first result.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        is_loss = [True] + [False] * (len(jaxpr.outvars) - 1)
+        super().__init__(jaxpr, returned(jaxpr, is_loss))
+
+    def record(self, value: jax.Array) -> Record:
+        return counting.record(value)
+
+    def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
+        return _tap(value, sink)
+
+    def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
+        return jnp.zeros((*turns, counting.SIZE))
+
+    def merge(self, old: Record, new: Record) -> Record:
+        return old.added(new)
+
+    def named(self, kind: str, records: Mapping[Key, Any]) -> TensorRecords:
+        """Return the records by their tensors."""
+        tensors = []
+        for border, aval in self.borders:
+            record = records.get(border.key, {}).get(border.position)
+            if record is not None:
+                turns = tuple(turn for turn in border.turns if turn is not None)
+                tensors.append((RecordedTensor(kind, border.path, aval.dtype, aval.size, turns), record))
+        return tensors

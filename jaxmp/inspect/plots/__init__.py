@@ -1,0 +1,14 @@
+"""Pictures of the results of :mod:`jaxmp.inspect`, and of the plan of autocast.
+
+Each function returns a ``matplotlib.figure.Figure`` that is drawn without a display. ``.savefig(file)`` writes it, and
+a notebook shows it. Its title states the result. matplotlib is imported when a function is called; without it the
+functions raise ModuleNotFoundError.
+"""
+
+from jaxmp.inspect.plots.casts import casts
+from jaxmp.inspect.plots.errors import errors
+from jaxmp.inspect.plots.exponents import exponents
+from jaxmp.inspect.plots.memory import memory
+from jaxmp.inspect.plots.runs import loss_scale, training, underflow
+
+__all__ = ["casts", "errors", "exponents", "loss_scale", "memory", "training", "underflow"]

@@ -1,0 +1,318 @@
+"""A plan of autocast as a graph of coloured boxes.
+
+1. Consecutive operations of one scope and one dtype make a box (`_boxes`). Scopes are shortened until there are few.
+2. Each box gets a place below the boxes that it reads (`_positions`). A long graph continues in the next column.
+3. Boxes, arrows and casts are drawn.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxmp.base import tables
+from jaxmp.engine.plan import CastPlan
+from jaxmp.engine.plan import Row as Operation
+from jaxmp.inspect.plots.drawing import BLACK, GREY, figure, percent, set_title, short_path
+
+_MAX_BOXES = 40
+_BOXES_IN_A_COLUMN = 13
+_COLORS = {"bfloat16": "#F2A65A", "float16": "#F2A65A", "float32": "#8DB7E2", "float64": "#CFCFCF"}
+_FLOAT8 = "#C7A6DB"
+_CAST = "#B3123F"
+_ARROW = "#8A8A8A"
+_EDGE = "#777777"
+_WIDTH, _HEIGHT = 2.4, 0.6
+"""The size of a box, where boxes of one column are 1 apart."""
+_WORDS = {
+    "dot_general": "product",
+    "conv_general_dilated": "convolution",
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "convert_element_type": "cast as written",
+    "select_n": "select",
+}
+
+
+class _Box(NamedTuple):
+    """Consecutive operations of one scope; of one dtype if ``dtype`` is set."""
+
+    path: str
+    dtype: str
+    rows: list[Operation]
+    reads: set[int]  # numbers of boxes
+
+
+class _Position(NamedTuple):
+    x: float
+    y: int
+    column: int
+
+
+def casts(plan: CastPlan) -> Any:
+    """Draw a plan of autocast as a coloured graph, from the top down.
+
+    A box holds consecutive operations of one scope and one dtype. In a large program it holds those of one scope, and
+    is coloured by their shares of dtypes. A red arrow changes the dtype. A red diamond counts the casts that autocast
+    adds and the bytes that they write. Weights, masks and indices are left out.
+
+    Args:
+      plan: of :func:`jaxmp.cast_plan`.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+
+    >>> plan = jaxmp.cast_plan(lambda w, x: jax.nn.logsumexp(x @ w), "mixed_bfloat16")(jnp.ones((4, 4)), jnp.ones(4))
+    >>> casts(plan).get_suptitle()
+    '100% of the FLOPs of products are half; autocast adds 4 casts'
+    """
+    boxes = _boxes(plan.rows)
+    positions, height = _positions(boxes)
+    right = max(position.x for position in positions) + 1.5
+    page = figure(max(8.0, 1.2 + 0.95 * right), 1.3 + 0.8 * height)
+    axes = page.add_subplot()
+    axes.axis("off")
+    axes.set_xlim(-1.9, right)
+    axes.set_ylim(height - 0.4, -0.7)
+    for number, box in enumerate(boxes):
+        _draw_arrows(axes, number, boxes, positions)
+        _draw_box(axes, number, box, positions[number])
+        _draw_casts(axes, box, positions[number])
+    _draw_legend(page, boxes)
+    set_title(page, _summary(plan))
+    return page
+
+
+def _summary(plan: CastPlan) -> str:
+    summary = plan.summary
+    if not summary.changes:
+        return "Nothing changes: no product is half"
+    half = summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
+    return f"{percent(half)} of the FLOPs of products are half; autocast adds {summary.casts} casts"
+
+
+def _dtype_of(row: Operation) -> str:
+    """Return the widest floating dtype of an operation; empty without one.
+
+    An operation that moves data has the dtype of its result.
+    """
+    results = row.result.split(", ")
+    names = [name for name in (results if row.cls == "clear" else row.operands) if "float" in name]
+    names = names or [name for name in results if "float" in name]
+    return max(names, key=_width_and_name, default="")
+
+
+def _width_and_name(dtype: str) -> tuple[int, str]:
+    return int(re.findall(r"\d+", dtype)[0]), dtype
+
+
+def _boxes(rows: Sequence[Operation]) -> list[_Box]:
+    """Group operations as finely as can be read.
+
+    First by path and dtype, then by path alone, with ever shorter paths.
+    """
+    numbers = _numbers_of_drawn(rows)
+    deepest = max((rows[n].path.count("/") + 1 for n in numbers), default=1)
+    for by_dtype in (True, False):
+        for level in range(deepest, 0, -1):
+            groups = _grouped(rows, numbers, level, by_dtype)
+            if len(groups) <= _MAX_BOXES:
+                return _boxes_of(rows, groups)
+    return _boxes_of(rows, groups)
+
+
+def _numbers_of_drawn(rows: Sequence[Operation]) -> list[int]:
+    """Return the numbers of the operations to draw.
+
+    They are floating and have no body; those that only move weights are left out.
+    """
+    drawn: list[int] = []
+    for n, row in enumerate(rows):
+        has_body = n + 1 < len(rows) and rows[n + 1].depth > row.depth
+        moves_a_weight = row.cls == "clear" and row.primitive != "gather" and set(drawn).isdisjoint(row.reads)
+        if not has_body and not moves_a_weight and _dtype_of(row):
+            drawn.append(n)
+    return drawn
+
+
+_Group = tuple[str, str, list[int]]
+"""The path, the dtype and the numbers of consecutive operations."""
+
+
+def _grouped(rows: Sequence[Operation], numbers: Sequence[int], level: int, by_dtype: bool) -> list[_Group]:
+    def path_and_dtype(n: int) -> tuple[str, str]:
+        path = "/".join(rows[n].path.split("/")[:level])
+        return path, _dtype_of(rows[n]) if by_dtype else ""
+
+    return [(path, dtype, list(group)) for (path, dtype), group in itertools.groupby(numbers, path_and_dtype)]
+
+
+def _boxes_of(rows: Sequence[Operation], groups: Sequence[_Group]) -> list[_Box]:
+    box_of = {n: box for box, (_, _, numbers) in enumerate(groups) for n in numbers}
+    boxes = []
+    for box, (path, dtype, numbers) in enumerate(groups):
+        reads = {box_of[m] for n in numbers for m in rows[n].reads if m in box_of}
+        boxes.append(_Box(path, dtype, [rows[n] for n in numbers], reads - {box}))
+    return boxes
+
+
+def _positions(boxes: Sequence[_Box]) -> tuple[list[_Position], int]:
+    """Return the positions of boxes, and the height of a column.
+
+    A box lies below those that it reads, straight below if that place is free.
+    """
+    layers = _layers(boxes)
+    lanes = _lanes(boxes, layers)
+    layer_count = max(layers) + 1
+    columns = -(-layer_count // _BOXES_IN_A_COLUMN)
+    height = -(-layer_count // columns)
+    starts = [0.0]
+    for column in range(columns):
+        width = 1 + max(lane for lane, layer in zip(lanes, layers, strict=True) if layer // height == column)
+        starts.append(starts[-1] + 3.0 * width + 1.2)
+    positions = [
+        _Position(starts[layer // height] + 3.0 * lane, layer % height, layer // height)
+        for layer, lane in zip(layers, lanes, strict=True)
+    ]
+    return positions, height
+
+
+def _layers(boxes: Sequence[_Box]) -> list[int]:
+    layers: list[int] = []
+    for box in boxes:
+        layers.append(1 + max((layers[n] for n in box.reads), default=-1))
+    for number, box in enumerate(boxes):
+        if not box.reads:  # stands just above its first reader, not at the top
+            readers = [layers[m] for m, other in enumerate(boxes) if number in other.reads]
+            layers[number] = max(0, min(readers, default=0) - 1)
+    return layers
+
+
+def _lanes(boxes: Sequence[_Box], layers: Sequence[int]) -> list[int]:
+    """Return the horizontal places of boxes.
+
+    A box takes the free place nearest to the last box that it reads.
+    """
+    lanes = [0] * len(boxes)
+    taken: set[tuple[int, int]] = set()
+    for number in sorted(range(len(boxes)), key=lambda n: (not boxes[n].reads, layers[n])):
+        reads, layer = boxes[number].reads, layers[number]
+        wanted = lanes[max(reads, key=lambda n: layers[n])] if reads else 0
+        free = [lane for lane in range(len(boxes)) if (layer, lane) not in taken]
+        lanes[number] = min(free, key=lambda lane: abs(lane - wanted))
+        taken.add((layer, lanes[number]))
+    return lanes
+
+
+def _draw_arrows(axes: Any, number: int, boxes: Sequence[_Box], positions: Sequence[_Position]) -> None:
+    """Draw the arrows to a box.
+
+    Boxes of other columns are named by their numbers.
+    """
+    to = positions[number]
+    in_other_columns = []
+    for source in sorted(boxes[number].reads):
+        start = positions[source]
+        if start.column != to.column:
+            in_other_columns.append(str(source + 1))
+            continue
+        dtypes = boxes[source].dtype, boxes[number].dtype
+        is_cast = all(dtypes) and dtypes[0] != dtypes[1]
+        is_hidden = to.y - start.y > 1 and start.x == to.x  # boxes lie between: the arrow goes around them
+        look: dict[str, Any] = {
+            "color": _CAST if is_cast else _ARROW,
+            "linewidth": 1.6 if is_cast else 0.9,
+            "zorder": 1,
+        }
+        if is_hidden:
+            side = _WIDTH / 2
+            _draw_arrow(axes, (start.x + side, start.y), (to.x + side, to.y), bow=-0.35, **look)
+        else:
+            _draw_arrow(axes, (start.x, start.y + _HEIGHT / 2), (to.x, to.y - _HEIGHT / 2), **look)
+    if in_other_columns:
+        left = to.x - _WIDTH / 2
+        _draw_arrow(axes, (left - 0.35, to.y), (left, to.y), color=_ARROW, linewidth=0.9)
+        label = f"from {', '.join(in_other_columns)}"
+        axes.text(left - 0.4, to.y, label, ha="right", va="center", fontsize=7.5, color=GREY, style="italic")
+
+
+def _draw_arrow(
+    axes: Any,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    *,
+    color: str,
+    linewidth: float,
+    bow: float = 0.0,
+    zorder: float | None = None,
+) -> None:
+    look = {"arrowstyle": "-|>", "color": color, "linewidth": linewidth, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", end, start, arrowprops=look | {"connectionstyle": f"arc3,rad={bow}"}, zorder=zorder)
+
+
+def _shares_of_dtypes(box: _Box) -> dict[str, float]:
+    counts = collections.Counter(box.dtype or _dtype_of(row) for row in box.rows)
+    return {name: count / len(box.rows) for name, count in counts.most_common()}
+
+
+def _draw_box(axes: Any, number: int, box: _Box, position: _Position) -> None:
+    x, y, _ = position
+    left = x - _WIDTH / 2
+    drawn_share = 0.0
+    for dtype, share in _shares_of_dtypes(box).items():
+        color = _COLORS.get(dtype, _FLOAT8)
+        axes.barh(y, _WIDTH * share, _HEIGHT, left + _WIDTH * drawn_share, color=color, zorder=2)
+        drawn_share += share
+    axes.barh(y, _WIDTH, _HEIGHT, left, color="none", edgecolor=_EDGE, linewidth=0.9, zorder=3)
+    path = short_path(box.path) if box.path else "in no scope"
+    path = path if len(path) <= 28 else f"…{path[-27:]}"
+    center = {"ha": "center", "va": "center", "color": BLACK, "zorder": 4}
+    axes.text(x, y - 0.1, f"{number + 1}  {path}", fontsize=8, fontweight="bold", **center)
+    axes.text(x, y + 0.13, _contents(box), fontsize=7, **center)
+
+
+def _draw_casts(axes: Any, box: _Box, position: _Position) -> None:
+    count = sum(row.casts for row in box.rows)
+    if count:
+        left, top = position.x - _WIDTH / 2, position.y - _HEIGHT / 2
+        label = f"{count}: {tables.short(sum(row.cast_bytes for row in box.rows))}B"
+        axes.plot([left], [top], "D", color=_CAST, markersize=5, zorder=5, clip_on=False)
+        axes.text(left + 0.1, top - 0.03, label, ha="left", va="bottom", fontsize=6.5, color=_CAST, zorder=5)
+
+
+def _contents(box: _Box) -> str:
+    """Name the computations of a box.
+
+    Products come first, then groups that stay float32 or the other primitives.
+    """
+    counts = collections.Counter(_WORDS.get(row.primitive, row.primitive) for row in box.rows if row.cls != "clear")
+    products = [name for name in counts if name in ("product", "convolution")]
+    words = [f"{counts[name]} {name}s" if counts[name] > 1 else name for name in products]
+    words += dict.fromkeys(_groups(box)) or [name for name, _ in counts.most_common() if name not in products]
+    if not words:
+        return "moves data"
+    return ", ".join(words[:3]) + (", …" if len(words) > 3 else "")
+
+
+def _groups(box: _Box) -> Iterator[str]:
+    """Yield the short names of the groups that the operations of a box belong to."""
+    for row in box.rows:
+        name, separator, _ = row.why.partition(":")
+        if separator and name[:1].islower() and len(name) <= 20 and ": " in row.why:
+            yield name
+
+
+def _draw_legend(page: Any, boxes: Sequence[_Box]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    dtypes = dict.fromkeys(dtype for box in boxes for dtype in _shares_of_dtypes(box))
+    handles: list[Any] = [
+        Patch(facecolor=_COLORS.get(dtype, _FLOAT8), edgecolor=_EDGE, label=f"computed in {dtype}") for dtype in dtypes
+    ]
+    if any(row.casts for box in boxes for row in box.rows):
+        handles.append(Line2D([], [], color=_CAST, marker="D", markersize=5, label="cast: how many, bytes written"))
+    page.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8.5)

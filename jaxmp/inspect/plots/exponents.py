@@ -1,0 +1,193 @@
+"""Histograms of binary exponents beside the ranges of number formats."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxmp.base import dtypes, formats
+from jaxmp.inspect.measuring import Numerics
+from jaxmp.inspect.numerics_records import TENSORS
+from jaxmp.inspect.plots.drawing import (
+    BLACK,
+    BLUE,
+    BORDER,
+    DASHED,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    figure,
+    ink,
+    percent,
+    set_title,
+    style,
+)
+from jaxmp.inspect.program import statistics
+from jaxmp.inspect.program.statistics import Statistics
+
+_FATES = {"becomes 0": RED, "subnormal": ORANGE, "normal": BLUE, "overflows": PINK}
+"""The fates of a value in a format, from small to large magnitudes, and their colours."""
+_FORMATS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
+_VISIBLE = 5e-4
+"""The smallest share of a tensor's values whose bar can be seen."""
+
+
+class _Tensor(NamedTuple):
+    name: str
+    unscaled: Statistics
+    in_format: Statistics
+    scale: float
+
+
+def exponents(
+    found: Numerics | Statistics | Mapping[str, Statistics], dtype: Any = "float16", *, loss_scale: float = 1.0
+) -> Any:
+    """Draw histograms of binary exponents, coloured by the values' fate.
+
+    A bar counts the values of one ``floor(log2|x|)``, as a share of all values of the tensor in percent. Zeros have no
+    bar. The shares beside it are exactly those of :meth:`Statistics.under`. Below are the ranges of the formats.
+
+    Args:
+      found: the statistics of one tensor, of several by name, or a step, whose tensors are counted together by kind.
+      dtype: the format that colours the bars, as for :meth:`Statistics.under`.
+      loss_scale: a power of two that the values are multiplied by first; of a step the gradients only. A grey line is
+        the histogram without it.
+
+    Raises:
+      ValueError: another dtype, or no power of two.
+      ModuleNotFoundError: matplotlib is not installed.
+
+    The picture is that of Micikevicius et al. 2018 (arXiv 1710.03740), figure 3.
+
+    >>> found = jaxmp.inspect.numerics(lambda w, x: 1e-9 * jnp.sum(x @ w))(jnp.ones((4, 2)), jnp.ones((3, 4)))
+    >>> exponents(found.gradients[""]).get_suptitle()
+    '100% of the values become 0 in float16'
+    """
+    tensors = _tensors(found, dtype, loss_scale)
+    name = tensors[0].in_format.dtype
+    form = formats.format_of(dtypes.canonical_dtype(dtype))
+    page = figure(8.5, 1.5 + 0.85 * len(tensors))
+    panels = page.subplots(len(tensors) + 1, 1, sharex=True, height_ratios=[1] * len(tensors) + [0.8]).tolist()
+    low, high = _limits(tensors, form)
+    for axes, tensor in zip(panels, tensors, strict=False):
+        _draw_histogram(axes, tensor, form)
+        if tensor.scale != 1:
+            _draw_unscaled(axes, tensor.unscaled, low, high)
+    _draw_ranges(panels[-1], low, high)
+    set_title(page, _summary(tensors, name))
+    return page
+
+
+def _tensors(found: Any, dtype: Any, loss_scale: float) -> list[_Tensor]:
+    if isinstance(found, Numerics):
+        tensors = []
+        for kind in TENSORS:
+            by_path = getattr(found, kind)
+            if by_path:
+                scale = loss_scale if kind.endswith("gradients") else 1.0
+                together = statistics.merged(list(by_path.values()))
+                tensors.append(_Tensor(kind.replace("_", " "), together, together.under(dtype, scale), scale))
+        return tensors
+    by_name = {"values": found} if isinstance(found, Statistics) else found
+    return [
+        _Tensor(name or "the result", tensor, tensor.under(dtype, loss_scale), loss_scale)
+        for name, tensor in by_name.items()
+    ]
+
+
+def _limits(tensors: Sequence[_Tensor], form: Any) -> tuple[int, int]:
+    """Return the exponents at the left and right border.
+
+    All visible bars and the format's range lie between.
+    """
+    low, high = _smallest_exponent(form) - 4, min(form.max_exponent, 20) + 2
+    for tensor in tensors:
+        for side in (tensor.unscaled, tensor.in_format):
+            visible = [exponent for exponent, count in side.histogram.items() if count > _VISIBLE * side.count]
+            low, high = min([low, *visible]), max([high, *visible])
+    return low - 1, high + 2
+
+
+def _smallest_exponent(form: Any) -> int:
+    """Return the binary exponent of the smallest subnormal number."""
+    return int(form.min_exponent - form.mantissa_bits)
+
+
+def _draw_histogram(axes: Any, tensor: _Tensor, form: Any) -> None:
+    style(axes, "")
+    axes.set_ylabel(tensor.name.replace(" ", "\n"), rotation=0, ha="right", va="center", fontsize=9, color=BLACK)
+    smallest = _smallest_exponent(form)
+    colors = list(_FATES.values())
+    for exponent, count in sorted(tensor.in_format.histogram.items()):
+        # Values of half the smallest subnormal number and more are rounded up to it.
+        fate = (exponent >= smallest - 1) + (exponent >= form.min_exponent) + (exponent > form.max_exponent)
+        height = 100 * count / tensor.in_format.count
+        axes.bar(exponent, height, width=1, align="edge", color=colors[fate], linewidth=0)
+    for border in (smallest, form.min_exponent, form.max_exponent + 1):
+        axes.axvline(border, color=BORDER, linewidth=0.8, linestyle=DASHED, zorder=0)
+    axes.text(1.01, 0.5, _shares(tensor.in_format), transform=axes.transAxes, va="center", fontsize=8, color=BLACK)
+    axes.yaxis.set_major_formatter("{x:g}%")
+    axes.locator_params(axis="y", nbins=2)
+
+
+def _draw_unscaled(axes: Any, unscaled: Statistics, low: int, high: int) -> None:
+    exponents = range(low, high + 1)
+    heights = [100 * unscaled.histogram.get(exponent, 0) / max(unscaled.count, 1) for exponent in exponents]
+    axes.step(exponents, heights, where="post", color=GREY, linewidth=0.9, label="without the loss scale")
+    axes.legend(frameon=False, fontsize=7, loc="upper right", labelcolor=GREY)
+
+
+def _shares(in_format: Statistics) -> str:
+    counts = {
+        "become 0": in_format.vanished,
+        "subnormal": in_format.below_normal,
+        "overflow": in_format.overflow,
+        "were 0": in_format.zeros,
+    }
+    return "\n".join(f"{percent(_share(count, in_format))} {fate}" for fate, count in counts.items())
+
+
+def _share(count: int, tensor: Statistics) -> float:
+    return float(count / max(tensor.count, 1))
+
+
+def _summary(tensors: Sequence[_Tensor], dtype: str) -> str:
+    def share_unscaled(tensor: _Tensor) -> float:
+        return _share(tensor.unscaled.under(dtype).vanished, tensor.unscaled)
+
+    def share_scaled(tensor: _Tensor) -> float:
+        return _share(tensor.in_format.vanished, tensor.in_format)
+
+    def share_overflowed(tensor: _Tensor) -> float:
+        return _share(tensor.in_format.overflow, tensor.in_format)
+
+    worst = max(tensors, key=share_unscaled)
+    if share_unscaled(worst) == 0:
+        text = f"Nothing becomes 0 in {dtype}"
+    else:
+        text = f"{percent(share_unscaled(worst))} of the {worst.name} become 0 in {dtype}"
+        if worst.scale != 1:
+            text += f", {percent(share_scaled(worst))} under a loss scale of {worst.scale:g}"
+    largest = max(tensors, key=share_overflowed)
+    if largest.in_format.overflow:
+        text += f"; {percent(share_overflowed(largest))} of the {largest.name} overflow"
+    return text
+
+
+def _draw_ranges(axes: Any, low: int, high: int) -> None:
+    """Draw the ranges of the formats, one below the other."""
+    style(axes, "", "binary exponent of the magnitude: floor(log2|x|)", grid="")
+    for y, name in enumerate(_FORMATS):
+        form = formats.format_of(dtypes.canonical_dtype(name))
+        borders = (low, _smallest_exponent(form), form.min_exponent, form.max_exponent + 1, high)
+        edges = [min(max(border, low), high) for border in borders]
+        for (start, stop), (fate, color) in zip(itertools.pairwise(edges), _FATES.items(), strict=True):
+            axes.barh(y, stop - start, left=start, height=0.78, color=color, linewidth=0)
+            if stop - start >= 1.4 * len(fate) * (high - low) / 100:
+                axes.text((start + stop) / 2, y, fate, ha="center", va="center", fontsize=7, color=ink(color))
+    axes.set_yticks(range(len(_FORMATS)), _FORMATS)
+    axes.tick_params(axis="y", length=0, labelcolor=BLACK)
+    axes.set_ylim(len(_FORMATS) - 0.5, -0.5)
+    axes.set_xlim(low, high)

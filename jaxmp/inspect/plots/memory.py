@@ -1,0 +1,132 @@
+"""The memory of several programs, side by side."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmp.inspect.memory_plan import Memory
+from jaxmp.inspect.plots.drawing import (
+    BLACK,
+    BLUE,
+    BROWN,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    figure,
+    ink,
+    set_title,
+    style,
+)
+
+_COLORS_OF_KINDS = (BLUE, SKY, GREEN, BROWN, PINK, ORANGE, BLACK)
+_COLORS_OF_DTYPES = {"float32": BLUE, "bfloat16": ORANGE, "float16": RED}
+_COLORS_OF_OTHERS = (SKY, GREEN, BROWN, PINK, BLACK)
+
+
+class _Scale(NamedTuple):
+    """The unit of a picture, and the largest peak in it, in bytes."""
+
+    name: str
+    bytes: int
+    most: int
+
+    def text(self, size: float) -> str:
+        """Return a size in bytes as a number of units."""
+        digits = 0 if self.most >= 10 * self.bytes else 2
+        return f"{size / self.bytes:,.{digits}f}"
+
+
+def memory(plans: Mapping[str, Memory]) -> Any:
+    """Draw the memory of several plans, side by side, by kind and by dtype.
+
+    Bars are in MiB on one device, in KiB where all are smaller than 10 MiB.
+
+    Args:
+      plans: results of :func:`jaxmp.inspect.memory` by name. The others are compared with the first.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+
+    >>> shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> plan = jaxmp.inspect.memory(lambda params, batch: (batch @ params).sum())(*shapes)
+    >>> memory({"float32": plan}).axes[1].get_xlabel()
+    'KiB at the peak'
+    """
+    most = max(plan.peak for plan in plans.values())
+    scale = _Scale("MiB", 2**20, most) if most >= 10 * 2**20 else _Scale("KiB", 2**10, most)
+    page = figure(9.5, 1.9 + 0.62 * len(plans) * 2)
+    by_kind, by_dtype = page.subplots(2, 1, sharex=True)
+
+    style(by_kind, "by kind", grid="x")
+    sizes = [plan.by_kind for plan in plans.values()]
+    kinds = list(dict.fromkeys(kind for plan_sizes in sizes for kind in plan_sizes))
+    _draw_bars(by_kind, sizes, dict(zip(kinds, _COLORS_OF_KINDS, strict=False)), scale)
+
+    style(by_dtype, "by dtype", grid="x")
+    sizes = [plan.by_dtype for plan in plans.values()]
+    _draw_bars(by_dtype, sizes, _colors_of_dtypes(sizes), scale)
+
+    for axes in (by_kind, by_dtype):
+        _label_plans(axes, plans, scale)
+    by_dtype.set_xlabel(f"{scale.name} at the peak", fontsize=9, color=GREY)
+    set_title(page, _summary(plans, scale))
+    return page
+
+
+def _colors_of_dtypes(sizes: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """Return the dtypes, largest first, with their colours."""
+    largest: dict[str, int] = {}
+    for plan_sizes in sizes:
+        for dtype, size in plan_sizes.items():
+            largest[dtype] = max(size, largest.get(dtype, 0))
+    others = itertools.cycle(_COLORS_OF_OTHERS)
+    in_order = sorted(largest, key=lambda dtype: -largest[dtype])
+    return {dtype: _COLORS_OF_DTYPES.get(dtype) or next(others) for dtype in in_order}
+
+
+def _draw_bars(axes: Any, sizes: Sequence[Mapping[str, int]], colors: Mapping[str, str], scale: _Scale) -> None:
+    starts = np.zeros(len(sizes))
+    for part, color in colors.items():
+        widths = np.array([plan_sizes.get(part, 0) for plan_sizes in sizes])
+        label = part if widths.max() > 0.003 * scale.most else None  # the legend has no parts that cannot be seen
+        axes.barh(
+            range(len(sizes)), widths / scale.bytes, left=starts / scale.bytes, height=0.66, color=color, label=label,
+            linewidth=0,
+        )  # fmt: skip
+        for y, (start, width) in enumerate(zip(starts, widths, strict=True)):
+            if width > 0.055 * scale.most:
+                middle = (start + width / 2) / scale.bytes
+                axes.text(middle, y, scale.text(width), ha="center", va="center", fontsize=7.5, color=ink(color))
+        starts += widths
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1))
+
+
+def _label_plans(axes: Any, plans: Mapping[str, Memory], scale: _Scale) -> None:
+    first = next(iter(plans.values()))
+    for y, plan in enumerate(plans.values()):
+        change = f" ({plan.peak / first.peak - 1:+.0%})" if y else ""
+        text = f" {scale.text(plan.peak)}{change}"
+        axes.text(plan.peak / scale.bytes, y, text, va="center", fontsize=8.5, color=BLACK)
+    axes.set_yticks(range(len(plans)), list(plans))
+    axes.tick_params(axis="y", length=0, labelcolor=BLACK, labelsize=9)
+    axes.set_ylim(len(plans) - 0.5, -0.5)
+    axes.set_xlim(0, 1.16 * scale.most / scale.bytes)
+
+
+def _summary(plans: Mapping[str, Memory], scale: _Scale) -> str:
+    first = next(iter(plans))
+    where = f"on {plans[first].device}"
+    if len(plans) == 1:
+        return f"{first} needs {scale.text(plans[first].peak)} {scale.name} {where}"
+    best = min(plans, key=lambda name: plans[name].peak)
+    saved = 1 - plans[best].peak / plans[first].peak
+    if saved > 0:
+        return f"{best} needs {saved:.0%} less memory than {first} {where}"
+    return f"Nothing needs less memory than {first} {where}"

@@ -1,0 +1,177 @@
+"""Pictures of a training run: underflow, and the loss scale."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmp.base import dtypes
+from jaxmp.inspect.plots.drawing import BLUE, RED, figure, label_rows, percent, set_title, short_path, style
+from jaxmp.inspect.watch import Watch, line
+from jaxmp.inspect.watch_files import metrics, read
+
+_MAX_BORDERED = 60
+"""Rows or columns of a heat map above which white borders would hide the cells."""
+
+
+def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype: Any = "float16") -> Any:
+    """Draw a heat map of layer × step: the share of a tensor's values that underflow.
+
+    The left map shows the values that become 0 in a format under the step's loss scale. The right one shows those that
+    were 0 already; in a float16 run they include the ones that vanished. Colours go from 0 (light) to 100 % (dark).
+
+    Args:
+      run: a :class:`Watch`, or the folder of a run with ``--watch N``.
+      kind: ``"activations"``, ``"activation_gradients"``, ``"gradients"`` or ``"updates"``.
+      dtype: the format; of a folder the one that its file was counted for.
+
+    Raises:
+      ValueError: nothing was watched, or the folder's file is for another format.
+      FileNotFoundError: the folder has no ``watch.jsonl``.
+      ModuleNotFoundError: matplotlib is not installed.
+
+    >>> watch = jaxmp.inspect.Watch(lambda w, x: 1e-9 * jnp.sum(x @ w), every=1)
+    >>> for step in range(3):
+    ...     found = watch(step, jnp.ones((4, 2)), jnp.ones((3, 4)), loss_scale=8.0**step)
+    >>> underflow(watch, "gradients").get_suptitle()
+    'The gradients of the result vanish most in float16: 100% at step 0'
+    """
+    name = dtypes.canonical_dtype(dtype).name
+    if isinstance(run, Watch):
+        rows = [json.loads(line(step, numerics, {}, name)) for step, numerics in run.steps.items()]
+    else:
+        rows = read(Path(run))
+    _require_watched(rows)
+    if rows[0]["dtype"] != name:
+        raise ValueError(
+            f"the file of {run} counts what vanishes in {rows[0]['dtype']}, got dtype={name!r}; take that one, or "
+            "a Watch, which has the histograms"
+        )
+    page = figure(9.5, _heat_height(rows, kind))
+    _draw_heat(page, rows, kind)
+    return page
+
+
+def loss_scale(run: str | Path | Iterable[Mapping[str, Any]]) -> Any:
+    """Draw the loss scale of a run, step by step, and the steps that were skipped.
+
+    Args:
+      run: a run's folder, whose ``metrics.csv`` is read; or the metrics of each step: ``step``, ``loss_scale``, and
+        ``skipped``, true or not 0 where the step was skipped.
+
+    Raises:
+      ValueError: there is no step.
+      FileNotFoundError: the folder has no ``metrics.csv``.
+      ModuleNotFoundError: matplotlib is not installed.
+
+    >>> steps = [{"step": n, "loss_scale": 2.0 ** (15 - (n > 4)), "skipped": n == 4} for n in range(9)]
+    >>> loss_scale(steps).get_suptitle()
+    '1 of 9 steps was skipped; the loss scale went from 2^15 to 2^14'
+    """
+    page = figure(9.5, 2.9)
+    _draw_timeline(page, metrics(Path(run)) if isinstance(run, (str, Path)) else list(run))
+    return page
+
+
+def training(run: str | Path, kind: str = "activation_gradients") -> Any:
+    """Draw a run's folder in one picture: :func:`underflow` above :func:`loss_scale`.
+
+    ``jaxmp watch RUN --plot FILE`` writes it.
+
+    Args:
+      run: the folder of a run with ``--watch N``.
+      kind: as for :func:`underflow`.
+
+    Raises:
+      ValueError: nothing was watched, or there is no step.
+      FileNotFoundError: a file of the run is missing.
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    rows = read(Path(run))
+    _require_watched(rows)
+    heat_height = _heat_height(rows, kind)
+    page = figure(9.5, heat_height + 2.9)
+    above, below = page.subfigures(2, 1, height_ratios=[heat_height, 2.9])
+    _draw_heat(above, rows, kind)
+    _draw_timeline(below, metrics(Path(run)))
+    return page
+
+
+def _require_watched(rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        raise ValueError("a heat map needs a step that was watched, but there is none yet; watch every step, or wait")
+
+
+def _heat_height(rows: Sequence[Mapping[str, Any]], kind: str) -> float:
+    """Return the height of a heat map, in inches."""
+    return min(2.2 + 0.19 * len(rows[0]["vanished"][kind]), 14)
+
+
+def _draw_heat(page: Any, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
+    paths = list(dict.fromkeys(path for row in rows for path in row["vanished"][kind]))
+    left, right = page.subplots(1, 2, sharey=True)
+    style(left, "vanishes under the scale", "step", grid="")
+    style(right, "is 0 as computed", "step", grid="")
+    for axes, share in ((left, "vanished"), (right, "zeros")):
+        shares = np.array([[row[share][kind].get(path, np.nan) for row in rows] for path in paths])
+        border = 0.2 if max(shares.shape) <= _MAX_BORDERED else 0
+        image = axes.pcolormesh(100 * shares, cmap="magma_r", vmin=0, vmax=100, edgecolors="white", linewidth=border)
+        shown = range(0, len(rows), -(-len(rows) // 8))
+        axes.set_xticks([n + 0.5 for n in shown], [f"{rows[n]['step']}" for n in shown])
+    label_rows(left, paths, 0.5)
+    left.set_ylim(len(paths), 0)
+    right.tick_params(axis="y", length=0)
+    page.colorbar(image, ax=[left, right], label="share of the values (%)", fraction=0.04, pad=0.02)
+    set_title(page, _heat_title(rows, kind))
+
+
+def _heat_title(rows: Sequence[Mapping[str, Any]], kind: str) -> str:
+    worst_share, worst_path, worst_step = 0.0, "", 0
+    for row in rows:
+        for path, share in row["vanished"][kind].items():
+            if share > worst_share:
+                worst_share, worst_path, worst_step = share, path, row["step"]
+    tensors, dtype = kind.replace("_", " "), rows[0]["dtype"]
+    if not worst_share:
+        return f"No {tensors} vanish in {dtype}"
+    worst = f"{percent(worst_share)} at step {worst_step}"
+    return f"The {tensors} of {short_path(worst_path)} vanish most in {dtype}: {worst}"
+
+
+def _draw_timeline(page: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        raise ValueError("a timeline needs a step, but there is none yet; wait for the first one")
+    steps = [float(row["step"]) for row in rows]
+    scales = [float(row["loss_scale"]) for row in rows]
+    is_skipped = [float(row["skipped"]) != 0 for row in rows]
+    axes = page.subplots()
+    style(axes, "", "step", "loss scale")
+    axes.set_yscale("log", base=2)
+    marker = "o" if len(rows) == 1 else None  # one point makes no line
+    axes.step(steps, scales, where="post", color=BLUE, linewidth=1.6, label="loss scale", marker=marker)
+    if any(is_skipped):
+        x, y = np.array(steps)[is_skipped], np.array(scales)[is_skipped]
+        axes.vlines(x, 0, 1, transform=axes.get_xaxis_transform(), color=RED, linewidth=0.9, alpha=0.45)
+        axes.plot(x, y, "X", color=RED, markersize=7, label="skipped step", linestyle="none", zorder=3)
+    axes.set_ylim(min(scales) / 2.5, max(scales) * 2.5)
+    axes.legend(frameon=False, fontsize=8)
+    set_title(page, _timeline_title(scales, sum(is_skipped)))
+
+
+def _timeline_title(scales: Sequence[float], skipped: int) -> str:
+    count = f"{skipped} of {len(scales)} steps {'was' if skipped == 1 else 'were'} skipped"
+    first, last = _power(scales[0]), _power(scales[-1])
+    if len(set(scales)) == 1:
+        return f"{count}; the loss scale stayed at {first}"
+    return f"{count}; the loss scale went from {first} to {last}"
+
+
+def _power(scale: float) -> str:
+    if scale > 0 and math.log2(scale).is_integer():
+        return f"2^{math.log2(scale):.0f}"
+    return f"{scale:g}"

@@ -1,0 +1,82 @@
+"""The values at the borders of modules and named scopes."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxmp._internals.jax.sources import Names
+from jaxmp.inspect.program.equations import EquationPlace, Key, is_entered, paths_left
+from jaxmp.inspect.program.evaluate import is_whole
+from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.inspect.program.values import Value, leading_to
+
+
+class AtBorder(NamedTuple):
+    """A floating value at the border of a module or a named scope.
+
+    Attributes:
+      key: the key of the equation that computes it.
+      position: its number among the results.
+      path: the scope. If nested scopes return the same value, each has an ``AtBorder``.
+      turns: as in :class:`jaxmp.inspect.program.equations.EquationPlace`.
+    """
+
+    key: Key
+    position: int
+    path: str
+    turns: tuple[int | None, ...]
+
+
+def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
+    """Return the values that are computed in a scope and used outside of it, in program order.
+
+    ``jit`` and ``checkpoint`` are no border: a value belongs to the equation that computes it. The result of a loop or
+    a branch is computed by the loop, and within the body by an equation of its own. The condition of a while loop is
+    left out, and so are bodies that :func:`jaxmp.inspect.program.evaluate.evaluate` takes as one operation.
+
+    Args:
+      jaxpr: open.
+      roots: which results of the program count. A value that leads to none of them, such as new statistics, is left
+        out. None: all count.
+    """
+    return [
+        AtBorder(place.key, position, path, place.turns)
+        for place, position, readers in _read_floats(jaxpr, roots)
+        for path in paths_left(place.names, readers)
+    ]
+
+
+def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
+    """Return the values that a scope reads and outer code computes, with that code's path.
+
+    A value that a scope returns is not among them. Arguments as in :func:`returned`.
+    """
+    values = []
+    for place, position, readers in _read_floats(jaxpr, roots):
+        is_read_inside = any(is_entered(place.names, names) for names in readers)
+        if is_read_inside and not paths_left(place.names, readers):
+            values.append(AtBorder(place.key, position, place.path, place.turns))
+    return values
+
+
+def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[Names]]]:
+    """Yield the floating values that lead to a root, with the scopes that read them."""
+    values = values_of(jaxpr, [None] * len(jaxpr.constvars), functools.partial(is_whole, keeps_rules=True))
+    ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
+    readers = collections.defaultdict[Value, list[Names]](list)
+    for value in ends:
+        readers[value].append(())
+    sources = leading_to(ends)
+    for value in sources:
+        for _, operand, _ in value.reads:
+            readers[operand].append(values.places[value.key].names)
+    for value in sorted(sources, key=_position):
+        if value.is_computed and value.is_float:
+            yield values.places[value.key], value.position, readers[value]
+
+
+def _position(value: Value) -> tuple[Key, int]:
+    return value.key, value.position

@@ -1,0 +1,96 @@
+"""Find casts that do nothing but cost time."""
+
+from __future__ import annotations
+
+from jaxmp.engine.marks import DECIDED
+from jaxmp.inspect.program.evidence import Audited, Fault, Faults
+from jaxmp.inspect.program.values import JOIN, TURN, Value, constant, origins
+
+
+def round_trips(audited: Audited) -> Faults:
+    """Find half values that are cast to a wider dtype and back, with only moves between."""
+    forward_casts = {
+        (value.at.path, value.at.source, value.inputs[0].dtype, value.dtype)
+        for value in audited.values.all
+        if value.is_cast and value.at.phase != "backward"
+    }
+
+    def is_derivative(cast: Value) -> bool:
+        place = cast.at
+        derived = place.path, place.source, cast.dtype, cast.inputs[0].dtype
+        return place.phase == "backward" and derived in forward_casts
+
+    for value in audited.values.all:
+        if not _narrows(value):
+            continue
+        widened = _casts_to_wider(value)
+        if not widened or all(map(is_derivative, (value, *widened))) or _joins_modules(value, widened):
+            # Derivatives of casts have nothing between them where a bias was added, or an axis summed, in float32.
+            continue
+        half, wide = value.dtype.name, value.inputs[0].dtype.name
+        what = f"{half} → {wide} → {half} with nothing between that needs {wide}"
+        yield Fault(value.at, what, "leave both casts out")
+
+
+def _narrows(value: Value) -> bool:
+    """Return whether a value is a cast to half from a wider floating dtype."""
+    if not (value.is_half and value.is_cast):
+        return False
+    return value.inputs[0].is_float and not value.inputs[0].is_half
+
+
+def _casts_to_wider(narrowed: Value) -> list[Value]:
+    """Return the casts from the same half dtype that a cast to half undoes.
+
+    The list is empty if the cast rounds any other value.
+    """
+
+    def goes_on(value: Value) -> bool:
+        return value.is_move or value.name == JOIN
+
+    computed = [origin for origin in origins(narrowed.inputs[0], goes_on) if constant(origin) is None]
+    for origin in computed:
+        if not (origin.is_cast and origin.inputs[0].dtype == narrowed.dtype):
+            return []
+    return computed
+
+
+def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
+    """Return whether modules that the engine ran hand each other a carry, each with its own cast.
+
+    A carry has one dtype, so neither module can leave its cast out.
+    """
+    if DECIDED not in narrowed.at.names:
+        return False
+
+    def is_join(value: Value) -> bool:
+        return value.name == JOIN
+
+    carried = set(origins(narrowed.inputs[0], is_join))
+    return all(cast in carried and cast.at.path != narrowed.at.path for cast in widened)
+
+
+def casts_in_loops(audited: Audited) -> Faults:
+    """Find arrays that each turn of a loop casts again, in the compiled program too."""
+    if audited.repeated is None:
+        return
+    for value in audited.values.all:
+        if not (value.is_cast and value.loops and value.shape and value.is_float and value.inputs[0].is_float):
+            continue
+        before = value.inputs[0].dtype
+        if value.dtype != before and _is_invariant(value) and audited.repeated(value):
+            what = f"the same {before.name} array is cast to {value.dtype.name} in every turn of a loop"
+            yield Fault(value.at, what, "cast it once, before the loop")
+
+
+def _is_invariant(value: Value) -> bool:
+    """Return whether a value in a loop only moves what comes from outside of the loop."""
+    loop = value.loops[-1]
+
+    def goes_on(origin: Value) -> bool:
+        return origin.is_move and origin.name not in (TURN, JOIN) and loop in origin.loops
+
+    for origin in origins(value.inputs[0], goes_on):
+        if loop in origin.loops or constant(origin) is not None:
+            return False
+    return True

@@ -1,0 +1,148 @@
+"""Compile a call for the attached device, or for a GPU that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxmp._internals.jax.program import is_array
+from jaxmp._internals.jax.traces import static_arguments
+from jaxmp.base import hardware
+from jaxmp.inspect.program import targets
+from jaxmp.inspect.program.calls import named
+from jaxmp.nnx.training import TrainStep as NNXTrainStep
+from jaxmp.nnx.training import state_of
+from jaxmp.training.step import TrainStep
+
+
+def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the program of a call: a function with ``trace``, and the arrays or shapes that it takes.
+
+    Arguments that are no arrays stay Python values if the function is not jitted, and so do static arguments of a
+    jitted function. Modules of NNX among the arguments of a function that is not jitted name their calls.
+    """
+    if isinstance(fun, NNXTrainStep):
+        fun, args = fun.of_trees, (state_of(*args[:2]), *args[2:])
+    if isinstance(fun, TrainStep):  # its program depends on where the state lies
+        has_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
+        return fun, tuple(args if has_shapes else fun.placed(*args))
+    if hasattr(fun, "trace"):
+        return _with_static_arguments(fun, args)
+
+    @functools.wraps(fun)
+    def of_arrays(*arrays: Any) -> Any:
+        def filled(leaf: Any, array: Any) -> Any:
+            return leaf if array is None else array
+
+        return fun(*named(jax.tree.map(filled, tuple(args), arrays)))
+
+    def array_or_none(leaf: Any) -> Any:
+        return leaf if is_array(leaf) else None
+
+    return jax.jit(of_arrays), jax.tree.map(array_or_none, tuple(args))
+
+
+def _with_static_arguments(jitted: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Return a jitted function of its arrays, which has None in the place of each static argument, and the arrays."""
+    static = {}
+    for number in static_arguments(jitted):
+        if -len(args) <= number < len(args):
+            static[number % len(args)] = args[number]
+    if not static:
+        return jitted, tuple(args)
+    arrays = tuple(None if number in static else arg for number, arg in enumerate(args))
+    return _WithStaticArguments(jitted, static), arrays
+
+
+class _WithStaticArguments:
+    """A jitted function with its static arguments, by their numbers."""
+
+    def __init__(self, fun: Any, static: Mapping[int, Any]) -> None:
+        self.fun, self.static = fun, static
+        functools.update_wrapper(self, fun, updated=())
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self.fun(*self._arguments(arrays))
+
+    def trace(self, *arrays: Any) -> Any:
+        return self.fun.trace(*self._arguments(arrays))
+
+    def _arguments(self, arrays: Sequence[Any]) -> list[Any]:
+        return [self.static.get(n, array) for n, array in enumerate(arrays)]
+
+
+def traced(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    device: str | None = None,
+    compiles: bool = True,
+    topology: str | None = None,
+) -> Any:
+    """Return the trace of a call, for :func:`compiled_of`.
+
+    Args:
+      fun: a train step, a function, or a jitted one (``jax.jit``, ``nnx.jit``), whose donation counts.
+      args: its positional arguments, arrays or shapes. With a ``NamedSharding`` they are compiled for a mesh of the
+        same axes.
+      device: None for the attached one, or a name in ``TARGETS``.
+      compiles: False if the trace is only read; the packages that compile are not needed then.
+      topology: of a mesh of such devices, ``"1x2x4"`` for two hosts of four; None for one host.
+
+    Raises:
+      ValueError: there are no figures of the device; the topology does not fit the mesh.
+      ModuleNotFoundError: packages that compile for it are missing.
+    """
+    jitted, args = call_of(fun, args)
+    mesh = targets.mesh_of(args)
+    if topology is not None:
+        targets.check_topology(topology)
+        _check_topology_fits(topology, device, mesh)
+    if device is not None and compiles:
+        target = targets.target_of(device)
+        args = (
+            targets.on(targets.device_of(target.text()), args)
+            if mesh is None
+            else targets.on_mesh(target, args, topology)
+        )
+    if isinstance(jitted, TrainStep):
+        jitted = jitted.program_for(args[0])
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(targets.within_mesh_of(args))
+        if device is not None:
+            contexts.enter_context(targets.with_cudnn(targets.target_of(device).cudnn))
+            contexts.enter_context(hardware.assumed(device))
+        return jitted.trace(*args)
+
+
+def _check_topology_fits(topology: str, device: str | None, mesh: Any) -> None:
+    if device is None:
+        raise ValueError(
+            f"a topology is of GPUs that are not there, got {topology!r} without their name; add {targets.choice()}"
+        )
+    if mesh is None:
+        raise ValueError(
+            f"a topology needs arguments on a mesh, got {topology!r} and none with a NamedSharding; pass "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec)), say"
+        )
+
+
+def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
+    """Return a trace of :func:`traced` compiled for its device."""
+    if device is None:
+        program = trace.lower().compile()
+    else:
+        with targets.with_cudnn(targets.target_of(device).cudnn):
+            program = trace.lower(lowering_platforms=("cuda",)).compile(compiler_options=targets.COMPILER_OPTIONS)
+    inner: jax.stages.Compiled = getattr(program, "compiled", program)  # nnx.jit wraps it
+    return inner
+
+
+def compiled(
+    fun: Callable[..., Any], args: Sequence[Any], device: str | None = None, topology: str | None = None
+) -> jax.stages.Compiled:
+    """Return a compiled call; arguments and errors are those of :func:`traced`."""
+    return compiled_of(traced(fun, args, device, topology=topology), device)

@@ -1,0 +1,234 @@
+"""Count the values of arrays on the device by their bits.
+
+From the counts follows exactly what another format or loss scale makes of the values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp.base import dtypes, formats
+
+LOWEST = -149
+"""The binary exponent of the smallest float32."""
+EXPONENTS = 277
+MANTISSA = 23
+_INFINITE = 0x7F800000
+# Where a mantissa's fraction passes a border at which some format rounds to another binade: to a power of two from
+# 1 - 2^-k on, k its mantissa bits where it is subnormal below, one more at its largest number. float8_e4m3fn, whose
+# last mantissa is NaN, overflows above 0.8125. A tie goes to the even neighbour: all borders but that are inclusive.
+_BORDERS = (1, *(round((1 - 2.0**-k) * 2**MANTISSA) for k in (2, 3, 7, 8, 10, 11, 23)))
+_ABOVE_E4M3 = round(0.8125 * 2**MANTISSA) + 1
+STARTS = tuple(sorted({0, *_BORDERS, _ABOVE_E4M3}))
+"""The first mantissa of each range of mantissas that is counted."""
+CLASSES = len(STARTS)
+BINS = EXPONENTS * CLASSES
+ZERO, NOT_FINITE = BINS, BINS + 1
+COUNTERS = BINS + 2
+_COPIES = 256  # of the counters on a GPU, where threads that add to one at once wait for each other
+SIZE = 2 * (COUNTERS + 2) + 1
+"""How many float32 numbers a record is as a cotangent."""
+_SPLIT = 12  # bits: each part of a count is a float32 integer below 2^24
+
+
+class Record(NamedTuple):
+    """The counts of an array on the device; the record of nothing is zeros, and leading axes are loops.
+
+    Attributes:
+      counters: uint32 (…, n), by exponent and range of the mantissa, then zeros, then values that are not finite.
+      limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest that is not 0.
+      mean: float32 (…), the mean of the magnitudes, with 0 for values that are not finite.
+    """
+
+    counters: jax.Array
+    limits: jax.Array
+    mean: jax.Array
+
+    def added(self, other: Record) -> Record:
+        """Return the record of two arrays; the mean is the sum of theirs."""
+        limits = jnp.maximum(self.limits, other.limits)
+        return Record(self.counters + other.counters, limits, self.mean + other.mean)
+
+
+def record(x: jax.Array) -> Record:
+    """Return the record of a floating array; float64 is rounded to float32, other formats are exact."""
+    return _record(lax.stop_gradient(x))
+
+
+@jax.jit  # tensors of one shape are traced once
+def _record(x: jax.Array) -> Record:
+    """Count and reduce in one pass each: the compiler makes machine code of its own for every kernel."""
+    magnitude = _magnitude(x).reshape(-1)
+    exponent, fraction = _parts(magnitude)
+    is_finite, is_zero = magnitude < _INFINITE, magnitude == 0
+    index = (exponent - LOWEST) * CLASSES + sum((fraction >= start).astype(jnp.int32) for start in STARTS[1:])
+    index = jnp.where(is_finite, jnp.where(is_zero, ZERO, index), NOT_FINITE)
+    copies = 1 << min((x.size >> 12).bit_length(), _COPIES.bit_length() - 1)
+    counters = lax.platform_dependent(
+        index, cpu=functools.partial(_counted, 1), default=functools.partial(_counted, copies)
+    )
+    # One sum of the magnitudes below 1 and one of the others: neither overflows, nor loses what is small.
+    finite = jnp.where(magnitude < _INFINITE, magnitude, 0)
+    value = lax.bitcast_convert_type(finite, jnp.float32)
+    limits = finite, jnp.where(finite > 0, ~finite, 0)
+    parts = jnp.where(value < 1, value * 2.0**64, 0), jnp.where(value < 1, 0, value * 2.0**-64)
+    limits, _, (small, large) = _reduced(limits, (), parts)
+    size = max(x.size, 1)
+    mean = small / size * jnp.float32(2.0**-64) + large / size * jnp.float32(2.0**64)
+    return Record(counters, jnp.stack(limits), mean)
+
+
+def _counted(copies: int, index: jax.Array) -> jax.Array:
+    """Return how often each of ``COUNTERS`` numbers occurs.
+
+    Copies of one counter lie side by side, in one memory transaction.
+    """
+    spread = index if copies == 1 else index * copies + jnp.arange(index.size) % copies
+    counters = jnp.zeros(copies * COUNTERS, jnp.uint32).at[spread].add(jnp.uint32(1), mode="promise_in_bounds")
+    return counters.reshape(COUNTERS, copies).sum(1, dtype=jnp.uint32)
+
+
+def _reduced(maxima: Sequence[jax.Array], counts: Sequence[jax.Array], sums: Sequence[jax.Array]) -> Any:
+    """Return the maxima, the counts and the sums of vectors, in one pass.
+
+    The rounding errors of the sums are summed, too: a sum of a million numbers would lose the last of them.
+    """
+    first, then = len(maxima), len(maxima) + len(counts)
+
+    def combined(left: Any, right: Any) -> tuple[Any, ...]:
+        results = [jnp.maximum(left[n], right[n]) for n in range(first)]
+        results += [left[n] + right[n] for n in range(first, then)]
+        for n in range(then, len(left), 2):
+            results += _two_sum(left[n], left[n + 1], right[n], right[n + 1])
+        return tuple(results)
+
+    operands = [*maxima, *counts]
+    for x in sums:
+        operands += [x, jnp.zeros_like(x)]
+    zeros = tuple(jnp.zeros((), x.dtype) for x in operands)
+    out = lax.reduce(tuple(operands), zeros, combined, (0,))
+    return out[:first], out[first:then], [out[n] + out[n + 1] for n in range(then, len(out), 2)]
+
+
+def _two_sum(left: Any, left_error: Any, right: Any, right_error: Any) -> tuple[Any, Any]:
+    """Return the sum of two numbers, and the sum of their errors and of the rounding error (Knuth's TwoSum)."""
+    total = left + right
+    part = total - left
+    return total, left_error + right_error + ((left - (total - part)) + (right - part))
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    """Return the bits of ``|x|`` as a float32.
+
+    They are read, not computed, because devices flush subnormals and keep excess precision.
+    """
+    if x.dtype == jnp.float32:
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+    elif x.dtype == jnp.bfloat16:
+        bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+    elif x.dtype == jnp.float16:
+        half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) & 0x7FFF
+        below = lax.bitcast_convert_type(half.astype(jnp.float32), jnp.uint32) - (24 << MANTISSA)
+        normal = (half << 13) + jnp.where(half >= 0x7C00, 224 << MANTISSA, 112 << MANTISSA).astype(jnp.uint32)
+        bits = jnp.where(half >= 0x400, normal, jnp.where(half == 0, 0, below))
+    else:
+        bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return bits & 0x7FFFFFFF
+
+
+def _parts(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return binary exponents, int32, and the 23 bits of the mantissas behind the leading one.
+
+    0 counts as 2^-150.
+    """
+    leading = lax.clz(magnitude)
+    below = magnitude < 1 << MANTISSA
+    fraction = jnp.where(below, magnitude << (leading - 8), magnitude) & ((1 << MANTISSA) - 1)
+    exponent = jnp.where(below, -118 - leading.astype(jnp.int32), (magnitude >> MANTISSA).astype(jnp.int32) - 127)
+    return exponent, fraction
+
+
+def packed(counts: Record, *movement: jax.Array) -> jax.Array:
+    """Return a record, and the results of :func:`moved`, as one float32 vector.
+
+    A cotangent is such a vector. Every number is exact.
+    """
+    integers, floats = [counts.counters, counts.limits, *movement[:1]], [counts.mean[..., None], *movement[1:]]
+    whole = jnp.concatenate(integers, -1)
+    parts = (whole & ((1 << _SPLIT) - 1), whole >> _SPLIT)
+    return jnp.concatenate([*(part.astype(jnp.float32) for part in parts), *floats], -1)
+
+
+def unpacked(vector: np.ndarray) -> tuple[Any, ...]:
+    """Return the arguments of :func:`packed` from vectors on the host.
+
+    The axes before the last are kept.
+    """
+    size = (vector.shape[-1] - (1 if vector.shape[-1] == SIZE else 3)) // 2
+    low, high, floats = np.split(vector, [size, 2 * size], axis=-1)
+    whole = low.astype(np.uint32) + (high.astype(np.uint32) << _SPLIT)
+    counters, limits, lost = np.split(whole, [COUNTERS, COUNTERS + 2], axis=-1)
+    return Record(counters, limits, floats[..., 0]), lost, floats[..., 1:]  # type: ignore[arg-type]
+
+
+@jax.jit
+def moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return how far updates move their weights.
+
+    Returns:
+      For each format of ``NAMES``, uint32, how many updates are below half the distance of their weight to the next
+      number. The weight is rounded to the format first; where it overflows nothing is lost. Then the norms of update
+      and weight.
+    """
+    update, weight = update.reshape(-1), weight.reshape(-1)
+    step, (size, fraction) = _magnitude(update), _parts(_magnitude(weight))
+    exponent = jnp.where(step == 0, -1000, _parts(step)[0])
+    finite = (step < _INFINITE) & (size < 128)
+    lost = []
+    for name in dtypes.NAMES:
+        layout = layout_of(name)
+        border = start_of_ones(layout.mantissa_bits + 1)
+        rounded = size + (fraction >= border).astype(jnp.int32) if border is not None else size
+        ulp = jnp.maximum(rounded, layout.min_exponent) - layout.mantissa_bits
+        fits = (size < layout.max_exponent) | ((size == layout.max_exponent) & (fraction < layout.overflow))
+        lost.append((finite & fits & (exponent < ulp - 1)).astype(jnp.uint32))
+    squares = [jnp.square(x.astype(jnp.float32)) for x in (update, weight)]
+    _, counts, sums = _reduced((), lost, squares)
+    return jnp.stack(counts), jnp.sqrt(jnp.stack(sums))
+
+
+class Layout(NamedTuple):
+    """The figures of a format by which values round and overflow.
+
+    Attributes:
+      mantissa_bits: without the leading one.
+      min_exponent: of the smallest normal number.
+      max_exponent: of the largest number.
+      overflow: the fraction from which on a number of the largest exponent overflows.
+    """
+
+    mantissa_bits: int
+    min_exponent: int
+    max_exponent: int
+    overflow: int
+
+
+@functools.cache
+def layout_of(name: str) -> Layout:
+    """Return the layout of a format."""
+    form = formats.format_of(name)
+    top = start_of_ones(form.mantissa_bits + 1) or 1 << MANTISSA
+    overflow = top if form.has_infinity else _ABOVE_E4M3
+    return Layout(form.mantissa_bits, form.min_exponent, form.max_exponent, overflow)
+
+
+def start_of_ones(count: int) -> int | None:
+    """Return the smallest mantissa that begins with so many ones; None if a float32 does not have so many."""
+    return round((1 - 2.0**-count) * 2**MANTISSA) if count <= MANTISSA else None

@@ -1,0 +1,96 @@
+"""Find exponentials, logarithms and variances that are computed in half."""
+
+from __future__ import annotations
+
+from jaxmp.inspect.program.evidence import Audited, Fault, Faults
+from jaxmp.inspect.program.sums import terms
+from jaxmp.inspect.program.values import Value, is_move_or_cast, origins
+
+_EXPONENTIAL = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "pow", "cumlogsumexp"})
+_OF_VARIANCE = frozenset({"add", "sub", "mul", "div", "max", "min", "convert_element_type", "abs", "neg"})
+"""Operations between the sum of squares of a variance and its root."""
+
+
+def half_exponentials(audited: Audited) -> Faults:
+    """Find exponentials and logarithms in half, and the variances of norms."""
+    error_functions = set[tuple[str, str]]()
+    for value in audited.values.all:
+        if value.place and value.name in ("erf", "erfc"):
+            error_functions.add((value.place.path, value.place.source))
+    for value in audited.values.all:
+        place = value.place
+        if place is None:
+            continue
+        if value.name in _EXPONENTIAL and value.is_half:
+            if (place.path, place.source) in error_functions and _is_bell(value):
+                continue  # the derivative of erf
+            what = f"{value.name} in {value.dtype.name}, which loses the range or the digits that it needs"
+            yield Fault(place, what, "cast to float32 before it")
+        elif value.name in ("rsqrt", "sqrt") and place.phase != "backward":
+            for part in _variance(value):
+                if part.is_half:
+                    what = f"the variance under a {value.name} is computed in {part.dtype.name}"
+                    yield Fault(part.at, what, "compute the statistics of a norm in float32")
+                    break
+
+
+def _is_bell(value: Value) -> bool:
+    """Return whether a value is the exponential of minus a square."""
+    if value.name != "exp":
+        return False
+    negated = value.inputs[0]
+    return negated.name == "neg" and _is_square(negated.inputs[0])
+
+
+def _is_square(value: Value) -> bool:
+    if value.name == "integer_pow":
+        return bool(value.at.eqn.params["y"] == 2)
+    return value.name == "square" or (value.name == "mul" and value.inputs[0] is value.inputs[1])
+
+
+def _variance(root: Value) -> list[Value]:
+    """Return the operations of a variance, from the squares to the root.
+
+    The list is empty if the root is of something else.
+    """
+    between = list[Value]()
+
+    def goes_on(value: Value) -> bool:
+        if not (value.is_move or value.name in _OF_VARIANCE):
+            return False
+        if value.place:
+            between.append(value)
+        return True
+
+    for total in origins(root.inputs[0], goes_on):
+        squares = _sum_of_squares(total)
+        if squares:
+            return [*squares, *sorted(between, key=_key), root]
+    return []
+
+
+def _key(value: Value) -> tuple[int, ...]:
+    return value.at.key
+
+
+def _sum_of_squares(total: Value) -> list[Value]:
+    """Return the squares and their sum, or one product that is both.
+
+    The list is empty if the value is no sum of squares.
+    """
+    if _is_dot_of_itself(total):
+        return [total]
+    if total.place and terms(total):
+        for square in origins(total.inputs[0], is_move_or_cast):
+            if _is_square(square):
+                return [square, total]
+    return []
+
+
+def _is_dot_of_itself(value: Value) -> bool:
+    """Return whether a product sums the squares of one array."""
+    if value.name != "dot_general":
+        return False
+    (left, right), (batch, _) = value.at.eqn.params["dimension_numbers"]
+    has_all_axes = left == right and len(left) + len(batch) == len(value.inputs[0].shape)
+    return has_all_axes and set(origins(value.inputs[0])) == set(origins(value.inputs[1]))

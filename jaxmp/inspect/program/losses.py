@@ -1,0 +1,124 @@
+"""Find half losses, and float16 products of the backward pass without a loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from jaxmp._internals.jax.sources import scopes_and_transforms
+from jaxmp.inspect.program.evidence import Audited, Fault, Faults
+from jaxmp.inspect.program.values import Value, computed_at, constant, leading_to, made_of
+
+_SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})
+_SCALING |= {"reshape", "transpose", "squeeze"}
+_SEED, _SCALED = 1, 2
+"""Marks of values that are made of a cotangent of the loss, and of one that a loss scale multiplies."""
+
+
+def half_losses(audited: Audited) -> Faults:
+    """Find the loss if it is half: the only scalar that is returned, or a scalar that is differentiated."""
+    remedy = "compute the loss in float32: cast the model's results before it"
+    scalars = [value for value in audited.values.results if value.is_float and not value.shape]
+    if len(scalars) == 1 and scalars[0].is_half:
+        what = f"the only scalar among the results is {scalars[0].dtype.name}"
+        yield Fault(computed_at(scalars[0]), what, remedy)
+    for value in _differentiated_scalars(audited):
+        if value.is_half:
+            yield Fault(value.at, f"the scalar that is differentiated is {value.dtype.name}", remedy)
+
+
+def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
+    """Yield the scalars of the forward pass at whose source line differentiation begins."""
+    starts = set[tuple[str, str]]()
+    for seed in _seeds(audited):
+        if not any(operand.shape for operand in seed.inputs):
+            starts.add((seed.at.path, seed.at.source))
+    for value in audited.values.all:
+        place = value.place
+        if place is None or place.phase != "forward" or (place.path, place.source) not in starts:
+            continue
+        if not value.shape and "jvp" in scopes_and_transforms(place.eqn)[1]:
+            yield value
+
+
+def unscaled_float16(audited: Audited) -> Faults:
+    """Find float16 products of the backward pass whose cotangents no loss scale multiplies."""
+    if audited.has_loss_scale:
+        return
+    products = [
+        value for value, product in audited.products if product.phase == "backward" and "float16" in product.operands
+    ]
+    if products and audited.has_loss_scale is None:  # the program may multiply by a scale of its own
+        marks = _marks_of_scaling(audited)
+        products = [value for value in products if marks[value] == _SEED]
+    if products:
+        what = f"{len(products)} products of the backward pass in float16 and no loss scale: small gradients become 0"
+        yield Fault(
+            products[0].at,
+            what,
+            "scale the loss: jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()) with jaxmp.value_and_grad, or use "
+            "bfloat16",
+        )
+
+
+def _marks_of_scaling(audited: Audited) -> dict[Value, int]:
+    """Mark the values that come from a cotangent of the loss, and from a scaled one."""
+    marks = {}
+    for seed in _seeds(audited):
+        marks[seed] = _SEED | _SCALED if _is_loss_scale(seed, audited) else _SEED
+
+    def mark(value: Value) -> int:
+        return marks.get(value, 0)
+
+    return made_of(audited.values, mark)
+
+
+def _seeds(audited: Audited) -> list[Value]:
+    """Return the cotangents that are a factor times the 1 with which differentiation begins."""
+    seeds: dict[Value, None] = {}
+    for value in audited.values.all:
+        if value.place is None or value.place.phase != "backward" or value.name not in _SCALING:
+            continue
+        floats = [operand for operand in value.inputs if operand.is_float]
+        is_first = not any(operand.shape for operand in floats) and any(map(_is_one, floats))
+        if is_first or any(operand in seeds for operand in floats):
+            seeds[value] = None
+    return list(seeds)
+
+
+def _is_one(value: Value) -> bool:
+    number = constant(value)
+    return number is not None and number.shape == () and abs(float(number)) == 1
+
+
+def _is_loss_scale(seed: Value, audited: Audited) -> bool:
+    """Return whether a cotangent of one number is multiplied by a loss scale.
+
+    A loss scale is a constant power of two of at least 8, or is computed from arguments of one number each that are no
+    params.
+    """
+    floats = [operand for operand in seed.inputs if operand.is_float]
+    if seed.name not in ("mul", "div") or any(math.prod(operand.shape) != 1 for operand in floats):
+        return False
+    if seed.name == "div":
+        return any(_is_constant_scale(divisor, is_divisor=True) for divisor in floats[1:])
+    return any(_is_constant_scale(factor) or _is_scale_of_arguments(factor, audited) for factor in floats)
+
+
+def _is_constant_scale(value: Value, is_divisor: bool = False) -> bool:
+    number = constant(value)
+    if number is None or not number.any():
+        return False
+    factor = abs(float(number.reshape(())))
+    factor = 1 / factor if is_divisor else factor
+    return factor >= 8 and math.frexp(factor)[0] == 0.5
+
+
+def _is_scale_of_arguments(value: Value, audited: Audited) -> bool:
+    if constant(value) is not None:
+        return False
+    arguments = [source for source in leading_to([value]) if source.name == "argument"]
+    for argument in arguments:
+        if math.prod(argument.shape) != 1 or audited.kinds[argument.position] == "params":
+            return False
+    return bool(arguments)

@@ -1,0 +1,209 @@
+"""Read the values of a program from its jaxpr."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmp._internals.jax.equations import Bodies, elements_of, opened
+from jaxmp._internals.jax.walk import interpreted
+from jaxmp.inspect.program.equations import EquationPlace, Key, places
+from jaxmp.inspect.program.values import (
+    JOIN,
+    LOOP_CONSTANT,
+    TURN,
+    TURNS,
+    Read,
+    Scan,
+    TurnMap,
+    Turns,
+    Value,
+    Values,
+)
+
+_ONE_BY_ONE = frozenset({"optimization_barrier"})
+"""Operations whose nth result is computed from the nth operand alone."""
+
+
+def _has_no_bodies(eqn: Any) -> bool:
+    return False
+
+
+def values_of(jaxpr: Any, consts: Sequence[Any] = (), is_whole: Callable[[Any], bool] = _has_no_bodies) -> Values:
+    """Return the values of a program.
+
+    Args:
+      jaxpr: open or closed.
+      consts: the constants of an open one.
+      is_whole: whether an equation with bodies counts as one operation.
+    """
+    jaxpr, closed_consts = opened(jaxpr)
+    reader = _Reader({place.key: place for place in places(jaxpr)}, is_whole)
+    arguments = [reader.add(Value(var.aval, "argument", position=n)) for n, var in enumerate(jaxpr.invars)]
+    results = reader.body(jaxpr, consts or closed_consts, arguments, (), _Loops())
+    return Values(reader.all, arguments, results, reader.places)
+
+
+def same_turn(turns: Turns) -> list[Turns]:
+    """Map turns to themselves: the operand is in the same loops."""
+    return [turns]
+
+
+class _Loops(NamedTuple):
+    """The loops around a body, outermost first."""
+
+    scans: tuple[Scan, ...] = ()
+    bodies: tuple[Key, ...] = ()
+
+
+class _TurnMaps(NamedTuple):
+    """The turns of values that are read across the border of a loop.
+
+    Attributes:
+      at_end: from outside to the last turn.
+      in_all: from outside to every turn.
+      outside: from a turn to outside.
+      at_start: from the first turn to outside; no value for other turns.
+      before: from each turn to the turn before it; no value for the first turn.
+    """
+
+    at_end: TurnMap
+    in_all: TurnMap
+    outside: TurnMap
+    at_start: TurnMap
+    before: TurnMap
+
+
+def _maps_across(scan: Scan | None) -> _TurnMaps:
+    """Return the maps across a scan; None for a while loop, which counts as one turn."""
+    if scan is None:
+        return _TurnMaps(*[same_turn] * 5)
+    first, last, back = (scan.length - 1, 0, 1) if scan.reverse else (0, scan.length - 1, -1)
+    return _TurnMaps(
+        at_end=lambda turns: [(*turns, last)] if scan.length else [],
+        in_all=lambda turns: [(*turns, turn) for turn in range(scan.length)],
+        outside=lambda turns: [turns[:-1]],
+        at_start=lambda turns: [turns[:-1]] if turns[-1] == first else [],
+        before=lambda turns: [] if turns[-1] == first else [(*turns[:-1], turns[-1] + back)],
+    )
+
+
+def _constant(aval: Any, number: Any) -> Value:
+    return Value(aval, "constant", constant=number, const=elements_of(number))
+
+
+def _literal(atom: Any) -> Value:
+    return _constant(atom.aval, np.asarray(atom.val))
+
+
+class _Reader:
+    """Collects the values of a program, body by body."""
+
+    def __init__(self, places: dict[Key, EquationPlace], is_whole: Callable[[Any], bool]) -> None:
+        self.places = places
+        self.is_whole = is_whole
+        self.all: list[Value] = []
+
+    def add(self, value: Value) -> Value:
+        self.all.append(value)
+        return value
+
+    def body(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], key: Key, loops: _Loops) -> list[Value]:
+        """Read the equations of a body and return its results."""
+        constants = [self.add(_constant(var.aval, const)) for var, const in zip(jaxpr.constvars, consts, strict=True)]
+        numbers = itertools.count()
+
+        def equation(eqn: Any, operands: list[Value]) -> list[Value]:
+            return self.equation(self.places[(*key, next(numbers))], operands, loops)
+
+        return interpreted(jaxpr, constants, inputs, equation, _literal)
+
+    def equation(self, place: EquationPlace, operands: list[Value], loops: _Loops) -> list[Value]:
+        bodies = place.bodies
+        if bodies is None or self.is_whole(place.eqn):
+            return self.operation(place, operands, loops)
+        if bodies.kind == "call":
+            return self.branch(place, 0, operands, loops)
+        if bodies.kind == "cond":
+            return self.conditional(place, bodies, operands, loops)
+        return self.loop(place, bodies, operands, loops)
+
+    def result(self, place: EquationPlace, name: str, position: int, reads: list[Read], loops: _Loops) -> Value:
+        """Add a result of an equation that consists of others."""
+        aval = place.eqn.outvars[position].aval
+        return self.add(Value(aval, name, place.key, None, position, loops.scans, loops.bodies, reads=reads))
+
+    def operation(self, place: EquationPlace, operands: list[Value], loops: _Loops) -> list[Value]:
+        name, results = place.eqn.primitive.name, []
+        for operand in operands:
+            operand.outer.reader = operand.outer.reader or place
+        reads: list[Read] = [(n, operand, same_turn) for n, operand in enumerate(operands)]
+        for n, var in enumerate(place.eqn.outvars):
+            value = Value(var.aval, name, place.key, place, n, loops.scans, loops.bodies)
+            value.reads = reads[n : n + 1] if name in _ONE_BY_ONE else reads
+            results.append(self.add(value))
+        return results
+
+    def branch(self, place: EquationPlace, number: int, inputs: list[Value], loops: _Loops) -> list[Value]:
+        assert place.bodies is not None
+        return self.body(*opened(place.bodies.jaxprs[number]), inputs, (*place.key, number), loops)
+
+    def conditional(self, place: EquationPlace, bodies: Bodies, operands: list[Value], loops: _Loops) -> list[Value]:
+        branches = [self.branch(place, number, operands[1:], loops) for number in range(len(bodies.jaxprs))]
+        results = []
+        for n in range(len(place.eqn.outvars)):
+            reads: list[Read] = [(len(branches), operands[0], same_turn)]
+            for number, branch_results in enumerate(branches):
+                reads.append((number, branch_results[n], same_turn))
+            results.append(self.result(place, JOIN, n, reads, loops))
+        return results
+
+    def loop(self, place: EquationPlace, bodies: Bodies, operands: list[Value], around: _Loops) -> list[Value]:
+        """Read a loop; a while loop counts as one turn, and its condition leads to no result."""
+        eqn, step = place.eqn, len(bodies.jaxprs) - 1
+        scan = None
+        if bodies.kind == "scan":
+            scan = Scan(len(place.key), bool(eqn.params["reverse"]), eqn.params["length"])
+        maps = _maps_across(scan)
+        scans = around.scans if scan is None else (*around.scans, scan)
+        inside = _Loops(scans, (*around.bodies, (*place.key, step)))
+
+        def entering(name: str, aval: Any, operand: Value, turns_read: TurnMap) -> Value:
+            reads = [(0, operand, turns_read)]
+            return Value(aval, name, place.key, None, -1, inside.scans, inside.bodies, reads=reads)
+
+        start, stop = bodies.start, bodies.start + bodies.carry
+        constants = [entering(LOOP_CONSTANT, value.aval, value, maps.outside) for value in operands[:start]]
+        carry = [self.add(entering(JOIN, value.aval, value, maps.at_start)) for value in operands[start:stop]]
+        if bodies.kind == "while":
+            in_condition = _Loops(inside.scans, (*around.bodies, (*place.key, 0)))
+            self.branch(place, 0, [*constants[: bodies.consts], *carry], in_condition)
+        jaxpr, _ = opened(bodies.jaxprs[step])
+        inputs = []
+        for var, value in zip(jaxpr.invars[stop - bodies.consts :], operands[stop:], strict=True):
+            inputs.append(self.add(entering(TURN, var.aval, value, maps.outside)))
+        results = self.branch(place, step, [*constants[bodies.consts :], *carry, *inputs], inside)
+        for join, value in zip(carry, results, strict=False):
+            join.reads.append((1, value, maps.before))
+        return list(self.loop_results(place, bodies, operands[start:stop], results, maps, around))
+
+    def loop_results(
+        self,
+        place: EquationPlace,
+        bodies: Bodies,
+        init: list[Value],
+        results: list[Value],
+        maps: _TurnMaps,
+        around: _Loops,
+    ) -> Iterator[Value]:
+        """Add the last carry of a loop and the arrays that a scan stacks."""
+        may_not_turn = bodies.kind == "while" or not place.eqn.params["length"]
+        for n, value in enumerate(results):
+            if n >= bodies.carry:
+                yield self.result(place, TURNS, n, [(1, value, maps.in_all)], around)
+                continue
+            reads: list[Read] = [(0, init[n], same_turn)] if may_not_turn else []
+            yield self.result(place, JOIN, n, [*reads, (1, value, maps.at_end)], around)

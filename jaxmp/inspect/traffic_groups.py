@@ -1,0 +1,100 @@
+"""The groups of devices that a collective connects."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
+_RESHAPED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_OF_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\[([\d,]*)\])? ?\{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
+_WRITTEN = re.compile(r"(?:replica_groups|source_target_pairs)=(?!\{\})[^ ]*[^ ,]")
+
+Groups = list[list[int]]
+"""Groups of devices, by their numbers in the program."""
+
+
+def groups_of(text: str) -> Groups:
+    """Return the groups of devices of an instruction.
+
+    There are none if all devices exchange data.
+
+    Args:
+      text: the instruction, as XLA prints it.
+
+    Raises:
+      ValueError: the groups are written in an unknown notation.
+    """
+    if match := _LISTED.search(text):
+        return [_numbers(group) for group in re.findall(r"\{([\d, ]*)\}", match[1])]
+    if match := _RESHAPED.search(text):
+        return _groups_of_reshaped(_numbers(match[1]), _numbers(match[2]), _numbers(match[3] or ""))
+    if match := _OF_MESH.search(text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        return _groups_of_mesh(sizes, _numbers(match[2] or ""), match[3])
+    if match := _WRITTEN.search(text):
+        raise ValueError(
+            "groups of devices must be in one of XLA's notations {{0,1},…}, [2,4]<=[8] or mesh['x'=8], got "
+            f"{match[0]}; take a JAX that jaxmp is tested with (jaxmp doctor)"
+        )
+    return []
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _groups_of_reshaped(shape: list[int], order: list[int], transposed: list[int]) -> Groups:
+    """Return the groups of ``[2,4]<=[4,2]T(1,0)``.
+
+    All devices in order are reshaped, transposed and reshaped again.
+    """
+    devices = np.arange(math.prod(order)).reshape(order)
+    if transposed:
+        devices = devices.transpose(transposed)
+    groups: Groups = devices.reshape(shape).tolist()
+    return groups
+
+
+def _groups_of_mesh(sizes: dict[str, int], device_ids: list[int], axes: str) -> Groups:
+    """Return the groups of ``mesh['x'=8,'y'=2] {'x':(2)4}``.
+
+    An axis of which a part takes part, here 4 of the 8 after a factor of 2, is split in three: the factors before it,
+    the part itself, and the factors after it.
+    """
+    devices = np.array(device_ids) if device_ids else np.arange(math.prod(sizes.values()))
+    parts = {}
+    for name, before, size in _MESH_AXIS.findall(axes):
+        parts[name] = int(before or 1), int(size or sizes[name])
+    shape: list[int] = []
+    for name, size in sizes.items():
+        before, part = parts.get(name, (size, 1))
+        shape += [before, part, size // (before * part)]
+    inside = list(range(1, len(shape), 3))
+    outside = [n for n in range(len(shape)) if n not in inside]
+    group_size = math.prod(part for _, part in parts.values())
+    groups: Groups = devices.reshape(shape).transpose([*outside, *inside]).reshape(-1, group_size).tolist()
+    return groups
+
+
+def axis_of(groups: Groups, mesh: Any) -> str:
+    """Return the fewest axes of the mesh along which the groups lie.
+
+    If the groups lie along no axes, return the number of devices.
+    """
+    shape = dict(mesh.shape) if mesh is not None else {}
+    devices = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
+    for count in range(1, len(shape) + 1):
+        for names in itertools.combinations(shape, count):
+            along = [list(shape).index(name) for name in names]
+            across = [n for n in range(len(shape)) if n not in along]
+            lines = devices.transpose([*across, *along]).reshape(-1, math.prod(shape[name] for name in names))
+            line_of = {int(device): n for n, line in enumerate(lines) for device in line}
+            if all(len({line_of.get(device) for device in group}) == 1 for group in groups):
+                return "+".join(names)
+    return f"{len(groups[0])} devices"

@@ -1,0 +1,55 @@
+"""The files of a run's folder that are read: ``watch.jsonl`` and ``metrics.csv``."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+FILE = "watch.jsonl"
+"""The name of the file with a :func:`jaxmp.inspect.watch.line` for each watched step."""
+_COLUMNS = ("step", "split", "loss", "grad_norm", "loss_scale", "skipped")
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of a run's ``metrics.csv`` that are training steps.
+
+    Raises:
+      FileNotFoundError: the folder is not that of a run.
+      ValueError: the file is another program's.
+    """
+    file = folder / "metrics.csv"
+    if not file.is_file():
+        raise FileNotFoundError(f"a run's folder has metrics.csv, but {folder} has none; give the folder of --run-dir")
+    with file.open() as opened:
+        rows = csv.DictReader(opened)
+        missing = [name for name in _COLUMNS if name not in (rows.fieldnames or _COLUMNS)]
+        if missing:
+            raise ValueError(
+                f"the metrics.csv of a run has the columns {', '.join(_COLUMNS)}, but {file} has no "
+                f"{', '.join(missing)}; give the folder of --run-dir"
+            )
+        return [row for row in rows if row["split"] == "train" and row["skipped"]]
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the watched steps of a run's folder.
+
+    A line that is still being written is left out.
+
+    Raises:
+      FileNotFoundError: the run is not watched, or has no watched step yet.
+      ValueError: the file is another program's.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no {FILE}: train with --watch 100, say, or wait for the first such step")
+    rows = []
+    for text in file.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # the run was killed while it wrote the line, or writes it now
+            rows.append(json.loads(text))
+    if any(not isinstance(row, dict) or "vanished" not in row for row in rows):
+        raise ValueError(f"{file} has lines that are no watched step; give the folder of a run with --watch N")
+    return rows

@@ -1,0 +1,52 @@
+"""Refuse an ``nnx.bridge.ToLinen`` whose NNX module has no policy of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jaxmp.linen.fields import replace_field
+from jaxmp.policy.patterns import Path
+
+
+def is_bridge(cls: type) -> bool:
+    """Return whether a class of modules is ``nnx.bridge.ToLinen`` or a subclass of it."""
+    return "flax.nnx" in sys.modules and issubclass(cls, sys.modules["flax.nnx"].bridge.ToLinen)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PolicyRequired:
+    """The maker of an NNX module for an ``nnx.bridge.ToLinen``, which raises if it has no policy.
+
+    Flax makes the module anew in each call. Only then is its policy known.
+    """
+
+    make: Callable[..., Any]
+    path: Path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.make(*args, **kwargs)
+        if not hasattr(module, "jaxmp_decision"):
+            self.fail(type(module).__name__)
+        return module
+
+    def fail(self, name: str) -> NoReturn:
+        """Raise the error for an NNX module of a class with this name."""
+        at = f"{'/'.join(self.path)!r}, " if self.path else ""
+        raise ValueError(
+            f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of {name}.\n"
+            "Apply the policy to the inner module, where it is made, then wrap that:\n"
+            f"nnx.bridge.ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy({name}(*args, **kw), policy), ...)"
+        )
+
+
+def require_policy_in_bridge(module: Any, path: Path) -> None:
+    """Raise a ValueError, now or in the call, if a ``ToLinen`` wraps an NNX module without a policy."""
+    make = module.nnx_class
+    checked = _PolicyRequired(make, path)
+    if isinstance(make, type):
+        checked.fail(make.__name__)
+    if not isinstance(make, _PolicyRequired):
+        replace_field(module, "nnx_class", checked)

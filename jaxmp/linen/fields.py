@@ -1,0 +1,52 @@
+"""The ``dtype`` and ``param_dtype`` fields of Linen modules, which a policy fills."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+
+from jaxmp.engine.module_border import is_default, is_floating
+from jaxmp.policy.policies import Policy
+
+_REPLACED = "_jaxmp_replaced"  # the attribute of a module with the fields that its author wrote and a policy replaced
+
+
+def replaced_fields(module: nn.Module) -> dict[str, Any]:
+    """Return the fields of ``module`` that a policy replaced, as its author wrote them."""
+    return vars(module).get(_REPLACED, {})
+
+
+def replace_field(module: nn.Module, name: str, value: Any) -> None:
+    """Set a field of ``module``, and remember what its author wrote there."""
+    vars(module).setdefault(_REPLACED, {}).setdefault(name, getattr(module, name))
+    object.__setattr__(module, name, value)
+
+
+def fill_dtypes(
+    module: Any, defaults: Mapping[str, Any], policy: Policy, overridden: bool, container: bool
+) -> dict[str, np.dtype]:
+    """Fill the dtype fields of ``module`` that have their defaults, and return the dtypes of both.
+
+    An override always fills them. In a container a ``dtype`` of None stays, so that submodules follow their own paths.
+
+    Args:
+      module: a module that is bound to a scope.
+      defaults: the defaults of its fields.
+      policy: its policy.
+      overridden: whether the policy comes from an override.
+      container: whether it has submodules and no params.
+    """
+    dtypes = {}
+    for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
+        if name not in defaults or not is_floating(getattr(module, name)):
+            continue
+        value = getattr(module, name)
+        if name == "dtype" and value is None and container:
+            continue
+        if overridden or is_default(value, defaults[name]):
+            replace_field(module, name, dtype)
+        dtypes[name] = np.dtype(getattr(module, name))
+    return dtypes

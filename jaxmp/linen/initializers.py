@@ -1,0 +1,83 @@
+"""The initializers of Linen modules: traced once for equal params, and in float32 where JAX has none in half."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._internals.jax.walk import equations
+from jaxmp.base import trees as _tree
+from jaxmp.base.dtypes import is_half
+from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.module_border import widen
+from jaxmp.linen.variables import PARAMS
+
+
+def trace_initializers_once(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:
+    """Replace ``module.param`` by a function that traces equal initializers once.
+
+    Flax traces the initializer of every param that exists, to compare shapes: a third of the time to trace a
+    transformer.
+
+    Args:
+      module: a module that is bound to a scope.
+      shapes: the shapes of the params so far, by initializer and arguments.
+      is_wide: whether half params are widened, for a module that is traced in float32.
+    """
+    make = type(module).param
+    reference = weakref.ref(module)  # a cycle would keep tracers alive
+
+    def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        bound: Any = reference()
+        is_there = bound.has_variable(PARAMS, name)
+        init = functools.partial(_init_once, shapes, init_fn) if is_there else functools.partial(_init, init_fn)
+        value = make(bound, name, init, *args, **kwargs)
+        return jax.tree.map(widen, value) if is_wide else value
+
+    object.__setattr__(module, "param", param)
+
+
+def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an initializer; if an equal one ran before, return uninitialised arrays of the same shapes."""
+    call = init_fn, args, (*kwargs.items(),)
+    try:
+        avals = shapes.get(call)
+    except TypeError:  # an argument has no hash
+        return _init(init_fn, key, *args, **kwargs)
+    if avals is not None:
+        return jax.tree.map(lambda aval: jax.lax.empty(aval.shape, aval.dtype), avals)
+    value = _init(init_fn, key, *args, **kwargs)
+    shapes[call] = jax.tree.map(jax.typeof, value)
+    return value
+
+
+def _init(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an initializer; in float32 if it factorises a matrix, which JAX cannot do in half."""
+    half = next((np.dtype(arg) for arg in jax.tree.leaves((args, kwargs)) if _is_half_dtype(arg)), None)
+    if half is None:
+        return init_fn(key, *args, **kwargs)
+    wide_args, wide_kwargs = jax.tree.map(lambda arg: np.float32 if _is_half_dtype(arg) else arg, (args, kwargs))
+
+    def make_wide(key: Any) -> Any:
+        return init_fn(key, *wide_args, **wide_kwargs)
+
+    return _tree.cast(make_wide(key), half) if _factorises(make_wide, key) else init_fn(key, *args, **kwargs)
+
+
+def _is_half_dtype(arg: Any) -> bool:
+    """Return whether an argument of an initializer is a half dtype."""
+    return isinstance(arg, (type, np.dtype)) and is_half(arg)
+
+
+def _factorises(make: Callable[[Any], Any], key: Any) -> bool:
+    """Return whether the program of ``make`` has a factorisation, such as the QR of an orthogonal initializer."""
+    try:
+        program = jax.make_jaxpr(make)(key)
+    except Exception:  # an initializer that cannot be traced, or fails: calling it raises its own error
+        return False
+    return any(classify(eqn.primitive.name) is Class.LINALG for eqn in equations(program))

@@ -1,0 +1,200 @@
+"""Moments of an optimizer in 16 or 8 bits: which leaves are moments, and how they are stored and read.
+
+Moments in 8 bits with a scale for each block: Dettmers et al. 2022, arXiv:2110.02861.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxmp.base.trees import path_name, widen
+from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
+
+# Fields of optax's states that are moments. The largest second moment of AMSGrad is not in the table, because random
+# rounding raises it, nor those of a centred RMSProp, because rounding makes its variance nu - mu² negative.
+_SIGNED: dict[type, tuple[str, ...]] = {
+    optax.ScaleByAdamState: ("mu",),
+    optax.ScaleByAmsgradState: ("mu",),
+    optax.ScaleByAdanState: ("m", "v"),
+    optax.ScaleByBeliefState: ("mu",),
+    optax.ScaleByLionState: ("mu",),
+    optax.TraceState: ("trace",),
+    optax.EmaState: ("ema",),
+}
+_SECOND: dict[type, tuple[str, ...]] = {
+    optax.ScaleByAdamState: ("nu",),
+    optax.ScaleByAmsgradState: ("nu",),
+    optax.ScaleByAdanState: ("n",),
+    optax.ScaleByBeliefState: ("nu",),
+    optax.ScaleByRmsState: ("nu",),
+    type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, {})): ("nu",),
+    optax.ScaleByAdaDeltaState: ("e_g", "e_x"),
+    optax.ScaleByRssState: ("sum_of_squares",),
+}
+
+
+@flax.struct.dataclass
+class Float8Blocks:
+    """An array in 8 bits: a code for each number, and a scale for each block along the last axis.
+
+    Attributes:
+      codes: float8_e4m3fn, of the array's shape.
+      scales: float32, the power of two above the largest size in each block; of the array's shape with the last axis
+        divided by the block.
+      squared: whether the codes are those of its root, as of second moments.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    squared: bool = flax.struct.field(pytree_node=False, default=False)
+
+    def decoded(self) -> jax.Array:
+        """Return the array in float32; a positive second moment is never 0, because optimizers divide by its root."""
+        shares = self.codes.astype(jnp.float32) / LARGEST
+        scales = _spread(self.scales, shares)
+        if not self.squared:
+            return shares * scales
+        tiny = jnp.float32(np.finfo(np.float32).tiny)
+        return jnp.where(self.codes == 0, jnp.float32(0), jnp.maximum(shares * shares * scales, tiny))
+
+
+def in_bfloat16(leaf: jax.Array, squared: bool, draw: Draw) -> jax.Array:
+    """Return a moment in bfloat16; a positive second moment stays positive."""
+    new = stochastic_bfloat16(leaf, draw.bits(leaf.shape)[1])
+    if not squared:
+        return new
+    smallest = jnp.asarray(jnp.finfo(jnp.bfloat16).tiny, jnp.bfloat16)
+    return jnp.where((leaf > 0) & (new == 0), smallest, new)
+
+
+def in_float8(leaf: jax.Array, squared: bool, block: int, draw: Draw, scales: Any = None) -> Any:
+    """Return a moment in float8 blocks, or as it is if the block does not divide its last axis.
+
+    Args:
+      leaf: the moment, float32.
+      squared: whether it is a second moment.
+      block: numbers that share a scale.
+      draw: the random bits.
+      scales: the scales of the blocks, if known.
+    """
+    if leaf.ndim == 0 or leaf.shape[-1] % block:
+        return leaf
+    values = jnp.sqrt(leaf) if squared else leaf
+    scales = _block_scales(leaf, block) if scales is None else scales
+    spread = _spread(scales, values)
+    spread = (jnp.sqrt(spread) if squared else spread) / LARGEST
+    scaled = jnp.where(spread > 0, values / spread, values)
+    codes = stochastic_float8(scaled, draw.bits(leaf.shape)[1])
+    if squared:
+        codes = jnp.where((values > 0) & (codes == 0), jnp.float32(SMALLEST), codes)
+    return Float8Blocks(codes.astype(jnp.float8_e4m3fn), scales, squared)
+
+
+def _block_scales(leaf: jax.Array, block: int) -> jax.Array:
+    """Return the power of two above the largest size in each block, or that size if it is not finite.
+
+    A power of two is the same on any number of devices. The largest size is not: XLA rounds a product and a sum once or
+    twice, depending on the program.
+    """
+    largest = jnp.max(jnp.abs(_split(leaf, block)), axis=-1)
+    exponents = jax.lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
+    above = jnp.minimum(2 * jax.lax.bitcast_convert_type(exponents, jnp.float32), jnp.finfo(jnp.float32).max)
+    return jnp.where(jnp.isfinite(largest), above, largest)
+
+
+def readable_with_scales(stored: Any, new: Any, block: int) -> tuple[Any, list[Any]]:
+    """Return the stored state behind the scales of the new one, and these scales, None for other leaves.
+
+    XLA reads the stored codes only after it has computed the scales.
+    """
+    old, structure = jax.tree.flatten(stored, is_leaf=is_blocks)
+    pairs = [
+        jax.lax.optimization_barrier((leaf, _block_scales(moment, block))) if is_blocks(leaf) else (leaf, None)
+        for leaf, moment in zip(old, jax.tree.leaves(new), strict=True)
+    ]
+    return jax.tree.unflatten(structure, [leaf for leaf, _ in pairs]), [scales for _, scales in pairs]
+
+
+def _spread(scales: jax.Array, like: jax.Array) -> jax.Array:
+    """Return the scale of each number of an array, from those of its blocks."""
+    block = like.shape[-1] // scales.shape[-1]
+    return _merged(jnp.broadcast_to(scales[..., None], (*scales.shape, block)), like)
+
+
+def _split(array: jax.Array, block: int) -> jax.Array:
+    """Return ``array`` with its last axis in blocks, which Explicit mesh axes split as they split the axis."""
+    sizes = (*array.shape[:-1], array.shape[-1] // block, block)
+    place = _place_in_blocks(array, sizes[-2])
+    if place is None:
+        return jax.lax.reshape(array, sizes)
+    array = jax.sharding.reshard(array, place)
+    return jax.lax.reshape(array, sizes, out_sharding=place.update(spec=PartitionSpec(*place.spec, None)))
+
+
+def _merged(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    """Return the array of these blocks, in the shape and sharding of ``like``."""
+    place = _place_in_blocks(like, blocks.shape[-2])
+    if place is None:
+        return jax.lax.reshape(blocks, like.shape)
+    return jax.sharding.reshard(jax.lax.reshape(blocks, like.shape, out_sharding=place), jax.typeof(like).sharding)
+
+
+def _place_in_blocks(array: jax.Array, blocks: int) -> Any:
+    """Return a sharding of an array with only whole blocks on each device; None without Explicit axes."""
+    place = jax.typeof(array).sharding
+    if not any(place.spec):
+        return None
+    spec: list[Any] = [*place.spec, *[None] * (array.ndim - len(place.spec))]
+    *rest, last = spec
+    names: tuple[str, ...] = (last,) if isinstance(last, str) else last or ()
+    devices = math.prod(place.mesh.shape[name] for name in names)
+    return place.update(spec=PartitionSpec(*rest, None if blocks % devices else last))
+
+
+def decoded(state: Any) -> Any:
+    """Return an optimizer's state in float32."""
+    blocks = jax.tree.map(lambda leaf: leaf.decoded() if is_blocks(leaf) else leaf, state, is_leaf=is_blocks)
+    return widen(blocks)
+
+
+class StateLeaf(NamedTuple):
+    """A leaf of an optimizer's state: its path, and which moment it is."""
+
+    path: str
+    is_moment: bool
+    is_second: bool
+
+
+def leaves_of_state(state: Any) -> list[StateLeaf]:
+    """Return the path of each leaf of an optimizer's state, and whether it is a moment."""
+
+    def is_known(node: Any) -> bool:
+        return type(node) in _SIGNED or type(node) in _SECOND
+
+    leaves = []
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_known):
+        signed, second = _SIGNED.get(type(node), ()), _SECOND.get(type(node), ())
+        for rest, leaf in jax.tree.leaves_with_path(node):
+            # Moments of other dtypes are kept as the optimizer was told to.
+            field = path_name(rest[:1]) if is_known(node) and leaf.dtype == jnp.float32 else None
+            leaves.append(StateLeaf(path_name((*path, *rest)), field in (*signed, *second), field in second))
+    return leaves
+
+
+def state_names(state: Any) -> str:
+    """Return the names of the types in an optimizer's state."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "_fields") and node is not state)
+    return ", ".join(dict.fromkeys(type(node).__name__ for node in [state, *nodes] if hasattr(node, "_fields")))
+
+
+def is_blocks(leaf: Any) -> bool:
+    """Return whether a leaf is stored in float8 blocks."""
+    return isinstance(leaf, Float8Blocks)

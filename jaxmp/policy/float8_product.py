@@ -1,0 +1,232 @@
+"""A float8 product and its derivatives.
+
+Each tensor has one scale, from its own largest magnitude ("current scaling"), so there is no state. The product is
+written as XLA's rewriter wants it: float8 values converted to bfloat16, times a scalar. Devices without float8 compute
+it as it is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+
+from jaxmp._internals.jax.cast_with_transpose import cast_with_transpose
+from jaxmp._internals.jax.sources import names_of
+from jaxmp._internals.jax.traces import manual_axes, may_be_skipped
+from jaxmp.policy.float8 import Float8, get_recipe
+
+RESIDUALS = "jaxmp_float8"
+"""The name of what the backward pass keeps in float8, for ``jax.checkpoint_policies.save_only_these_names``."""
+
+_COMPUTE = np.dtype(jnp.bfloat16)
+
+
+def dot_general(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    recipe: Float8,
+    *,
+    preferred_element_type: Any = None,
+    weight: str | None = None,
+    is_fused: bool = False,
+) -> jax.Array:
+    """Multiply operands in float8, as ``jax.lax.dot_general`` does; the derivatives are float8 products too.
+
+    The members of a ``jax.vmap`` share one scale, and so do the shards of an array. In a branch or a loop of a
+    ``shard_map`` each shard has its own. A NaN makes its row NaN, an infinity the whole result. Derivatives treat the
+    quantisation as the identity. The backward pass keeps float8 arrays, named :data:`RESIDUALS`; differentiated without
+    ``jax.jit``, it keeps the operands too.
+
+    Args:
+      lhs: a floating array, bfloat16 under a policy.
+      rhs: the other operand.
+      dimension_numbers: as ``jax.lax.dot_general`` takes them, batch dimensions too.
+      recipe: the formats, the sums, and what is kept.
+      preferred_element_type: the dtype of the result; by default that of the operands.
+      weight: ``"lhs"`` or ``"rhs"``, whose gradient ``recipe.weight_gradient`` is about; None for neither.
+      is_fused: whether XLA may fuse what reads the result into the kernel of the product. XLA crashes on a bfloat16
+        GELU of the tanh form there, so pass True only if you know the reader.
+
+    >>> x, w = jax.numpy.full((16, 32), 0.4375), jax.numpy.full((32, 16), 0.875)  # 448 times a power of two: exact
+    >>> float(dot_general(x, w, (((1,), (0,)), ((), ())), jaxmp.Float8())[0, 0])
+    12.25
+    """
+    contracting, batch = dimension_numbers
+    dimensions = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
+    dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
+    with jax.named_scope(f"jaxmp.float8({recipe})"):
+        # Quantised outside of the product, so that a weight can be quantised once for many products.
+        is_own = may_be_skipped()
+        operands = quantised(lhs, recipe.forward, is_own), quantised(rhs, recipe.forward, is_own)
+        return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own)(*operands)
+
+
+def recipe_of(eqn: Any) -> Float8 | None:
+    """Return the recipe of a float8 product in a program, or None for any other equation."""
+    names = names_of(eqn) if eqn.primitive.name == "custom_jvp_call" else ()
+    scope = re.fullmatch(r"jaxmp\.float8\((.*)\)", names[-1]) if names else None
+    return get_recipe(scope[1]) if scope else None
+
+
+@functools.cache
+def _product(
+    dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None, is_fused: bool, is_own: bool
+) -> Callable[..., Any]:
+    """Return the product of quantised operands for these arguments; JAX traces one function once."""
+    return _Product(dimensions, recipe, dtype, weight, is_fused, is_own).with_derivatives()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A float8 product and its derivative; the fields are the arguments of :func:`dot_general`."""
+
+    dimensions: Any
+    recipe: Float8
+    dtype: np.dtype
+    weight: str | None
+    is_fused: bool
+    is_own: bool
+
+    def with_derivatives(self) -> Callable[..., Any]:
+        """Return the product as a function of two results of :func:`quantised`."""
+        # The checkpoint keeps the operands in float8, and not what they are dequantised to.
+        tangent = jax.checkpoint(self._tangent, prevent_cse=False)
+
+        @jax.custom_jvp
+        def product(*operands: Any) -> Any:
+            return self._forward(*(_opened(operand, self.recipe.forward) for operand in operands))
+
+        def rule(operands: Any, tangents: Any) -> Any:
+            operands = [_opened(operand, self.recipe.forward) for operand in operands]
+            result = self._forward(*operands)
+            if self.recipe.keep == "compute":
+                operands = [(value, None, scale) for value, _, scale in operands]
+            nonzero = [None if isinstance(value, SymbolicZero) else value for value, _, _ in tangents]
+            if nonzero == [None, None]:
+                return result, jnp.zeros_like(result)
+            read = [operands[side] if nonzero[1 - side] is not None else None for side in (0, 1)]
+            return result, tangent(nonzero, read)
+
+        product.defjvp(rule, symbolic_zeros=True)
+        return product
+
+    def _dot(self, lhs: Any, rhs: Any, is_precise: bool, out: Any = _COMPUTE) -> Any:
+        precision = jax.lax.Precision.HIGHEST if is_precise else jax.lax.Precision.DEFAULT
+        return jax.lax.dot_general(lhs, rhs, self.dimensions, precision=precision, preferred_element_type=out)
+
+    def _forward(self, lhs: Any, rhs: Any) -> Any:
+        out = _COMPUTE if self.dtype == _COMPUTE else jnp.float32
+        result = self._dot(_dequantised(*lhs), _dequantised(*rhs), self.recipe.accumulate == "precise", out)
+        # Without the barrier XLA fuses a GELU into the product, and dies of the float8 GELU_AUX that it made.
+        return (result if self.is_fused else jax.lax.optimization_barrier(result)).astype(self.dtype)
+
+    def _transpose(self, cotangent: Any) -> Any:
+        return dequantised(quantised(cotangent, self.recipe.gradient, self.is_own), self.recipe.gradient)
+
+    def _tangent(self, tangents: Any, operands: Any) -> Any:
+        """Return the tangent of the result: one product for each operand with a tangent, None if it has none."""
+        in_float8: list[Any] = []
+        in_compute: list[Any] = []
+        for side, tangent in enumerate(tangents):
+            if tangent is None:
+                continue
+            is_exact = self.recipe.weight_gradient == "compute" and self.weight == ("lhs", "rhs")[side]
+            other = self._other_factor(operands[1 - side], is_exact)
+            tangent = tangent.astype(_COMPUTE)
+            lhs, rhs = (tangent, other) if side == 0 else (other, tangent)
+            part = self._dot(lhs, rhs, not is_exact and self.recipe.accumulate != "fast")
+            (in_compute if is_exact else in_float8).append(part)
+        parts = []
+        if in_float8:
+            total = functools.reduce(jnp.add, in_float8)
+            parts.append(cast_with_transpose(total, self.dtype, self._transpose))
+        if in_compute:
+            parts.append(functools.reduce(jnp.add, in_compute))
+        return functools.reduce(jnp.add, [part.astype(self.dtype) for part in parts])
+
+    def _other_factor(self, operand: Any, is_exact: bool) -> Any:
+        """Return the operand that a tangent is multiplied by, in the compute dtype."""
+        value, in_float8, scale = operand
+        if is_exact:
+            return value.astype(_COMPUTE)
+        in_float8 = _cast(value, scale, self.recipe.forward) if in_float8 is None else in_float8
+        return _dequantised(value, in_float8, scale)
+
+
+def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:
+    """Return a value, its bits in float8, and their scale: one for all shards, or with ``is_own`` one for each."""
+    scale = checkpoint_name(_scale(value, dtype, is_own), RESIDUALS)
+    # JAX rounds named float8 residuals once more, as if e4m3fn had infinities: 256 would become one. Bits stay as is.
+    bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
+    return value, checkpoint_name(bits, RESIDUALS), scale
+
+
+def _opened(operand: tuple[Any, Any, Any], dtype: str) -> tuple[Any, Any, Any]:
+    """Return the result of :func:`quantised` with its bits as float8 values."""
+    value, bits, scale = operand
+    return value, jax.lax.bitcast_convert_type(bits, dtype), scale
+
+
+def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
+    """Return the operand of a product that the result of :func:`quantised` stands for."""
+    return _dequantised(*_opened(operand, dtype))
+
+
+def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
+    """Return the scale that maps the largest magnitude to the largest of ``dtype``; of zeros or NaN, 1."""
+    largest = _largest(jax.lax.stop_gradient(value))
+    if not is_own and (axes := manual_axes(value)):
+        largest = jax.lax.pmax(largest, axes)
+    scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
+    scale = jax.lax.select(largest > 0, scale, jnp.ones_like(scale))
+    # Rounded up to a bfloat16 number, so that dequantising in bfloat16 uses the same scale as quantising. A remainder
+    # that may be float32's own rounding is dropped.
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + np.uint32(0xFFF0)
+    return jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
+
+
+@custom_vmap
+def _largest(value: Any) -> Any:
+    """Return the largest magnitude in ``value``, in float32: one for all members of a ``jax.vmap``."""
+    # Columns first, then one number: XLA computes the first stage in the kernel that computes `value`, but would merge
+    # the two stages into a kernel that reads `value` again.
+    columns = jax.lax.reduce_max(jnp.abs(value), tuple(range(value.ndim - 1)))
+    return jax.lax.reduce_max(jax.lax.optimization_barrier(columns), tuple(range(columns.ndim))).astype(jnp.float32)
+
+
+@_largest.def_vmap
+def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
+    return _largest(value), False  # a scale for each member would be a vector, which XLA multiplies in bfloat16
+
+
+def _cast(value: Any, scale: Any, dtype: str) -> Any:
+    largest = np.float32(jnp.finfo(dtype).max)
+    # Without this XLA reads the float32 numbers that were rounded to `value`: it writes them, or computes them twice.
+    info = jnp.finfo(value.dtype)
+    rounded = jax.lax.reduce_precision(jax.lax.stop_gradient(value), info.nexp, info.nmant)
+    scaled = rounded.astype(jnp.float32) / scale
+    return jax.lax.clamp(-largest, scaled, largest).astype(dtype)
+
+
+@jax.custom_jvp
+def _dequantised(value: Any, quantised: Any, scale: Any) -> Any:
+    """Return a stand-in with the tangents of ``value``; XLA drops ``value`` itself."""
+    return quantised.astype(_COMPUTE) * scale.astype(_COMPUTE)
+
+
+@functools.partial(_dequantised.defjvp, symbolic_zeros=True)
+def _straight_through(primals: Any, tangents: Any) -> Any:
+    result = _dequantised(*primals)
+    is_zero = isinstance(tangents[0], SymbolicZero)
+    return result, jnp.zeros_like(result) if is_zero else tangents[0].astype(_COMPUTE)

@@ -1,0 +1,95 @@
+"""Equations that take a weight as a whole: those that are not products by rows, and move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmp._internals.jax.bodies import bound
+from jaxmp._internals.jax.invariants import same_results
+from jaxmp._internals.jax.primitives import BROADCAST
+from jaxmp._internals.jax.sources import user_source_of
+from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
+from jaxmp.base.dtypes import is_half
+from jaxmp.base.trees import is_float_array
+from jaxmp.engine.classes import Class, classify
+from jaxmp.sharding.plan import wide
+from jaxmp.sharding.weight_products import computed_wide, may_be_wide
+from jaxmp.sharding.weights import Use, Value, weight_of
+
+_FLOAT32 = np.dtype(np.float32)
+LOOSE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
+# Classes of operations that sum the cotangents of their operands in the dtype of these; unknown primitives may.
+_SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
+# Classes that weights go through in float32 where they are half: the engine casts their operands as well.
+_WIDENED = frozenset({Class.CLEAR, Class.WIDEST, Class.INFER, Class.POINTWISE, Class.ACCUMULATION})
+_FILLS = frozenset({"pad"})  # with a scalar, whose cotangent is a sum
+_ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # its operands, not their cotangents
+
+
+def computed_whole(eqn: Any, operands: Sequence[Value], uses: Sequence[tuple[int, Use]]) -> list[Value]:
+    """Return the results of an equation that takes weights as a whole.
+
+    Args:
+      eqn: the equation.
+      operands: its operands.
+      uses: the weights among them, by their positions.
+
+    Raises:
+      ValueError: the equation would sum the gradient of a weight in half.
+    """
+    name, (_, first_use) = eqn.primitive.name, uses[0]
+    are_common = same_results(eqn, [is_common for _, is_common in operands])
+    is_wide = _is_widened(eqn, all(are_common))
+    sums_cotangents = not is_wide and name not in _ACCUMULATES and classify(name) in _SUMS
+    arrays = [value for value, _ in operands]
+    for position, use in uses:
+        if sums_cotangents and not (all(are_common) and _repeats_nothing(eqn, position)):
+            _require_float32(use, eqn, position)
+        arrays[position] = read_whole(use, eqn, position, is_wide)
+    results = computed_wide(eqn, arrays) if is_wide else bound(eqn, arrays, eqn.params)
+    values = list[Value]()
+    for var, result, is_common in zip(eqn.outvars, results, are_common, strict=True):
+        if is_common and is_float_array(result):  # in float32, so that the cotangents of its uses add up so
+            values.append((weight_of(first_use.source, result, var.aval.dtype), True))
+        else:
+            values.append((result.astype(var.aval.dtype) if is_wide else result, is_common))
+    return values
+
+
+def _is_widened(eqn: Any, are_all_common: bool) -> bool:
+    """Return whether an equation of weights is computed in float32."""
+    name = eqn.primitive.name
+    is_of_weights = are_all_common and (name in LOOSE_PRODUCTS or classify(name) in _WIDENED)
+    return (is_of_weights or name in _FILLS) and may_be_wide(eqn)
+
+
+def read_whole(use: Use, eqn: Any, position: int, is_wide: bool = False) -> Any:
+    """Return a weight for an equation that takes all of it."""
+    aval, shapes = eqn.invars[position].aval, [var.aval.shape for var in eqn.outvars]
+    repeats = eqn.primitive.name in BROADCAST and aval.shape != shapes[0]
+    return use.read(wide(aval.dtype) if is_wide else aval.dtype, shapes[0] if repeats else None)
+
+
+def _repeats_nothing(eqn: Any, position: int) -> bool:
+    """Return whether no result of an equation is larger than an operand."""
+    return all(var.aval.size <= eqn.invars[position].aval.size for var in eqn.outvars)
+
+
+def _require_float32(use: Use, eqn: Any, position: int) -> None:
+    """Raise an error if an equation sums the cotangents of a weight in half."""
+    avals = [eqn.invars[position].aval, *(var.aval for inner in equations_inside(eqn) for var in inner.outvars)]
+    halves = [aval.dtype.name for aval in avals if is_half(getattr(aval, "dtype", np.int32))]
+    if halves and use.source.plan.reduce_dtype == _FLOAT32:
+        raise ValueError(
+            f"the gradient of {use.source.name!r} cannot be summed in float32: {eqn.primitive.name} at "
+            f"{user_source_of(eqn)} computes it in {halves[0]}; compute in float32 there, or pass "
+            f"Sharding(…, reduce_dtype={halves[0]!r})"
+        )
+
+
+def equations_inside(eqn: Any) -> list[Any]:
+    """Return the equations of all bodies of an equation."""
+    return [inner for jaxpr in jaxprs_in(eqn) for inner in equations(jaxpr)]

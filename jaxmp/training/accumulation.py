@@ -1,0 +1,46 @@
+"""Gradients of microbatches, summed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp.base.trees import select_tree, widen
+
+
+def accumulated(
+    differentiate: Callable[..., Any], params: Any, model_state: Any, turns: tuple[Any, Any], count: int
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Differentiate the loss of each microbatch in a scan, and sum the gradients in float32.
+
+    Args:
+      differentiate: takes ``(model_state, batch, rng)`` of a microbatch, and returns its loss, gradients, new model
+        state, metrics and records.
+      params: the tree that the gradients are of.
+      model_state: that of the first microbatch.
+      turns: the microbatches and their keys, stacked along axis 0.
+      count: the number of microbatches.
+
+    Returns:
+      The mean of the losses, the sum of the gradients, the last model state, the means of the metrics, and the records
+      stacked.
+    """
+
+    def add(carry: Any, turn: Any) -> Any:
+        total, model_state = carry
+        loss, grads, new_model_state, metrics, records = differentiate(model_state, *turn)
+        total = jax.tree.map(jnp.add, total, widen(grads))
+        in_old_dtypes = select_tree(True, new_model_state, model_state)
+        return (total, in_old_dtypes), (loss, metrics, records)
+
+    zeros = jax.tree.map(jnp.zeros_like, widen(params))
+    # The length is given because the batch and the keys may have no arrays.
+    (total, model_state), (losses, metrics, records) = jax.lax.scan(add, (zeros, model_state), turns, length=count)
+    return _mean(losses), total, model_state, _mean(metrics), records
+
+
+def _mean(stacked: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), stacked)
