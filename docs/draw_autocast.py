@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/autocast.md from the graph that jaxmp.autocast colours.
+"""Draw the pictures of docs/autocast.md from the graph that jaxmp.autocast decides on.
 
 python docs/draw_autocast.py
 
@@ -26,14 +26,15 @@ from matplotlib.patches import FancyBboxPatch
 
 from jaxmp._internals.jax.equations import opened
 from jaxmp.engine import decide, graph
-from jaxmp.engine.classes import Kind
+from jaxmp.engine.classes import Kind, Rule, State
 from jaxmp.engine.rules import Rules
 
 FOLDER = Path(__file__).parent
 HALF, FULL, OPEN, CAST = "#F2A65A", "#8DB7E2", "#FFFFFF", "#B3123F"
 TEXT, LINE = "#222222", "#777777"
 SECTIONS = ("bqhd,bkhd", "ln_2")  # where attention and the perceptron begin, in the scopes of the block
-Origins = dict[graph.Node, str]
+Labels = dict[graph.Node, str]
+SPREADS = {Rule.AMPLIFIED: "amplifier", Rule.FEEDS: "feeds float32", Rule.FOLLOWS: "follows float32"}
 LABELS = {
     "dot_general": "matrix product", "reduce_sum": "sum", "reduce_max": "max over keys", "integer_pow": "x³",
     "select_n": "causal mask", "square": "x²", "mul": "×", "add": "+", "sub": "−", "div": "÷", "max": "max",
@@ -41,13 +42,13 @@ LABELS = {
 
 
 class Block(nn.Module):
-    """GPT-2's block, float32 throughout: nobody thought of half precision."""
+    """GPT-2's block, float32 throughout."""
 
     heads: int
 
     @nn.compact
     def __call__(self, x: jax.Array, batch: int) -> jax.Array:
-        """(tokens, width) of so many texts to the same."""
+        """Return activations of the shape of ``x``, the (tokens, width) of ``batch`` texts."""
         width = x.shape[-1]
         qkv = nn.Dense(3 * width, name="qkv")(nn.LayerNorm(name="ln_1")(x))
         q, k, v = jnp.split(qkv.reshape(batch, -1, 3 * self.heads, width // self.heads), 3, axis=2)
@@ -65,26 +66,25 @@ class Box:
 
     node: graph.Node
     path: tuple[str, ...]
-    kind: Kind  # before its neighbours had a say
     x: float = 0.0
     y: float = 0.0
 
     @property
     def moves(self) -> bool:
-        """Whether it places data elsewhere and computes nothing."""
-        return self.kind is Kind.CLEAR
+        """Whether it moves data and computes nothing."""
+        return self.node.kind is Kind.CLEAR
 
 
-def coloured_block() -> list[Box]:
-    """The operations of a block, in order, as the library colours them."""
+def decided_block() -> tuple[list[Box], Labels]:
+    """Return the operations of a block in order, decided, and the names of the patterns in float32."""
     block, half = Block(heads=4), np.dtype(jnp.bfloat16)
     x, w = jax.ShapeDtypeStruct((2 * 128, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
     params = jax.eval_shape(lambda x: block.init(jax.random.key(0), x, 2), x)
     closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
     whole = graph.build(*opened(closed), Rules(half, {}))
-    boxes = [Box(node, step.names, node.kind) for step in _steps(whole.body) if (node := step.node) is not None]
     decide.decide(whole, [None])
-    return boxes
+    boxes = [Box(step.node, step.names) for step in _steps(whole.body) if step.node is not None]
+    return boxes, {pattern.nodes[0]: pattern.name for pattern in whole.patterns}
 
 
 def _steps(body: graph.Body) -> Iterable[graph.Step]:
@@ -93,7 +93,7 @@ def _steps(body: graph.Body) -> Iterable[graph.Step]:
 
 
 def lay_out(boxes: Sequence[Box]) -> None:
-    """Places operations below what they read, params beside who reads them."""
+    """Place operations below their operands, and params beside their readers."""
     known = {box.node: box for box in boxes}
     params = [box for box in boxes if _is_param(box)]
     others = [box for box in boxes if not _is_param(box)]
@@ -115,17 +115,27 @@ def lay_out(boxes: Sequence[Box]) -> None:
 
 
 def _is_param(box: Box) -> bool:
-    """Whether it only brings a param or a constant into shape."""
+    """Return whether an operation only brings a param or a constant into shape."""
     return box.moves and all(node.kind is Kind.SOURCE for node in box.node.inputs)
 
 
+def fill_of_kind(box: Box) -> str:
+    """Return the colour of an operation by itself, before its neighbours are considered."""
+    return {Kind.HALF: HALF, Kind.FULL: FULL, Kind.STRICT: FULL}.get(box.node.kind, OPEN)
+
+
+def fill_of_state(box: Box) -> str:
+    """Return the colour of an operation once the rules have raised all that they raise."""
+    return FULL if box.node.state >= State.FLOAT32 else fill_of_kind(box)
+
+
 def final_fill(box: Box) -> str:
-    """The colour an operation has in the end."""
+    """Return the colour of an operation in the end."""
     return HALF if box.node.dtype.itemsize == 2 else FULL
 
 
-def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, title: str, origins: Origins) -> None:
-    """A panel: boxes, arrows, where values come from and, if asked for, where they are cast."""
+def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, title: str, origins: Labels) -> None:
+    """Draw a panel: boxes, arrows, where values come from and, with ``casts``, where they are cast."""
     known = {box.node: box for box in boxes}
     for box in boxes:
         outside = [node for node in dict.fromkeys(box.node.inputs) if node not in known and node in origins]
@@ -147,7 +157,7 @@ def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, ti
 
 
 def _is_cast(above: graph.Node, box: Box) -> bool:
-    """Whether a value changes its dtype on the way into an operation."""
+    """Return whether a value changes its dtype on the way into an operation."""
     compute = box.node.compute or (above.dtype if box.moves else np.dtype(np.float32))
     return bool(above.dtype != compute)
 
@@ -181,8 +191,19 @@ def _box(axes: Any, box: Box, fill: str, rounds: bool) -> None:
         axes.plot([box.x], [box.y + 0.24], "D", color=CAST, markersize=5.5, zorder=6)
 
 
+def label(axes: Any, boxes: Sequence[Box], labels: Labels) -> None:
+    """Write labels to the left of operations, or to the right where another operation is on the left."""
+    for box in boxes:
+        if box.node not in labels or box.moves:
+            continue
+        is_free = not any(0 < box.x - other.x < 1.5 and other.y == box.y for other in boxes)
+        x, side = (box.x - 0.36, "right") if is_free else (box.x + 0.36, "left")
+        look = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
+        axes.text(x, box.y, labels[box.node], ha=side, va="center", fontsize=8, color=CAST, style="italic", bbox=look)
+
+
 def legend(figure: Figure, kinds: Sequence[tuple[str, str, str]]) -> None:
-    """What colours and marks mean: label, colour and marker."""
+    """Explain colours and marks: label, colour and marker."""
     axes = figure.add_axes((0, 0, 1, 0.05))
     axes.axis("off")
     handles = [
@@ -191,8 +212,8 @@ def legend(figure: Figure, kinds: Sequence[tuple[str, str, str]]) -> None:
     axes.legend(handles, [label for label, _, _ in kinds], ncols=len(kinds), loc="center", frameon=False, fontsize=10)
 
 
-def draw_block(boxes: Sequence[Box], path: Path) -> None:
-    """The whole block: every operation, every cast."""
+def draw_block(boxes: Sequence[Box], patterns: Labels, path: Path) -> None:
+    """Draw the whole block: every operation, every cast, and the names of patterns."""
     starts = [next(i for i, box in enumerate(boxes) if any(name in part for part in box.path)) for name in SECTIONS]
     parts = [boxes[: starts[0]], boxes[starts[0] : starts[1]], boxes[starts[1] :]]
     titles = ("1  layer norm; queries, keys, values", "2  attention; residual sum", "3  layer norm; perceptron; sum")
@@ -202,6 +223,7 @@ def draw_block(boxes: Sequence[Box], path: Path) -> None:
         origins = {box.node: f"from {n}" for n, other in enumerate(parts[:i], 1) for box in other}
         axes = figure.add_axes((0.01 + 0.33 * i, 0.05, 0.32, 0.92))
         draw(axes, part, {box: final_fill(box) for box in part}, True, title, origins)
+        label(axes, part, patterns)
     legend(
         figure,
         (("bfloat16", HALF, "s"), ("float32", FULL, "s"), ("only moved: its neighbours' dtype", OPEN, "o"),
@@ -211,20 +233,20 @@ def draw_block(boxes: Sequence[Box], path: Path) -> None:
 
 
 def draw_passes(boxes: Sequence[Box], path: Path) -> None:
-    """The layer norm and what surrounds it: as classified, with the group grown, and in the end."""
-    chosen = [box for box in boxes[: _first_move(boxes)]]
+    """Draw the layer norm and what surrounds it: by itself, with float32 spread, and in the end."""
+    chosen = boxes[: _first_move(boxes)]
     lay_out(chosen)
-    neutral = dict.fromkeys(chosen, OPEN)
-    by_class = {Kind.HALF: HALF, Kind.FULL: FULL, Kind.STRICT: FULL}
+    rules = {box.node: SPREADS[box.node.rule] for box in chosen if box.node.rule in SPREADS}
     panels = (
-        ("1  what each operation is", {**neutral, **{box: by_class.get(box.kind, OPEN) for box in chosen}}, False),
-        ("2  groups grow backwards", {**neutral, **{box: by_class.get(box.node.kind, OPEN) for box in chosen}}, False),
-        ("3-6  the rest follows; casts", {box: final_fill(box) for box in chosen}, True),
+        ("rules 2 and 3: each operation by itself", fill_of_kind, False, {}),
+        ("rules 5, 6 and 10: float32 spreads", fill_of_state, False, rules),
+        ("rule 8: the rest; casts", final_fill, True, {}),
     )
     figure = Figure(figsize=(13, 9))
-    for i, (title, fills, casts) in enumerate(panels):
+    for i, (title, fill, casts, labels) in enumerate(panels):
         axes = figure.add_axes((0.01 + 0.33 * i, 0.06, 0.32, 0.89))
-        draw(axes, chosen, fills, casts, title, {})
+        draw(axes, chosen, {box: fill(box) for box in chosen}, casts, title, {})
+        label(axes, chosen, labels)
     legend(
         figure,
         (("bfloat16", HALF, "s"), ("float32", FULL, "s"), ("not decided yet", OPEN, "s"), ("only moved", OPEN, "o"),
@@ -234,15 +256,15 @@ def draw_passes(boxes: Sequence[Box], path: Path) -> None:
 
 
 def _first_move(boxes: Sequence[Box]) -> int:
-    """Where the projection to queries, keys and values is finished: the move after its bias."""
+    """Return the index of the move after the bias of queries, keys and values."""
     return next(i for i, box in enumerate(boxes) if box.moves and box.path[-1:] == ("Block",))
 
 
 def main(folder: Path = FOLDER) -> None:
-    """Writes both pictures to a folder."""
-    boxes = coloured_block()
+    """Write both pictures to a folder."""
+    boxes, patterns = decided_block()
     draw_passes(boxes, folder / "autocast_passes.png")
-    draw_block(boxes, folder / "autocast_block.png")
+    draw_block(boxes, patterns, folder / "autocast_block.png")
 
 
 if __name__ == "__main__":

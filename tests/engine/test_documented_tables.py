@@ -1,0 +1,317 @@
+"""Six programs that everybody writes have the dtypes that a reader of docs/autocast.md predicts.
+
+Each operation stands in a scope with its name. A table says the dtype that it computes in.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax import named_scope as scope
+from places import ROOT
+from plan_tools import plan, shape
+
+HALF, FULL = "bfloat16", "float32"
+COMPUTES_NOTHING = {"clear", "opaque", "recurse"}  # moves, the author's casts, positions; bodies
+
+
+def layer_norm(x, scale, bias):
+    mean = x.mean(-1, keepdims=True)
+    variance = jnp.square(x - mean).mean(-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(variance + 1e-6) * scale + bias
+
+
+def batch_norm(x, scale, bias):
+    mean = x.mean((0, 1, 2))
+    variance = jnp.square(x - mean).mean((0, 1, 2))
+    return (x - mean) * lax.rsqrt(variance + 1e-5) * scale + bias
+
+
+def convolution(x, kernel):
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def gpt_block(params, tokens, labels):
+    x = params["table"][tokens]
+    with scope("position sum"):
+        x = x + params["positions"]
+    with scope("first layer norm"):
+        y = layer_norm(x, params["scale"], params["shift"])
+    with scope("projections"):
+        q, k, v = jnp.split(y @ params["qkv"] + params["qkv_bias"], 3, -1)
+    with scope("scores"):
+        scores = jnp.einsum("bqd,bkd->bqk", q, k)
+    with scope("scaling, mask"):
+        scores = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), scores / 8.0, -1e9)
+    with scope("softmax"):
+        weights = jax.nn.softmax(scores)
+    with scope("weighted values"):
+        attended = jnp.einsum("bqk,bkd->bqd", weights, v)
+    with scope("projections"):
+        attended = attended @ params["out"] + params["out_bias"]
+    with scope("residual sums"):
+        x = x + attended
+    with scope("second layer norm"):
+        y = layer_norm(x, params["scale"], params["shift"])
+    with scope("perceptron"):
+        y = jax.nn.gelu(y @ params["up"] + params["up_bias"]) @ params["down"] + params["down_bias"]
+    with scope("residual sums"):
+        x = x + y
+    with scope("last layer norm"):
+        y = layer_norm(x, params["scale"], params["shift"])
+    with scope("logits"):
+        logits = y @ params["table"].T
+    with scope("cross-entropy"):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+GPT = {
+    "table": shape(100, 64), "positions": shape(16, 64), "scale": shape(64), "shift": shape(64), "qkv": shape(64, 192),
+    "qkv_bias": shape(192), "out": shape(64, 64), "out_bias": shape(64), "up": shape(64, 256), "up_bias": shape(256),
+    "down": shape(256, 64), "down_bias": shape(64),
+}  # fmt: skip
+TOKENS = jax.ShapeDtypeStruct((2, 16), "int32")
+
+
+def resnet_block(params, images, labels):
+    with scope("convolutions"):
+        x = convolution(images, params["stem"])
+    with scope("batch norms"):
+        x = batch_norm(x, params["scale"], params["shift"])
+    with scope("relus"):
+        x = jax.nn.relu(x)
+    with scope("convolutions"):
+        y = convolution(x, params["first"])
+    with scope("batch norms"):
+        y = batch_norm(y, params["scale"], params["shift"])
+    with scope("relus"):
+        y = jax.nn.relu(y)
+    with scope("convolutions"):
+        y = convolution(y, params["second"])
+    with scope("batch norms"):
+        y = batch_norm(y, params["scale"], params["shift"])
+    with scope("residual sum"):
+        x = x + y
+    with scope("last relu"):
+        x = jax.nn.relu(x)
+    with scope("average pooling"):
+        x = x.mean((1, 2))
+    with scope("logits"):
+        logits = x @ params["head"]
+    with scope("last bias"):
+        logits = logits + params["bias"]
+    with scope("cross-entropy"):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+RESNET = {
+    "stem": shape(3, 3, 3, 16), "first": shape(3, 3, 16, 16), "second": shape(3, 3, 16, 16), "scale": shape(16),
+    "shift": shape(16), "head": shape(16, 10), "bias": shape(10),
+}  # fmt: skip
+
+
+def lstm(params, xs, labels):
+    def step(carry, x):
+        h, c = carry
+        with scope("products"):
+            from_input, from_state = x @ params["input"], h @ params["state"]
+        with scope("sum of products"):
+            z = from_input + from_state
+        with scope("bias"):
+            z = z + params["bias"]
+        i, f, g, o = jnp.split(z, 4, -1)
+        with scope("gates"):
+            i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+        with scope("cell state"):
+            c = f * c + i * g
+        with scope("hidden state"):
+            h = o * jnp.tanh(c)
+        return (h, c), None
+
+    zeros = jnp.zeros((8, 32))
+    (h, _), _ = lax.scan(step, (zeros, zeros), xs)
+    with scope("logits"):
+        logits = h @ params["head"]
+    with scope("cross-entropy"):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+LSTM = {"input": shape(16, 128), "state": shape(32, 128), "bias": shape(128), "head": shape(32, 10)}
+
+
+def unet_block(params, images, times, noise):
+    with scope("angles"):
+        frequencies = jnp.exp(-jnp.log(10_000.0) * jnp.arange(16.0) / 16)
+        angles = times[:, None] * frequencies
+    with scope("sines, cosines"):
+        waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+    with scope("time perceptron"):
+        time = jax.nn.silu(waves @ params["time_in"] + params["bias"]) @ params["time_out"] + params["bias"]
+    with scope("convolutions"):
+        x = convolution(images, params["conv_in"])
+    with scope("norms"):
+        y = layer_norm(x, params["scale"], params["shift"])
+    with scope("silus"):
+        y = jax.nn.silu(y)
+    with scope("convolutions"):
+        y = convolution(y, params["first"])
+    with scope("sum with time"):
+        y = y + time[:, None, None]
+    with scope("norms"):
+        y = layer_norm(y, params["scale"], params["shift"])
+    with scope("silus"):
+        y = jax.nn.silu(y)
+    with scope("convolutions"):
+        y = convolution(y, params["second"])
+    with scope("residual sum"):
+        x = x + y
+    with scope("convolutions"):
+        predicted = convolution(x, params["conv_out"])
+    with scope("squared error"):
+        return jnp.square(predicted - noise).mean()
+
+
+UNET = {
+    "time_in": shape(32, 32), "time_out": shape(32, 32), "bias": shape(32), "conv_in": shape(3, 3, 3, 32),
+    "first": shape(3, 3, 32, 32), "second": shape(3, 3, 32, 32), "conv_out": shape(3, 3, 32, 3), "scale": shape(32),
+    "shift": shape(32),
+}  # fmt: skip
+
+
+def vq_vae(params, x):
+    with scope("encoder"):
+        h = jax.nn.relu(x @ params["in"] + params["bias"]) @ params["code"]
+    with scope("last bias of the encoder"):
+        z = h + params["code_bias"]
+    with scope("distances"):
+        codes = params["codes"]
+        distances = jnp.square(z).sum(-1, keepdims=True) - 2 * z @ codes.T + jnp.square(codes).sum(-1)
+    q = codes[jnp.argmin(distances, -1)]
+    with scope("straight-through estimator"):
+        through = z + lax.stop_gradient(q - z)
+    with scope("decoder"):
+        decoded = jax.nn.relu(through @ params["decode"] + params["bias"]) @ params["out"]
+    with scope("losses"):
+        commitment = jnp.square(lax.stop_gradient(q) - z).mean()
+        return jnp.square(decoded - x).mean() + 0.25 * commitment
+
+
+VQ_VAE = {
+    "in": shape(64, 32), "bias": shape(32), "code": shape(32, 8), "code_bias": shape(8), "codes": shape(128, 8),
+    "decode": shape(8, 32), "out": shape(32, 64),
+}  # fmt: skip
+
+
+def contrastive_loss(params, images, texts):
+    with scope("encoders"):
+        a, b = images @ params["images"], jax.nn.gelu(texts @ params["texts"]) @ params["project"]
+    with scope("unit vectors"):
+        a = a / jnp.linalg.norm(a, axis=-1, keepdims=True)
+        b = b / jnp.linalg.norm(b, axis=-1, keepdims=True)
+    with scope("similarities"):
+        similarities = a @ b.T
+    with scope("temperature"):
+        logits = similarities * jnp.exp(params["scale"])
+    with scope("cross-entropies"):
+        labels = jnp.arange(16)
+        return (
+            optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+            + optax.softmax_cross_entropy_with_integer_labels(logits.T, labels).mean()
+        ) / 2
+
+
+CONTRASTIVE = {"images": shape(64, 32), "texts": shape(48, 64), "project": shape(64, 32), "scale": shape()}
+LABELS = jax.ShapeDtypeStruct((8,), "int32")
+
+PROGRAMS = {
+    "GPT block": (gpt_block, (GPT, TOKENS, TOKENS)),
+    "ResNet block": (resnet_block, (RESNET, shape(8, 8, 8, 3), LABELS)),
+    "LSTM in a scan": (lstm, (LSTM, shape(12, 8, 16), LABELS)),
+    "UNet block": (unet_block, (UNET, shape(4, 8, 8, 3), shape(4), shape(4, 8, 8, 3))),
+    "VQ-VAE": (vq_vae, (VQ_VAE, shape(16, 64))),
+    "contrastive loss": (contrastive_loss, (CONTRASTIVE, shape(16, 64), shape(16, 48))),
+}
+TABLES = {
+    "GPT block": {
+        "position sum": FULL, "first layer norm": FULL, "projections": HALF, "scores": HALF, "scaling, mask": FULL,
+        "softmax": FULL, "weighted values": HALF, "residual sums": HALF, "second layer norm": FULL, "perceptron": HALF,
+        "last layer norm": FULL, "logits": HALF, "cross-entropy": FULL,
+    },
+    "ResNet block": {
+        "convolutions": HALF, "batch norms": FULL, "relus": HALF, "residual sum": HALF, "last relu": FULL,
+        "average pooling": FULL, "logits": HALF, "last bias": FULL, "cross-entropy": FULL,
+    },
+    "LSTM in a scan": {
+        "products": HALF, "sum of products": HALF, "bias": FULL, "gates": FULL, "cell state": FULL,
+        "hidden state": FULL, "logits": HALF, "cross-entropy": FULL,
+    },
+    "UNet block": {
+        "angles": FULL, "sines, cosines": FULL, "time perceptron": HALF, "convolutions": HALF, "norms": FULL,
+        "silus": HALF, "sum with time": HALF, "residual sum": HALF, "squared error": FULL,
+    },
+    "VQ-VAE": {
+        "encoder": HALF, "last bias of the encoder": FULL, "distances": FULL, "straight-through estimator": FULL,
+        "decoder": HALF, "losses": FULL,
+    },
+    "contrastive loss": {
+        "encoders": HALF, "unit vectors": FULL, "similarities": HALF, "temperature": FULL, "cross-entropies": FULL,
+    },
+}  # fmt: skip
+
+
+def dtypes_of(name):
+    """The dtypes that the operations of each scope compute in."""
+    fun, args = PROGRAMS[name]
+    dtypes = {}
+    for row in plan(fun, *args).rows:
+        floats = {dtype for dtype in row.operands if "float" in dtype}
+        if row.path and row.cls not in COMPUTES_NOTHING and floats:
+            dtypes.setdefault(row.path.split("/")[0], set()).update(floats)
+    return dtypes
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_operation_has_the_dtype_that_a_reader_predicts(name):
+    assert dtypes_of(name) == {operation: {dtype} for operation, dtype in TABLES[name].items()}
+
+
+def test_the_page_has_these_tables():
+    page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| ([^|`]+) \| ([^|`]+) \| ([^|`]+) \|$", page, re.MULTILINE)
+    tables = {name: (half.split("; "), full.split("; ")) for name, half, full in cells if name in TABLES}
+    for name, table in TABLES.items():
+        parts = [[operation for operation, dtype in table.items() if dtype == each] for each in (HALF, FULL)]
+        assert tables[name] == tuple(parts)
+
+
+PATTERNS = {
+    "softmax": lambda x, w: jax.nn.softmax(x @ w),
+    "log-softmax": lambda x, w: jax.nn.log_softmax(x @ w),
+    "logsumexp": lambda x, w: jnp.log(jnp.sum(jnp.exp(x @ w))),
+    "softplus": lambda x, w: jnp.log1p(jnp.exp(x @ w)),
+    "normalisation": lambda x, w: layer_norm(x @ w, 1.0, 0.0),
+    "norm": lambda x, w: jnp.linalg.norm(x @ w),
+    "squared error": lambda x, w: jnp.square(x @ w - x).mean(),
+    "absolute error": lambda x, w: jnp.abs(x @ w - x).mean(),
+    "sum of squares": lambda x, w: jnp.square(x @ w).sum(),
+    "sum of magnitudes": lambda x, w: jnp.abs(x @ w).sum(),
+    "amplifier": lambda x, w: jnp.sin(x @ w),
+    "cancellation": lambda x, w: jnp.square(x).sum(-1, keepdims=True) - 2 * x @ w.T + jnp.square(w).sum(-1),
+    "search": lambda x, w: lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x @ w, x),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_has_its_name_in_the_plan(name):
+    assert name in plan(PATTERNS[name], shape(4, 8), shape(8, 8)).summary.groups
+
+
+def test_the_page_has_the_names_of_all_patterns():
+    page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
+    paragraph = page.partition("A name before a colon")[2].partition("\n\n")[0]
+    assert re.findall(r"`([a-z -]+)`", paragraph) == [*PATTERNS]
