@@ -16,12 +16,7 @@ from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, multiple_of, readers_of
 _EXPONENTIALS, _LOGARITHMS, _ROOTS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"}), frozenset({"sqrt", "rsqrt"})
 _SQUARES = frozenset({"square", "integer_pow", "abs"})
 _OFFSETS = SUMS | SCALES | BOUNDS
-_OF_PRODUCTS = {
-    Rule.AMPLIFIED: "amplifier",
-    Rule.CANCELLATION: "cancellation",
-    Rule.SEARCH: "search",
-    Rule.SQUARES: "squares",
-}
+_RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
 
 
 @dataclasses.dataclass(frozen=True)
