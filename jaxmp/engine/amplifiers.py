@@ -68,7 +68,7 @@ def _amplified_operands(step: Step, name: str, quantised: Collection[Node | None
     if name in (_CAST, _SEARCH):
         dtype = step.eqn.outvars[0].aval.dtype
         is_index = dtype.kind in "iu" and dtype.name not in _QUANTISED
-        return _floats(step) if is_index or dtype.kind == "c" else ()
+        return _floats(step) if is_index else ()
     return ()
 
 

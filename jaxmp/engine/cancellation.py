@@ -1,16 +1,16 @@
 """Cancellation: differences of sums of squares or of products of the same vectors.
 
-``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small beside their terms, so that little but rounding errors
-would be left of products in half precision. These products are float32.
+``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small beside their terms: of products in half precision
+little but rounding errors would be left. These products are float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.engine.classes import INFER, Rule, State
-from jaxmp.engine.graph import Node
+from jaxmp.engine.graph import Graph, Node
 from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, multiple_of
 
 _OFFSETS = SUMS | BOUNDS | SCALES
@@ -19,14 +19,14 @@ _ROOTS = frozenset({"sqrt", "rsqrt"})
 Vectors = tuple[Node, Node]
 
 
-def raise_cancelled(nodes: Sequence[Node]) -> None:
+def raise_cancelled(graph: Graph) -> None:
     """Make float32 the products that sum squares, and those that other terms of a difference cancel."""
-    if not any(node.is_half_product for node in nodes):
+    if not any(node.is_half_product for node in graph.nodes):
         return
-    for node in nodes:
+    for node in graph.nodes:
         if node.is_half_product and _squared_vector(node) is not None:
             node.raise_to(State.FLOAT32, Rule.SQUARES)
-    for node in nodes:
+    for node in graph.nodes:
         if node.name in SUMS and not _is_part_of_sum(node):
             for product in (*_distances(node), *_moments(node), *_cosines(node)):
                 product.raise_to(State.FLOAT32, Rule.CANCELLATION, node)
@@ -60,8 +60,8 @@ def _vectors(value: Node) -> Vectors | None:
     if value.name in PRODUCTS and len(value.inputs) == 2:
         return multiple_of(value.inputs[0]), multiple_of(value.inputs[1])
     if value.name == "reduce_sum":
-        summed = multiple_of(value.inputs[0])
-        return _vectors(summed) if summed.name in PRODUCTS else _factors(summed)  # a Gram matrix times the identity
+        summed = multiple_of(value.inputs[0], SCALES | {"select_n"})
+        return _vectors(summed) if summed.name in PRODUCTS else _factors(summed)  # the diagonal of a Gram matrix
     return None
 
 

@@ -77,10 +77,9 @@ class Rule(enum.StrEnum):
 
     AMPLIFIED = "amplifier"
     CANCELLATION = "cancellation"
-    SQUARES = "sum of squares"
+    SQUARES = "squares"
     SEARCH = "search"
     CARRY = "carry"
-    DIFFERENCE = "difference"
     FEEDS = "feeds only float32"
     FOLLOWS = "follows float32"
     RANGE = "range"
@@ -96,6 +95,8 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "log log1p log2 acos acosh asin atanh erf_inv",
         # its argument is a variance or a sum of squares, plus an epsilon that float16 does not have
         "rsqrt sqrt cbrt",
+        # terms that cancel leave little but what half has rounded away
+        "sub",
         # an argument of 1000 rounded to bfloat16 is up to 2 radians off, and a float32 phase is often that large
         "sin cos",
         # well conditioned, but of this family, and nowhere that their time counts
@@ -127,7 +128,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "custom_linear_solve",
     ),
     Class.WIDEST: (
-        "add sub mul div rem max min atan2 clamp select_n",
+        "add mul div rem max min atan2 clamp select_n",
         "eq ne lt le gt ge eq_to le_to lt_to",
         "concatenate stack pad dynamic_update_slice scatter scatter-min scatter-max ragged_all_to_all",
         # the derivative of max pooling: picks tangents by their operands and adds nothing
@@ -199,8 +200,6 @@ AMPLIFIERS: dict[str, int | None] = {
     # 300.4 is 300 in bfloat16: another pixel, voxel or bin
     **dict.fromkeys(("floor", "ceil", "round")),
     "rem": 1,
-    # the exponential of an imaginary number is a wave
-    "complex": None,
     # near their pole, 1 or -1, the small difference is all that counts
     **dict.fromkeys(("acos", "acosh", "asin", "atanh", "erf_inv", "log1p")),
 }

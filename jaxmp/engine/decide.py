@@ -23,6 +23,9 @@ from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
 from jaxmp.engine.loops import decide_loops
 from jaxmp.engine.paths import readers_of
 
+RAISERS = (raise_amplified, raise_cancelled, decide_loops)
+"""The rules that need no neighbour's state, in any order."""
+
 _FLOAT32 = np.dtype(np.float32)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
@@ -50,9 +53,8 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     _find_looked_up(nodes)
     narrowed = put_casts_off(nodes)
 
-    raise_amplified(graph)
-    raise_cancelled(nodes)
-    decide_loops(graph)
+    for raise_states in RAISERS:
+        raise_states(graph)
     _find_activations(nodes)
     products = [node for node in nodes if node.kind is HALF and node.state is State.HALF]
     operands = [operand for node in products for operand in node.inputs]
@@ -111,7 +113,8 @@ def _is_repeated_by(user: Node, operand: Node) -> bool:
 def _find_activations(nodes: Sequence[Node]) -> None:
     """Number each activation by the last product that it has an element for each element of.
 
-    The state of a loop is no activation: a sum with it is no residual stream.
+    The state of a loop is no activation, and the difference of two activations is none: a sum with one is no residual
+    stream.
     """
     count = 0
     for node in nodes:
@@ -125,7 +128,10 @@ def _find_activations(nodes: Sequence[Node]) -> None:
             operands = node.inputs
         elif node.name in _ELEMENTWISE:
             operands = [operand for operand in node.inputs if operand.shape == node.shape]
-        node.activation_of = max([node.activation_of, *(operand.activation_of for operand in operands)])
+        products = {operand.activation_of for operand in operands}
+        if node.name == "sub" and len(products - {0}) > 1:
+            continue  # how far two values are apart
+        node.activation_of = max([node.activation_of, *products])
 
 
 def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
@@ -180,8 +186,6 @@ def _rises(node: Node) -> bool:
         return highest is not None and node.raise_to(highest.state, Rule.FOLLOWS, highest)
     if node.kind not in (INFER, JOIN) or is_stream(node):
         return False
-    if node.name == "sub" and _is_difference(node):
-        return node.raise_to(State.FLOAT32, Rule.DIFFERENCE)
     dragging = max((operand for operand in node.inputs if _drags(operand)), key=_state_of, default=None)
     if dragging is not None:
         return node.raise_to(dragging.state, Rule.FOLLOWS, dragging)
@@ -190,15 +194,6 @@ def _rises(node: Node) -> bool:
         if readers and all(_is_float32(reader) for reader in readers):
             return node.raise_to(State.FLOAT32, Rule.FEEDS, readers[0])
     return False
-
-
-def _is_difference(node: Node) -> bool:
-    """Return whether a value that no product precedes is subtracted from one that a product made, or the reverse.
-
-    It is a target, a code or a mean, near which rounding leaves nothing of the difference.
-    """
-    after_product = [operand.after_product for operand in node.inputs]
-    return any(after_product) and not all(after_product)
 
 
 def _state_of(node: Node) -> State:
@@ -211,7 +206,7 @@ def _drags(operand: Node) -> bool:
 
 
 def _is_float32(reader: Node) -> bool:
-    """Return whether a reader computes in float32; what the author casts to float32 is the author's half up to there."""
+    """Return whether a reader computes in float32; up to a cast to float32 by the author a value may be half."""
     return reader.state >= State.FLOAT32 and not (reader.name == _CAST and reader.kind is FULL)
 
 

@@ -59,15 +59,19 @@ def _decide_carries(graph: Graph, step: Step) -> None:
     sums = cycles(inside, inputs_past_products)
     asked = {node for cycle in sums for node in cycle if any(_is_asked(other, "float32") for other in cycle)}
     halves = {node for cycle in sums for node in cycle if any(_is_asked(other, "half") for other in cycle)}
+    states = set[Node]()
     for carry in carries:
         is_half = (carry in layered and carry not in asked) or carry in halves
-        is_float32 = carry.written == np.float32 and not is_half
-        carry.raise_to(State.FLOAT32 if is_float32 else State.HALF, Rule.CARRY)
+        if carry.written == np.float32 and not is_half:
+            states.add(carry)
+            carry.raise_to(State.FLOAT32, Rule.CARRY)
+        else:
+            carry.raise_to(State.HALF, Rule.CARRY)
     for cycle in sums:
-        held = [node for node in cycle if node in carries and node.state >= State.FLOAT32]
-        for node in cycle if held else ():
-            if node.kind in (INFER, JOIN):
-                node.raise_to(State.FLOAT32, Rule.CARRY, held[0])
+        if not states.isdisjoint(cycle):
+            for node in cycle:
+                if node.kind in (INFER, JOIN):
+                    node.raise_to(State.FLOAT32, Rule.CARRY)
 
 
 def _is_asked(node: Node, level: str) -> bool:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from jaxmp._internals.jax.walk import PRODUCTS
-from jaxmp.engine.classes import Rule, State
+from jaxmp._internals.jax.walk import PRODUCTS, walk
+from jaxmp.engine.classes import CLEAR, Rule, State
 from jaxmp.engine.graph import Graph, Node
 from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, multiple_of, readers_of
 
 _EXPONENTIALS, _LOGARITHMS, _ROOTS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"}), frozenset({"sqrt", "rsqrt"})
 _SQUARES = frozenset({"square", "integer_pow", "abs"})
 _OFFSETS = SUMS | SCALES | BOUNDS
-_OF_PRODUCTS = {Rule.AMPLIFIED: "amplifier", Rule.CANCELLATION: "cancellation", Rule.SEARCH: "search"}
+_RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,17 @@ class Pattern:
 def find(graph: Graph) -> list[Pattern]:
     """Return the patterns of a decided graph, and mark the softmaxes that are rounded."""
     patterns = list[Pattern]()
+    results = [node for node in graph.nodes if node.is_seen]
+    seen = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
     for node in graph.nodes:
         if node.state >= State.FLOAT32 and node.inputs and node.name in _RECOGNISED:
-            patterns += _RECOGNISED[node.name](node)
-        elif node.rule in _OF_PRODUCTS and node.name in PRODUCTS:
-            patterns.append(Pattern(_OF_PRODUCTS[node.rule], (node,)))
+            found = list(_RECOGNISED[node.name](node))
+            patterns += found
+            if found and node.name == "div":
+                # Of a probability near 1 the logarithm is lost, if it is rounded.
+                node.is_rounded = node not in seen and not any(_is_logged(reader) for reader in readers_of(node))
+        elif node.name in PRODUCTS and node.rule in _RULES_OF_PRODUCTS:
+            patterns.append(Pattern(str(node.rule), (node,)))
     return patterns
 
 
@@ -51,8 +57,6 @@ def _softmax(node: Node) -> Iterator[Pattern]:
     summed = below.inputs if below.name == "reduce_sum" or below.name in PRODUCTS else ()
     if exponential is None or exponential not in [_exponential(operand) for operand in summed]:
         return
-    # Of a probability near 1 the logarithm is lost, if it is rounded.
-    node.is_rounded = not node.is_seen and not any(_is_logged(reader) for reader in readers_of(node))
     yield Pattern("softmax", (node, below, exponential, *_shift(exponential)))
 
 
@@ -94,9 +98,9 @@ def _squares(node: Node) -> Iterator[Pattern]:
     if roots:
         name = "normalisation" if any(reader.name in SCALES for reader in readers_of(roots[0])) else "norm"
     elif base.name == "sub":
-        name = "absolute error" if square.name == "abs" else "squared error"
+        name = "absolute differences" if square.name == "abs" else "squared differences"
     else:
-        name = "sum of magnitudes" if square.name == "abs" else "sum of squares"
+        name = "magnitudes" if square.name == "abs" else "squares"
     yield Pattern(name, (node, square, base, *roots) if base.name == "sub" else (node, square, *roots))
 
 

@@ -14,9 +14,8 @@ _BY_RULE = {
     Rule.SQUARES: "a product of a vector with itself sums squares",
     Rule.SEARCH: "in a loop that runs until it converges",
     Rule.CARRY: "added to the state of a loop",
-    Rule.DIFFERENCE: "a difference from what is float32",
-    Rule.FEEDS: "feeds only float32 operations, such as {}",
-    Rule.FOLLOWS: "follows {}, which is float32",
+    Rule.FEEDS: "feeds only float32: {}",
+    Rule.FOLLOWS: "follows float32: {}",
     Rule.RANGE: "a constant beyond the largest half number",
 }
 

@@ -340,7 +340,6 @@ COORDINATES = {
     "sin(s x b)": (lambda x, s: jnp.sin(s * (x @ FREQUENCIES)), normal(5, 100, 3), normal(6, 16)),
     "sin(exp(s) x b)": (lambda x, s: jnp.sin((x @ FREQUENCIES) * jnp.exp(s)), normal(5, 100, 3), normal(6, 16)),
     "points on rays": (lambda t, r: jnp.sin(8 * (POINTS[0] + (POINTS[1] @ r) * t)), normal(5, 100, 1), ROTATION),
-    "exp(i x b)": (lambda x, b: jnp.exp(jax.lax.complex(jnp.zeros((100, 16)), x @ b)), normal(5, 100, 3), FREQUENCIES),
 }
 
 

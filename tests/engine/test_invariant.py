@@ -8,9 +8,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._internals.jax import invariants
-from jaxmp._internals.jax.equations import bodies_of
-from jaxmp._internals.jax.invariants import hoisted, passed_on, steps_in_time
+from jaxmp._internals.jax.invariants import hoisted, passed_on
 
 A, B = jnp.ones((3, 2)), jnp.zeros((3, 2))
 
@@ -53,18 +51,3 @@ def test_what_prints_does_so_in_each_turn_and_not_before(capfd):
     found = loop(A, jnp.stack([A, B]))
     jax.effects_barrier()
     assert jnp.allclose(found, jnp.stack([jnp.sin(A), B])) and capfd.readouterr().out.count("sum 6.0") == 2
-
-
-def test_bodies_of_loops_in_loops_are_looked_through_once_for_each_kind_of_operands(monkeypatch):
-    looked, interpreted = [], invariants.interpreted
-    monkeypatch.setattr(invariants, "interpreted", lambda *args: looked.append(args) or interpreted(*args))
-
-    def nested(loops, state):
-        def turn(carry, _):
-            state = nested(loops - 1, carry[0]) if loops else jnp.tanh(carry[0])
-            return (state, *carry[:-1]), None
-
-        return lax.scan(turn, (state, A, A), length=3)[0][-1]
-
-    (loop,) = jax.make_jaxpr(lambda state: nested(12, state))(B).eqns[-1:]
-    assert not steps_in_time(bodies_of(loop)) and len(looked) < 60

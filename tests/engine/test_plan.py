@@ -25,11 +25,11 @@ def test_rows_of_an_mlp_with_a_softmax_are_what_one_expects():
         ("head", "dot_general", "half", (half, half), half, "product", 2 * 4 * 16 * 2, 2 * 32),
         ("", "reduce_max", "clear", (half,), half, "moves data", 0, 0),
         ("", "broadcast_in_dim", "clear", (half,), half, "moves data", 0, 0),
-        ("", "sub", "widest", (full, full), full, "softmax: feeds only exp", 8, 4 * (8 + 8)),
+        ("", "sub", "pointwise", (full, full), full, "softmax: pointwise is float32", 8, 4 * (8 + 8)),
         ("", "exp", "pointwise", (full,), full, "softmax: pointwise is float32", 8, 0),
         ("", "reduce_sum", "accumulation", (full,), full, "softmax: accumulation is float32", 8, 0),
         ("", "broadcast_in_dim", "clear", (full,), full, "moves data", 0, 0),
-        ("", "div", "widest", (full, full), full, "softmax: goes on in float32 after exp", 8, 0),
+        ("", "div", "widest", (full, full), full, "softmax: follows float32: exp", 8, 0),
     ]
     keys = ("path", "primitive", "cls", "operands", "result", "why", "flops", "cast_bytes")
     found = [tuple(getattr(row, key) for key in keys) for row in rows(mlp, *MLP)]
@@ -81,9 +81,9 @@ def test_the_reason_names_what_decided():
     for row in found:
         why[row.primitive].append(row.why)
     assert why["select_n"] == ["a constant beyond float16's largest number"]
-    after = ["goes on in float32 after rsqrt", "leads to no product", "no product before it"]
-    assert why["mul"] == ["L2 norm: feeds only reduce_sum", *after]
-    assert why["add"][0] in ("L2 norm: a constant below float16's smallest normal number", "L2 norm: feeds only rsqrt")
+    after = ["follows float32: broadcast_in_dim", "leads to no product", "no product before it"]
+    assert why["mul"] == ["normalisation: feeds only float32: reduce_sum", *after]
+    assert why["add"][0] == "a constant below float16's smallest normal number"
     assert why["add"][1] == "leads to no product"
 
 
@@ -102,8 +102,8 @@ def test_rows_of_loops_and_branches_follow_the_equation_that_has_them():
     )
     assert (scan.cls, scan.depth, cond.depth, product.depth) == ("recurse", 0, 1, 2)
     assert found.index(scan) < found.index(cond) < found.index(product)
-    assert scan.result == "bfloat16, float32, bfloat16" and "5 trips" in scan.why
-    assert "float32: a carry that adds up, with no product on its way round" in scan.why
+    assert scan.result == "float32, float32, float32" and "5 trips" in scan.why
+    assert "a state in float32" in scan.why
     assert product.flops == 5 * 2 * 4 * 4 * 4
 
 

@@ -11,8 +11,6 @@ from jax._src.interpreters.partial_eval import partial_eval_jaxpr_custom
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp._internals.jax.equations import Bodies, bodies_of, evaluate, is_literal, opened
-from jaxmp._internals.jax.walk import PRODUCTS, interpreted
-from jaxmp.base.dtypes import is_castable
 
 
 def hoisted(
@@ -166,57 +164,3 @@ def _operands_passed_on(eqn: Any) -> list[int | None]:
 
     turn = [None if end is None else end + bodies.consts for end in ends[-1]]
     return [end if end is not None and is_same(n, end) else None for n, end in enumerate(turn)]
-
-
-# Of the values of a turn: made of no argument, the same in each turn, made of what this turn is given, made of what the
-# last one left, and that by a product with what is the same in each.
-_CONSTANT, _FIXED, _OWN, _CARRIED, _STEPPED = range(5)
-
-
-def steps_in_time(bodies: Bodies) -> Collection[int]:
-    """The numbers of what a loop carries that its turns step in time.
-
-    That is made of a product that takes what is carried, and what is fixed for all turns. The layers that a scan runs
-    over have weights of their own.
-    """
-    start, kept, (jaxpr, _) = bodies.start - bodies.consts, _kept(bodies), opened(bodies.jaxprs[-1])
-    # Integers that are carried count the turns, and give each its own.
-    kinds = [_CARRIED if is_castable(var.aval) else _OWN for var in jaxpr.invars[start : start + bodies.carry]]
-    carry = [_FIXED if n in kept else kind for n, kind in enumerate(kinds)]
-    own = [_OWN] * (len(jaxpr.invars) - start - bodies.carry)
-    counts = [n for n, kind in enumerate(kinds) if kind == _OWN]
-    results = _after_turns(jaxpr, [_FIXED] * start, carry, own, counts)
-    return [n for n, kind in enumerate(results[: bodies.carry]) if kind == _STEPPED]
-
-
-def _after_turns(
-    jaxpr: Any, before: list[int], carry: list[int], rest: list[int], counts: Collection[int] = ()
-) -> list[int]:
-    """The kinds of a loop's results; what it carries, but for ``counts``, is made of what its turns return, too."""
-    given: list[int] | None = None
-    results = list[int]()
-    while carry != given:
-        given, results = carry, _known(_results, jaxpr, [*before, *carry, *rest])
-        carry = [
-            old if n in counts else max(old, new) for n, (old, new) in enumerate(zip(carry, results, strict=False))
-        ]
-    return [*carry, *results[len(carry) :]]
-
-
-def _results(jaxpr: Any, kinds: Sequence[int]) -> list[int]:
-    """Return the kinds of the results of an open jaxpr."""
-
-    def equation(eqn: Any, operands: list[int]) -> list[int]:
-        inner, kind = bodies_of(eqn), max(operands, default=_CONSTANT)
-        if inner is None:
-            if eqn.primitive.name in PRODUCTS and kind == _CARRIED and _FIXED in operands:
-                kind = _STEPPED
-            return [kind] * len(eqn.outvars)
-        if inner.kind == "cond":
-            branches = [_known(_results, opened(each)[0], operands[1:]) for each in inner.jaxprs]
-            return [max(operands[0], *each) for each in zip(*branches, strict=True)]
-        stop = inner.start + inner.carry  # of a call all come after
-        before, carry, rest = operands[inner.consts : inner.start], operands[inner.start : stop], operands[stop:]
-        return _after_turns(opened(inner.jaxprs[-1])[0], before, carry, rest)
-
-    return interpreted(jaxpr, [_FIXED] * len(jaxpr.constvars), kinds, equation, lambda _: _CONSTANT)

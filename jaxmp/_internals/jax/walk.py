@@ -96,56 +96,6 @@ def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[li
     return [cycle for cycle in found.values() if len(cycle) > 1]
 
 
-def nested_cycles(
-    nodes: Sequence[T], inputs_of: Callable[[T], Sequence[T]], loop_around: Callable[[T], int | None]
-) -> list[list[T]]:
-    """Return the :func:`cycles` of a graph, and those of inner loops on their own.
-
-    The cycle of an outer loop often passes through the carry of an inner one, so that both are one component.
-
-    Args:
-      nodes: the nodes of the graph.
-      inputs_of: the operands of each; the first of a carry's is its value before the loop.
-      loop_around: of a carry the number of the loop around its own, larger further inside; None of what is no carry.
-    """
-    found = cycles(nodes, inputs_of)
-    for members in map(frozenset, tuple(found)):
-        around = {node: loop for node in members if (loop := loop_around(node)) is not None}
-        outermost = min(around.values())
-        if outermost == max(around.values()):
-            continue
-        inside = {
-            node: [each for each in inputs_of(node)[: 1 if around.get(node) == outermost else None] if each in members]
-            for node in members
-        }
-        found += nested_cycles([node for node in nodes if node in members], inside.__getitem__, loop_around)
-    return found
-
-
-def turns(
-    nodes: Sequence[T], inputs_of: Callable[[T], Sequence[T]], is_carry: Callable[[T], bool]
-) -> Sequence[list[T]]:
-    """Return the cycles that pass through turns of loops, and not only through initial values of carries.
-
-    Args:
-      nodes: the nodes of the graph.
-      inputs_of: the operands of each; the first of a carry's is its value before the loop.
-      is_carry: tells the carries of loops.
-    """
-    entered = set[T]()  # carries that a way round an outer loop enters, and leaves before any turn
-
-    def before(node: T) -> Sequence[T]:
-        inputs = inputs_of(node)
-        return inputs[1:] if node in entered else inputs
-
-    while True:  # what is no way round may have made another look like one
-        found, known = cycles(nodes, before), len(entered)
-        for cycle in map(frozenset, found):
-            entered |= {node for node in cycle if is_carry(node) and cycle.isdisjoint(inputs_of(node)[1:])}
-        if len(entered) == known:
-            return found
-
-
 def nearest(
     nodes: Sequence[T],
     beside: Callable[[T], Iterable[T]],
