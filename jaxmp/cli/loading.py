@@ -71,6 +71,9 @@ def _shapes(example: Callable[[], Any]) -> Any:
     def arrays() -> Any:
         nonlocal result
         result = example()
+        for path, leaf in jax.tree.leaves_with_path(result):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                _check_dtype(leaf.dtype, f"one at {jax.tree_util.keystr(path)} of --args")
         return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, result)
 
     shapes = jax.eval_shape(arrays)

@@ -73,7 +73,9 @@ def print_rich(terminal: Any, renderable: Any) -> None:
     """Print without the blanks that pad a table's lines."""
     with terminal.capture() as capture:
         terminal.print(renderable)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
+    text = "\n".join(line.rstrip() for line in capture.get().splitlines())
+    encoding = sys.stdout.encoding or "utf-8"  # ASCII and Windows' code pages lack the arrow
+    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
 def print_pairs(rows: Sequence[tuple[str, str]]) -> None:

@@ -139,11 +139,12 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
 
 def _blame_in_step(call: StepCall) -> Blame | None:
     """Return the blame in a train step, under the loss scale of its state."""
+    rng = call.rng
 
     def program_for(state: Any) -> Callable[..., Any]:
         def program(params: Any, model_state: Any, batch: Any) -> Any:
             step_state = state.replace(params=params, model_state=model_state)
-            loss, grads, *aux = call.step.placed_gradients(step_state, batch, call.rng)
+            loss, grads, *aux = call.step.placed_gradients(step_state, batch, rng)
             return loss, aux, grads
 
         return program

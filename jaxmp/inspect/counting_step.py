@@ -9,7 +9,7 @@ import jax
 
 from jaxmp.base.trees import widen
 from jaxmp.inspect.numerics_records import StepRecords, gradients_and_records, records_of_step
-from jaxmp.optim.checks import as_optimizer
+from jaxmp.optim.checks import as_optimizer, with_loss
 from jaxmp.optim.scaled_grad import scaled_loss
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.training.state import TrainState
@@ -40,13 +40,13 @@ class CountingStep(TrainStep):
         return state, metrics
 
     def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
-        """See :class:`jaxmp.training.TrainStep`."""
+        """See :class:`jaxmp.training.step.TrainStep`."""
         fun = scaled_loss(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         result, grads, activations = gradients_and_records(fun, state.params)
         return result, grads, {_RECORDS: activations}
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
-        """See :class:`jaxmp.training.TrainStep`."""
+        """See :class:`jaxmp.training.step.TrainStep`."""
         loss, grads, model_state, metrics = super().gradients(state, batch, rng)
         true_grads = get_loss_scale(state.opt_state).unscale(widen(grads))
         # The compiler finds that the step computes the same updates.
@@ -63,4 +63,5 @@ class CountingStep(TrainStep):
 
 def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any, **more: Any) -> Any:
     """Return the updates that an optimizer computes from true gradients."""
-    return as_optimizer(tx).update(grads, opt_state, params, value=loss, **more)[0]
+    update = as_optimizer(tx).update
+    return with_loss(lambda **value: update(grads, opt_state, params, **value, **more)[0], loss)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import optax
 from jaxmp.base.arguments import printed
 from jaxmp.base.trees import path_name
 from jaxmp.optim.scaling_state import LossScalingState
+
+T = TypeVar("T")
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -37,6 +40,17 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
         return tx.update(updates, state, params, **known_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def with_loss(step: Callable[..., T], loss: Any) -> T:
+    """Call ``step(value=loss)``, or ``step()`` where a transform inside a chain refuses ``value``.
+
+    optax's line searches and plateaus read the loss; ``optax.contrib.sam`` takes no such argument.
+    """
+    try:
+        return step(value=loss)
+    except TypeError:
+        return step()
 
 
 def require_loss(loss: Any, otherwise: str) -> Any:

@@ -126,7 +126,7 @@ def register(cls: type) -> None:
     Raises:
       TypeError: the class has slots.
     """
-    if "__slots__" in vars(cls):
+    if any("__slots__" in vars(base) for base in cls.__mro__[:-1]):
         raise TypeError(f"a loss scale keeps its attributes in __dict__, got {cls.__name__} with slots; leave them out")
 
     def flatten(x: Any) -> tuple[Sequence[Any], Structure]:

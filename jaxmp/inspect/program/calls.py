@@ -21,7 +21,7 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 @runtime_checkable
 class TrainStepLike(Protocol):
-    """A :class:`jaxmp.training.TrainStep`, which is not imported because its module imports this one."""
+    """The methods of :class:`jaxmp.training.step.TrainStep` that the tools use."""
 
     def require_state(self, state: Any) -> None:
         """Raise if ``state`` is no :class:`jaxmp.TrainState`."""

@@ -77,7 +77,7 @@ def findings(audited: Audited) -> tuple[Finding, ...]:
             if isinstance(where, EquationPlace):
                 source = where.source
                 # JAX moves equations out of loops, and out of their scopes.
-                path = where.path or path_of_source.get(source, "")
+                path = where.path or (path_of_source.get(source, "") if source else "")
             else:
                 path, source = where
             unique.setdefault((kind, path, source), Finding(kind, path, source, what, remedy))
