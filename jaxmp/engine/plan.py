@@ -53,6 +53,7 @@ class Row:
       depth: the number of equations that it is a part of.
       reads: the numbers of the rows before it whose floating results it reads, in bodies too: of a carry those that it
         begins with, after a loop those of its last turn; in what autocast does not look into, those of the whole.
+      pattern: what it is a part of, ``"softmax"`` or ``"normalisation"``; empty if it has no name.
     """
 
     path: str
@@ -67,6 +68,7 @@ class Row:
     cast_bytes: int
     depth: int
     reads: tuple[int, ...]
+    pattern: str = ""
 
     def _cells(self) -> tuple[str, ...]:
         """What a table shows of it, under ``_HEADER``."""
@@ -266,6 +268,7 @@ def _rows(
             cast_bytes=sum(casts),
             depth=0,
             reads=tuple(sorted({made[node] for node in read if node in made})),
+            pattern=reasons.pattern_of(step),
         )
         yield row
         for last, inner in enumerate(_rows(_inside(step), reasons, uncounted, made, numbers), number + 1):  # noqa: B007

@@ -49,8 +49,14 @@ class Reasons:
             return step.reason if is_product else "no product in half: nothing changes"
         if node is None:
             return step.reason or "no floating result"
-        group = self.group_of.get(node.same) if node.compute == np.float32 else None
-        return f"{group}: {self._of_node(node, step)}" if group else self._of_node(node, step)
+        pattern = self.pattern_of(step)
+        return f"{pattern}: {self._of_node(node, step)}" if pattern else self._of_node(node, step)
+
+    def pattern_of(self, step: Step) -> str:
+        """Return the name of the pattern that an equation is a part of; an empty text for none."""
+        node = step.node
+        is_float32 = node is not None and node.compute == np.float32 and step.kind is not Kind.KEPT
+        return self.group_of.get(node.same, "") if node is not None and is_float32 and step.bodies is None else ""
 
     def _of_node(self, node: Node, step: Step) -> str:
         if node.compute is not None and node.compute != node.dtype:

@@ -287,31 +287,3 @@ def test_the_page_has_these_tables():
     for name, table in TABLES.items():
         parts = [[operation for operation, dtype in table.items() if dtype == each] for each in (HALF, FULL)]
         assert tables[name] == tuple(parts)
-
-
-PATTERNS = {
-    "softmax": lambda x, w: jax.nn.softmax(x @ w),
-    "log-softmax": lambda x, w: jax.nn.log_softmax(x @ w),
-    "logsumexp": lambda x, w: jnp.log(jnp.sum(jnp.exp(x @ w))),
-    "softplus": lambda x, w: jnp.log1p(jnp.exp(x @ w)),
-    "normalisation": lambda x, w: layer_norm(x @ w, 1.0, 0.0),
-    "norm": lambda x, w: jnp.linalg.norm(x @ w),
-    "squared error": lambda x, w: jnp.square(x @ w - x).mean(),
-    "absolute error": lambda x, w: jnp.abs(x @ w - x).mean(),
-    "sum of squares": lambda x, w: jnp.square(x @ w).sum(),
-    "sum of magnitudes": lambda x, w: jnp.abs(x @ w).sum(),
-    "amplifier": lambda x, w: jnp.sin(x @ w),
-    "cancellation": lambda x, w: jnp.square(x).sum(-1, keepdims=True) - 2 * x @ w.T + jnp.square(w).sum(-1),
-    "search": lambda x, w: lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x @ w, x),
-}
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_a_pattern_has_its_name_in_the_plan(name):
-    assert name in plan(PATTERNS[name], shape(4, 8), shape(8, 8)).summary.groups
-
-
-def test_the_page_has_the_names_of_all_patterns():
-    page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
-    paragraph = page.partition("A name before a colon")[2].partition("\n\n")[0]
-    assert re.findall(r"`([a-z -]+)`", paragraph) == [*PATTERNS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 import pytest
 from flax import linen
 from jax import lax
+from places import ROOT
 from plan_tools import custom, doubled, looped, plan, rows, shape
 
 import jaxmp
@@ -239,6 +241,7 @@ PATTERNS = {
     "logsumexp": lambda x, w: jnp.log(jnp.sum(lax.exp(x @ w))),
     "softplus": lambda x, w: jax.nn.softplus(x @ w),
     "normalisation": lambda x, w: jax.nn.standardize(x @ w),
+    "norm": lambda x, w: jnp.linalg.norm(x @ w),
     "squares": lambda x, w: jnp.sum((x @ w) ** 2),
     "squared differences": lambda x, w: jnp.mean((x @ w - x) ** 2),
     "absolute differences": lambda x, w: jnp.mean(jnp.abs(x @ w - x)),
@@ -253,6 +256,12 @@ PATTERNS = {
 def test_a_plan_names_what_is_float32(name):
     summary = plan(PATTERNS[name], shape(4, 8), shape(8, 8)).summary
     assert summary.groups == {name: 1}
+
+
+def test_the_page_has_the_names_of_all_patterns():
+    page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
+    paragraph = page.partition("A name before a colon")[2].partition("\n\n")[0]
+    assert re.findall(r"`([a-z -]+)`", paragraph) == [*PATTERNS]
 
 
 @pytest.mark.parametrize("layer", [linen.LayerNorm(), linen.RMSNorm(), linen.GroupNorm(2), linen.BatchNorm(False)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmp.base import tables
@@ -291,18 +291,12 @@ def _contents(box: _Box) -> str:
     counts = collections.Counter(_WORDS.get(row.primitive, row.primitive) for row in box.rows if row.cls != "clear")
     products = [name for name in counts if name in ("product", "convolution")]
     words = [f"{counts[name]} {name}s" if counts[name] > 1 else name for name in products]
-    words += dict.fromkeys(_groups(box)) or [name for name, _ in counts.most_common() if name not in products]
+    patterns = dict.fromkeys(row.pattern for row in box.rows if row.pattern)
+    others = [name for name, _ in counts.most_common() if name not in products]
+    words += list(patterns) or others
     if not words:
         return "moves data"
     return ", ".join(words[:3]) + (", …" if len(words) > 3 else "")
-
-
-def _groups(box: _Box) -> Iterator[str]:
-    """Yield the short names of the groups that the operations of a box belong to."""
-    for row in box.rows:
-        name, separator, _ = row.why.partition(":")
-        if separator and name[:1].islower() and len(name) <= 20 and ": " in row.why:
-            yield name
 
 
 def _draw_legend(page: Any, boxes: Sequence[_Box]) -> None:
