@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -190,10 +190,26 @@ def _below(pattern: Pattern, root: str) -> Pattern:
     return (rest or "**") if first == root or first.startswith(f"{root}.") else pattern
 
 
+PolicyName = Literal[
+    "float32",
+    "tensorfloat32",
+    "mixed_float16",
+    "mixed_bfloat16",
+    "mixed_float8",
+    "float16",
+    "bfloat16",
+    "O0",
+    "O3",
+]
+"""The presets that are one policy for a whole model."""
+
+
 @overload
 def get_policy(policy: Policy) -> Policy: ...
 @overload
 def get_policy(policy: PolicyMap) -> PolicyMap: ...
+@overload
+def get_policy(policy: PolicyName) -> Policy: ...
 @overload
 def get_policy(policy: object) -> Policy | PolicyMap: ...
 

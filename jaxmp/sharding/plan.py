@@ -64,7 +64,8 @@ class Sharding:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise TypeError(
-                f"mesh must be a jax.sharding.Mesh, got {self.mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))"
+                f"mesh must be a jax.sharding.Mesh, got {self.mesh!r}; make it with jax.make_mesh("
+                "(jax.device_count(),), ('fsdp',), axis_types=(jax.sharding.AxisType.Auto,))"
             )
         if self.reduce not in ("each", "once"):
             raise ValueError(f"reduce must be 'each' or 'once', got {self.reduce!r}")
@@ -93,7 +94,7 @@ class Plan:
         if not self.axes:
             raise ValueError(
                 f"a batch is split over the axes 'data' and 'fsdp', got a mesh of {sizes or 'no axes'}; make it with "
-                "jax.make_mesh((8,), ('fsdp',))"
+                "jax.make_mesh((jax.device_count(),), ('fsdp',), axis_types=(jax.sharding.AxisType.Auto,))"
             )
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if len(kinds := {types[name] for name in self.axes}) > 1 or AxisType.Manual in kinds:

@@ -16,7 +16,8 @@ def _blocks(page: str) -> list[str]:
 def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = _blocks("README.md")
     blocks = _blocks("docs/guide.md")
-    own_step, with_statistics, in_nnx, nnx_step_of_jaxmp, bridged, decoding, unedited, less, float8, assumed = blocks
+    own_step, with_statistics, with_dropout, in_nnx, nnx_step_of_jaxmp, *others = blocks
+    bridged, decoding, unedited, less, float8, assumed = others
     scope: dict[str, object] = {}
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam is not strict about dtypes
         exec(example, scope)
@@ -25,12 +26,16 @@ def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsy
         params, opt_state, loss = step(state.params, state.opt_state, batch)
         exec(with_statistics, scope)
         own_statistics = scope["opt_state"], scope["statistics"]
+        own_scope = dict(scope)
+        printed = capsys.readouterr().out
+        exec(with_dropout, own_scope)
+        assert float(capsys.readouterr().out.split()[1]) > 0.9
         exec(in_nnx, scope)
         net, optimizer, nnx_step = scope["net"], scope["optimizer"], scope["step"]
         nnx_losses = [nnx_step(net, optimizer, batch) for _ in range(3)]
         exec(nnx_step_of_jaxmp, scope)
         assert float(scope["metrics"]["loss"]) < float(nnx_losses[2]) and int(optimizer.step[...]) == 4
-        assert re.fullmatch(r"loss 0\.0\d+, loss scale 32768, skipped 0\n", capsys.readouterr().out)
+        assert re.fullmatch(r"loss 0\.0\d+, loss scale 32768, skipped 0\n", printed + capsys.readouterr().out)
         exec(bridged, scope)
         variables = scope["model"].init(jax.random.key(0), jax.numpy.ones((1, 784)))
         assert variables["params"]["kernel"].shape == (784, 256)
@@ -44,7 +49,7 @@ def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsy
         exec(float8, scope)
         exec(assumed, scope)
         assert capsys.readouterr().out == "float8(accumulate=precise,min_dim=1024)\nTrue\n"
-    assert plan.count("\ndot_general") == 2 and "log-softmax" in plan
+    assert plan.count("\ndot_general") == 2 and "logsumexp" in plan
     assert {leaf.dtype.name for leaf in jax.tree.leaves(scope["grads"])} == {"float32"}
     assert jax.tree.structure(params) == jax.tree.structure(state.params)
     assert float(loss) < 0.1 and int(opt_state.skipped) == 0
