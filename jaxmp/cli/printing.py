@@ -91,13 +91,33 @@ def print_pairs(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def print_columns(columns: Sequence[dict[str, str]]) -> None:
-    """Print a table with one column per entry; long values are folded, never cut."""
+    """Print a table with one column per entry, in as many blocks as the width asks for; no value is cut."""
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("", style="bold", overflow="fold")
+    terminal = console()
+    labels = list(columns[0])[1:]
+    label_width = max(map(len, labels)) + 2
+    for number, block in enumerate(_blocks(columns, terminal.width - label_width)):
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table.add_column("", style="bold", no_wrap=True)
+        for column in block:
+            table.add_column(column[""], no_wrap=True)
+        for label in labels:
+            table.add_row(label, *(column[label] for column in block))
+        if number:
+            print()
+        print_rich(terminal, table)
+
+
+def _blocks(columns: Sequence[dict[str, str]], width: int) -> list[list[dict[str, str]]]:
+    """Return the columns in groups that fit into a width, one column at least in each."""
+    blocks: list[list[dict[str, str]]] = []
+    left = 0
     for column in columns:
-        table.add_column(column[""], overflow="fold")
-    for name in list(columns[0])[1:]:
-        table.add_row(name, *(column[name] for column in columns))
-    print_rich(console(), table)
+        size = max(map(len, column.values())) + 2
+        if not blocks or size > left:
+            blocks.append([])
+            left = width
+        blocks[-1].append(column)
+        left -= size
+    return blocks

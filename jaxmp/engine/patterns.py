@@ -74,7 +74,7 @@ def _is_logged(reader: Node) -> bool:
 
 
 def _logarithm(node: Node) -> Iterator[Pattern]:
-    total = multiple_of(node.inputs[0], _OFFSETS)
+    total = multiple_of(node.inputs[0], _OFFSETS | {"abs"})
     exponential = _exponential(total.inputs[0] if total.name == "reduce_sum" else total) if total.inputs else None
     if exponential is None:
         return

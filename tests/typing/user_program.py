@@ -53,7 +53,8 @@ def use_policies() -> None:
     assert_type(policy, jaxmp.Policy)
     assert_type(policy.with_output_dtype("float32"), jaxmp.Policy)
     assert_type(jaxmp.get_policy(policy), jaxmp.Policy)
-    assert_type(jaxmp.get_policy("mixed_float16"), jaxmp.Policy | jaxmp.PolicyMap)
+    assert_type(jaxmp.get_policy("mixed_float16"), jaxmp.Policy)
+    assert_type(jaxmp.get_policy("auto"), jaxmp.Policy | jaxmp.PolicyMap)
     batch = make_batch()
     assert_type(policy.cast_to_compute(batch), Batch)
 
