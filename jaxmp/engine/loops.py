@@ -54,7 +54,8 @@ def _decide_carries(graph: Graph, step: Step) -> None:
     elements = _elements_of_turns(step, inside)
     layered = set[Node]()
     for cycle in cycles(inside, inputs_inside):
-        if carries.intersection(cycle) and _goes_through_layers(frozenset(cycle), elements):
+        starts = [carry.inputs[0] for carry in carries.intersection(cycle)]
+        if starts and _may_be_half(cycle, starts) and _goes_through_layers(frozenset(cycle), elements):
             layered.update(cycle)
     sums = cycles(inside, inputs_past_products)
     asked = {node for cycle in sums for node in cycle if any(_is_asked(other, "float32") for other in cycle)}
@@ -76,6 +77,14 @@ def _decide_carries(graph: Graph, step: Step) -> None:
 
 def _is_asked(node: Node, level: str) -> bool:
     return bool(node.asked) and (node.asked == "half") == (level == "half")
+
+
+def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
+    """Return whether autocast decides on the products of a cycle, or an activation enters it.
+
+    Around modules under a policy, which are as written, an argument is carried as it is.
+    """
+    return any(node.is_half_product for node in cycle) or any(start.is_cast_once for start in starts)
 
 
 def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
