@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp._internals.jax.searches import is_search
 from jaxmp._internals.jax.walk import PRODUCTS, cycles, walk
-from jaxmp.engine.classes import INFER, JOIN, Rule, State
+from jaxmp.engine.classes import HALF, INFER, JOIN, Rule, State
 from jaxmp.engine.graph import Graph, Node, Step
 
 _PICKS_BY_TURN = frozenset({"dynamic_slice", "gather"})
@@ -84,7 +84,8 @@ def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
 
     Around modules under a policy, which are as written, an argument is carried as it is.
     """
-    return any(node.is_half_product for node in cycle) or any(start.is_cast_once for start in starts)
+    decided = any(node.name in PRODUCTS and node.kind is HALF for node in cycle)
+    return decided or any(start.is_cast_once for start in starts)
 
 
 def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
