@@ -230,6 +230,9 @@ def _lower(nodes: Sequence[Node], halves: Sequence[Node]) -> None:
     for node in nodes:
         if node.kind is KEPT and node.dtype.itemsize == 2:
             node.state = State.HALF
+    for node in nodes:
+        if node.kind is INFER and node.state is State.UNDECIDED and is_stream(node):
+            node.state = State.HALF
     starts = [node for node in nodes if node.state is State.HALF or node.late is not None or _is_rounded(node)]
 
     def undecided(node: Node) -> list[Node]:

@@ -100,6 +100,16 @@ def test_a_stream_of_batch_norms_and_activations_is_half():
     assert casts.count(("float32", "bfloat16")) <= 1 + 2 * 3
 
 
+def test_the_sum_of_a_block_and_its_projected_shortcut_is_half():
+    def fun(x, w):
+        x = jax.nn.relu(layer_norm(x @ w) + layer_norm(x @ w.T))
+        return x @ w
+
+    program = jax.make_jaxpr(half(fun))(X, W)
+    sums = [eqn for eqn in program.eqns if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == X.shape]
+    assert [eqn.outvars[0].aval.dtype.name for eqn in sums] == ["bfloat16"]
+
+
 def test_a_float32_position_code_does_not_make_the_stream_float32():
     def fun(x, w):
         x = x + jnp.sin(jnp.arange(4.0))[:, None]
