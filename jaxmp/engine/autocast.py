@@ -1,16 +1,6 @@
 """Mixed precision for a whole function: each operation in the dtype that suits it, decided on its graph.
 
-The rules in short; docs/autocast.md has them with pictures, all groups and all sharp edges:
-
-**Half** are matrix products and convolutions, whose terms XLA adds up in float32, and what stands between two of them
-by any path. What leads to no product and what is made of arguments only stays as it was written.
-**Float32** are operations that need range or accumulate (:mod:`jaxmp.engine.classes`), products of the highest
-precision, groups (:mod:`jaxmp.engine.groups`) from their first operation on, with their products where rounding would
-leave little else; and what is computed from a float32 value, up to the next product, activation or residual stream.
-**Loops.** A carry is half if a product lies on its way round, float32 if it only adds up or steps in time. A while
-loop that runs until a residual of its products is small is float32; one that runs until a time is half.
-**Derivatives.** ``grad(autocast(f))`` differentiates the half program, and keeps its ``custom_jvp`` and ``custom_vjp``.
-Cotangents of weights, and of what is repeated often, are summed in float32.
+docs/autocast.md lists the rules, and README.md the stages of the engine.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.engine.classes import INFER, Rule, State
-from jaxmp.engine.graph import Graph, Node
+from jaxmp.engine.graph import Graph, Node, shape_read
 from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, multiple_of
 
 _OFFSETS = SUMS | BOUNDS | SCALES
@@ -86,7 +86,7 @@ def _squared_vector(value: Node) -> Node | None:
     if vectors is None:
         return None
     first, second = vectors
-    is_sum = value.name == "reduce_sum" or len(value.shape) < len(value.inputs[0].shape)
+    is_sum = value.name == "reduce_sum" or len(value.shape) < len(shape_read(value, value.inputs[0]))
     return first if first is second and is_sum else None
 
 

@@ -38,7 +38,7 @@ class Class(enum.StrEnum):
 
 
 class Kind(enum.Enum):
-    """What an operation is by itself, before its neighbours are considered. It never changes."""
+    """The kind of an operation on its own, before its neighbours are considered."""
 
     SOURCE = "source"
     """An argument or a constant."""

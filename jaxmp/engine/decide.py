@@ -19,7 +19,7 @@ from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
 from jaxmp.engine.casts import move_casts, put_casts_off
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, Class, Rule, State, primitives_of
-from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
+from jaxmp.engine.graph import Graph, Node, inputs_of, shape_read, users_of
 from jaxmp.engine.loops import decide_loops
 from jaxmp.engine.paths import readers_of
 
@@ -107,7 +107,7 @@ def _is_repeated_by(user: Node, operand: Node) -> bool:
     """Return whether a reader repeats what was looked up, or moves it on to one that does."""
     if user.kind is CLEAR and not user.is_looked_up:
         return True
-    return user.name in (BROADCAST | {"broadcast_in_dim"}) and size_of(user.shape) > size_of(operand.shape)
+    return user.name in (BROADCAST | {"broadcast_in_dim"}) and size_of(user.shape) > size_of(shape_read(user, operand))
 
 
 def _find_activations(nodes: Sequence[Node]) -> None:
@@ -127,7 +127,7 @@ def _find_activations(nodes: Sequence[Node]) -> None:
         elif node.kind is JOIN or (node.kind is CLEAR and node.name not in EXTREMES):
             operands = node.inputs
         elif node.name in _ELEMENTWISE:
-            operands = [operand for operand in node.inputs if operand.shape == node.shape]
+            operands = [operand for operand in node.inputs if shape_read(node, operand) == node.shape]
         products = {operand.activation_of for operand in operands}
         if node.name == "sub" and len(products - {0}) > 1:
             continue  # how far two values are apart
@@ -160,7 +160,7 @@ def _moved_from(node: Node) -> Sequence[Node]:
 
 
 def _is_elementwise(user: Node, operand: Node) -> bool:
-    return user.kind is INFER and user.shape == operand.shape
+    return user.kind is INFER and user.shape == shape_read(user, operand)
 
 
 def _settle(nodes: Sequence[Node]) -> None:

@@ -47,6 +47,7 @@ class Node:
     same: Node = dataclasses.field(init=False)
     origin: Node = dataclasses.field(init=False)  # that of what it was before it was moved
     const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
+    step: Step | None = None  # the equation that it is a result of; None for arguments, constants and joins
     is_constant: bool = False  # made of constants and integers only
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
     float8: float8_products.Asked | None = None  # of a product, as its step has it
@@ -158,6 +159,17 @@ class Graph:
 
 
 inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users")
+
+
+def shape_read(user: Node, operand: Node) -> tuple[int, ...]:
+    """Return the shape in which ``user`` reads an operand: that of one element, where a scan reads a stacked array."""
+    if user.step is not None:
+        for node, atom in zip(user.step.operands, user.step.eqn.invars, strict=True):
+            if node is operand:
+                return tuple(atom.aval.shape)
+    return operand.shape
+
+
 _aval_of = operator.attrgetter("aval")
 
 
@@ -371,6 +383,7 @@ class _Builder:
                 node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
                 if step.node is None:
                     step.node = node
+                node.step = step
                 node.float8 = step.float8
             same: Any = node or object()
             if not eqn.effects:

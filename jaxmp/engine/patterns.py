@@ -16,6 +16,7 @@ from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, multiple_of, readers_of
 _EXPONENTIALS, _LOGARITHMS, _ROOTS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"}), frozenset({"sqrt", "rsqrt"})
 _SQUARES = frozenset({"square", "integer_pow", "abs"})
 _OFFSETS = SUMS | SCALES | BOUNDS
+_PASSED = _OFFSETS | {"select_n"}  # jnp.var divides by a number that may be 0, and selects
 _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
 
 
@@ -105,10 +106,10 @@ def _squares(node: Node) -> Iterator[Pattern]:
 
 
 def _readers_past_offsets(node: Node) -> list[Node]:
-    """Return the readers of a value, and those of what it is with an offset, a scale or a bound."""
+    """Return the readers of a value, and those of it with an offset, a scale, a bound or a mask."""
     readers = readers_of(node)
     for reader in readers:
-        if reader.name in _OFFSETS and len(readers) < 64:
+        if reader.name in _PASSED and len(readers) < 64:
             readers += [user for user in readers_of(reader) if user not in readers]
     return readers
 

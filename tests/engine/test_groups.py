@@ -204,6 +204,13 @@ def test_a_product_of_a_vector_with_itself_is_a_sum_of_squares(norm):
     assert np.isclose(half(lambda v, w: (norm(v), w @ w), "mixed_float16")(v, W)[0], 409600.0)
 
 
+def test_a_gram_matrix_of_an_element_of_a_scan_is_no_sum_of_squares():
+    def scanned(x, kernels):
+        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ (kernel @ kernel.T)), None), x, kernels)[0]
+
+    assert products(half(scanned), normal(0, 4, 8), normal(1, 3, 8, 8)) == ["bfloat16", "bfloat16"]
+
+
 @pytest.mark.parametrize("head", [normal(3, 8, 1), normal(3, 8)], ids=["a column", "a vector"])
 def test_a_head_of_width_one_is_half_at_every_batch_size_and_under_vmap(head):
     def fun(x, w):

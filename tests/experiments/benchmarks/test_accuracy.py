@@ -250,7 +250,7 @@ def test_training_that_stops_is_a_result_too(line, tmp_path):
     assert "25 steps in a row were skipped" in records[0]["failure"] and records[0]["skipped"] >= 25
     assert np.isnan(records[0]["final"]["loss"])
     text = (tmp_path / "accuracy.md").read_text()
-    assert "NOT MET: bfloat16 stopped with seed 0: training must be finite to go on" in text
+    assert "NOT MET: bfloat16 stopped with seed 0: 25 steps in a row were skipped" in text
 
 
 def test_the_report_says_what_was_trained_where_and_how(line, tmp_path, capsys):
