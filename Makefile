@@ -1,7 +1,7 @@
 # make demo and make test set up what they need. ARGS="..." reaches the command, PYTHON=... chooses the interpreter.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test quick compare benchmark gpu wheelhouse notebook doctor lint format types unit unit-newest docs dist pins clean
+.PHONY: help demo test check quick compare benchmark gpu wheelhouse notebook doctor lint format types slow newest docs dist pins clean
 
 PY := .venv/bin/python
 SELF := $(MAKE)# so called, it is not run by make --dry-run
@@ -24,7 +24,10 @@ help: ## this list
 demo: .venv/installed ## train on real data under five precisions and show what each did: about 3 minutes
 	@$(PY) -m experiments.compare --demo $(ARGS)
 
-test: lint types unit unit-newest ## every check, on the default Python and on the newest: 17 to 19 minutes, the next time less
+test: .venv/installed ## the tests, about 6 minutes the first time: make test ARGS="tests/cli -x"
+	$(PY) $(PYTEST) -m "not slow" $(ARGS)
+
+check: lint types test slow newest ## all that must hold before a change is merged: about 20 minutes
 
 quick: .venv/installed ## the tests that cover what differs from main, on the default Python: about two minutes
 	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) $$tests $(ARGS)
@@ -67,18 +70,18 @@ format: .venv/installed ## ruff rewrites what it can
 types: .venv/installed ## mypy on the library
 	$(PY) -m mypy
 
-unit: .venv/installed ## the tests on the default Python: make unit ARGS="tests/cli -x"
-	$(PY) $(PYTEST) $(ARGS)
+slow: .venv/installed ## the slow tests alone: notebooks, killed processes, compiling for an absent GPU
+	$(PY) $(PYTEST) -m slow $(ARGS)
 
-unit-newest: .venv/installed ## the tests on the newest Python and JAX that this machine offers
+newest: .venv/installed ## the tests on the newest Python and JAX that this machine offers
 	@newest=$$(.ci/pythons.sh "$$PYTHON" | tail -n 1); \
 	current=$$($(PY) -c $(VERSION)); \
 	if [ "$${newest%% *}" = "$$current" ]; then \
 	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
 	else \
 	  $(SELF) --no-print-directory .venv-newest/installed && \
-	  echo ".venv-newest/bin/python $(PYTEST) -m 'not once' $(ARGS)" && \
-	  .venv-newest/bin/python $(PYTEST) -m "not once" $(ARGS); \
+	  echo ".venv-newest/bin/python $(PYTEST) -m 'not slow and not once' $(ARGS)" && \
+	  .venv-newest/bin/python $(PYTEST) -m "not slow and not once" $(ARGS); \
 	fi
 
 docs: .venv/installed ## the reference of the public names, as HTML in build/docs

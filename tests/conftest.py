@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import zlib
-from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
 
@@ -68,10 +66,6 @@ def pytest_configure(config: pytest.Config) -> None:
         shutil.rmtree(compiled, ignore_errors=True)
 
 
-HALVES = [
-    {name.format(half) for half in ("float16", "bfloat16")} for name in ("{}", "mixed_{}", "<class 'jax.numpy.{}'>")
-]
-
 # Tests of up to a minute each: begun last, one of them would run alone, and two workers would run what a module shares.
 LONG = (
     "test_notebooks", "test_several_processes", "test_checkpoints_kill", "test_runs", "test_audit_clean",
@@ -79,43 +73,9 @@ LONG = (
 )  # fmt: skip
 
 
-@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a product of parameters the newest Python takes cases that have each value of each; all others are ``once``.
-
-    The i-th value of the longest list goes with the i-th of each other one, which begins again at its end. Which of the
-    two half formats it is decides nothing that another JAX could change: without a longer list it is one of them, the
-    other one in another test.
-    """
+    """Begin with the longest files."""
     items.sort(key=lambda item: not item.path.name.startswith(LONG))
-    tests = defaultdict(list)
-    for item in items:
-        if hasattr(item, "callspec"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for name, cases in tests.items():
-        numbers = [numbers_of(cases, names) for names in axes(cases[0])]
-        formats = [{str(case.callspec.params[names[0]]) for case in cases} in HALVES for names in axes(cases[0])]
-        longest = max(
-            (each for each, is_format in zip(numbers, formats, strict=True) if not is_format), key=max, default=None
-        )
-        for position, case in enumerate(cases):
-            number = longest[position] if longest else zlib.crc32(name.encode())
-            if any(each[position] != number % (1 + max(each)) for each in numbers):
-                case.add_marker("once")
-
-
-def axes(item: pytest.Item) -> list[list[str]]:
-    """The parameters of a test by the lists that they come from."""
-    lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    found = [each.replace(" ", "").split(",") if isinstance(each, str) else list(each) for each in lists]
-    return found + [[name] for name in item.callspec.params if not any(name in each for each in found)]
-
-
-def numbers_of(cases: list[pytest.Item], names: list[str]) -> list[int]:
-    """For each case the place of its parameters in the list that they come from."""
-    seen = {}
-    keys = [tuple(id(case.callspec.params[name]) for name in names) for case in cases]
-    return [seen.setdefault(key, len(seen)) for key in keys]
 
 
 @pytest.fixture(autouse=True, scope="module")
