@@ -53,6 +53,7 @@ def test_they_learn_where_nearest_rounding_stalls():
 
 
 @pytest.mark.once
+@pytest.mark.slow("trains three times; the moments are tested by themselves")
 def test_training_reaches_the_loss_of_float32_moments():
     exact = trained(optax.adam(1e-2), jnp.float32)
     for moments in ("bfloat16", "float8"):

@@ -346,6 +346,7 @@ def test_a_step_on_a_mesh_also_runs_inside_other_transformations(transform):
     assert bits(step(state, batch)[0].params) == bits(expected.params)
 
 
+@pytest.mark.slow("Orbax writes it to a disk and reads it")
 def test_a_restored_state_goes_on_in_the_shardings_it_was_restored_to(tmp_path, compilations):
     checkpoint = pytest.importorskip("orbax.checkpoint")
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
