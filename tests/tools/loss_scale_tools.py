@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxmp.optim.loss_scale import DynamicLossScale, HeadroomLossScale, NoOpLossScale, StaticLossScale
 
@@ -23,7 +22,6 @@ ALL = [
     DynamicLossScale(2.0**10, hysteresis=3, countdown=2),
     HeadroomLossScale(3, loss_scale=2.0**12, running_max=0.5, period=9, dtype="float8_e5m2"),
 ]
-every_scale = pytest.mark.parametrize("scale", ALL, ids=lambda scale: type(scale).__name__)
 
 
 @jax.jit

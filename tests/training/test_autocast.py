@@ -55,29 +55,23 @@ def dtypes_in(step: Any) -> set[str]:
     return product_dtypes(jax.make_jaxpr(getattr(step, "jitted", step))(new_state(), BATCH))
 
 
-@pytest.mark.parametrize(
-    ("policy", "dtype"),
-    [("mixed_float16", "float16"), ("mixed_bfloat16", "bfloat16"), ("bfloat16", "bfloat16")],
-)
-def test_the_step_and_the_evaluation_multiply_in_the_compute_dtype(policy, dtype):
-    assert dtypes_in(make(policy)) == {dtype}
-    assert dtypes_in(jaxmp.make_eval_step(loss_fn, policy=policy)) == {dtype}
+def test_the_step_and_the_evaluation_multiply_in_the_compute_dtype():
+    assert dtypes_in(make("mixed_float16")) == {"float16"}
+    assert dtypes_in(jaxmp.make_eval_step(loss_fn, policy="bfloat16")) == {"bfloat16"}
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("policy", [None, "float32", "O0", "tensorfloat32"])
-def test_a_float32_policy_means_no_autocast(policy):
-    assert dtypes_in(make(policy)) == {"float32"}
-    (state, metrics), (bare, bare_metrics) = (step(new_state(), BATCH) for step in (make(policy), make()))
-    same_bits(metrics, bare_metrics)
-    same_bits((state.params, state.model_state), (bare.params, bare.model_state))
+def test_a_float32_policy_means_no_autocast():
+    evaluate, bare = (jaxmp.make_eval_step(loss_fn, policy=policy) for policy in ("float32", None))
+    assert dtypes_in(make("float32")) == dtypes_in(evaluate) == dtypes_in(bare) == {"float32"}
+    same_bits(evaluate(new_state(), BATCH), bare(new_state(), BATCH))
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("float32", {"HIGHEST"}), ("tensorfloat32", {"HIGH"}), (None, set())])
-def test_a_float32_policy_brings_the_precision_of_its_products(policy, expected):
-    program = jax.make_jaxpr(jaxmp.make_eval_step(loss_fn, policy=policy))(new_state(), BATCH)
-    named = (eqn.params["precision"] for eqn in equations(program) if eqn.primitive.name == "dot_general")
-    assert {part.name for precision in named if precision is not None for part in precision} == expected
+def test_a_float32_policy_brings_the_precision_of_its_products():
+    for policy, expected in (("float32", {"HIGHEST"}), ("tensorfloat32", {"HIGH"}), ("O0", {"HIGHEST"}), (None, set())):
+        program = jax.make_jaxpr(jaxmp.make_eval_step(loss_fn, policy=policy))(new_state(), BATCH)
+        named = (eqn.params["precision"] for eqn in equations(program) if eqn.primitive.name == "dot_general")
+        assert {part.name for precision in named if precision is not None for part in precision} == expected
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
@@ -90,7 +84,7 @@ def test_a_step_is_that_of_the_loss_function_under_autocast_by_hand(policy):
     same_bits(got[0].model_state, want[0].model_state)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"accumulate_steps": 2}, {"remat": "full"}, {"remat": "dots"}], ids=str)
+@pytest.mark.parametrize("kwargs", [{"accumulate_steps": 2}, {"remat": "dots"}], ids=str)
 def test_it_trains_with_everything_float32_that_is_kept_and_one_compilation(kwargs):
     step, state = make("mixed_float16", **kwargs), new_state()
     losses = []
@@ -134,19 +128,21 @@ def test_overrides_reach_the_autocast():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("overrides", [None, {"**/head": "tensorfloat32"}], ids=str)
-def test_a_float32_step_hands_on_half_metrics_and_refuses_a_half_loss_with_overrides_as_without(overrides):
+def test_a_float32_step_hands_on_half_metrics_and_refuses_a_half_loss_with_overrides_as_without():
     def halved(loss_dtype: Any, params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         loss, model_state, metrics = loss_fn(params, model_state, batch, rng)
         return loss.astype(loss_dtype), model_state, {"half": metrics["accuracy"].astype(jnp.bfloat16)}
 
-    def step(loss_dtype: Any) -> Any:
-        fun = functools.partial(halved, loss_dtype)
-        return jaxmp.make_train_step(fun, policy="float32", overrides=overrides, ema_decay=0.9, donate=False)
-
-    assert step(jnp.float32)(new_state(), BATCH)[1]["half"].dtype == jnp.bfloat16
-    with pytest.raises(TypeError, match="a loss to be scaled must be float32, got float16"):
-        step(jnp.float16)(new_state(), BATCH)
+    for overrides in (None, {"**/head": "tensorfloat32"}):
+        full, half = (
+            jaxmp.make_train_step(
+                functools.partial(halved, dtype), policy="float32", overrides=overrides, ema_decay=0.9
+            ).jitted
+            for dtype in (jnp.float32, jnp.float16)
+        )
+        assert jax.eval_shape(full, new_state(), BATCH)[1]["half"].dtype == jnp.bfloat16
+        with pytest.raises(TypeError, match="a loss to be scaled must be float32, got float16"):
+            jax.eval_shape(half, new_state(), BATCH)
 
 
 @pytest.mark.once
@@ -160,31 +156,24 @@ def test_float16_products_of_autocast_without_a_loss_scale_are_warned_of_once():
         make("mixed_bfloat16")(new_state(jaxmp.NoOpLossScale()), BATCH)
 
 
-@pytest.mark.parametrize("make_step", [jaxmp.make_train_step, jaxmp.make_eval_step])
-@pytest.mark.parametrize(
-    ("kwargs", "error", "text"),
-    [
-        ({"policy": "O2"}, TypeError, "a function has no modules"),
-        ({"policy": "mixed_float17"}, ValueError, "unknown policy 'mixed_float17'"),
-        ({"policy": "float64"}, ValueError, "autocast computes in float16, bfloat16 or float32, got the compute dtype"),
-        (
-            {"overrides": {"a": "float32"}},
-            ValueError,
-            r"got \{'a': 'float32'\} and policy=None; pass",
-        ),
-        ({"policy": "mixed_float16", "overrides": {"a": "float31"}}, ValueError, "in 'half' .* got 'float31'"),
-    ],
-)
-def test_what_cannot_be_is_an_error_at_once(make_step, kwargs, error, text):
-    with pytest.raises(error, match=text):
-        make_step(loss_fn, **kwargs)
+def test_what_cannot_be_is_an_error_at_once():
+    for make_step in (jaxmp.make_train_step, jaxmp.make_eval_step):
+        for kwargs, error, text in (
+            ({"policy": "O2"}, TypeError, "a function has no modules"),
+            ({"policy": "mixed_float17"}, ValueError, "unknown policy 'mixed_float17'"),
+            ({"policy": "float64"}, ValueError, "autocast computes in float16, bfloat16 or float32, got the compute"),
+            ({"overrides": {"a": "float32"}}, ValueError, r"got \{'a': 'float32'\} and policy=None; pass"),
+            ({"policy": "mixed_float16", "overrides": {"a": "float31"}}, ValueError, "in 'half' .* got 'float31'"),
+        ):
+            with pytest.raises(error, match=text):
+                make_step(loss_fn, **kwargs)
 
 
 def test_an_override_that_matches_nothing_is_an_error_of_the_step():
     for policy in ("mixed_float16", "float32"):
         step = make(policy, overrides={"**/heda": "float32"})
         with pytest.raises(ValueError, match=r"'\*\*/heda' matched none; nearest paths: .*Net/head"):
-            step(new_state(), BATCH)
+            jax.eval_shape(step.jitted, new_state(), BATCH)
 
 
 @pytest.mark.once

@@ -20,23 +20,22 @@ from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_eval_step, ma
 
 pytestmark = pytest.mark.once
 
-both_steps = pytest.mark.parametrize("make", [make_train_step, make_eval_step])
-
 
 def state_of(params=1.0, **fields):
     tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
     return TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=tx, **fields)
 
 
-def refused(call, kind, *phrases):
+def refused(call, kind, *phrases, what=""):
     """Require an error of a call that has these phrases, of at most three lines."""
     with pytest.raises(kind) as caught:
         call()
-    assert type(caught.value) is kind
+        pytest.fail(f"not refused: {what}")
+    assert type(caught.value) is kind, what
     message = str(caught.value)
     for phrase in phrases:
-        assert phrase in message
-    assert len(message) <= 3 * 120
+        assert phrase in message, what
+    assert len(message) <= 3 * 120, what
 
 
 def scales_for_two(params):
@@ -71,6 +70,11 @@ BAD_ARGUMENTS = {
     ),
     "for NNX": (lambda: jaxmp.nnx.make_train_step(lambda p, s, b, r: (p, s)), TypeError, "takes (model, batch), got"),
     "params of None": (lambda: TrainState.create(params=None, tx=optax.sgd(0.1)), ValueError, "params are"),
+    "use_ema as an array": (
+        lambda: make_eval_step(train_loss, use_ema=jnp.ones(2)),
+        TypeError,
+        "use_ema is True or False",
+    ),
     "no params": (lambda: TrainState.create(params={}, tx=optax.sgd(0.1)), ValueError, "variables['params']"),
     "variables": (
         lambda: TrainState.create(params=VARIABLES, tx=optax.sgd(0.1)),
@@ -91,14 +95,14 @@ BAD_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("mistake", BAD_ARGUMENTS)
-def test_a_wrong_argument_is_refused(mistake):
-    refused(*BAD_ARGUMENTS[mistake])
+def test_a_wrong_argument_is_refused():
+    for what, row in BAD_ARGUMENTS.items():
+        refused(*row, what=what)
 
 
-@pytest.mark.parametrize("decay", [1.0, -0.1, 1.5, float("nan"), "0.9", False, jnp.ones(2)], ids=repr)
-def test_a_decay_lies_between_0_and_1(decay):
-    refused(lambda: make_train_step(train_loss, ema_decay=decay), ValueError, "ema_decay must lie in [0, 1)")
+def test_a_decay_lies_between_0_and_1():
+    for bad in (1.0, -0.1, 1.5, float("nan"), "0.9", False, jnp.ones(2)):
+        refused(lambda bad=bad: make_train_step(train_loss, ema_decay=bad), ValueError, "must lie in [0, 1)", what=bad)
 
 
 LOSSES = {
@@ -116,13 +120,12 @@ LOSSES = {
 }
 
 
-@both_steps
-@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
-@pytest.mark.parametrize("mistake", LOSSES)
-def test_a_wrong_result_of_a_loss_function_is_refused(mistake, policy, make):
-    result, kind, phrase = LOSSES[mistake]
-    step = make(lambda p, s, b, r: result(p, s), policy=policy)
-    refused(lambda: step(state_of(), 1.0), kind, phrase)
+@pytest.mark.parametrize(("make", "policy"), [(make_train_step, None), (make_eval_step, "mixed_bfloat16")])
+def test_a_wrong_result_of_a_loss_function_is_refused(make, policy):
+    state = state_of()
+    for what, (result, kind, phrase) in LOSSES.items():
+        step = make(lambda p, s, b, r, result=result: result(p, s), policy=policy)
+        refused(functools.partial(step, state, 1.0), kind, phrase, what=what)
 
 
 def test_a_float16_loss_is_refused_by_the_step_and_taken_by_the_evaluation():
@@ -140,17 +143,19 @@ STATES = {
     "metrics": (None, {"accuracy": 1.0}, ValueError, "'accuracy' was absent"),
     "another shape": ({"a": 1.0}, {"a": [1.0, 2.0]}, ValueError, "absent"),
     "another size": (np.ones(2), np.ones(3), ValueError, "had the shape (2,) and has (3,)"),
-    "fractions": ({"n": 0}, {"n": 0.5}, TypeError, "'n' was int32 and is float32"),
+    "fractions": ({"n": 0}, {"n": 0.5}, TypeError, "'n' was int32 and is float32; start with"),
+    "complex numbers": ({"n": 0}, {"n": 1j}, TypeError, "'n' was int32 and is complex64; start with"),
 }
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("mistake", STATES)
-def test_a_model_state_that_differs_is_refused_with_the_leaf(mistake, accumulate_steps):
-    before, after, kind, phrase = STATES[mistake]
-    before, after = jax.tree.map(jnp.asarray, (before, after))
-    step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b), after), accumulate_steps=accumulate_steps)
-    refused(lambda: step(state_of(model_state=before), jnp.ones(2)), kind, phrase)
+def test_a_model_state_that_differs_is_refused_with_the_leaf(accumulate_steps):
+    for what, (before, after, kind, phrase) in STATES.items():
+        before, after = jax.tree.map(jnp.asarray, (before, after))
+        step = make_train_step(
+            lambda p, s, b, r, after=after: (p * jnp.mean(b), after), accumulate_steps=accumulate_steps
+        )
+        refused(functools.partial(step, state_of(model_state=before), jnp.ones(2)), kind, phrase, what=what)
 
 
 CALLS = {
@@ -164,30 +169,26 @@ CALLS = {
 }
 
 
-@both_steps
-@pytest.mark.parametrize("mistake", CALLS)
-def test_a_step_takes_a_state_of_ours(mistake, make):
-    state, kind, phrase = CALLS[mistake]
-    step = make(train_loss)
-    for use in (step, step.jitted):
-        refused(lambda use=use: use(state, problem()[1]), kind, phrase)
-    if make is make_train_step:
-        for tool in (jaxmp.inspect.first_nonfinite, jaxmp.inspect.compare):
-            refused(lambda tool=tool: tool(step)(state, problem()[1]), kind, phrase)
+def test_a_step_takes_a_state_of_ours():
+    step, evaluate = make_train_step(train_loss), make_eval_step(train_loss)
+    tools = jaxmp.inspect.first_nonfinite(step), jaxmp.inspect.compare(step)
+    for what, (state, kind, phrase) in CALLS.items():
+        for use in (step, step.jitted, evaluate, evaluate.jitted, *tools):
+            refused(functools.partial(use, state, problem()[1]), kind, phrase, what=what)
 
 
 BATCHES = {
     "six in four": ({"x": jnp.ones(6)}, "got 4 for 6 examples in batch entry 'x'; use a batch of 8"),
     "two lengths": ({"x": jnp.ones(4), "y": jnp.ones(8)}, "got 4 of them in 'x' and 8 in 'y'"),
     "a raw key": ({"x": jnp.ones(4), "key": jax.random.PRNGKey(0)}, "got 2 of them in 'key' and 4 in 'x'"),
+    "weights of classes": ({"weights": jnp.ones(16), "x": jnp.ones(8)}, "8 in 'x'; put what all examples"),
 }
 
 
-@pytest.mark.parametrize("mistake", BATCHES)
-def test_a_batch_that_does_not_divide_is_refused(mistake):
-    batch, phrase = BATCHES[mistake]
+def test_a_batch_that_does_not_divide_is_refused():
     step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b["x"]), s), accumulate_steps=4)
-    refused(lambda: step(state_of(), batch), ValueError, phrase)
+    for what, (batch, phrase) in BATCHES.items():
+        refused(functools.partial(step, state_of(), batch), ValueError, phrase, what=what)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -200,7 +201,7 @@ def test_microbatches_are_whole_on_each_device_where_types_say_where_they_lie(ki
         batch = {"x": jax.device_put(examples, NamedSharding(mesh, P("data")))}
         return make_train_step(lambda p, s, b, r: (jnp.mean(p * b["x"]), s), accumulate_steps=n)(state, batch)
 
-    for n in (1, 2, 8):
+    for n in (2, 8):
         new, metrics = stepped(n)
         assert metrics["loss"] == examples.mean()
         np.testing.assert_allclose(new.params, 1 - 0.1 * examples.mean(), rtol=1e-6)
@@ -210,16 +211,15 @@ def test_microbatches_are_whole_on_each_device_where_types_say_where_they_lie(ki
         refused(lambda: stepped(16), ValueError, "the 4 devices of a batch must divide", "use a batch of 64")
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_a_batch_without_examples_is_refused_for_its_gradients_are_zeros_that_move_params(accumulate_steps):
+def test_a_batch_without_examples_is_refused_for_its_gradients_are_zeros_that_move_params():
     tx = standard(optax.adam(0.1))
 
     def loss(params, model_state, batch, rng):
         return jnp.mean((batch["x"] * batch["scale"]) @ params), model_state
 
-    step = make_train_step(loss, accumulate_steps=accumulate_steps, donate=False)
+    step = make_train_step(loss, accumulate_steps=2, donate=False)
     state, _ = step(TrainState.create(params=jnp.ones(3), tx=tx), {"x": jnp.ones((2, 3)), "scale": 1.0})
-    for use in (step, make_eval_step(loss)):
+    for use in (step, make_train_step(loss), make_eval_step(loss)):
         refused(lambda use=use: use(state, {"x": jnp.ones((0, 3)), "scale": 1.0}), ValueError, "must have an example")
     updates, _ = tx.update(jnp.zeros(3), tx.update(jnp.ones(3), tx.init(jnp.ones(3)))[1])
     assert float(jnp.abs(updates).min()) > 0.01  # what it would have done
@@ -261,41 +261,36 @@ def test_a_state_that_was_donated_is_refused():
     step(new, problem()[1])
 
 
-@pytest.mark.parametrize("rng", [3, np.int64(3), jax.random.key(3), jax.random.PRNGKey(3), np.array([0, 3], np.uint32)])
-def test_a_key_is_a_key_whatever_it_is_made_of(rng):
-    key = state_of(rng=rng).rng
-    assert (jax.random.uniform(key) == jax.random.uniform(jax.random.key(3))).all()
+def test_a_key_is_a_key_whatever_it_is_made_of():
+    for rng in (3, np.int64(3), jax.random.key(3), jax.random.PRNGKey(3), np.array([0, 3], np.uint32)):
+        key = state_of(rng=rng).rng
+        assert (jax.random.uniform(key) == jax.random.uniform(jax.random.key(3))).all()
 
 
 @pytest.mark.parametrize(
     ("tx", "extra_args"),
     [
-        (optax.lbfgs(), lambda loss, grads, loss_of: {"value": loss, "grad": grads, "value_fn": loss_of}),
-        (optax.contrib.sophia(0.1), lambda loss, grads, loss_of: {"obj_fn": loss_of}),
+        (optax.contrib.sophia(0.1), lambda loss_of: {"obj_fn": loss_of}),
         (
             optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
-            lambda loss, grads, loss_of: {"grad_fn": jax.grad(loss_of)},
+            lambda loss_of: {"grad_fn": jax.grad(loss_of)},
         ),
     ],
-    ids=["line search", "estimate of the Hessian", "gradients of its own"],
+    ids=["estimate of the Hessian", "gradients of its own"],
 )
 def test_an_optimizer_that_needs_more_than_the_loss_says_so_itself_and_works_by_hand(tx, extra_args):
     def loss_of(params, *_):
         return jnp.sum(params["w"] ** 2)
 
     params, tx = {"w": jnp.array([2.0])}, loss_scaling(standard(tx), DynamicLossScale())
-    with pytest.raises((TypeError, ValueError), match=r"value_fn|obj_fn|grad_fn|'value'"):
+    with pytest.raises((TypeError, ValueError), match=r"obj_fn|grad_fn"):
         make_train_step(lambda params, s, b, r: (loss_of(params), s))(
             TrainState.create(params=params, tx=tx), jnp.ones(2)
         )
     opt_state = tx.init(params)
     loss, grads = jaxmp.value_and_grad(loss_of, opt_state)(params)
-    updates, _ = tx.update(grads, opt_state, params, **extra_args(loss, grads, loss_of))
+    updates, _ = tx.update(grads, opt_state, params, **extra_args(loss_of))
     assert loss_of(optax.apply_updates(params, updates)) < loss
-
-
-def test_what_training_stops_with_is_an_arithmetic_error():
-    assert issubclass(jaxmp.NonFiniteTrainingError, ArithmeticError)
 
 
 def test_a_loss_scale_is_never_printed_whole():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import time
 
 import flax.linen as nn
@@ -32,17 +33,24 @@ class Net(nn.Module):
         return nn.Dense(2)(x)
 
 
+MODEL = Net()
+
+
+@functools.cache  # an init by itself is dozens of small programs
+def initial():
+    with jax.numpy_dtype_promotion("standard"):  # BatchNorm's own arithmetic needs it
+        return jax.jit(functools.partial(MODEL.init, train=False))(jax.random.key(0), problem()[1]["x"])
+
+
 def linen_run(accumulate_steps=1, tx=None):
-    model = Net()
     _, batch = problem()
 
     def loss(params, model_state, batch, rng):
         variables = {"params": params, **model_state}
-        out, new = model.apply(variables, batch["x"], train=True, rngs={"dropout": rng}, mutable=["batch_stats"])
+        out, new = MODEL.apply(variables, batch["x"], train=True, rngs={"dropout": rng}, mutable=["batch_stats"])
         return jnp.mean((out - batch["y"]) ** 2), new, {"largest": jnp.max(out)}
 
-    with jax.numpy_dtype_promotion("standard"):  # BatchNorm's own arithmetic needs it
-        variables = model.init(jax.random.key(0), batch["x"], train=False)
+    variables = dict(initial())
     params = variables.pop("params")
     tx = tx or loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale())
     state = TrainState.create(params=params, tx=tx, model_state=variables, rng=1, ema=True)
@@ -55,18 +63,16 @@ def contents(state):
     return state.params, scaling.inner_state, state.model_state, state.ema_params
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 4])
-def test_a_batch_with_one_nan_in_mid_training_changes_no_bit_of_params_moments_statistics_or_average(accumulate_steps):
+def test_a_batch_with_one_nan_in_mid_training_changes_no_bit_of_params_moments_statistics_or_average():
     with jax.numpy_dtype_promotion("standard"):
-        state, step, batch = linen_run(accumulate_steps)
+        state, step, batch = linen_run(accumulate_steps=4)
         bad = {**batch, "x": batch["x"].at[5, 1].set(jnp.nan)}  # in one of four microbatches
-        for _ in range(3):
-            state, metrics = step(state, batch)
+        state, metrics = step(state, batch)
         before, untouched = state, contents(state)
         state, metrics = step(state, bad)
         assert bool(metrics["skipped"]) and same_bits(contents(state), untouched)
         assert not same_bits(state.rng, before.rng)
-        assert (state.step, state.skipped) == (4, 1)
+        assert (state.step, state.skipped) == (2, 1)
         assert state.opt_state.loss_scale.loss_scale == 2.0**14
         assert jnp.isnan(metrics["loss"]) and metrics["loss_scale"] == 2.0**15
 
@@ -120,14 +126,15 @@ def fails_within(step, state, batch, steps):
     for i in range(steps):
         try:
             state, metrics = step(state, batch)
-        except NonFiniteTrainingError as error:
+        except ArithmeticError as error:
+            assert isinstance(error, NonFiniteTrainingError)
             return i, str(error)
         jax.block_until_ready(metrics)
         time.sleep(0.001)
     return None, ""
 
 
-@pytest.mark.parametrize("scale", [jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(8.0), DynamicLossScale(1.0)])
+@pytest.mark.parametrize("scale", [jaxmp.StaticLossScale(8.0), DynamicLossScale(1.0)])
 def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_so_many_steps(scale):
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=5)
@@ -146,14 +153,7 @@ def test_a_batch_and_params_of_one_array_have_no_names():
     assert "the loss (nan); the gradient; the batch. Look for NaN in" in text
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [
-        DynamicLossScale(2.0**10),
-        jaxmp.HeadroomLossScale(loss_scale=2.0**10),
-        DynamicLossScale(2.0**6, hysteresis=5),
-    ],
-)
+@pytest.mark.parametrize("scale", [jaxmp.HeadroomLossScale(loss_scale=2.0**10), DynamicLossScale(2.0**6, hysteresis=5)])
 def test_while_the_scale_can_fall_the_run_goes_on(scale):
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=3)
@@ -311,7 +311,6 @@ def test_a_report_is_read_when_it_is_finished_and_not_before():
     "around",
     [
         lambda tx: optax.chain(tx, optax.trace(0.9)),
-        lambda tx: optax.chain(tx, optax.scale_by_schedule(lambda count: 0.5 / (count + 1.0))),
         lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(lambda count: 1.0 * count),
     ],
 )
@@ -371,9 +370,9 @@ def test_threads_may_share_a_step():
 
     def train(_):
         state = TrainState.create(params=jax.tree.map(jnp.copy, params), tx=optax.sgd(0.1))
-        for _ in range(50):
+        for _ in range(20):
             state, _ = step(state, batch)
         return int(state.step)
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(train, range(4))) == [50] * 4
+        assert list(pool.map(train, range(4))) == [20] * 4

@@ -62,23 +62,17 @@ def test_a_subclass_may_have_fields_of_its_own():
     assert state.seen == 8 and state.step == 2
 
 
-SHARING = {
-    "prodigy": lambda: optax.contrib.prodigy(),
-    "dog": lambda: optax.contrib.dog(1.0),
-    "lookahead's own": lambda: optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s)),
-}
-
-
 @pytest.mark.once
-@pytest.mark.parametrize("name", SHARING)
-def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated(name):
+def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated():
     params, batch = problem()
     params["hidden"]["b2"] = params["hidden"]["b"]  # and params that are the same array
 
     def loss(params, *args):
         return train_loss(params, *args)
 
-    state = TrainState.create(params=params, tx=loss_scaling(standard(SHARING[name]()), DynamicLossScale()), ema=True)
+    state = TrainState.create(
+        params=params, tx=loss_scaling(standard(optax.contrib.prodigy()), DynamicLossScale()), ema=True
+    )
     state, _ = make_train_step(loss, ema_decay=0.9)(state, batch)
     assert state.step == 1 and same_bits(state.params["hidden"]["b2"], jnp.zeros(4))
 
@@ -106,8 +100,7 @@ def test_a_state_can_be_made_under_jit_and_in_the_abstract():
     assert jax.tree.map(lambda x: x.shape, shapes.params) == jax.tree.map(lambda x: x.shape, params)
 
 
-@pytest.mark.parametrize("how", ["flax dict", "flax bytes", "pickled leaves"])
-def test_a_state_saved_in_mid_run_continues_bit_for_bit(how):
+def test_a_state_saved_in_mid_run_continues_bit_for_bit():
     params, batch = problem()
     rng = jax.random.PRNGKey(0)  # flax writes no typed keys into bytes
     state = TrainState.create(params=params, tx=sgd(), model_state={"n": jnp.zeros(())}, rng=rng, ema=True)
@@ -120,17 +113,19 @@ def test_a_state_saved_in_mid_run_continues_bit_for_bit(how):
     blank = TrainState.create(
         params=jax.tree.map(jnp.zeros_like, params), tx=state.tx, model_state={"n": jnp.ones(())}, rng=1, ema=True
     )
-    if how == "flax dict":
-        copy = flax.serialization.from_state_dict(blank, flax.serialization.to_state_dict(state))
-    elif how == "flax bytes":
-        copy = flax.serialization.from_bytes(blank, flax.serialization.to_bytes(state))
-    else:
-        copy = jax.tree.unflatten(jax.tree.structure(blank), pickle.loads(pickle.dumps(jax.tree.leaves(state))))
-    assert bits(copy) == bits(state) and copy.opt_state.loss_scale.period == 2
+    end = state
     for each in (bad, batch, batch):
-        state, _ = step(state, each)
-        copy, _ = step(copy, each)
-    assert bits(copy) == bits(state) and state.skipped == 2
+        end, _ = step(end, each)
+    assert end.skipped == 2
+    for copy in (
+        flax.serialization.from_state_dict(blank, flax.serialization.to_state_dict(state)),
+        flax.serialization.from_bytes(blank, flax.serialization.to_bytes(state)),
+        jax.tree.unflatten(jax.tree.structure(blank), pickle.loads(pickle.dumps(jax.tree.leaves(state)))),
+    ):
+        assert bits(copy) == bits(state) and copy.opt_state.loss_scale.period == 2
+        for each in (bad, batch, batch):
+            copy, _ = step(copy, each)
+        assert bits(copy) == bits(end)
 
 
 # ---- several devices
@@ -167,9 +162,8 @@ def compilations():
     active[0] = False  # there is no public way to take a listener off
 
 
-@pytest.mark.parametrize("layout", ["replicated", "sharded"])
-def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_are(layout, compilations):
-    state, batch, lone, lone_batch = sharded_state(layout)
+def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_are(compilations):
+    state, batch, lone, lone_batch = sharded_state("sharded")
     step = make_train_step(train_loss, ema_decay=0.9, donate=False)
     bad = {**batch, "x": batch["x"].at[3, 0].set(jnp.inf)}
     compilations.clear()
@@ -230,8 +224,7 @@ def placed_problem(n, mesh, layout):
     return state, create(params), jax.device_put(batch, NamedSharding(mesh, PartitionSpec("d"))), batch
 
 
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("layout", ["replicated", "sharded", "uncommitted", "numpy", "explicit"])
+@pytest.mark.parametrize(("layout", "n"), [("sharded", 4), ("uncommitted", 1), ("numpy", 4), ("explicit", 1)])
 def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_once(layout, n, compilations):
     kind = AxisType.Explicit if layout == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[2:])
@@ -322,31 +315,28 @@ def test_threads_whose_states_lie_on_different_meshes_can_share_a_step():
     ]
 
 
-@pytest.mark.parametrize("device", [0, 1])
-@pytest.mark.parametrize("put", ["params", "state", "batch", "both"])
+@pytest.mark.parametrize(("put", "device"), [("params", 1), ("state", 0), ("batch", 1)])
 def test_what_is_put_on_one_device_takes_the_rest_along_and_is_compiled_for_once(put, device):
     params, batch = problem()
     device = jax.devices()[device]
     if put == "params":
         params = jax.device_put(params, device)
     state, step = TrainState.create(params=params, tx=sgd(), rng=0), make_train_step(train_loss)
-    state = jax.device_put(state, device) if put in ("state", "both") else state
-    batch = jax.device_put(batch, device) if put in ("batch", "both") else batch
+    state = jax.device_put(state, device) if put == "state" else state
+    batch = jax.device_put(batch, device) if put == "batch" else batch
     for _ in range(3):
         state, _ = step(state, batch)
     assert compiled_once(step)
     assert {leaf.device for leaf in jax.tree.leaves(state)} == {device}
 
 
-@pytest.mark.parametrize("transform", ["jit", "scan", "vmap"])
+@pytest.mark.parametrize("transform", ["scan", "vmap"])
 def test_a_step_on_a_mesh_also_runs_inside_other_transformations(transform):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     state, _, batch, _ = placed_problem(1, mesh, "replicated")
     step = make_train_step(per_example, ema_decay=0.9, donate=False)
     expected, _ = step(state, batch)
-    if transform == "jit":
-        new, _ = jax.jit(step)(state, batch)
-    elif transform == "scan":
+    if transform == "scan":
         new, _ = jax.lax.scan(step, state, jax.tree.map(lambda leaf: leaf[None], batch))
     else:
         batches = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), batch)
@@ -356,6 +346,7 @@ def test_a_step_on_a_mesh_also_runs_inside_other_transformations(transform):
     assert bits(step(state, batch)[0].params) == bits(expected.params)
 
 
+@pytest.mark.slow("Orbax writes it to a disk and reads it")
 def test_a_restored_state_goes_on_in_the_shardings_it_was_restored_to(tmp_path, compilations):
     checkpoint = pytest.importorskip("orbax.checkpoint")
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -383,8 +374,6 @@ class WithTarget(TrainState):
     "shared",
     [
         lambda state: state.replace(params=state.ema_params),
-        lambda state: state.replace(ema_params=state.params),
-        lambda state: state.replace(target=state.params),
         lambda state: state.replace(target={"w": state.params["w"]}, ema_params=state.params),
         lambda state: state.replace(params=state.target),
     ],
@@ -418,28 +407,3 @@ def test_a_field_that_there_is_not_is_pythons_error():
     for name in ("batch_stats", "loss_scale", "step"):
         with pytest.raises(TypeError, match=name):
             TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 1})
-
-
-@pytest.mark.parametrize("wrong", [0.5, 1j, jnp.float32(1)])
-def test_a_model_state_of_whole_numbers_stays_one(wrong):
-    step = make_train_step(lambda p, s, batch, r: (jnp.mean(p * batch), {"n": jnp.asarray(wrong)}), donate=False)
-    state = TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), model_state={"n": jnp.int32(0)})
-    with pytest.raises(TypeError, match=r"'n' was int32 and is \w+; start with"):
-        step(state, jnp.ones(2))
-
-
-@pytest.mark.parametrize("classes", [4, 16])
-def test_microbatches_are_of_arrays_with_the_same_examples(classes):
-    def loss(params, model_state, batch, rng):
-        return jnp.mean(params * batch["x"] * batch["weights"][batch["y"]]), model_state
-
-    batch = {
-        "x": jnp.ones(8),
-        "y": jnp.arange(8) % 4,
-        "weights": jnp.arange(1.0, 1 + classes),
-        "none": jnp.ones((0, 3)),
-    }
-    state = TrainState.create(params=jnp.float32(1), tx=optax.sgd(0.1))
-    make_train_step(loss, donate=False)(state, batch)
-    with pytest.raises(ValueError, match=f"got {classes} of them in 'weights' and 8 in 'x'; put what all examples"):
-        make_train_step(loss, accumulate_steps=2, donate=False)(state, batch)

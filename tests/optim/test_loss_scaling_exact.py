@@ -17,13 +17,9 @@ pytestmark = pytest.mark.once
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
-    "nesterov": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: optax.adam(1e-2),
-    "adamw": lambda: optax.adamw(1e-2),
-    "lion": lambda: optax.lion(1e-2),
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
-    "lamb": lambda: optax.lamb(1e-2),
     "clipped_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "lamb": lambda: optax.lamb(1e-2),
 }
 
 
@@ -34,7 +30,7 @@ def test_scaled_and_unscaled_runs_agree_in_every_bit(name):
     plain_state = plain.init(params)
     tx = loss_scaling(standard(OPTIMIZERS[name]()), DynamicLossScale(2.0**15, period=2))  # the scale grows on the way
     state = tx.init(params)
-    for step in range(5):
+    for step in range(3):
         plain_loss, grads = jax.value_and_grad(loss_fn)(plain_params, batch)
         plain_updates, plain_state = plain.update(grads, plain_state, plain_params)
         plain_params = optax.apply_updates(plain_params, plain_updates)
@@ -79,11 +75,16 @@ def test_small_float16_gradients_do_not_underflow_adams_second_moment():
     np.testing.assert_allclose(updates, -0.001, rtol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("name", ["momentum", "adamw", "adafactor", "lamb"])
-def test_the_inner_state_is_float32_for_half_params(name, dtype):
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (OPTIMIZERS["clipped_adamw"], jnp.float16),
+        (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2), jnp.bfloat16),
+    ],
+)
+def test_the_inner_state_is_float32_for_half_params(make, dtype):
     params, batch = problem(dtype=dtype)
-    tx = loss_scaling(standard(OPTIMIZERS[name]()), DynamicLossScale())
+    tx = loss_scaling(standard(make()), DynamicLossScale())
     state = tx.init(params)
     _, grads = value_and_grad(loss_fn, state)(params, batch)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}

@@ -1,4 +1,4 @@
-"""Every optimizer and transform of the installed optax runs inside loss_scaling, with its own kind of params."""
+"""Every optimizer and transform of the installed optax works inside loss_scaling, with its own kind of params."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import pytest
 from optimizer_tools import same_bits, standard
 
 from jaxmp import DynamicLossScale, loss_scaling
-
-pytestmark = pytest.mark.once
 
 PARAMS = {"w": jnp.array([[1.0, -2.0, 0.5], [0.25, 3.0, -0.125]]), "b": jnp.array([0.5, 1.0])}
 GRADS = {"w": jnp.array([[0.5, -1.0, 0.25], [2.0, -0.5, 1.0]]), "b": jnp.array([0.5, -0.25])}
@@ -94,12 +92,55 @@ def make(name):
     return FACTORIES[name](**{each: USUAL[each] for each in needed})
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key", 'ignore:"seed" is')
-@pytest.mark.parametrize("name", FACTORIES)
-def test_an_optimizer_takes_a_step_as_it_does_alone_and_skips_one_whole(name):
+def problem_of(name):
+    """The plain optimizer, its params and gradients, and the extra arguments of its update."""
     params, grads = OWN.get(name, (PARAMS, GRADS))
-    plain, tx = standard(make(name)), loss_scaling(standard(make(name)), DynamicLossScale(2.0**10))
     extra = ONLY.get(name, {"value": jnp.float32(2), "grad": grads, "value_fn": objective})
+    return standard(make(name)), params, grads, extra
+
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key", 'ignore:"seed" is'),
+]
+
+
+@pytest.mark.slow("traces 123 optimizers; those of every kind run below")
+def test_every_one_has_the_updates_and_the_state_that_it_has_alone():
+    assert len(FACTORIES) > 100
+    for name in FACTORIES:
+        plain, params, grads, extra = problem_of(name)
+        tx = loss_scaling(plain, DynamicLossScale())
+
+        def both(plain=plain, tx=tx, params=params, grads=grads, extra=extra):
+            updates, state = tx.update(grads, tx.init(params), params, **extra)
+            return (updates, state.inner_state), plain.update(grads, plain.init(params), params, **extra)
+
+        found, wanted = (jax.tree.map(lambda leaf: leaf.shape, each) for each in jax.eval_shape(both))
+        assert found == wanted, name
+
+
+KINDS = {
+    "adafactor": "factored moments",
+    "add_noise": "a key in its state",
+    "conditionally_mask": "a branch",
+    "differentially_private_aggregate": "a gradient for each example",
+    "inject_hyperparams": "a schedule",
+    "lookahead": "pairs of params",
+    "multi_transform": "parts without a param",
+    "prodigy": "params in its state",
+    "reduce_on_plateau": "the value",
+    "sam": "no extra argument",
+    "scale_by_backtracking_linesearch": "the function",
+    "scale_by_muon": "a matrix",
+    "sophia": "a function of its own",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_optimizer_takes_a_step_as_it_does_alone_and_skips_one_whole(name):
+    plain, params, grads, extra = problem_of(name)
+    tx = loss_scaling(plain, DynamicLossScale(2.0**10))
     expected, expected_state = jax.jit(lambda: plain.update(grads, plain.init(params), params, **extra))()
 
     @jax.jit

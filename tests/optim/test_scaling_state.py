@@ -21,14 +21,6 @@ from jaxmp.optim.scaling_state import get_loss_scaling_state, has_loss_scale
 
 pytestmark = pytest.mark.once
 
-SCALES = [
-    jaxmp.NoOpLossScale(),
-    jaxmp.StaticLossScale(2.0**10),
-    DynamicLossScale(2.0**13, period=3, hysteresis=2),
-    jaxmp.HeadroomLossScale(),
-]
-NAMES = dict(argvalues=SCALES, ids=lambda scale: type(scale).__name__)
-
 
 def train(tx, params, state, batch, pattern):
     """Steps with true gradients, and with a NaN in one of them where the pattern says False."""
@@ -50,8 +42,8 @@ def test_the_state_is_a_named_tuple_of_the_documented_fields():
     assert state.last_finite
 
 
-@pytest.mark.parametrize("scale", **NAMES)
-def test_the_scale_is_found_wherever_it_is_nested(scale):
+def test_the_scale_is_found_wherever_it_is_nested():
+    scale = jaxmp.HeadroomLossScale()
     inner = loss_scaling(optax.sgd(0.1), scale)
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     nests = [
@@ -103,9 +95,8 @@ def test_functions_without_a_name_can_be_differentiated():
     assert value_and_grad(loss_fn, state).__name__ == "loss_fn"
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_the_loss_comes_back_in_float32_and_gradients_too(dtype):
-    params = {"half": jnp.ones(2, dtype), "full": jnp.ones(2)}
+def test_the_loss_comes_back_in_float32_and_gradients_too():
+    params = {"half": jnp.ones(2, jnp.float16), "full": jnp.ones(2)}
     state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(params)
 
     def fun(params):
@@ -144,11 +135,10 @@ def test_a_running_adam_is_wrapped_without_losing_its_moments():
     assert same_bits(wrapped_params, params) and same_bits(wrapped.inner_state, state)
 
 
-@pytest.mark.parametrize("grad_norm", [False, True])
-def test_a_wrapped_state_has_the_structure_that_updates_keep(grad_norm):
+def test_a_wrapped_state_has_the_structure_that_updates_keep():
     params, batch = problem()
-    tx = loss_scaling(optax.sgd(0.1), DynamicLossScale(), grad_norm=grad_norm)
-    wrapped = jaxmp.wrap_opt_state(optax.sgd(0.1).init(params), DynamicLossScale(), grad_norm=grad_norm)
+    tx = loss_scaling(optax.sgd(0.1), DynamicLossScale(), grad_norm=True)
+    wrapped = jaxmp.wrap_opt_state(optax.sgd(0.1).init(params), DynamicLossScale(), grad_norm=True)
     assert same_bits(wrapped, tx.init(params))
     assert jax.tree.structure(train(tx, params, wrapped, batch, [True])[1]) == jax.tree.structure(wrapped)
 
@@ -196,9 +186,9 @@ def restored(state, how):
     return (pickle if how == "pickle" else cloudpickle).loads((pickle if how == "pickle" else cloudpickle).dumps(state))
 
 
-@pytest.mark.parametrize("scale", **NAMES)
-def test_a_state_saved_mid_run_continues_bit_for_bit(scale):
+def test_a_state_saved_mid_run_continues_bit_for_bit():
     params, batch = problem()
+    scale = DynamicLossScale(2.0**13, period=3, hysteresis=2)
     tx = loss_scaling(standard(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))), scale, grad_norm=True)
     params, state = train(tx, params, tx.init(params), batch, [True, False, True, True])
     end = train(tx, params, state, batch, [False, True, True])

@@ -34,21 +34,12 @@ def step_by_update(tx, params, batch):
     return optax.apply_updates(params, updates)
 
 
-def step_by_apply_gradients(tx, params, batch):
-    state = TrainState.create(params=params, tx=tx)
-    _, grads = value_and_grad(loss_fn, state.opt_state)(params, batch)
-    return state.apply_gradients(grads=grads).params
-
-
 def train_step(tx, params, batch):
     state = TrainState.create(params=params, tx=tx)
     return make_train_step(train_loss, donate=False)(state, batch)[0].params
 
 
-STEPS = (step_of_plain_jax, step_by_update, step_by_apply_gradients, train_step)
-
-
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [step_by_update, train_step])
 def test_clipping_inside_and_before_loss_scaling_clips_the_true_gradients(step):
     params, batch = problem()
     expected = step_of_plain_jax(clip(optax.sgd(0.5)), params, batch)
@@ -67,12 +58,11 @@ def test_gradients_of_plain_jax_train_a_wrapped_optimizer():
     assert same_bits(state.apply_gradients(grads=jax.grad(loss_fn)(params, batch)).params, expected)
 
 
-@pytest.mark.parametrize("gradient", [nnx.grad, lambda loss: lambda model: nnx.value_and_grad(loss)(model)[1]])
-def test_gradients_of_plain_nnx_train_a_jaxmp_optimizer(gradient):
+def test_gradients_of_plain_nnx_train_a_jaxmp_optimizer():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     before = model.bias[...]
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.5), loss_scale=SCALED)
-    optimizer.update(model, gradient(lambda model: jnp.sum(model(jnp.ones((1, 2)))))(model))
+    optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 2)))))(model))
     assert model.bias[...] == before - 0.5
 
 
@@ -87,18 +77,10 @@ def test_gradients_of_several_losses_are_added_and_logged_as_they_are():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), total, expected)
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        lambda tx: optax.chain(optax.clip(1.0), tx),
-        clip,
-        lambda tx: optax.chain(optax.adaptive_grad_clip(0.1), tx),
-    ],
-)
 @pytest.mark.parametrize("by_train_step", [False, True])
-def test_clipping_before_loss_scaling_hides_no_overflow(before, by_train_step):
+def test_clipping_before_loss_scaling_hides_no_overflow(by_train_step):
     """In float16 the gradient 8 times the scale 2**15 is an infinity, which clipping by value would make 1."""
-    tx = before(loss_scaling(optax.sgd(0.5), SCALED))
+    tx = optax.chain(optax.clip(1.0), loss_scaling(optax.sgd(0.5), SCALED))
     params = {"w": jnp.ones(2)}
 
     def loss_of(params):
@@ -118,9 +100,8 @@ def test_clipping_before_loss_scaling_hides_no_overflow(before, by_train_step):
     assert jaxmp.get_loss_scale(opt_state).loss_scale == 2.0**14
 
 
-@pytest.mark.parametrize("wrap", [lambda tx: tx, clip])
-def test_keep_if_skipped_keeps_statistics_bit_for_bit(wrap):
-    tx = wrap(loss_scaling(optax.sgd(0.5), SCALED))
+def test_keep_if_skipped_keeps_statistics_bit_for_bit():
+    tx = clip(loss_scaling(optax.sgd(0.5), SCALED))
     params = {"w": jnp.ones(2)}
 
     @jax.jit
@@ -137,21 +118,3 @@ def test_keep_if_skipped_keeps_statistics_bit_for_bit(wrap):
     assert bits(skipped[:2]) == bits((params, old))
     _, taken, _ = step(skipped[0], skipped[1], skipped[2], jnp.array([1.0, 2.0]))
     assert taken["mean"] == 1.5 and taken["mean"].dtype == jnp.bfloat16 and taken["count"] == 1
-
-
-def test_keep_if_skipped_refuses_another_structure():
-    opt_state = loss_scaling(optax.sgd(0.5), SCALED).init(jnp.ones(2))
-    with pytest.raises(ValueError, match="pytree structure error"):
-        keep_if_skipped(opt_state, {"mean": jnp.ones(()), "var": jnp.ones(())}, {"mean": jnp.ones(())})
-
-
-@pytest.mark.parametrize("around", [lambda tx: optax.MultiSteps(tx, 2), lambda tx: optax.apply_if_finite(tx, 3)])
-def test_keep_if_skipped_refuses_a_loss_scale_that_does_not_see_every_step(around):
-    opt_state = around(loss_scaling(optax.sgd(0.5), SCALED)).init(jnp.ones(2))
-    with pytest.raises(ValueError, match="keep_if_skipped needs a loss scale that sees every step"):
-        keep_if_skipped(opt_state, jnp.ones(()), jnp.zeros(()))
-
-
-def test_an_optimizer_in_place_of_its_state_is_refused():
-    with pytest.raises(ValueError, match=r"got the optimizer itself; pass opt_state = tx\.init\(params\)"):
-        value_and_grad(loss_fn, loss_scaling(optax.sgd(0.5), SCALED))

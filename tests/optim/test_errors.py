@@ -1,0 +1,311 @@
+"""Mistakes with loss scaling have an error that says what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from loss_scale_tools import TRACES
+from optimizer_tools import standard
+
+import jaxmp
+from jaxmp import DynamicLossScale, HeadroomLossScale, StaticLossScale, loss_scaling, value_and_grad
+
+pytestmark = pytest.mark.once
+
+SGD = optax.sgd(0.1)
+
+
+def tx_of(inner=None):
+    return loss_scaling(inner or optax.sgd(0.1), DynamicLossScale())
+
+
+def refused(call, kind, *phrases, what=""):
+    """Require an error of a call that has these phrases, of at most three lines."""
+    with pytest.raises(kind) as caught:
+        call()
+        pytest.fail(f"not refused: {what}")
+    message = str(caught.value)
+    for phrase in phrases:
+        assert phrase in message, what
+    assert len(message) <= 3 * 120, what
+
+
+def state():
+    return tx_of().init(jnp.ones(2))
+
+
+def adam_state():
+    return optax.adam(1e-3).init(jnp.ones(2))
+
+
+WRAP = "wrap the optimizer, tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())"
+MISTAKES = {
+    "arguments of loss_scaling": {
+        "a number as the scale": (lambda: loss_scaling(SGD, 2.0**15), TypeError, "got 32768.0; write jaxmp.loss"),
+        "a scale's class": (lambda: loss_scaling(SGD, DynamicLossScale), TypeError, "DynamicLossScale()"),
+        "swapped": (lambda: loss_scaling(DynamicLossScale(), SGD), TypeError, "one of optax's, got an"),
+        "grad_norm as a number": (
+            lambda: loss_scaling(SGD, DynamicLossScale(), grad_norm=1.0),
+            TypeError,
+            "put optax.clip_by_global_norm(1.0) inside loss_scaling",
+        ),
+        "check_updates as text": (
+            lambda: loss_scaling(SGD, DynamicLossScale(), check_updates="yes"),
+            TypeError,
+            "check_updates is True or False, got 'yes'",
+        ),
+        "a scale without a shape ()": (
+            lambda: loss_scaling(SGD, DynamicLossScale(counter=[1])),
+            ValueError,
+            "counter of a loss scale is a scalar, got the shape (1,)",
+        ),
+    },
+    "how many scales there are": {
+        "twice": (lambda: tx_of(tx_of()).init(jnp.ones(2)), ValueError, "loss_scaling was put inside loss_scaling"),
+        "twice in a chain": (
+            lambda: tx_of(optax.chain(optax.clip(1.0), tx_of())).init(jnp.ones(2)),
+            ValueError,
+            "remove the inner one",
+        ),
+        "twice by hand": (
+            lambda: jaxmp.wrap_opt_state(state(), DynamicLossScale()),
+            ValueError,
+            "remove the inner one",
+        ),
+        "none in get_loss_scale": (lambda: jaxmp.get_loss_scale(adam_state()), ValueError, WRAP),
+        "none in scale_loss": (lambda: jaxmp.scale_loss(1.0, adam_state()), ValueError, WRAP),
+        "none in unscale": (lambda: jaxmp.unscale(jnp.ones(2), adam_state()), ValueError, WRAP),
+        "none in value_and_grad": (lambda: value_and_grad(jnp.sum, adam_state()), ValueError, WRAP),
+        "two": (
+            lambda: jaxmp.get_loss_scale(optax.chain(tx_of(), tx_of()).init(jnp.ones(2))),
+            ValueError,
+            "state has 2; put one loss_scaling around the whole optimizer",
+        ),
+        "the optimizer as its state": (
+            lambda: value_and_grad(jnp.sum, tx_of()),
+            ValueError,
+            "got the optimizer itself; pass opt_state = tx.init(params)",
+        ),
+    },
+    "losses": {
+        "float16": (
+            lambda: value_and_grad(lambda p: jnp.sum(p.astype(jnp.float16)), state())(jnp.ones(2)),
+            TypeError,
+            "logits.astype(jnp.float32)",
+        ),
+        "float16 by hand": (lambda: jaxmp.scale_loss(jnp.float16(1), state()), TypeError, "got float16"),
+        "aux without a pair": (
+            lambda: value_and_grad(lambda p: jnp.sum(p), state(), has_aux=True)(jnp.ones(2)),
+            TypeError,
+            "with has_aux=True the function returns (loss, aux), got float32",
+        ),
+        "a pair the other way round": (
+            lambda: value_and_grad(lambda p: ({}, jnp.sum(p)), state(), has_aux=True)(jnp.ones(2)),
+            TypeError,
+            "return (loss, aux), in this order",
+        ),
+        "a pair without has_aux": (
+            lambda: value_and_grad(lambda p: (jnp.sum(p), p), state())(jnp.ones(2)),
+            TypeError,
+            "got tuple of 2; pass has_aux=True",
+        ),
+        "has_aux as None": (lambda: value_and_grad(jnp.sum, state(), has_aux=None), TypeError, "is True or False"),
+        "several": (lambda: value_and_grad(lambda p: p, state())(jnp.ones(2)), TypeError, "its mean: jnp.mean(loss)"),
+        "an integer": (
+            lambda: jax.jit(value_and_grad(jnp.argmax, state()))(jnp.ones(2)),
+            TypeError,
+            "got int32 of shape (); compute it from floating values",
+        ),
+    },
+    "updates": {
+        "of another optimizer's state": (
+            lambda: tx_of().update(jnp.ones(2), adam_state(), jnp.ones(2)),
+            TypeError,
+            "got tuple; call tx.init again",
+        ),
+        "that would be broadcast": (
+            lambda: tx_of().update({"a": jnp.ones(1)}, tx_of().init({"a": jnp.ones(2)}), {"a": jnp.ones(2)}),
+            ValueError,
+            "the update of 'a' has the shape (1,), its param (2,)",
+        ),
+        "inside MultiSteps": (
+            lambda: jaxmp.keep_if_skipped(optax.MultiSteps(tx_of(), 2).init(jnp.ones(2)), 1.0, 0.0),
+            ValueError,
+            "keep_if_skipped needs a loss scale that sees every step",
+        ),
+        "inside apply_if_finite": (
+            lambda: jaxmp.keep_if_skipped(optax.apply_if_finite(tx_of(), 3).init(jnp.ones(2)), 1.0, 0.0),
+            ValueError,
+            "keep_if_skipped needs a loss scale that sees every step",
+        ),
+    },
+    "loss scales": {
+        "a half flag": (
+            lambda: DynamicLossScale().adjust(jnp.float32(1)),
+            ValueError,
+            "grads_finite must be a boolean scalar, got float32 of shape ()",
+        ),
+        "several flags": (
+            lambda: HeadroomLossScale().adjust(jnp.array([True]), 1.0),
+            ValueError,
+            "grads_finite must be a boolean scalar, got bool of shape (1,)",
+        ),
+        "headroom without the largest gradient": (
+            lambda: HeadroomLossScale().adjust(True),
+            ValueError,
+            "HeadroomLossScale needs grad_max",
+        ),
+        "a tracer as a static number": (
+            lambda: jax.jit(lambda x: DynamicLossScale(factor=x))(2.0),
+            ValueError,
+            "factor must be a finite number above 1, got ",
+        ),
+        "a disabled GradScaler": (lambda: DynamicLossScale.from_torch({}), KeyError),
+        "a dead GradScaler": (
+            lambda: DynamicLossScale.from_torch({**TRACES["backoff to nothing"]["start"], "scale": 0.0}),
+            ValueError,
+            "loss_scale must be positive and finite",
+        ),
+        "an argument that there is not": (lambda: DynamicLossScale(init_scale=2.0), TypeError, "'init_scale'"),
+        "a replaced factor": (
+            lambda: dataclasses.replace(DynamicLossScale(), factor=0.5),
+            ValueError,
+            "factor must be a finite number above 1",
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("about", MISTAKES)
+def test_a_mistake_is_refused(about):
+    for what, (call, kind, *phrases) in MISTAKES[about].items():
+        refused(call, kind, *phrases, what=what)
+
+
+BAD_FIELDS = [
+    *(({"loss_scale": bad}, "loss_scale must be positive and finite") for bad in (0, -1.0, math.nan, math.inf, 1e-40)),
+    *(({"loss_scale": bad}, "2**15 is a usual") for bad in (1e39, "big", None, object(), jnp.zeros(()))),
+    ({"factor": 1}, "factor must be a finite number above 1, got 1: growth multiplies by it"),
+    ({"factor": math.nan}, "factor must be a finite number above 1, got nan"),
+    ({"factor": math.inf}, "factor must be a finite number above 1, got inf"),
+    ({"backoff": 0}, "backoff must be between 0 and 1, both excluded, got 0: None stands for 1/factor"),
+    ({"backoff": 1.0}, "backoff must be between 0 and 1, both excluded, got 1.0"),
+    ({"period": 0}, "period must be a whole number of steps, from 1 to"),
+    ({"period": 2.5}, "period must be a whole number"),
+    ({"period": 2**31}, "period must be a whole number"),
+    ({"hysteresis": 0}, "hysteresis must be a whole number"),
+    ({"counter": -1}, "counter must be a whole number of steps, 0 or more, got -1"),
+    ({"countdown": -1, "hysteresis": 2}, "countdown must be a whole number"),
+    ({"min_loss_scale": -1}, "min_loss_scale must be finite in float32 and not negative, got -1"),
+    ({"max_loss_scale": math.inf}, "max_loss_scale must be positive and finite in float32, got inf"),
+    ({"min_loss_scale": 8, "max_loss_scale": 4}, "min_loss_scale must not be above max_loss_scale, got 8.0 and 4"),
+    ({"loss_scale": 0.5}, "got 0.5 outside of 1.0 to 16777216.0: start within"),
+    ({"loss_scale": 2.0**30}, "loss_scale must lie between"),
+]
+BAD_FIELDS_OF_HEADROOM = [
+    ({"loss_scale": 0.0}, "loss_scale must be positive and finite"),
+    ({"headroom": -1}, "headroom must be from 0 to 128 binary orders, got -1: 4 keeps a factor of 16 free"),
+    ({"running_max": math.nan}, "running_max must be finite in float32 and not negative, got nan"),
+    ({"loss_scale": 1000.0}, "loss_scale must be a power of two, got 1000.0: HeadroomLossScale has no other"),
+    ({"min_loss_scale": 3}, "min_loss_scale must be a power of two, got 3.0"),
+    ({"max_loss_scale": 65504.0}, "max_loss_scale must be a power of two"),
+    ({"dtype": "flaot16"}, "unknown dtype 'flaot16'"),
+]
+BAD_FIELDS_OF_STATIC = [({"loss_scale": 0.0}, "positive and finite"), ({"loss_scale": None}, "positive and finite")]
+
+
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [
+        (DynamicLossScale, BAD_FIELDS),
+        (HeadroomLossScale, BAD_FIELDS_OF_HEADROOM),
+        (StaticLossScale, BAD_FIELDS_OF_STATIC),
+    ],
+)
+def test_a_bad_number_of_a_loss_scale_is_named(make, rows):
+    for arguments, phrase in rows:
+        refused(lambda arguments=arguments: make(**arguments), ValueError, phrase, what=arguments)
+
+
+def test_an_integer_array_becomes_float32_with_jmps_warning():
+    for name in ("loss_scale", "min_loss_scale"):
+        with pytest.warns(UserWarning, match=f"Expected floating type for {name}, got int32: it becomes") as seen:
+            scale = DynamicLossScale(**{name: jnp.int32(2)})
+        assert seen[0].filename == __file__
+        assert scale.loss_scale.dtype == jnp.float32 and float(getattr(scale, name)) == 2
+
+
+def test_what_is_no_optimizer_is_refused():
+    train_state = jaxmp.TrainState.create(params=jnp.ones(2), tx=SGD)
+    for wrong in (None, optax.adam, DynamicLossScale(), {"w": 1.0}):
+        for use in (
+            lambda wrong: loss_scaling(wrong, DynamicLossScale()),
+            jaxmp.low_precision,
+            lambda wrong: jaxmp.TrainState.create(params=jnp.ones(2), tx=wrong),
+            train_state.with_tx,
+            lambda wrong: jaxmp.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), wrong),
+        ):
+            refused(lambda use=use, wrong=wrong: use(wrong), TypeError, "an optimizer must be one of optax's, got ")
+
+
+NOT_OURS = [
+    (lambda: value_and_grad(lambda p: 1.0 * p["n"], state())({"n": jnp.ones((), int)}), TypeError),  # integer params
+    (lambda: value_and_grad(jnp.sum, state(), "w")(jnp.ones(2)), TypeError),  # a name as argnums
+    (lambda: value_and_grad(lambda p: jnp.sum(p), state())(p=jnp.ones(2)), TypeError),  # no argument by its place
+    (lambda: jaxmp.keep_if_skipped(state(), {"mean": jnp.ones(())}, {"var": jnp.ones(())}), ValueError),
+    # The inner state of another optimizer, and one that changes its structure.
+    (lambda: tx_of(standard(optax.adam(1e-3))).update(jnp.ones(2), state(), jnp.ones(2)), Exception),
+    (
+        lambda: tx_of(optax.GradientTransformation(lambda _: (), lambda grads, *_: (grads, (1,)))).update(
+            jnp.ones(2), tx_of(optax.identity()).init(jnp.ones(2)), jnp.ones(2)
+        ),
+        ValueError,
+    ),
+]
+
+
+def test_what_jax_and_optax_refuse_they_refuse_in_their_own_words():
+    for call, kind in NOT_OURS:
+        with pytest.raises(kind):
+            call()
+
+
+def test_an_inner_transform_that_fails_says_so_itself():
+    def fail(updates, state, params=None):
+        raise RuntimeError("its own trouble")
+
+    tx = tx_of(optax.GradientTransformation(lambda params: (), fail))
+    for params in (jnp.ones(2), None):
+        with pytest.raises(RuntimeError, match="its own trouble"):
+            tx.update(jnp.ones(2), tx.init(jnp.ones(2)), params)
+
+
+def test_a_loss_per_example_under_vmap_and_one_of_a_python_number_are_scalars():
+    losses, _ = jax.vmap(value_and_grad(lambda p: jnp.sum(p), state()))(jnp.ones((3, 2)))
+    assert losses.shape == (3,) and value_and_grad(lambda p: 1.0, state())(jnp.ones(2))[0] == 1
+
+
+def test_a_loss_scale_that_was_donated_is_refused():
+    train_state = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx_of())
+    jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(train_state, jnp.ones(2))
+    for use in (
+        lambda opt_state: value_and_grad(jnp.sum, opt_state)(jnp.ones(2)),
+        lambda opt_state: jaxmp.scale_loss(jnp.float32(1), opt_state),
+        lambda opt_state: jaxmp.unscale(jnp.ones(2), opt_state),
+    ):
+        refused(lambda use=use: use(train_state.opt_state), RuntimeError, "'loss_scale' was donated to an earlier step")
+        use(state())
+
+
+def test_an_update_of_what_was_donated_is_refused():
+    tx = tx_of(optax.add_decayed_weights(0.1))
+    old = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx)
+    new, _ = jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(old, jnp.ones(2))
+    refused(lambda: tx.update(jnp.ones(2), old.opt_state, new.params), RuntimeError, "'opt_state/", "was donated")
+    refused(lambda: tx.update(jnp.ones(2), new.opt_state, old.params), RuntimeError, "'params' was donated")

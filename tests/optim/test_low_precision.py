@@ -1,0 +1,301 @@
+"""jaxmp.low_precision: bfloat16 params that learn, with moments in fewer bits, in train states and optimizers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from recompiles import compiled_once
+
+import jaxmp
+from jaxmp.optim import low_precision, stored_moments
+from jaxmp.sharding import Sharding
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+
+
+def problem(dtype):
+    """A linear regression with a batch for each step."""
+    rng = np.random.default_rng(0)
+    target = rng.normal(size=(32, 8)).astype(np.float32)
+    x = rng.normal(size=(64, 32)).astype(np.float32)
+
+    def loss_fn(params, model_state, batch, key):
+        return jnp.mean((batch @ params["w"].astype(jnp.float32) - batch @ target) ** 2), model_state
+
+    return loss_fn, x, {"w": jnp.ones((32, 8), dtype)}
+
+
+def trained(tx, dtype, steps=300):
+    loss_fn, x, params = problem(dtype)
+    state = jaxmp.TrainState.create(params=params, tx=jaxmp.loss_scaling(tx, jaxmp.NoOpLossScale()))
+    step = jaxmp.make_train_step(loss_fn, donate=False)
+    for _ in range(steps):
+        state, metrics = step(state, x)
+    assert compiled_once(step)
+    assert state.params["w"].dtype == dtype
+    return float(metrics["loss"])
+
+
+@pytest.mark.once
+def test_they_learn_where_nearest_rounding_stalls():
+    tx = optax.adam(1e-3)  # steps of 0.001: half a unit in the last place of a weight of 1 is 0.002
+    exact = trained(tx, jnp.float32)
+    nearest = trained(jaxmp.low_precision(tx, rounding="nearest"), jnp.bfloat16)
+    assert nearest > 1.05 * exact
+    for rounding_ in ("stochastic", "kahan"):
+        assert abs(trained(jaxmp.low_precision(tx, rounding=rounding_), jnp.bfloat16) / exact - 1) < 0.01, rounding_
+
+
+@pytest.mark.once
+@pytest.mark.slow("trains three times; the moments are tested by themselves")
+def test_training_reaches_the_loss_of_float32_moments():
+    exact = trained(optax.adam(1e-2), jnp.float32)
+    for moments in ("bfloat16", "float8"):
+        stored = trained(jaxmp.low_precision(optax.adam(1e-2), moments=moments, block=8), jnp.float32)
+        assert abs(stored / exact - 1) < 0.05, moments
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("params", ["stochastic", "nearest"])
+def test_apply_updates_gives_the_rounded_param(params):
+    rng = np.random.default_rng(2)
+    weights = {"w": jnp.asarray(rng.normal(size=4096) * 10.0 ** rng.integers(-3, 3, 4096), jnp.bfloat16)}
+    change = jnp.asarray(rng.normal(size=4096) * 1e-2, jnp.float32)
+    tx = jaxmp.low_precision(optax.sgd(1.0), rounding=params)
+    updates, _ = tx.update({"w": -change}, tx.init(weights), weights)
+    new = optax.apply_updates(weights, updates)["w"]
+    exact = np.asarray(weights["w"], np.float64) + np.asarray(change, np.float64)
+    below = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64)
+    assert new.dtype == jnp.bfloat16 and updates["w"].dtype == jnp.float32
+    if params == "stochastic":
+        unit = np.abs(exact) * 2.0**-7
+        assert np.all(np.abs(np.asarray(new, np.float64) - exact) <= unit)
+    else:
+        np.testing.assert_array_equal(np.asarray(new, np.float64), below)
+    same = np.asarray(new) == np.asarray(weights["w"])
+    assert same.any() and np.all(np.signbit(np.asarray(updates["w"])[same]))
+
+
+@pytest.mark.once
+def test_float32_leaves_are_left_alone():
+    weights = {"norm": jnp.ones(8), "w": jnp.ones(8, jnp.bfloat16)}
+    tx = jaxmp.low_precision(optax.sgd(1e-4))
+    updates, _ = tx.update({"norm": jnp.ones(8), "w": jnp.ones(8)}, tx.init(weights), weights)
+    np.testing.assert_array_equal(updates["norm"], np.float32(-1e-4))
+
+
+@pytest.mark.once
+def test_kahan_keeps_what_rounding_took():
+    weights, tx = {"w": jnp.ones((), jnp.bfloat16)}, jaxmp.low_precision(optax.sgd(1.0), rounding="kahan")
+    state = tx.init(weights)
+    for _ in range(100):
+        updates, state = tx.update({"w": jnp.float32(-1e-3)}, state, weights)
+        weights = optax.apply_updates(weights, updates)
+    assert abs(float(weights["w"]) + float(state.compensation["w"]) - 1.1) < 2e-3
+
+
+@pytest.mark.once
+def test_kahan_takes_params_with_none_and_float32_among_them():
+    weights = {"w": jnp.ones(4, jnp.bfloat16), "none": None, "norm": jnp.ones(4), "x": jnp.ones(2, jnp.bfloat16)}
+    tx = jaxmp.low_precision(optax.sgd(1e-3), rounding="kahan")
+    updates, state = tx.update(jax.tree.map(jnp.ones_like, weights), tx.init(weights), weights)
+    assert updates["none"] is None and state.compensation["norm"] is None
+    np.testing.assert_array_equal(state.compensation["w"], jnp.asarray([-1e-3] * 4, jnp.bfloat16))
+    np.testing.assert_array_equal(state.compensation["x"], jnp.asarray([-1e-3] * 2, jnp.bfloat16))
+
+
+@pytest.mark.once
+def test_what_is_not_finite_is_seen():
+    weights = {"w": jnp.ones(4, jnp.bfloat16)}
+    tx = jaxmp.low_precision(optax.sgd(1.0), moments="float32")
+    for bad in (np.inf, np.nan):
+        updates, _ = tx.update({"w": jnp.asarray([bad, 0, 0, 0], jnp.float32)}, tx.init(weights), weights)
+        assert not np.isfinite(np.asarray(updates["w"])[0]) and np.isfinite(np.asarray(updates["w"])[1:]).all()
+
+
+@pytest.mark.once
+def test_a_skipped_step_advances_nothing():
+    tx = jaxmp.loss_scaling(
+        jaxmp.low_precision(optax.adam(1e-2), rounding="kahan", moments="float8", block=8), jaxmp.DynamicLossScale()
+    )
+    weights = {"w": jnp.ones((8, 8), jnp.bfloat16)}
+    grads = {"w": jnp.full((8, 8), 32768.0)}
+    update = jax.jit(tx.update)
+    _, state = update(grads, jax.jit(tx.init)(weights), weights)
+    updates, skipped = update({"w": grads["w"].at[0, 0].set(np.inf)}, state, weights)
+    assert int(skipped.skipped) == 1 and int(state.inner_state.count) == int(skipped.inner_state.count) == 1
+    jax.tree.map(np.testing.assert_array_equal, skipped.inner_state, state.inner_state)
+    np.testing.assert_array_equal(optax.apply_updates(weights, updates)["w"], weights["w"])
+
+
+def test_params_and_state_have_the_same_bits_on_any_devices():
+    rng = np.random.default_rng(0)
+    weights, grads = (rng.normal(size=(8, 128)).astype(np.float32) for _ in range(2))
+    tx = jaxmp.low_precision(optax.adamw(1e-2), moments="float8", block=32)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    found = []
+    for devices, spec in [(1, P()), (4, P("data")), (4, P(None, "data"))]:
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((devices,), ("data",), axis_types=auto, devices=jax.devices()[:devices])
+        params, own = (jax.device_put(each, NamedSharding(mesh, spec)) for each in (weights, grads))
+        params, state = params.astype(jnp.bfloat16), jax.jit(tx.init)(params.astype(jnp.bfloat16))
+        for _ in range(2):
+            params, state = step(params, state, own)
+        found.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((params, state))])
+    assert all(each == found[0] for each in found)
+
+
+def test_goes_from_float32_to_low_precision_and_back():
+    loss_fn, x, params = problem(jnp.float32)
+    exact = jaxmp.loss_scaling(optax.adam(1e-2), jaxmp.NoOpLossScale())
+    less = jaxmp.loss_scaling(jaxmp.low_precision(optax.adam(1e-2), moments="bfloat16"), jaxmp.NoOpLossScale())
+    step = jaxmp.make_train_step(loss_fn, donate=False)
+    state, _ = step(jaxmp.TrainState.create(params=params, tx=exact), x)
+    there = state.with_tx(less)
+    assert there.opt_state.inner_state.inner_state[0].mu["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(there.opt_state.inner_state.inner_state[0].nu["w"], np.float32),
+        state.opt_state.inner_state[0].nu["w"],
+        rtol=2**-7,
+    )
+    there, _ = step(there, x)
+    back, _ = step(there.with_tx(exact), x)
+    assert int(back.step) == 3 and back.opt_state.inner_state[0].mu["w"].dtype == jnp.float32
+    assert int(back.opt_state.inner_state[0].count) == 3
+    with pytest.raises(ValueError, match="with_tx takes the same optimizer in another precision"):
+        state.with_tx(jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
+
+
+@pytest.mark.once
+def test_nothing_but_loss_scaling_may_stand_around_it():
+    tx, weights = jaxmp.low_precision(optax.adam(1e-3)), {"w": jnp.ones(4, jnp.bfloat16)}
+    inside = jaxmp.loss_scaling(optax.chain(optax.clip(1.0), tx), jaxmp.NoOpLossScale())
+    around = optax.chain(jaxmp.loss_scaling(tx, jaxmp.NoOpLossScale()), optax.scale(0.5))
+    with pytest.raises(ValueError, match=r"nothing but loss_scaling may stand around it: .* put it outside"):
+        jax.eval_shape(inside.init, weights)
+    with pytest.raises(ValueError, match="nothing but loss_scaling may stand around it"):
+        jaxmp.TrainState.create(params=weights, tx=around)
+    with pytest.raises(ValueError, match="nothing but loss_scaling may stand around it"):
+        jaxmp.low_precision(tx).init(weights)
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="nothing but loss_scaling may stand around it"):
+        jaxmp.nnx.Optimizer(model, around)
+    bare = jaxmp.TrainState.create(params=weights, tx=tx)
+    assert isinstance(bare.opt_state.inner_state, low_precision.LowPrecisionState)
+
+
+def test_with_tx_keeps_what_kahan_kept_and_the_count_of_draws():
+    kahan = jaxmp.low_precision(optax.sgd(1e-4), rounding="kahan")
+    params = {"w": jnp.ones((4, 8), jnp.bfloat16), "b": jnp.ones(8), "none": None}
+    loss = lambda p, s, b, r: (sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(p)), s)  # noqa: E731
+    step = jaxmp.make_train_step(loss, donate=False)
+    state = jaxmp.TrainState.create(params=params, tx=kahan)
+    for _ in range(5):
+        state, _ = step(state, jnp.float32(0))
+    assert state.params["w"].min() == 1
+    wide = state.replace(params=jaxmp.base.trees.widen(state.params)).with_tx(optax.sgd(1e-4))
+    np.testing.assert_allclose(wide.params["w"], 1 - 5e-4, rtol=1e-5)
+    again = state.with_tx(jaxmp.low_precision(optax.sgd(1e-4), rounding="kahan"))
+    jax.tree.map(np.testing.assert_array_equal, again.opt_state, state.opt_state)
+    assert state.with_tx(jaxmp.low_precision(optax.sgd(1e-4))).opt_state.inner_state.count == 5
+
+
+def test_with_tx_keeps_the_dtype_that_the_optimizer_wants_of_a_moment():
+    adam = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(4, jnp.bfloat16)}, tx=jaxmp.low_precision(adam))
+    assert state.with_tx(adam).opt_state.inner_state[0].mu["w"].dtype == jnp.bfloat16
+
+
+def test_with_tx_goes_on_with_the_norm():
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.NoOpLossScale(), grad_norm=True)
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(4)}, tx=tx)
+    assert state.with_tx(jaxmp.low_precision(optax.adam(1e-3))).opt_state.grad_norm.shape == ()
+
+
+def test_with_tx_survives_a_step_that_donates():
+    loss_fn, x, params = problem(jnp.bfloat16)
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+    state = jaxmp.TrainState.create(params=params, tx=tx).with_tx(jaxmp.low_precision(optax.adam(1e-3)))
+    state, _ = jaxmp.make_train_step(loss_fn)(state, x)
+    assert float(state.tx.init(state.params).loss_scale.loss_scale) == 2.0**15
+
+
+@pytest.mark.once
+def test_an_nnx_optimizer_keeps_blocks():
+    model = nnx.Linear(8, 32, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    tx = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16)
+    optimizer = jaxmp.nnx.Optimizer(model, tx)
+    before = model.kernel[...]
+    grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((4, 8))).astype(jnp.float32) ** 2))(model)
+    update = nnx.jit(lambda optimizer, model, grads: optimizer.update(model, grads))
+    for count in (1, 2):
+        update(optimizer, model, grads)
+        state = nnx.as_pure(optimizer.opt_state).inner_state
+        assert int(state.count) == count and isinstance(state.inner_state[0].mu["kernel"], stored_moments.Float8Blocks)
+    assert model.kernel[...].dtype == jnp.bfloat16 and np.any(np.asarray(model.kernel[...] != before))
+
+
+def test_its_blocks_are_split_as_their_param_is():
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    tx = jaxmp.loss_scaling(jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16), jaxmp.NoOpLossScale())
+    specs = {"rows": P("fsdp"), "columns": P(None, "fsdp"), "few": P(None, "fsdp")}
+
+    def make_params():
+        return {name: jnp.ones((8, 32 if name == "few" else 64), jnp.bfloat16) for name in specs}
+
+    def loss_fn(params, model_state, batch, key):
+        whole = jaxmp.sharding.gather(params, specs, "bfloat16")
+        products = [batch @ whole[name] for name in specs]
+        return sum(jnp.mean(product.astype(jnp.float32)) for product in products), model_state
+
+    state = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, specs))
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    moments = state.opt_state.inner_state.inner_state[0].mu
+    assert moments["rows"].codes.sharding.spec == moments["rows"].scales.sharding.spec == P("fsdp")
+    assert moments["columns"].codes.sharding.spec == moments["few"].codes.sharding.spec == P(None, "fsdp")
+    assert moments["columns"].scales.sharding.spec == P(None, "fsdp")
+    assert moments["few"].scales.sharding.spec == P()  # of two blocks, for four devices
+    step = jaxmp.make_train_step(loss_fn)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), P("fsdp"))
+        for _ in range(2):
+            state, _ = step(state, batch)
+    assert compiled_once(step)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
+
+
+@pytest.mark.once
+def test_a_mistake_is_refused():
+    adam, weights = optax.adam(0.1), {"w": jnp.ones(4, jnp.bfloat16)}
+    sgd = jaxmp.low_precision(optax.sgd(0.1))
+    kahan = jaxmp.low_precision(adam, rounding="kahan")
+    own = r"rounding='stochastic'\) needs the state that its own init made, got one of"
+    for call, phrase in (
+        (lambda: jaxmp.low_precision(adam, rounding="stochastics"), "rounding must be one of .*, got 'stochastics'"),
+        (lambda: jaxmp.low_precision(adam, moments="int8"), "moments must be one of .*, got 'int8'"),
+        (lambda: jaxmp.low_precision(adam, block=0), "block must be a whole number of at least 1, got 0"),
+        (lambda: jaxmp.low_precision(adam, block=2.5), "block must be a whole number of at least 1, got 2.5"),
+        (lambda: jaxmp.low_precision(adam, seed=-1), "seed must be a whole number of at least 0, got -1"),
+        (lambda: sgd.init({"w": jnp.ones(4, jnp.float16)}), "'w' of float16, whose range .* make the params bfloat16"),
+        (lambda: sgd.init({"w": jnp.ones(4, jnp.float8_e4m3fn)}), "'w' of float8_e4m3fn, whose range"),
+        (
+            lambda: jaxmp.low_precision(optax.sgd(0.1), moments="float8").init(weights),
+            r"has none that is known \(.*\); leave moments out",
+        ),
+        (lambda: sgd.update(weights, sgd.init(weights)), "rounds params, got none"),
+        (lambda: jaxmp.low_precision(adam).update(weights, adam.init(weights), weights), own),
+        (lambda: jaxmp.low_precision(adam).update(weights, kahan.init(weights), weights), own),
+    ):
+        with pytest.raises(ValueError, match=phrase):
+            call()

@@ -1,0 +1,78 @@
+"""Rounding at random: without bias, from draws that no two seeds, updates or params share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp.optim.stochastic_rounding import Draw, stochastic_bfloat16, stochastic_float8
+
+DRAWS = 2**18
+
+
+def draws(value, half=0):
+    bits = Draw(3, jnp.int32(7), "w").bits((DRAWS,))[half]
+    return jnp.full((DRAWS,), value, jnp.float32), bits
+
+
+def is_unbiased(values, exact):
+    """Within three standard errors of a choice between two neighbours."""
+    values = np.asarray(values).astype(np.float64)
+    low, high = values.min(), values.max()
+    p = (exact - low) / (high - low)
+    assert 0 < p < 1 and len(np.unique(values)) == 2
+    return abs(values.mean() - exact) < 3 * (high - low) * np.sqrt(p * (1 - p) / DRAWS)
+
+
+@pytest.mark.once
+def test_bfloat16_is_unbiased():
+    for value in (1.001, -0.3, 3e-39, -1e-40, 1e30):
+        found = stochastic_bfloat16(*draws(value))
+        assert is_unbiased(found, float(np.float32(value))), value
+        assert np.all(np.sign(np.asarray(found, np.float64)) * np.sign(value) >= 0)
+
+
+@pytest.mark.once
+def test_float8_is_unbiased_and_on_its_grid():
+    for value in (300.3, -1.03, 0.01, -0.003, 0.0011, 447.9):
+        found = stochastic_float8(*draws(value, 1))
+        np.testing.assert_array_equal(found, found.astype(jnp.float8_e4m3fn).astype(jnp.float32))
+        assert is_unbiased(found, float(np.float32(value))), value
+
+
+def test_what_needs_no_rounding_stays():
+    exact = jnp.asarray([0.0, -0.0, 1.0, -2.5, 2.0**-130, np.inf, -np.inf, np.nan], jnp.float32)
+    most = jnp.full(exact.shape, 0xFFFF, jnp.uint32)
+    found = np.asarray(stochastic_bfloat16(exact, most).astype(jnp.float32))
+    np.testing.assert_array_equal(found, np.asarray(exact))
+    assert np.signbit(found[1])
+    grid = jnp.asarray([0.0, 448.0, -448.0, 2.0**-9, 1.125], jnp.float32)
+    np.testing.assert_array_equal(stochastic_float8(grid, most[:5]), grid)
+
+
+def test_a_nan_stays_one_whatever_its_bits():
+    words = jnp.asarray([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], jnp.uint32)
+    nans = jax.lax.bitcast_convert_type(words, jnp.float32)
+    found = stochastic_bfloat16(nans, jnp.full(3, 0xFFFF, jnp.uint32))
+    assert np.isnan(np.asarray(found, np.float32)).all()
+
+
+@pytest.mark.once
+def test_draws_differ_by_seed_update_and_param_and_look_random():
+    def bits(seed, step, name):
+        return np.asarray(Draw(seed, jnp.int32(step), name).bits((256, 256))[0]).astype(np.float64)
+
+    base = bits(0, 0, "w")
+    assert abs(base.mean() / 2**16 - 0.5) < 3 / np.sqrt(12 * base.size)
+    for other in (bits(1, 0, "w"), bits(0, 1, "w"), bits(0, 0, "v"), bits(2**32, 0, "w"), np.roll(base, 1), base.T):
+        assert abs(np.corrcoef(base.ravel(), other.ravel())[0, 1]) < 0.012  # 3 / 256
+
+
+@pytest.mark.once
+def test_no_two_seeds_share_their_draws():
+    drawn = {
+        np.asarray(Draw(seed, jnp.int32(step), "w").bits((8,))[0]).tobytes() for seed in range(4) for step in range(4)
+    }
+    assert len(drawn) == 16

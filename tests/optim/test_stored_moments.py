@@ -1,0 +1,163 @@
+"""Moments of an optimizer in 16 and 8 bits: which they are, and how exact."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from jaxmp.optim import stored_moments
+from jaxmp.optim.stochastic_rounding import Draw
+from jaxmp.optim.stored_moments import in_bfloat16, in_float8
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes by itself
+
+
+def test_each_is_stored_as_the_table_says():
+    tx = jaxmp.low_precision(optax.chain(optax.clip(1.0), optax.adamw(1e-3)), moments="float8", block=16)
+    weights = {"w": jnp.ones((4, 32), jnp.bfloat16), "odd": jnp.ones((4, 20), jnp.bfloat16)}
+    state = jax.eval_shape(tx.init, weights)
+    adam = state.inner_state[1][0]
+    assert adam.mu["w"].codes.dtype == jnp.float8_e4m3fn and adam.mu["w"].scales.shape == (4, 2)
+    assert adam.nu["w"].squared and not adam.mu["w"].squared
+    assert adam.mu["odd"].dtype == adam.nu["odd"].dtype == jnp.float32
+    text = str(tx)
+    assert "bfloat16 params rounded stochastically (seed 0)" in text
+    assert "mu/w: float8_e4m3fn, rounded stochastically, a scale for 16" in text
+    assert "nu/w: root in float8_e4m3fn" in text and "count: as it is" in text
+
+
+KNOWN = [
+    (optax.sgd(0.1, momentum=0.9), {"trace"}),
+    (optax.lion(1e-3), {"mu"}),
+    (optax.rmsprop(1e-3), {"nu"}),
+    (optax.rmsprop(1e-3, bias_correction=True), {"nu"}),
+    (optax.adadelta(1e-3), {"e_g", "e_x"}),
+    (optax.adan(1e-3), {"m", "v", "n"}),
+    (optax.amsgrad(1e-3), {"mu", "nu"}),
+    (optax.adabelief(1e-3), {"mu", "nu"}),
+    (optax.adagrad(1e-3), {"sum_of_squares"}),
+    (optax.masked(optax.adam(1e-3), {"w": True}), {"mu", "nu"}),
+    (optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), {"mu", "nu"}),
+]
+
+
+def test_moments_of_optax_are_known():
+    weights = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    for inner, fields in KNOWN:
+        tx = jaxmp.low_precision(inner, moments="bfloat16")
+        state = jax.eval_shape(tx.init, weights)
+        halves = [path for path, leaf in jax.tree.leaves_with_path(state) if leaf.dtype == jnp.bfloat16]
+        assert {str(path[-2]).strip(".'[]") for path in halves} == fields
+        _, new = jax.eval_shape(tx.update, {"w": jnp.ones((4, 4))}, state, weights)
+        assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
+
+
+def test_a_difference_of_moments_is_kept_exact():
+    """The variance nu - mu² of a centred RMSProp, rounded, would be negative, and every param NaN."""
+    weights = {"w": jnp.ones((4, 4))}
+    tx = optax.rmsprop(1e-3, centered=True)
+    with pytest.raises(ValueError, match=r"none that is known \(ScaleByRStdDevState.*leave moments out"):
+        jax.eval_shape(jaxmp.low_precision(tx, moments="bfloat16").init, weights)
+    both = jax.eval_shape(jaxmp.low_precision(optax.chain(tx, optax.trace(0.9)), moments="bfloat16").init, weights)
+    assert both.inner_state[0][0].nu["w"].dtype == jnp.float32
+    assert both.inner_state[1].trace["w"].dtype == jnp.bfloat16
+
+
+def test_what_the_optimizer_keeps_in_half_stays_as_it_keeps_it():
+    weights = {"w": jnp.ones((4, 16), jnp.bfloat16)}
+    tx = optax.chain(optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.contrib.schedule_free_sgd(1e-3))
+    tx = jaxmp.low_precision(tx, moments="float8", block=16)
+    state = jax.eval_shape(tx.init, weights)
+    schedule_free = state.inner_state[1]
+    halved = schedule_free._replace(z=jax.tree.map(lambda leaf: leaf.update(dtype=jnp.bfloat16), schedule_free.z))
+    state = state._replace(inner_state=(state.inner_state[0], halved))
+    _, new = jax.eval_shape(tx.update, weights, state, weights)
+    assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
+    assert new.inner_state[0].mu["w"].dtype == new.inner_state[1].z["w"].dtype == jnp.bfloat16
+    assert "0/mu/w: as it is" in str(tx)
+
+
+def test_the_table_of_an_optimizer_that_wants_other_params():
+    tx = jaxmp.low_precision(optax.masked(optax.adam(1e-3), {"x": True}), moments="bfloat16")
+    assert "moments: bfloat16, rounded stochastically; their names depend on the params" in str(tx)
+
+
+def test_flax_writes_and_reads_blocks():
+    tx, weights = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=2), {"w": jnp.ones((2, 4))}
+    _, state = jax.jit(tx.update)(weights, jax.jit(tx.init)(weights), weights)
+    found = flax.serialization.from_bytes(jax.jit(tx.init)(weights), flax.serialization.to_bytes(state))
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+
+
+@functools.partial(jax.jit, static_argnames=("squared", "block", "name"))
+def stored_and_read(values, squared, block=None, name="mu"):
+    """A moment as it is read after it was stored, in blocks of float8 or in bfloat16."""
+    draw = Draw(0, jnp.int32(0), name)
+    stored = in_float8(values, squared, block, draw) if block else in_bfloat16(values, squared, draw)
+    return stored_moments.decoded({name: stored})[name]
+
+
+def test_a_positive_second_moment_never_becomes_0():
+    values = jnp.asarray([[1e-36, 1e-12, 1e-6, 1.0], [0.0, 1e-36, 1e-37, 2e-38]], jnp.float32)
+    for block in (None, 4):
+        found = stored_and_read(values, True, block, "nu")
+        assert np.all((np.asarray(found) > 0) == (np.asarray(values) > 0)), block
+
+
+def test_codes_are_as_exact_as_their_format():
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)), jnp.float32)
+    signed = np.asarray(stored_and_read(values, False, 256))
+    second = np.asarray(stored_and_read(values**2, True, 256))
+    exact = np.asarray(values, np.float64)
+    assert np.linalg.norm(signed - exact) / np.linalg.norm(exact) < 0.05
+    assert np.linalg.norm(second - exact**2) / np.linalg.norm(exact**2) < 0.09
+    assert abs(signed.mean() - exact.mean()) < 1e-3
+
+
+def test_codes_are_of_the_moments_that_the_update_makes():
+    rng, block = np.random.default_rng(3), 16
+    weights = {"w": jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16)}
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    tx = jaxmp.low_precision(inner, moments="float8", block=block)
+    state = jax.jit(tx.init)(weights)
+    update = jax.jit(tx.update)
+    exactly = jax.jit(lambda grads, state: inner.update(grads, stored_moments.decoded(state), weights))
+    for _ in range(2):
+        grads = {"w": jnp.asarray(rng.normal(size=(8, 64)), jnp.float32)}
+        _, exact = exactly(grads, state.inner_state)
+        _, state = update(grads, state, weights)
+        for name, root in (("mu", np.asarray), ("nu", np.sqrt)):
+            want, found = (getattr(each[1][0], name)["w"] for each in (exact, state.inner_state))
+            above = 2.0 ** (1 + np.floor(np.log2(np.abs(want).reshape(8, 4, block).max(-1))))
+            np.testing.assert_array_equal(found.scales, above)
+            want = np.abs(root(want)).reshape(8, 4, block) / root(above)[..., None] * 448
+            codes = np.abs(np.asarray(found.codes, np.float32).reshape(want.shape))
+            step = np.maximum(2.0 ** np.floor(np.log2(np.maximum(codes, 2.0**-6)) - 3), 2.0**-9)
+            assert np.all(np.abs(codes - want) <= 2 * step)
+
+
+def test_a_block_with_what_is_not_finite_is_not_finite():
+    for bad, squared in ((np.inf, False), (np.nan, False), (np.inf, True), (np.nan, True)):
+        found = stored_and_read(jnp.ones((2, 16)).at[0, 3].set(bad), squared, 16)
+        assert not np.isfinite(found[0]).any() and np.isfinite(found[1]).all()
+
+
+def test_bits_a_param():
+    weights = {"w": jnp.ones((256, 512), jnp.bfloat16)}
+
+    def bytes_a_param(**options):
+        state = jax.eval_shape(jaxmp.low_precision(optax.adam(1e-3), **options).init, weights)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / weights["w"].size
+
+    assert round(bytes_a_param(), 2) == 8.00
+    assert round(bytes_a_param(moments="bfloat16"), 2) == 4.00
+    assert round(bytes_a_param(moments="float8"), 2) == 2.03
+    assert round(bytes_a_param(rounding="kahan", moments="bfloat16"), 2) == 6.00
