@@ -84,9 +84,9 @@ newest: .venv/installed ## the tests on the newest Python and JAX that this mach
 	  .venv-newest/bin/python $(PYTEST) -m "not slow and not once" $(ARGS); \
 	fi
 
-docs: .venv/installed ## the reference of the public names, as HTML in build/docs
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]' --constraint constraints.txt
-	@$(PY) .ci/docs.py
+docs: .venv/installed ## the site, as HTML in build/site
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
 
 dist: .venv/installed ## sdist and wheel in dist/; the wheel alone runs the README's example and jaxmp doctor
 	@.ci/dist.sh $(CURDIR)/$(PY)

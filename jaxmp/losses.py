@@ -42,6 +42,8 @@ from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
 from jaxmp.sharding.plan import Plan, on_auto_axes, spread
 
+__all__ = ["cross_entropy", "projected_cross_entropy"]
+
 _IGNORED = -1
 
 

@@ -15,6 +15,8 @@ import jax
 from jaxmp.base.cache_keys import assumed_hardware
 from jaxmp.base.dtypes import nearest
 
+__all__ = ["Hardware", "align_dim", "assumed", "detect", "recommended_policy"]
+
 # Tensor cores by compute capability, from the CUDA programming guide and the architecture whitepapers (Volta, Turing,
 # Ampere, Ada, Hopper, Blackwell). mxfp8 is float8 with one scale per block of 32 (the OCP microscaling formats).
 _SINCE = (

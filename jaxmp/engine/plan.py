@@ -204,8 +204,7 @@ def cast_plan(
 
     Raises:
       ValueError: as :func:`jaxmp.autocast` does, of overrides that match nothing too.
-      TypeError: as :func:`jaxmp.autocast` does.
-      What JAX raises where an override asks for half and an operation has it not, as the call would.
+      TypeError: as :func:`jaxmp.autocast` does; an override asks for half in an operation that JAX has in float32 only.
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(x @ w)

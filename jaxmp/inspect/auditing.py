@@ -185,7 +185,7 @@ def audit(
       topology: of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
       compile: whether to compile; what needs the compiled program is None otherwise, and findings that do are left out.
 
-    Raises (here, or from the call):
+    Raises:
       ValueError: an unknown policy, device or topology, or a topology that arguments do not fit.
       ModuleNotFoundError: the packages that compile for an absent GPU are not installed.
 

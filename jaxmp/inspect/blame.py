@@ -63,11 +63,11 @@ class Blame(tables.Shown):
         """Return the blame in one line."""
         scale = ", by the loss scale alone" if self.scaled_only else ""
         if self.phase == "input" and not self.primitive:
-            return f"{self.path!r} that came in is not finite{scale}"
+            return f"the input {self.path!r}{scale}"
         turn = "" if self.turn is None else f", turn {self.turn} of its loop"
         path = f"{self.path!r} " if self.path else ""
         source = f"({self.source}{turn})" if self.source or turn else ""
-        kind = "a constant that is not finite" if self.phase == "input" else f"{self.phase} {self.kind}"
+        kind = "a constant" if self.phase == "input" else f"{self.phase} {self.kind}"
         return f"{kind} in {self.primitive} {path}{source}".rstrip() + scale
 
     def _shown(self) -> Any:
@@ -77,7 +77,7 @@ class Blame(tables.Shown):
             if field.name != "operands" and value not in ("", None):
                 rows.append((field.name.replace("_", " "), str(value)))
         rows += [(f"operand {n}", str(operand)) for n, operand in enumerate(self.operands)]
-        return f"First that is not finite: {self.summary()}", ("field", "value"), rows, ()
+        return f"First non-finite value: {self.summary()}", ("field", "value"), rows, ()
 
 
 def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Callable[..., Blame | None]:

@@ -124,7 +124,7 @@ def numerics(
       tx: an optimizer, alone or in :func:`jaxmp.loss_scaling`, for the ``updates`` that it makes of these gradients
         from ``opt_state``, or, where that is None, at its first step.
 
-    Raises (here, or from the function):
+    Raises:
       ValueError: ``loss_scale`` is not a power of two; ``policy``, ``tx`` or ``loss_scale`` with a train step.
       TypeError: the loss is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.

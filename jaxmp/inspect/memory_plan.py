@@ -152,7 +152,7 @@ def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str 
     Returns:
       A function of the arguments of ``fun``, arrays or shapes.
 
-    Raises (from the call):
+    Raises:
       ValueError: an unknown name, a wrong topology, one that does not fit the mesh, or arguments that lie on no
         mesh; the compiler does not report what it needs.
       ModuleNotFoundError: packages that compile for a GPU that is not there are missing.

@@ -137,7 +137,7 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
     Returns:
       A function of the arguments of ``fun``, arrays or shapes.
 
-    Raises (from the call):
+    Raises:
       ValueError: an unknown name, or the peak rates of the attached device are not known (a CPU's).
       ModuleNotFoundError: packages that compile for a GPU that is not there are missing.
 

@@ -35,7 +35,7 @@ def make_train_step(
 ) -> TrainStep:
     """Return a jitted ``step(model, optimizer, batch) -> metrics``, which changes model and optimizer.
 
-    It is :func:`jaxmp.make_train_step`, with its metrics, its counters and its numbers. A step whose gradients' norm is
+    It is :func:`jaxmp.make_train_step` for NNX, with the same metrics and counters. A step whose gradients' norm is
     not finite leaves every Variable of the model and the state of the optimizer bit for bit as they were, but for the
     loss scale, the counters and the random number generators: their counts go on in any case, from microbatch to
     microbatch and from step to step, so that no two share a dropout mask.
@@ -49,15 +49,19 @@ def make_train_step(
       loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
         dict. It may write to the model's Variables. What it writes to those that are trained (``nnx.WeightNorm`` does)
         is what the next microbatch and the optimizer's update start from, as with ``nnx.value_and_grad``.
-      policy, overrides, accumulate_steps, remat, max_consecutive_skips: as for
-        :func:`jaxmp.make_train_step`.
-      ema_decay: likewise, for an ``Optimizer(model, tx, ema=True)``.
-      donate: likewise, of the arrays of model and optimizer, which an ``nnx.clone`` or an ``nnx.state`` of the model
-        made before holds too: copy those, or pass False.
-      sharding: likewise, with ``fsdp_specs(nnx.state(model, nnx.Param), mesh)`` as its specs.
+      policy: as for :func:`jaxmp.make_train_step`, like all other arguments.
+      overrides: paths of the autocast and their precision.
+      accumulate_steps: microbatches per step.
+      ema_decay: decay of the moving average of an ``Optimizer(model, tx, ema=True)``.
+      remat: what the backward pass recomputes.
+      donate: whether the memory of model and optimizer is reused. An ``nnx.clone`` or ``nnx.state`` of the model made
+        before shares that memory: copy its arrays, or pass False.
+      max_consecutive_skips: the run ends after so many skipped steps in a row.
+      sharding: with ``fsdp_specs(nnx.state(model, nnx.Param), mesh)`` as its specs.
 
-    Raises (here, or from the step): what :func:`jaxmp.make_train_step` and its step raise, and
-      TypeError: the model is no NNX model; the optimizer is not this module's.
+    Raises:
+      TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; all that
+        :func:`jaxmp.make_train_step` raises.
       ValueError: the model is the one that ``apply_policy`` was called with, not the one it returned, and the step has
         no policy either; the loss function adds or removes Variables, or changes an attribute that is no array.
 

@@ -73,7 +73,7 @@ def loss_scaling(
         may be zero, or overflow on gradients of a finite norm. It costs further passes over the optimizer's state,
         which is what an elementwise optimizer spends its time on.
 
-    Raises (here, or from ``init`` and ``update``):
+    Raises:
       RuntimeError: a donating step has had the state or the params.
       TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale; the state is none that ``init`` makes.
       ValueError: the scale is no positive scalar; ``inner`` has a loss scale already; another transform stands around

@@ -29,13 +29,15 @@ def make_eval_step(
 
     Args:
       loss_fn: as for :func:`jaxmp.make_train_step`; the model state that it returns is dropped.
-      policy, overrides: as for :func:`jaxmp.make_train_step`.
-      use_ema: whether to evaluate ``state.ema_params``, cast to the params' dtypes, in place of ``state.params``.
+      policy: as for :func:`jaxmp.make_train_step`.
+      overrides: as for :func:`jaxmp.make_train_step`.
+      use_ema: evaluates ``state.ema_params``, cast to the params' dtypes, in place of ``state.params``.
 
-    Raises (here, or from the step):
+    Raises:
       ValueError: ``use_ema`` and the state has no moving average; the batch has no examples.
-      TypeError: the loss function takes or returns something else; the state is no :class:`jaxmp.TrainState`.
-      RuntimeError: the state was given to a donating step before.
+      TypeError: the loss function takes or returns something else; the state is not a
+        :class:`jaxmp.TrainState`.
+      RuntimeError: the state was donated to an earlier step.
 
     >>> def loss_fn(params, model_state, batch, rng):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state

@@ -90,7 +90,7 @@ def make_train_step(
         were put elsewhere. Each weight is gathered where the loss function uses it, in the dtype in which it is used
         there, and once in a pass; docs/sharding.md has the rules.
 
-    Raises (here, or from the step):
+    Raises:
       ValueError: an argument is out of range, or makes no sense with the others; the batch has no examples, or does not
         divide by ``accumulate_steps`` or the devices; an override matches nothing; the state keeps a moving average and
         the step none, or the reverse; a metric has a name of the step's own; the model state has another structure than

@@ -1,0 +1,42 @@
+"""The code of every page of the site runs, and prints what the page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+from pages import blocks, run
+from places import ROOT
+
+DOCS = ROOT / "docs"
+
+#: Pages whose code another test runs: it needs the reader's program, or compares it with a peer.
+ELSEWHERE = ("coming_from.md", "saving.md", "sharding.md", "inspect.md", "autocast.md", "gradient_sums.md")
+
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+PARTS = sorted({(page, block.tab) for page in PAGES if page not in ELSEWHERE for block in blocks(DOCS / page)})
+
+
+@pytest.mark.slow("all programs of the site")
+@pytest.mark.parametrize(("page", "tab"), PARTS, ids=lambda part: part or "page")
+def test_the_code_of_a_page_runs(page: str, tab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(DOCS / page):
+        if block.tab == tab and block.needs:
+            pytest.importorskip(block.needs)
+    with jax.numpy_dtype_promotion("standard"):
+        run(DOCS / page, tab)
+
+
+def test_every_recipe_is_there_in_linen_and_in_nnx():
+    for page in (DOCS / "cookbook").glob("*.md"):
+        tabs = {block.tab for block in blocks(page)}
+        assert page.stem in ("index", "other_libraries") or {"Linen", "NNX"} <= tabs, page
+
+
+def test_printed_text_that_differs_is_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text('```python\nprint(1)\n```\n\n```text title="prints"\n2\n```\n')
+    with pytest.raises(AssertionError, match=r"page\.md:2"):
+        run(page, "")

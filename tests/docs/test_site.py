@@ -1,0 +1,24 @@
+"""The site builds without a warning, and its reference shows the public names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+pytestmark = pytest.mark.once
+
+
+@pytest.mark.slow("builds the whole site")
+def test_the_site_builds_without_a_warning_and_shows_every_public_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    reference = (tmp_path / "reference" / "jaxmp.html").read_text()
+    assert "jaxmp.make_train_step" in reference and "jaxmp.loss_scaling" in reference
+    assert "&gt;&gt;&gt;" in reference and ":func:" not in reference
