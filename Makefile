@@ -86,7 +86,7 @@ newest: .venv/installed ## the tests on the newest Python and JAX that this mach
 
 docs: .venv/installed ## the site, as HTML in build/site
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
-	@echo "open build/site/index.html"
+	@echo "read it: $(PY) -m http.server --directory build/site"
 
 dist: .venv/installed ## sdist and wheel in dist/; the wheel alone runs the README's example and jaxmp doctor
 	@.ci/dist.sh $(CURDIR)/$(PY)

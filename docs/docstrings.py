@@ -14,6 +14,7 @@ class Docstrings(griffe.Extension):
     """Rewrites each docstring of the package before it is parsed."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Rewrite the docstring of one object; griffe calls this."""
         if obj.docstring is not None:
             obj.docstring.value = in_markdown(obj.docstring.value)
 

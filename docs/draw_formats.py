@@ -20,7 +20,9 @@ SIGN, EXPONENT, MANTISSA = "#999999", "#0072b2", "#e69f00"
 
 
 def main() -> None:
-    rows = [each for name in NAMES for each in formats() if each.name == name]
+    """Draw the picture."""
+    by_name = {row.name: row for row in formats()}
+    rows = [by_name[name] for name in NAMES]
     figure, (bits, ranges) = plt.subplots(1, 2, figsize=(11, 3.2), layout="constrained", sharey=True)
     heights = range(len(rows))[::-1]
     for height, row in zip(heights, rows, strict=True):

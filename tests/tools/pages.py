@@ -1,7 +1,7 @@
 """Run the Python blocks of a Markdown page, and compare what they print with the page.
 
-A block in a tab (`=== "NNX"`) shares names with the blocks of tabs of that title; the other blocks share names with each
-other. A block ```` ```text title="prints" ```` is what the Python block before it prints; `...` stands for anything.
+A block in a tab (`=== "NNX"`) sees the names of all tabs of that title. The other blocks see each other's
+names. A block ```` ```text title="prints" ```` is what the Python block before it prints; `...` stands for anything.
 """
 
 from __future__ import annotations
