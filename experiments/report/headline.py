@@ -201,8 +201,8 @@ def filled(results: Path) -> list[str]:
     return [*table, "", f"Goals in brackets, ✓ where they are met{f'; {marks}' if marks else ''}.", ""]
 
 
-def lines(results: Path, root: Path) -> list[str]:
-    """The table in Markdown, and below it where its figures come from and how those that are missing are had.
+def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
+    """Return the table in Markdown, and the lines on where its figures come from. Rows without a figure are left out.
 
     Args:
       results: the folder of results.
@@ -210,7 +210,8 @@ def lines(results: Path, root: Path) -> list[str]:
     """
     sources = Sources(results)
     cells = {row: [row.cell(sources, model) for model in MODELS] for row in ROWS}
-    table = Table("", ("", *MODELS.values()), [(row.name, *own) for row, own in cells.items()])
+    filled_rows = [(row.name, *own) for row, own in cells.items() if any(cell not in ("", "–") for cell in own)]
+    table = Table("", ("", *MODELS.values()), filled_rows)
     found = [line for line in table.markdown().splitlines() if line.startswith("|")]
     notes = [source.line(root) for source in sources.all()]
     shown = [cell for own in cells.values() for cell in own]
@@ -222,7 +223,7 @@ def lines(results: Path, root: Path) -> list[str]:
             0,
             f"{TYPED} over recorded peaks, typed in from one run on one H200 (torch 2.11.0+cu130), which no script "
             f"here wrote: MiB of torch.compile AMP and of JAX's float32 by hand: {peaks}. A train step measured with "
-            "the command below takes their place.",
+            "`python -m experiments.benchmarks.train_step` takes their place.",
         )
         alike = {name: sources.goals(model).get("saved_compiled") for model, name in MODELS.items()}
         shares = [f"{name.split(',')[0]} {found[0].value:.0%}" for name, found in alike.items() if found]
@@ -232,11 +233,7 @@ def lines(results: Path, root: Path) -> list[str]:
             )
     if any(COMPILED in cell for cell in shown):
         notes.insert(0, f"{COMPILED} compiled, not run.")
-    empty = dict.fromkeys(row.script for row, own in cells.items() if "" in own)
-    commands = [f"`python -m experiments.benchmarks.{name} --run-dir experiments/results/{name}`" for name in empty]
-    if commands:
-        notes.append(
-            f"Empty cells are filled on a GPU by `make gpu`, or by {', '.join(commands)}, and then "
-            "`python -m experiments.report.readme`."
-        )
-    return ["Goals in brackets, ✓ where they are met.", "", *found, "", *(f"{note}\n" for note in notes)]
+    shown = ["Goals in brackets, ✓ where they are met.", "", *found, ""]
+    if len(filled_rows) < len(ROWS):
+        shown += ["`make gpu` measures the times and the accuracies, which are not on record yet.", ""]
+    return shown, [f"{note}\n" for note in notes]

@@ -22,6 +22,7 @@ from experiments.report import headline, predictions
 from jaxmp.inspect.program.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
+MEASURED = "How it was measured"
 BEGIN, END = "<!-- results: written by `python -m experiments.report.readme` -->\n", "<!-- /results -->"
 
 
@@ -49,21 +50,35 @@ def block(root: Path = ROOT) -> str:
     if sums := headline.gradient_sums(results):
         lines += [f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", ""]
     lines += headline.filled(results)
-    lines += [_cost_of_scaling(results / "loss_scaling" / "loss_scaling.md"), ""]
-    lines += ["Devices, versions, dates, commands and all other results: [docs/measured.md](docs/measured.md)."]
+    lines += [cost_of_scaling(results), ""]
+    lines += ["[All results](docs/measured.md), with devices, versions, dates and commands."]
     return "\n".join(lines)
 
 
-def _cost_of_scaling(file: Path) -> str:
-    """Return a sentence on the cost of loss scaling."""
+def cost_of_scaling(results: Path) -> str:
+    """Return a sentence on the cost of loss scaling: the least and the largest of all results."""
     costs = []
-    for heading, text in sections(file).items():
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-        added = {row[0]: row[5] for row in rows[2:]}
-        if "jaxmp.loss_scaling" in added:
-            size, device = heading.removesuffix(": ms a step"), facts(next(iter(sections(file).values()))).split(";")[0]
-            costs.append(f"{added['jaxmp.loss_scaling']} to a step of {size}")
-    return f"Loss scaling adds {' and '.join(costs)} ({device})."
+    device = ""
+    for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
+        parts = sections(file)
+        device = facts(next(iter(parts.values()))).split(";")[0]
+        for heading, text in parts.items():
+            for row in _rows(text):
+                if row[0] == "jaxmp.loss_scaling":
+                    costs.append((float(row[5].split()[0]), heading.removesuffix(": ms a step")))
+    (least, small), (most, large) = min(costs), max(costs)
+    return f"Loss scaling adds {least:+.1f} % ({small}) to {most:+.1f} % ({large}) to a train step, on {device}."
+
+
+def _rows(text: str) -> list[list[str]]:
+    """Return the cells of a table in Markdown, without its two lines of headings."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def folded(title: str, lines: list[str]) -> list[str]:
+    """Return lines of Markdown that a page shows on a click."""
+    return ['<details markdown="1">', f"<summary>{title}</summary>", "", *lines, "", "</details>", ""]
 
 
 def measured_block(root: Path = ROOT) -> str:
@@ -73,13 +88,18 @@ def measured_block(root: Path = ROOT) -> str:
     conclusion = demo["Comparison"].strip().splitlines()[0]
     lines = list[str]()
     if sums := headline.gradient_sums(results):
-        lines += [f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", "", sums.line(root), ""]
-    lines += ["ResNet-50, BERT-Base and GPT-2 on a GPU, against PyTorch and float32.", ""]
-    lines += headline.lines(results, root)
-    lines += [conclusion, "", table(demo["pysource: result"]), "", facts(demo["Comparison"]), ""]
+        lines += ["## Sums of gradients", "", f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", ""]
+        lines += folded(MEASURED, [sums.line(root)])
+    lines += ["## On a GPU, against PyTorch and float32", ""]
+    shown, provenance = headline.lines(results, root)
+    lines += [*shown, *folded(MEASURED, provenance)]
+    lines += ["## Accuracy", "", conclusion, "", table(demo["pysource: result"]), ""]
+    lines += folded(MEASURED, [facts(demo["Comparison"])])
     lines += [
-        "What loss scaling adds to a train step, beside its peers. The cost goes with the params and not with the",
-        "examples, so that it is a larger share of a step with few examples:",
+        "## The cost of loss scaling",
+        "",
+        "Loss scaling costs the same for each param, however many examples there are. So it is a larger share of a step with",
+        "few examples.",
         "",
     ]
     for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
@@ -87,12 +107,12 @@ def measured_block(root: Path = ROOT) -> str:
         for heading, text in benchmark.items():
             if "|" in text:
                 lines += [f"*{heading.removesuffix(': ms a step')}*", "", table(text), ""]
-        lines += [facts(benchmark["What loss scaling adds to a train step"]), ""]
+        lines += folded(MEASURED, [facts(benchmark["What loss scaling adds to a train step"])])
     others = sorted({*results.glob("*/*.md")} - {*results.glob("demo/*")} - {*results.glob("loss_scaling*/*")})
     others = [file for file in others if not re.search(r"^- command: .* --smoke", file.read_text(), re.MULTILINE)]
     if others:
         links = ", ".join(f"[{file.parent.name}]({file.relative_to(root)})" for file in others)
-        lines += [f"All of it, with what else was measured: {links}.", ""]
+        lines += ["## Everything else", "", f"{links}.", ""]
     return "\n".join(lines).replace("](docs/", "](").replace("](experiments/", "](../experiments/")
 
 
