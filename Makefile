@@ -21,7 +21,7 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed ## train on real data under five precisions and show what each did: about 3 minutes
+demo: .venv/installed ## train on real data under five precisions and show what each did: about 3 minutes after set-up
 	@$(PY) -m experiments.compare --demo $(ARGS)
 
 test: .venv/installed ## the tests, about 6 minutes the first time: make test ARGS="tests/cli -x"

@@ -71,7 +71,7 @@ class Box:
 
     @property
     def moves(self) -> bool:
-        """Whether it moves data and computes nothing."""
+        """Return whether an operation moves data and computes nothing."""
         return self.node.kind is Kind.CLEAR
 
 

@@ -209,6 +209,7 @@ def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data
     console.print(f"{where['device']}, {where['versions']}, {seconds:.0f} s", markup=False, highlight=False)
     console.print(conclusion, style="bold", markup=False, highlight=False)
     console.print(f"Picture: {folder / 'compare.png'}", markup=False, highlight=False, soft_wrap=True)
+    console.print(comparison_report.takeaway(results, METRICS, cores), style="bold", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

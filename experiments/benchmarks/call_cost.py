@@ -1,4 +1,4 @@
-"""What one call of a train step costs in Python, dispatch and small kernels: jaxmp beside plain JAX and Flax.
+"""Measure the overhead of a call of a train step, beside plain JAX and Flax.
 
 python -m experiments.benchmarks.call_cost --run-dir experiments/results/call_cost
 

@@ -1,4 +1,4 @@
-"""What float8 products bring: a product, a layer, two blocks and a whole step of GPT-2, beside bfloat16.
+"""Measure float8 products, a layer, two blocks and a step of GPT-2, beside bfloat16.
 
 python -m experiments.benchmarks.float8 --run-dir runs/float8
 

@@ -211,7 +211,7 @@ class Run:
         self._about = self.has.read("gpu") or {"pieces": {}, "results": {}}
 
     def of(self, piece: Piece) -> dict[str, Any]:
-        """What is known of a piece: its ``state`` (done, perhaps without packages; failed, begun, to do) and why."""
+        """The known state of a piece (done, failed, begun, to do), and the reason."""
         return self._about["pieces"].get(piece.name, {"state": "to do", "seconds": 0.0, "reason": ""})
 
     def left(self, pieces: list[Piece]) -> list[Piece]:

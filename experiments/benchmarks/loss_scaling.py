@@ -1,4 +1,4 @@
-"""What loss scaling adds to a train step: jaxmp, jmp, flax and optax, in one process, in turn.
+"""Measure the cost of loss scaling: jaxmp, jmp, flax and optax, interleaved.
 
 python -m experiments.benchmarks.loss_scaling --models mlp gpt2
 

@@ -1,4 +1,4 @@
-"""What an optimizer's update moves, keeps and takes, by how params and moments are stored, beside AdamW in float32.
+"""Measure updates by the storage of params and moments, beside AdamW in float32.
 
 python -m experiments.benchmarks.low_precision --device h200 --run-dir experiments/results/low_precision
 

@@ -1,4 +1,4 @@
-"""What an instrumented step costs: jaxmp.inspect.Watch on a train step of GPT-2.
+"""Measure an instrumented step: jaxmp.inspect.Watch on a train step of GPT-2.
 
 python -m experiments.benchmarks.numerics --batch 2 --context 256
 

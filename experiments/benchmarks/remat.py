@@ -1,4 +1,4 @@
-"""What rematerialisation saves: the memory that a train step needs, and the largest batch.
+"""Measure rematerialisation: the memory of a train step, and the largest batch.
 
 python -m experiments.benchmarks.remat --target h200 --run-dir experiments/results/remat
 

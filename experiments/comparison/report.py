@@ -36,9 +36,8 @@ NOTES = {
     "rule": "The rule that users apply, against float32. Accuracy loss: in points. FLOPs: those of a step's products "
     "and convolutions whose operands are float16, bfloat16, float8 or tensorfloat32, whatever this device makes of "
     "them.",
-    "not judged": "This device has no tensor cores that jaxmp knows of, without which half precision gains nothing: "
-    "speed-up, memory and FLOPs are shown and not judged, so that no policy is accepted or refused here. Run the "
-    "comparison on the GPU or TPU that is meant.",
+    "no tensor cores": "Time and memory are not shown: this device has no tensor cores, without which half precision is "
+    "slower and saves little. Run the comparison on a GPU or TPU to see them.",
 }
 
 
@@ -72,7 +71,7 @@ def difference(outcome: Outcome, baseline: Outcome, metric: str) -> float:
 def criteria(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> list[Criterion]:
     """The acceptance rule, criterion by criterion, in the order of :data:`RULE_COLUMNS`.
 
-    What half precision gains is judged on a device with ``tensor_cores`` only, what it costs in accuracy everywhere.
+    Speed, memory and FLOPs are judged on a device with ``tensor_cores`` only, accuracy everywhere.
     """
     speed_up = median_ms(baseline) / median_ms(outcome)
     bytes_, reference = outcome.step_bytes, baseline.step_bytes
@@ -90,13 +89,17 @@ def criteria(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> list[Cr
 
 
 def tables(title: str, outcomes: list[Outcome], tensor_cores: bool) -> list[Table]:
-    """Return tables of results, costs and the verdict of the acceptance rule."""
+    """Return tables of results and, on a device with ``tensor_cores``, of costs and the acceptance rule."""
     baseline = outcomes[0]
-    notes = (NOTES["rule"],) if tensor_cores else (NOTES["rule"], NOTES["not judged"])
+    results = [_result(outcome, baseline) for outcome in outcomes]
+    if not tensor_cores:
+        return [Table(f"{title}: result", RESULT_COLUMNS, results, 2, (NOTES["result"], NOTES["no tensor cores"]))]
+    costs = [_cost(outcome) for outcome in outcomes]
+    judged = [_rule(outcome, baseline) for outcome in outcomes]
     return [
-        Table(f"{title}: result", RESULT_COLUMNS, [_result(o, baseline) for o in outcomes], 2, (NOTES["result"],)),
-        Table(f"{title}: cost", COST_COLUMNS, [_cost(o) for o in outcomes], 2, (NOTES["cost"],)),
-        Table(f"{title}: acceptance", RULE_COLUMNS, [_rule(o, baseline, tensor_cores) for o in outcomes], 2, notes),
+        Table(f"{title}: result", RESULT_COLUMNS, results, 2, (NOTES["result"],)),
+        Table(f"{title}: cost", COST_COLUMNS, costs, 2, (NOTES["cost"],)),
+        Table(f"{title}: acceptance", RULE_COLUMNS, judged, 2, (NOTES["rule"],)),
     ]
 
 
@@ -112,18 +115,11 @@ def as_json(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> dict[str
 
 
 def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
-    """Return a sentence on the held-out results of a task.
-
-    A result counts as worse than float32's if it is so by more than two standard deviations over float32's seeds, and
-    by more than 0.02 of loss or 0.5 points of accuracy.
-    """
+    """Return a sentence on the held-out results of a task."""
     baseline, *others = outcomes
-    sign, scale, least, unit = (1, 1, 0.02, "") if metric == "loss" else (-1, 100, 0.5, " points")
-    threshold = max(least, 2 * scale * _deviation(baseline, metric))
-    failed = [o for o in others if o.failure or not math.isfinite(mean(o, metric))]
-    deltas = {id(o): sign * scale * difference(o, baseline, metric) for o in others if o not in failed}
-    worse = [o for o in others if deltas.get(id(o), 0) > threshold]
-    near = [o for o in others if id(o) in deltas and o not in worse]
+    worse, near, failed = _verdicts(outcomes, metric)
+    deltas = {id(o): _loss_of_quality(o, baseline, metric) for o in worse + near}
+    unit = "" if metric == "loss" else " points"
     shown = f"{mean(baseline, 'loss'):.2f}" if metric == "loss" else f"{100 * mean(baseline, 'accuracy'):.1f} %"
     side = "above" if metric == "loss" else "below"
     parts = []
@@ -147,6 +143,51 @@ def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
     if failed:
         parts.append(f"{_and([_spoken(o) for o in failed])} did not stay finite")
     return f"on {title} {', '.join(parts) or f'float32 ends at a held-out {metric} of {shown}'}"
+
+
+def takeaway(results: dict[str, list[Outcome]], metrics: dict[str, str], tensor_cores: bool) -> str:
+    """Return the last words of a comparison: which policies end like float32 in all tasks, and which do not."""
+    names: dict[str, bool] = {}
+    for task, outcomes in results.items():
+        worse, near, failed = _verdicts(outcomes, metrics[task])
+        for outcome in worse + near + failed:
+            name = _spoken(outcome)
+            names[name] = names.get(name, True) and outcome in near
+    good, bad = ([name for name, is_good in names.items() if is_good == wanted] for wanted in (True, False))
+    parts = []
+    if good:
+        parts.append(f"Safe here, as good as float32: {_and(good)}.")
+    if bad:
+        parts.append(f"Worse than float32: {_and(bad)}.")
+    if not tensor_cores:
+        parts.append("Run it on a GPU to see the gains in time and memory.")
+    return " ".join(parts)
+
+
+def _verdicts(outcomes: list[Outcome], metric: str) -> tuple[list[Outcome], list[Outcome], list[Outcome]]:
+    """Return the outcomes that end worse than float32, near it, and not finite.
+
+    One is worse if it is so by more than two standard deviations over float32's seeds, and by more than 0.02 of loss or
+    0.5 points of accuracy.
+    """
+    baseline, *others = outcomes
+    least, scale = (0.02, 1) if metric == "loss" else (0.5, 100)
+    threshold = max(least, 2 * scale * _deviation(baseline, metric))
+    worse, near, failed = [], [], []
+    for outcome in others:
+        if outcome.failure or not math.isfinite(mean(outcome, metric)):
+            failed.append(outcome)
+        elif _loss_of_quality(outcome, baseline, metric) > threshold:
+            worse.append(outcome)
+        else:
+            near.append(outcome)
+    return worse, near, failed
+
+
+def _loss_of_quality(outcome: Outcome, baseline: Outcome, metric: str) -> float:
+    """Return how much worse a result is than float32's: in loss, or in points of accuracy."""
+    found = difference(outcome, baseline, metric)
+    return found if metric == "loss" else -100 * found
 
 
 def _spoken(outcome: Outcome) -> str:
@@ -202,10 +243,10 @@ def _cost(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def _rule(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> tuple[str, ...]:
+def _rule(outcome: Outcome, baseline: Outcome) -> tuple[str, ...]:
     name = (outcome.policy, outcome.loss_scale)
     if outcome is baseline:
         return (*name, *["reference"], *[""] * (len(RULE_COLUMNS) - 3))
-    judged = criteria(outcome, baseline, tensor_cores)
+    judged = criteria(outcome, baseline, tensor_cores=True)
     accepted = "yes" if all(criterion.met for criterion in judged) else "no"
-    return (*name, *map(str, judged), accepted if tensor_cores else "not judged")
+    return (*name, *map(str, judged), accepted)

@@ -94,7 +94,7 @@ class BPE:
         before, after = [*range(-1, len(parts) - 1)], [*range(1, len(parts) + 1)]  # of each part that is left
 
         def merge_at(i: int) -> Iterator[tuple[int, int, int, int, int]]:
-            """What may become of the part there and the next: the merge's rank, which comes first, and its place."""
+            """A possible merge of two neighbours: its rank, which comes first, and its position."""
             if i >= 0 and after[i] < len(parts) and (merge := self._merges.get((parts[i], parts[after[i]]))):
                 rank, left, right, merged = merge
                 yield rank, i, left, right, merged

@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Pixels:
-    """What is made of pixels, for training and evaluation alike.
+    """Turn pixels into inputs, for training and evaluation alike.
 
     Attributes:
       size: height and width of the result; 0 leaves them as they are.

@@ -73,7 +73,7 @@ def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> dict[str,
 
 
 def origin(name: str, data_dir: str | os.PathLike[str] | None = None) -> str:
-    """What the set was prepared from, a line for the record of a result; prepares it if need be.
+    """Return the origin of the data set, for the record of a result.
 
     Raises:
       DataError: as :func:`read`.

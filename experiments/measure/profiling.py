@@ -1,4 +1,4 @@
-"""Which share of a step's kernel time is spent in kernels that use tensor cores, by their names in a trace."""
+"""The share of a step's kernel time on tensor cores, by kernel names in a trace."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind, products_o
 
 
 def facts(compiled: Any, program: HloProgram) -> dict[str, Any]:
-    """What a compiled function has of all that this module counts, and bytes: ``traffic``, ``temporaries``, ``peak``.
+    """The counts of a compiled function, and bytes: ``traffic``, ``temporaries``, ``peak``.
 
     Args:
       compiled: of JAX.
@@ -49,7 +49,7 @@ def words(numbers: Mapping[str, int]) -> str:
 
 
 def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """Which products two programs have not in common, in words."""
+    """Return the products that two programs do not share, in words."""
     return ", ".join(
         f"{ours.get(name, 0)} {name} for {theirs.get(name, 0)}"
         for name in sorted({*ours, *theirs})

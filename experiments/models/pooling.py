@@ -109,7 +109,7 @@ _max_pool.defvjp(_forward, _backward)
 
 
 def _over(values: jax.Array, shifts: tuple[int, int], geometry: _Geometry, outside: int) -> jax.Array:
-    """What ``values`` has for the window over each position: the last to begin there, or earlier ones by ``shifts``."""
+    """Return ``values`` for the window over each position: the last, or earlier ones."""
     for axis, size, shift in ((1, geometry.height, shifts[0]), (2, geometry.width, shifts[1])):
         repeated = jnp.repeat(values, geometry.stride, axis)
         edges = [(0, 0, 0)] * values.ndim

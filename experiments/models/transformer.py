@@ -51,7 +51,7 @@ def aligned(vocabulary: int) -> int:
 
 
 class Block(nn.Module):
-    """What a transformer repeats: ``before`` attention and ``after`` it, over activations (tokens, width).
+    """A repeated block: ``before`` attention and ``after`` it, over (tokens, width).
 
     Products over two dimensions leave XLA no layouts to change: only attention sees (batch, tokens, heads, width).
 

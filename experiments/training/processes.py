@@ -136,7 +136,7 @@ def wait() -> None:
 
 
 def together(make: Callable[[], T], *, first_before: bool = False) -> T:
-    """What ``make`` returns. If it raises on one process, it is the same error on all; ``make`` waits for no other.
+    """Return ``make()``, or raise the same error on all processes if one fails.
 
     Args:
       make: what each process does for itself.

@@ -1,4 +1,4 @@
-"""What jaxmp adds to the keys of JAX's own caches of traces.
+"""Context managers that extend the keys of JAX's own trace caches.
 
 Each of these makes all keys longer from then on, so that what was jitted before is traced and compiled once more: so
 all are made together, when the first name of the package is used, ``jaxmp.get_policy`` say. What is imported from a

@@ -15,7 +15,7 @@ from jaxmp._internals.jax.walk import PRODUCTS
 
 
 class Class(enum.StrEnum):
-    """What autocast does with an operation. The value is what people write: ``"class:accumulation"``."""
+    """A class of operations, as written in an override: ``"class:accumulation"``."""
 
     HALF = "half"
     """Matrix products and convolutions: half operands, float32 accumulation, half result. The reason for all this."""

@@ -235,7 +235,7 @@ def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
 
 
 def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:
-    """What ``node`` among ``operands`` meets of which there is one for each example, or may come to be for a weight."""
+    """Return the operands of ``node`` that a ``jax.vmap`` maps, or may map for a weight."""
     # What a rule meets may be a tangent, and nothing that is none may depend on one.
     if others or node.is_cast_once or WITH_RULE in step.names:
         return () if WITH_RULE in step.names else others
@@ -266,7 +266,7 @@ def _run(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> lis
 
 
 def _shared(rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """What was made of an equal step before, else what ``make`` makes."""
+    """Return the result of an equal earlier step, or else of ``make``."""
     if rules.programs is None:
         return make()
     names = step.names if rules.paths else ours(step.names)  # by which derivative rules are decided later
@@ -279,7 +279,7 @@ def _shared(rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..
 
 
 def _stands(step: Step, changed: set[Node]) -> bool:
-    """Whether an equation is bound as it stands, its bodies with it: nothing in it changes."""
+    """Return whether an equation is emitted unchanged, with its bodies."""
     node, params = step.node, step.eqn.params
     if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8:
         return False
@@ -293,7 +293,7 @@ def _stands(step: Step, changed: set[Node]) -> bool:
 
 
 def _is_widening(step: Step) -> bool:
-    """Whether an equation is a cast to float32 of what is half now."""
+    """Return whether an equation casts a value to float32 that is half now."""
     node, operand = step.node, step.operands[0] if step.eqn.primitive.name == _CAST else None
     return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
 

@@ -1,4 +1,4 @@
-"""Which products of a program are float8: large ones of a weight, in code whose policy has a recipe.
+"""Choose the float8 products: large ones of a weight, where the policy has a recipe.
 
 The engine asks when it reads a product, and is answered once it has decided which products are half.
 """
@@ -41,13 +41,13 @@ class Asked:
 
     @property
     def why(self) -> str:
-        """What the plan says of it: ``"; float8"``, ``"; no float8: 768 < 1536"``; nothing where it is float32."""
+        """The words of the plan: ``"; float8"``, ``"; no float8: 768 < 1536"``, or nothing."""
         weight, reason = self._answer
         return "; float8" if weight else reason and f"; no float8: {reason}"
 
     @property
     def decision(self) -> tuple[Any, ...]:
-        """What the product depends on that is written, besides its operands."""
+        """The written properties of the product, besides its operands."""
         return self._answer[0], self._recipe, self._is_fused, may_be_skipped()
 
     def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -59,7 +59,7 @@ class Asked:
 
     @functools.cached_property
     def _is_fused(self) -> bool:
-        """Whether XLA may add to the result in the product's kernel: it dies of a GELU in half there.
+        """Return whether XLA may fuse an addition to the result into the product.
 
         None is in sight, nor may there be one where a result of the program goes.
         """
@@ -72,7 +72,7 @@ class Asked:
 
     @functools.cached_property
     def _answer(self) -> tuple[str | None, str]:
-        """Which operand is the weight, or None and why it is not float8."""
+        """Return the position of the weight, or None and the reason against float8."""
         step, node, eqn = self._step, self._step.node, self._step.eqn
         dtypes = [each and (node.compute or each.written) for each in step.operands[:2]] if node else []
         if not dtypes or any(dtype is None or dtype.itemsize != 2 for dtype in dtypes):
@@ -122,7 +122,7 @@ def asked(step: Any, rules: Any) -> Asked | None:
 
 @functools.lru_cache(maxsize=4096)
 def _marked(names: Names) -> str | None:
-    """What the innermost mark that tells says: the text of a recipe, or ``"None"``; None if there is no such mark."""
+    """Return the recipe's text at the innermost mark, ``"None"``, or None without a mark."""
     marks = (mark for name in reversed(names) if (mark := _MARK.fullmatch(name)))
     return next((mark[2] or "None" for mark in marks if mark[1] == "compute" or mark[2]), None)
 
@@ -139,14 +139,14 @@ def _origins(node: Any) -> set[Any]:
 
 
 def _is_mask(node: Any) -> bool:
-    """Whether a value is made of integers and bools, and of numbers that these select: one-hot rows say."""
+    """Return whether a value is made of integers, bools and numbers that they select."""
     path = walk([node], lambda each: each.inputs if each.name in _MASKING else ())
     is_made = any(each.name == "select_n" or not (each.inputs or each.kind is Kind.SOURCE) for each in path)
     return is_made and all(each.name in _MASKING or not each.shape for each in path)
 
 
 def _is_table(weight: set[Any]) -> bool:
-    """Whether rows of what a weight is made of are looked up elsewhere, be it scaled before: it is an embedding."""
+    """Return whether rows of the weight are looked up elsewhere: a tied embedding."""
 
     def follow(node: Any) -> list[Any]:
         alike = (user for user in node.users if user.name in _MOVES or user.shape == node.shape)
@@ -158,5 +158,5 @@ def _is_table(weight: set[Any]) -> bool:
 
 
 def _has_rows(node: Any) -> bool:
-    """Whether a value is rows of a table, by indices; a single one of a stack may be the weight of a layer."""
+    """Return whether a value is several rows of a table, picked by indices."""
     return node.name == "gather" and len(node.shape) >= len(node.inputs[0].shape)

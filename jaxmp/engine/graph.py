@@ -67,7 +67,7 @@ class Node:
 
     @property
     def is_cast_once(self) -> bool:
-        """Whether all who want it in half share one cast. A weight is cast at each use: its cotangents are many."""
+        """Do all half readers share one cast? A weight is cast at each use."""
         return self.after_product or self.is_looked_up
 
     @property
@@ -77,7 +77,7 @@ class Node:
 
     @property
     def is_half_product(self) -> bool:
-        """Whether it is a product that is computed in half precision."""
+        """Is the node a product in half precision?"""
         return self.name in PRODUCTS and self.state is State.HALF
 
     def raise_to(self, state: State, rule: Rule, cause: Node | None = None) -> bool:
@@ -94,7 +94,7 @@ _UNMARKED = Region()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Form:
-    """What equations have in common that are equal but for their operands: those of equal layers."""
+    """The key that equations of equal layers share: everything but their operands."""
 
     operation: object  # another one for other parameters
     bodies: Bodies | None
@@ -127,7 +127,7 @@ class Step:
 
     @property
     def joins(self) -> Sequence[Node | None]:
-        """What has several origins: the carry of a loop, which its first results are, and the results of a cond."""
+        """A value with several origins: a loop's carry, or a result of a cond."""
         nodes = self.nodes[: self.bodies.carry if self.bodies.kind != "cond" else None] if self.bodies else []
         return [None if n in self.unchanged else node for n, node in enumerate(nodes)]
 
@@ -182,7 +182,7 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rul
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
-    """Whether what an operation makes of floating values depends on their last digits, and is no comparison with 0."""
+    """Return whether the results amplify the last digits of floating operands."""
     is_largest = any(one.name in ("max", "min") and other in one.inputs for one in operands for other in operands)
     return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
 

@@ -26,7 +26,7 @@ _MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;.*)?\)")  # and
 
 
 class Region(NamedTuple):
-    """What the marks around an operation ask of it."""
+    """The precision that the marks around an operation ask for."""
 
     level: str | None = None  # one of LEVELS; "written" to leave it as it is; None leaves it to the engine
     half: np.dtype | None = None  # the half dtype of the module around it; None for that of the whole program
@@ -74,13 +74,13 @@ def widened(value: jax.Array) -> jax.Array:
 
 
 def is_widened(names: Names) -> bool:
-    """Whether an operation in these scopes is the cast of :func:`widened`."""
+    """Return whether an operation in these scopes is the cast of :func:`widened`."""
     return bool(names) and names[-1] == _WIDENED
 
 
 @functools.lru_cache(maxsize=4096)
 def region_of(names: Names) -> Region:
-    """What the innermost marks among some scopes ask for; none outside of a module that is left as it is counts."""
+    """Return the request of the innermost marks among some scopes."""
     marks = [mark.groups() for part in reversed(names) if (mark := _MARK.fullmatch(part))]
     region = Region(products=next((products for kind, _, products in marks if kind == "compute"), ""))
     for kind, text, _ in marks:

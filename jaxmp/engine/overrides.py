@@ -1,4 +1,4 @@
-"""What overrides of operations mean: one grammar for functions and for models under autocast.
+"""The grammar of overrides of operations, for functions and models under autocast.
 
 A key is a path of modules or scopes, ``"primitive:exp"`` or ``"class:accumulation"``; a value is a level, or a policy
 that computes at one. :mod:`jaxmp.policy.patterns` has the keys that mean modules, :mod:`jaxmp.policy` the policies.

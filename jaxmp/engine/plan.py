@@ -71,7 +71,7 @@ class Row:
     pattern: str = ""
 
     def _cells(self) -> tuple[str, ...]:
-        """What a table shows of it, under ``_HEADER``."""
+        """Return the cells of a row, under ``_HEADER``."""
         dtypes = f"{tables.runs(self.operands)} -> {tables.runs(self.result.split(', '))}".strip()
         sizes = (tables.short(self.flops), f"{tables.short(self.cast_bytes)}B" if self.casts else "-")
         return ("  " * self.depth + self.primitive, dtypes, *sizes, self.cls, self.path, self.why, self.source)
@@ -141,7 +141,7 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class CastPlan:
-    """What autocast decides for one call of a function.
+    """The decisions of autocast for one call of a function.
 
     ``str(plan)`` is a text of one line for each equation and the totals after them. It holds no names of variables, no
     ids, no absolute paths and no column whose width depends on other rows, so that a project can keep it under version

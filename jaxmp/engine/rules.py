@@ -1,4 +1,4 @@
-"""What is asked of an operation where it stands: a marked region, an override, its class; in this order."""
+"""The request at an operation: a marked region, an override, its class, in this order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UnmatchedOverrideError(ValueError):
 
 
 class Decision(NamedTuple):
-    """What an operation is before its neighbours have a say; ``reason`` is a text for the plan and decides nothing."""
+    """The kind of an operation on its own; ``reason`` is for the plan and decides nothing."""
 
     kind: Kind
     reason: str
@@ -74,7 +74,7 @@ class Rules:
             )
 
     def kind_of(self, eqn: Any, constants: Sequence[tuple[float, float]], names: Names) -> Decision:
-        """What an equation without a body is before its neighbours have a say, and why.
+        """Return the kind of an equation without a body, on its own, and the reason.
 
         Args:
           eqn: the equation.
@@ -164,7 +164,7 @@ class Rules:
         return Decision(Kind.HALF, "product")
 
     def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]], half: Any) -> Decision:
-        """What the smallest and the largest magnitudes of its constants ask of an operation."""
+        """Return the kind that an operation's constants ask for by their magnitudes."""
         if half is None or not constants:
             return Decision(Kind.INFER, "")
         tiny, huge = range_of(half)

@@ -226,7 +226,7 @@ def _require_some(params: Any, model: Any, wrt: Any) -> None:
 
 
 def _values(model: Any) -> dict[str, Any]:
-    """What every Variable and array of ``model`` holds, by its path; the state of random number generators left out."""
+    """Return the arrays of ``model`` by path, without random number generators."""
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
     return {_name(path): value_of(leaf) for path, leaf in leaves}
 

@@ -69,7 +69,7 @@ def by_variant(found: list[Record]) -> dict[str, Variants]:
 
 
 def differences(task: str, runs: list[Record], baseline: list[Record]) -> list[float]:
-    """Of what was reached, to float32 with the same seed: points of accuracy for images, % of the loss for text."""
+    """Return the differences to float32 by seed: points of accuracy, or % of the loss."""
     reference = {run["seed"]: run["final"] for run in baseline}
     pairs = [(run["final"], reference[run["seed"]]) for run in runs if run["seed"] in reference]
     if METRICS[task] == "accuracy":
@@ -80,7 +80,7 @@ def differences(task: str, runs: list[Record], baseline: list[Record]) -> list[f
 def goal(
     task: str, name: str, runs: list[Record], baseline: list[Record], reference: str = "float32"
 ) -> tuple[bool | None, str]:
-    """Whether a policy reaches the task's goal, None while that is open, and a sentence that says so.
+    """Return whether a policy reaches the task's goal (None: open), and a sentence.
 
     The goal is how far it may be from the ``baseline``, the runs of the policy ``reference``.
 

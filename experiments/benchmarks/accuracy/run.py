@@ -107,7 +107,7 @@ class Run:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What all runs of a task in one folder have in common; ``whole``: whether they are those of the field."""
+        """The setting of all runs of a task in a folder; ``whole``: the field's sizes."""
         task = TASKS[self.task]
         own, preset = (
             {name: value for name, value in strict_json(dataclasses.asdict(flags)).items() if name not in RESERVED}

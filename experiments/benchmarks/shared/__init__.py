@@ -1,1 +1,1 @@
-"""What several benchmarks share: models in their sizes, code by hand, readers of compiled programs, run folders."""
+"""Shared by benchmarks: models, code by hand, readers of programs, run folders."""

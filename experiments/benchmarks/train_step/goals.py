@@ -12,7 +12,7 @@ from experiments.report.goals import Goal, saved, share
 
 
 class Limits(NamedTuple):
-    """What a model is to reach: ratios at most, speed-ups over a precision and the memory saved at least.
+    """The goals of a model: largest ratios, least speed-ups and memory saved.
 
     Times and peaks are over the fastest of torch.compile AMP's rows in half; memory is saved against float32 by hand.
     ``remat_memory`` is None for ResNet-50.

@@ -122,7 +122,7 @@ def step_flops(case: Workload, row: Row) -> dict[str, int]:
 
 @functools.cache
 def model_flops(case: Workload) -> int:
-    """What a train step costs at least by convention: three times the products of the model's forward pass.
+    """Return a step's FLOPs by convention: three times the forward pass's products.
 
     Attention counts whole, its masked half too, as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B);
     padding of the vocabulary counts like the rest, what remat computes again does not.

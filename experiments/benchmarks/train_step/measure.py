@@ -63,7 +63,7 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
 
 
 def alone(case: Workload, row: Row, passes: Iterable[Pass], seconds: float) -> dict[str, Any]:
-    """What ``describe`` tells of each pass, with nothing else on the device, the forward pass first.
+    """Describe each pass with nothing else on the device, the forward pass first.
 
     A process's peak never falls, and a train step's is the higher.
     """

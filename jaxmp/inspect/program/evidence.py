@@ -94,7 +94,7 @@ class Audited:
 
     @property
     def has_half_products(self) -> bool:
-        """Whether a product has a half operand."""
+        """Return whether a product has a half operand."""
         return any(value.is_half for product, _ in self.products for value in product.inputs)
 
     def policies_of(self, path: tuple[str, ...]) -> list[Any]:

@@ -100,29 +100,29 @@ class Value:
 
     @property
     def is_float(self) -> bool:
-        """Whether its dtype is floating."""
+        """Is the dtype floating?"""
         return bool(jnp.issubdtype(self.dtype, jnp.floating))
 
     @property
     def is_half(self) -> bool:
-        """Whether it is float16 or bfloat16."""
+        """Is the dtype float16 or bfloat16?"""
         return self.dtype.name in ("float16", "bfloat16")
 
     @property
     def is_move(self) -> bool:
-        """Whether its elements are elements of its operands; a cast to the same dtype is a move."""
+        """Are the elements those of an operand? A cast to the same dtype is a move."""
         if self.name == "top_k":
             return self.position == 0
         return self.name in MOVES or (self.is_cast and self.inputs[0].dtype == self.dtype)
 
     @property
     def is_cast(self) -> bool:
-        """Whether it is a cast."""
+        """Is the value the result of a cast?"""
         return self.name == "convert_element_type"
 
     @property
     def is_computed(self) -> bool:
-        """Whether an equation computes it, which may have a record."""
+        """Does an equation compute the value? Then it may have a record."""
         return bool(self.key) and self.position >= 0
 
     def sources(self, turns: Turns) -> Iterator[tuple[int, Value, Turns]]:
