@@ -36,8 +36,8 @@ NOTES = {
     "rule": "The rule that users apply, against float32. Accuracy loss: in points. FLOPs: those of a step's products "
     "and convolutions whose operands are float16, bfloat16, float8 or tensorfloat32, whatever this device makes of "
     "them.",
-    "no tensor cores": "Time and memory are not shown: this device has no tensor cores, without which half precision is "
-    "slower and saves little. Run the comparison on a GPU or TPU to see them.",
+    "no tensor cores": "Time and memory are not shown: this device has no tensor cores, without which half precision "
+    "is slower and saves little. Run the comparison on a GPU or TPU to see them.",
 }
 
 

@@ -98,8 +98,8 @@ def measured_block(root: Path = ROOT) -> str:
     lines += [
         "## The cost of loss scaling",
         "",
-        "Loss scaling costs the same for each param, however many examples there are. So it is a larger share of a step with",
-        "few examples.",
+        "Loss scaling costs the same for each param, however many examples there are. So its share of a step is",
+        "larger with few examples.",
         "",
     ]
     for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
