@@ -23,12 +23,13 @@ from jaxmp.cli import (
     numerics,
     plan,
     roofline,
+    tune,
     watch,
 )
 from jaxmp.cli.errors import UsageError
 from jaxmp.cli.printing import check_plot
 
-_MODULES = (doctor, formats, plan, audit, memory, roofline, numerics, blame, compare, watch)
+_MODULES = (doctor, formats, plan, audit, memory, roofline, numerics, blame, compare, tune, watch)
 _COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 

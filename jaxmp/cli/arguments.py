@@ -50,6 +50,9 @@ OVERRIDE = _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED
 AUTOCAST = _named("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16") | OVERRIDE
 REFERENCE = _named("--reference", default="float32", help="float32 or float64, without policies; default: float32")
 LOSS_SCALE = _named("--loss-scale", type=loss_scale, default=1.0, metavar="NUMBER", help="default: 1")
+TUNED_POLICY = _named("--policy", default="mixed_bfloat16", help="a half policy; default: mixed_bfloat16")
+TOLERANCE = _named("--tolerance", type=float, metavar="NUMBER", help="the largest error; default: twice the floor")
+SAVE = _named("--save", metavar="FILE.toml", help="also write the policy, for get_policy and --policy")
 NO_GRAD = _named("--no-grad", action="store_true", help="look at the results, not at gradients")
 PLOT = _named("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg; needs matplotlib")
 JSON = _named("--json", action="store_true", help="print JSON, for programs")

@@ -16,6 +16,7 @@ from jaxmp.inspect.prediction import Roofline, roofline
 from jaxmp.inspect.program.findings import Finding
 from jaxmp.inspect.program.statistics import Statistics
 from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
+from jaxmp.inspect.tuning import Tuned, tune
 from jaxmp.inspect.watch import Watch
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Product",
     "Roofline",
     "Statistics",
+    "Tuned",
     "Watch",
     "audit",
     "collectives",
@@ -40,4 +42,5 @@ __all__ = [
     "memory",
     "numerics",
     "roofline",
+    "tune",
 ]

@@ -139,7 +139,7 @@ def compare(
         if is_step(fun):
             require_own_settings(loss_scale=None if loss_scale == 1 else loss_scale)
             call = step_call(fun, args)
-            loss_fn, args = _loss_of(call)
+            loss_fn, args = loss_of(call)
             scale = call.loss_scale
         require_arguments_not_deleted(loss_fn, args)
         paths = argument_paths(loss_fn, args)
@@ -165,7 +165,7 @@ class _LossOnly(TrainStep):
         return (loss, (jax.lax.stop_gradient(model_state), metrics)), zeros, {}
 
 
-def _loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the loss of a train step as a function, and its arguments."""
     step, state, batch = call
     if any(isinstance(part, Gathered) for part in step.arguments):

@@ -15,6 +15,7 @@ from jaxmp.policy.float8 import Float8
 from jaxmp.policy.parsing import ALIASES, AMBIGUOUS, parse_fields
 from jaxmp.policy.patterns import Path, Pattern, check_pattern, is_class_pattern, matches, pairs_of, pattern_text
 from jaxmp.policy.policies import Policy
+from jaxmp.policy.policy_files import read_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,10 +223,11 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
         ``mixed_bfloat16`` = ``mixed_bf16`` = ``bf16-mixed``, ``mixed_float8``, ``float16`` = ``O3``, ``bfloat16``,
         ``bfloat16_sr``, ``O2``; the last two are PolicyMaps with norms in float32, of pure bfloat16 for
         :func:`jaxmp.low_precision` and of mixed_float16); a dtype for all three; a string in jmp's long or short form
-        (a missing compute dtype follows params, a missing output dtype follows compute); ``"auto"`` for what suits the
-        attached device; a Policy, a PolicyMap, or any object with jmp's three attributes. Case and spaces are forgiven.
-        The preset ``float32`` has ``matmul_precision="highest"``, true float32 products on a GPU too;
-        ``"params=float32,compute=float32"`` has JAX's default, as ``str`` shows.
+        (a missing compute dtype follows params, a missing output dtype follows compute); ``"auto"`` for the attached
+        device; the name of a TOML file, as :func:`jaxmp.inspect.tune` saves it; a Policy, a PolicyMap, or any object
+        with jmp's three attributes. Case and spaces are ignored. The preset ``float32`` has
+        ``matmul_precision="highest"``, true float32 products on a GPU too; ``"params=float32,compute=float32"`` has
+        JAX's default, as ``str`` shows.
 
     Raises:
       ValueError: the name, the key or a dtype is unknown; the name could mean two policies, as ``"fp16"`` and
@@ -276,6 +278,9 @@ def _of_override(policy: Any, default: Policy | PolicyMap, pattern: Pattern) -> 
 
 
 def _parse(text: str) -> Policy | PolicyMap:
+    if text.endswith(".toml"):
+        policy, overrides = read_policy(text)
+        return PolicyMap(_parse(policy), overrides) if overrides else _parse(policy)
     default, *rules = text.split(";")
     if rules:
         return PolicyMap(_parse(default), dict(_parse_rules(rules)))

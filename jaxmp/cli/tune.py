@@ -1,0 +1,33 @@
+"""``jaxmp tune``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from jaxmp.cli.arguments import ARRAYS, SAVE, TOLERANCE, TUNED_POLICY
+from jaxmp.cli.errors import UsageError
+from jaxmp.cli.inspecting import of_arrays
+from jaxmp.cli.printing import show
+
+ARGUMENTS = ARRAYS | TUNED_POLICY | TOLERANCE | SAVE
+
+
+def run(options: argparse.Namespace) -> int:
+    """Find the modules that need float32, and write them as a policy file.
+
+    The function may be a train step. Exit code 1 if the tolerance cannot be met, 2 if something is wrong with the
+    arguments.
+
+    Example:
+      jaxmp tune train:loss_fn --args train:example --policy mixed_float16 --save policy.toml
+    """
+    from jaxmp.inspect import tune
+
+    if options.save is not None and Path(options.save).suffix != ".toml":
+        raise UsageError(f"--save names a file that ends in .toml, got {options.save!r}")
+    tuned = of_arrays(options, lambda fun: tune(fun, options.policy, tolerance=options.tolerance))
+    show(options, tuned)
+    if options.save is not None:
+        tuned.save(options.save)
+    return 0 if tuned.met else 1

@@ -1,0 +1,221 @@
+"""Find the parts of a function that need float32, by measuring its loss and its gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmp.base import tables
+from jaxmp.base.dtypes import is_half
+from jaxmp.inspect.blame import first_nonfinite
+from jaxmp.inspect.comparing import loss_of
+from jaxmp.inspect.measuring import numerics
+from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
+from jaxmp.inspect.tune_measure import Measurement, candidates_of, without_policies
+from jaxmp.inspect.tune_search import Result, search
+from jaxmp.policy.policies import Policy
+from jaxmp.policy.policy_files import write_policy
+from jaxmp.policy.policy_map import PolicyMap, get_policy
+
+_COLUMNS = ("path", "error alone", "FLOPs", "float32")
+_FLOORS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedRow:
+    """A candidate: a module or scope with half operations of its own.
+
+    Attributes:
+      path: the module or scope, as an override takes it.
+      error: the error of the function if only this candidate computes in half.
+      flops: FLOPs of the products of the candidate, without those of modules below it.
+      is_float32: whether it has to compute in float32.
+    """
+
+    path: str
+    error: float
+    flops: int
+    is_float32: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned(tables.Shown):
+    """The smallest found set of overrides that keeps loss and gradients near those of float32.
+
+    An error is the larger of the loss's relative error and the relative L2 error of all gradients together.
+
+    Attributes:
+      policy: the policy with the overrides; ``apply_policy``, ``autocast`` and ``make_train_step(policy=)`` take it.
+      overrides: path to policy, in the order in which they apply; empty if none is needed.
+      error: with the overrides.
+      error_before: without them.
+      floor: with products alone in half, and everything else in float32.
+      tolerance: the largest error that was allowed.
+      met: whether ``error`` is at most ``tolerance``.
+      half_flops: the share of the products' FLOPs in half with the overrides, from 0 to 1.
+      loss_scale: a good first loss scale in float16; None in bfloat16.
+      rows: the candidates, by error.
+      evaluations: how often the function was compiled.
+    """
+
+    policy: PolicyMap
+    overrides: Mapping[str, str]
+    error: float
+    error_before: float
+    floor: float
+    tolerance: float
+    met: bool
+    half_flops: float
+    loss_scale: float | None
+    rows: tuple[TunedRow, ...]
+    evaluations: int
+
+    def save(self, file: str | Path) -> None:
+        """Write the policy as a TOML file, which :func:`jaxmp.get_policy` reads by its name.
+
+        Args:
+          file: its name ends in ``.toml``.
+
+        Raises:
+          ValueError: the name ends otherwise.
+        """
+        comments = [
+            f"error {self.error:.3g} (without overrides {self.error_before:.3g}, tolerance {self.tolerance:.3g})",
+            f"{100 * self.half_flops:.1f} % of the products' FLOPs in half",
+        ]
+        write_policy(file, self.policy, loss_scale=self.loss_scale, comments=comments)
+
+    def _shown(self) -> Any:
+        cells = [
+            (row.path, f"{row.error:.2e}", tables.short(row.flops), "yes" if row.is_float32 else "")
+            for row in self.rows
+        ]
+        notes = [
+            f"error {self.error:.2e}, without overrides {self.error_before:.2e}; tolerance {self.tolerance:.2e}, "
+            f"floor {self.floor:.2e}",
+            f"{100 * self.half_flops:.1f} % of the products' FLOPs in half; {self.evaluations} evaluations",
+        ]
+        if self.loss_scale is not None:
+            notes.append(f"loss scale: start at {self.loss_scale:g}, where the fewest gradients become zero")
+        return self._title(), _COLUMNS, cells, notes
+
+    def _title(self) -> str:
+        if not self.met:
+            return (
+                "Tolerance not met; mark code outside of modules by jaxmp.precision('float32'), or allow more"
+            )
+        if not self.overrides:
+            return "Nothing needs float32: all of it may run in half"
+        names = ", ".join(row.path for row in self.rows if row.is_float32)
+        return f"These need float32: {names}"
+
+
+def tune(
+    fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None, batches: Sequence[tuple[Any, ...]] = ()
+) -> Callable[..., Tuned]:
+    """Find the modules that need float32 under a half policy.
+
+    The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
+    :func:`jaxmp.autocast` with ``policy``. It measures each module alone in half, gives float32 to the modules with the
+    largest errors until the tolerance holds, and takes back those that are not needed. That takes at most 2 evaluations
+    for each candidate and 10 more; each compiles the function once.
+
+    Args:
+      fun: returns the loss, or a tuple that begins with it. Or a train step, called with its own arguments.
+      policy: one half policy, such as ``"mixed_bfloat16"``.
+      tolerance: the largest error of the loss, and of all gradients together, relative to float32 (see
+        :class:`Tuned`). None allows twice the floor, the error of products in half alone.
+      batches: more tuples of arguments after the first one (the params), so that the result does not depend on one
+        batch. The largest error counts. Of a train step: ``(batch,)``.
+
+    Returns:
+      A function of ``fun``'s arguments that returns :class:`Tuned`. It is the same for the same arguments. Interrupt it
+      with Ctrl-C to get the best result so far.
+
+    Raises:
+      ValueError: the policy is not half, or has overrides; the tolerance is below the floor; the float32 function is
+        not finite; the function has no products.
+      TypeError: ``fun`` returns no floating scalar first.
+      RuntimeError: an argument was donated to an earlier step.
+
+    >>> def loss_fn(params, x):
+    ...     with jax.named_scope("encoder"):
+    ...         x = jnp.tanh(x @ params["w"])
+    ...     with jax.named_scope("flow"):
+    ...         for _ in range(16):
+    ...             x = x + 0.01 * jnp.tanh(x @ params["v"])
+    ...     return jnp.mean(x**2)
+    >>> w, v = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
+    >>> x = jax.random.normal(jax.random.key(1), (32, 16))
+    >>> tuned = tune(loss_fn, "mixed_bfloat16")({"w": w, "v": v}, x)
+    >>> dict(tuned.overrides), tuned.met
+    ({'flow': 'float32'}, True)
+    """
+    half = _half_policy(policy)
+
+    def run(*args: Any) -> Tuned:
+        loss_fn, all_args, scale = fun, [args, *((args[0], *more) for more in batches)], None
+        if is_step(fun):
+            call = step_call(fun, args)
+            scale = call.loss_scale
+            loss_fn, args = loss_of(call)
+            all_args = [args, *((*args[:-1], *more) for more in batches)]
+        require_arguments_not_deleted(loss_fn, args)
+        plain = without_policies(loss_fn)
+        if half.compute_dtype != np.float16:
+            scale = None
+        elif scale in (None, 1.0):
+            scale = numerics(plain)(*args).recommended_scale("float16")
+        measurement = Measurement(plain, all_args, half, scale or 1.0)
+        if not measurement.is_reference_finite:
+            raise ValueError(
+                f"tune compares with float32, but the float32 function is not finite: {first_nonfinite(plain)(*args)}"
+            )
+        floor = measurement.floor()
+        allowed = _FLOORS * floor if tolerance is None else tolerance
+        if allowed < floor:
+            raise ValueError(
+                f"products in half alone have an error of {floor:.2e}, got the tolerance {tolerance}; allow more"
+            )
+        candidates = candidates_of(plain, args, half)
+        result = search(candidates, measurement, allowed)
+        return _tuned(result, half, floor, allowed, scale, measurement)
+
+    return run
+
+
+def _tuned(
+    result: Result, half: Policy, floor: float, tolerance: float, scale: float | None, measurement: Measurement
+) -> Tuned:
+    rows = [
+        TunedRow(candidate.path, result.alone.get(candidate, np.nan), candidate.flops, candidate in result.chosen)
+        for candidate in result.candidates
+    ]
+    rows.sort(key=lambda row: -row.error if row.error == row.error else 0.0)
+    overrides = measurement.overrides(result.candidates, result.chosen)
+    return Tuned(
+        policy=PolicyMap(half, overrides),
+        overrides=overrides,
+        error=result.error,
+        error_before=result.error_before,
+        floor=floor,
+        tolerance=tolerance,
+        met=result.error <= tolerance,
+        half_flops=measurement.half_flops(overrides),
+        loss_scale=scale,
+        rows=tuple(rows),
+        evaluations=measurement.evaluations,
+    )
+
+
+def _half_policy(policy: Any) -> Policy:
+    half = get_policy(policy)
+    if not isinstance(half, Policy) or not is_half(half.compute_dtype):
+        raise ValueError(
+            f"tune finds the overrides of one half policy, got {policy!r}; write 'mixed_bfloat16' or 'mixed_float16'"
+        )
+    return half

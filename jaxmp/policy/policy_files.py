@@ -1,0 +1,56 @@
+"""Policies in TOML files: ``jaxmp.get_policy("policy.toml")``.
+
+A file has the keys ``policy`` (a text that ``get_policy`` reads), ``loss_scale`` (a number, for the reader) and the
+table ``overrides`` (pattern to policy, the first that matches wins).
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_KEYS = ("policy", "loss_scale", "overrides")
+
+
+def write_policy(file: str | Path, policy: Any, *, loss_scale: float | None, comments: Sequence[str]) -> None:
+    """Write a PolicyMap, and a loss scale, as a TOML file.
+
+    Raises:
+      ValueError: the name of the file does not end in ``.toml``.
+    """
+    if Path(file).suffix != ".toml":
+        raise ValueError(f"a policy file's name ends in .toml, got {str(file)!r}")
+    lines = [f"# {comment}" for comment in comments]
+    lines += [f"policy = {_quoted(str(policy.root))}"]
+    if loss_scale is not None:
+        lines += [f"loss_scale = {loss_scale!r}"]
+    lines += ["", "[overrides]"]
+    lines += [f"{_quoted(pattern)} = {_quoted(str(value))}" for pattern, value in policy.rules]
+    Path(file).write_text("\n".join([*lines, ""]))
+
+
+def read_policy(file: str | Path) -> tuple[str, dict[str, str]]:
+    """Return the policy and the overrides of a TOML file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is not TOML, has an unknown key, or no policy.
+    """
+    text = Path(file).read_text()
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{file} is not a policy file: {error}") from None
+    for key in found:
+        if key not in _KEYS:
+            raise ValueError(f"a policy file has the keys {', '.join(_KEYS)}, got {key!r} in {file}")
+    if not isinstance(found.get("policy"), str):
+        raise ValueError(f'a policy file has a policy, such as policy = "mixed_bfloat16", got none in {file}')
+    return found["policy"], dict(found.get("overrides", {}))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)

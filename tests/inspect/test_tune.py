@@ -1,0 +1,200 @@
+"""tune finds the planted module that needs float32, and nothing else; policy files keep it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import flax.linen as nn
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+
+import jaxmp
+from jaxmp.inspect import compare, tune
+from jaxmp.inspect.tune_measure import Candidate
+from jaxmp.inspect.tune_search import search
+
+X = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
+
+
+def _flow(x, weight):
+    for _ in range(8):
+        x = x + 0.01 * jnp.tanh(x @ weight)
+    return x
+
+
+def _overflow(x, weight):
+    return jnp.log(jnp.exp(12 * x @ weight) @ jnp.exp(weight)) / 12
+
+
+PLANTED = {"flow": _flow, "overflow": _overflow}
+
+
+def _loss(planted, at):
+    """Return a loss of three layers, the one at ``at`` through ``planted``."""
+
+    def loss_fn(params, x):
+        for n in range(3):
+            with jax.named_scope(f"layer_{n}"):
+                x = planted(x, params[n]) if n == at else jnp.tanh(x @ params[n])
+        return jnp.mean(x**2)
+
+    return loss_fn
+
+
+def _params():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, (16, 16)) / 4 for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("planted", "at", "policy"),
+    [("flow", 1, "mixed_bfloat16"), ("overflow", 1, "mixed_float16")],
+)
+def test_the_planted_layer_is_found_and_no_other(planted, at, policy):
+    tuned = tune(_loss(PLANTED[planted], at), policy)(_params(), X)
+    assert list(tuned.overrides) == [f"layer_{at}"]
+    assert tuned.met and tuned.error <= tuned.tolerance < tuned.error_before
+    assert 0 < tuned.half_flops < 1 and tuned.evaluations <= 2 * len(tuned.rows) + 10
+    assert tuned.rows[0].path == f"layer_{at}" and f"These need float32: layer_{at}" in str(tuned)
+    assert (tuned.loss_scale is None) == (policy == "mixed_bfloat16")
+
+
+def test_without_a_plant_nothing_is_found():
+    tuned = tune(_loss(None, None), "mixed_bfloat16")(_params(), X)
+    assert tuned.overrides == {} and tuned.met and tuned.half_flops == 1
+    assert "Nothing needs float32" in str(tuned)
+
+
+class _Flow(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        field = nn.Dense(16, name="field")
+        for _ in range(16):
+            x = x + 0.01 * nn.tanh(field(x))
+        return x
+
+
+class _Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = _Flow(name="flow")(nn.Dense(16, name="encoder")(x))
+        return nn.Dense(1, name="head")(x)
+
+
+def _linen_step(policy):
+    model = jaxmp.linen.apply_policy(_Net(), policy)
+
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean(model.apply({"params": params}, batch) ** 2), model_state
+
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(2.0**10))
+    state = jaxmp.TrainState.create(params=model.init(jax.random.key(0), X)["params"], tx=tx)
+    return jaxmp.make_train_step(loss_fn), state
+
+
+def test_a_train_step_is_tuned_and_its_overrides_help_the_model_under_a_policy(tmp_path):
+    step, state = _linen_step("mixed_float16")
+    tuned = tune(step, "mixed_float16", batches=[(2 * X,)])(state, X)
+    assert "Net/flow" in {path.removeprefix("_") for path in tuned.overrides} and tuned.loss_scale == 2.0**10
+    tuned.save(tmp_path / "policy.toml")
+    better, _ = _linen_step(str(tmp_path / "policy.toml"))
+    before, after = compare(step)(state, X), compare(better)(state, X)
+    assert after.total.relative_error < before.total.relative_error / 2
+
+
+class _NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        self.encoder = nnx.Linear(16, 16, rngs=rngs)
+        self.field = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.encoder(x)
+        with jax.named_scope("flow"):
+            for _ in range(8):
+                x = x + 0.01 * nnx.tanh(self.field(x))
+        return x
+
+
+def test_an_nnx_step_is_tuned():
+    model = jaxmp.nnx.apply_policy(_NNXNet(nnx.Rngs(0)), "mixed_bfloat16")
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+    step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
+    tuned = tune(step, "mixed_bfloat16")(model, optimizer, X)
+    assert "flow" in tuned.overrides and "encoder" not in tuned.overrides and tuned.met
+
+
+def test_wrong_arguments_raise():
+    loss_fn, params = _loss(None, None), _params()
+    for policy in ("float32", "O2"):
+        with pytest.raises(ValueError, match="one half policy"):
+            tune(loss_fn, policy)
+    with pytest.raises(ValueError, match="products in half alone have an error"):
+        tune(loss_fn, "mixed_bfloat16", tolerance=1e-9)(params, X)
+    with pytest.raises(ValueError, match="float32 function is not finite"):
+        tune(loss_fn, "mixed_bfloat16")(params, X * np.inf)
+    with pytest.raises(ValueError, match="named scopes"):
+        tune(lambda params, x: jnp.mean(x @ params), "mixed_bfloat16")(params[0], X)
+
+
+class _Additive:
+    """Errors whose squares add up over the candidates in half."""
+
+    def __init__(self, alone):
+        self.alone = alone
+        self.count = 0
+
+    def error(self, halves):
+        self.count += 1
+        return math.sqrt(sum(self.alone[candidate] ** 2 for candidate in halves))
+
+    def overrides(self, candidates, chosen):
+        return [candidate for candidate in candidates if candidate not in chosen]
+
+    def only(self, candidates, candidate):
+        return [candidate]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=20), st.floats(0.1, 20.0))
+def test_the_search_meets_the_tolerance_with_no_candidate_to_spare(sizes, tolerance):
+    candidates = [Candidate(f"layer_{n}", n) for n in range(len(sizes))]
+    errors = _Additive(dict(zip(candidates, sizes, strict=True)))
+    result = search(candidates, errors, tolerance)
+    assert errors.count <= 2 * len(candidates) + 10
+    assert result.error <= tolerance and result.error == errors.error(errors.overrides(candidates, result.chosen))
+    for candidate in result.chosen:
+        assert errors.error(errors.overrides(candidates, result.chosen - {candidate})) > tolerance
+
+
+def test_an_interrupt_returns_the_best_choice_so_far():
+    candidates = [Candidate("layer_0", 1), Candidate("layer_1", 1)]
+
+    class Interrupted(_Additive):
+        def error(self, halves):
+            if self.count == 4:
+                raise KeyboardInterrupt
+            return super().error(halves)
+
+    result = search(candidates, Interrupted({candidates[0]: 3.0, candidates[1]: 1.0}), 2.0)
+    assert result.chosen == frozenset(candidates) and result.error == 0.0
+
+
+def test_policy_files_are_read_back_and_say_what_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text('policy = "mixed_bfloat16"\n[overrides]\n"**/head" = "float32"\n')
+    assert jaxmp.get_policy(str(file)) == jaxmp.PolicyMap("mixed_bfloat16", {"**/head": "float32"})
+    file.write_text('policy = "mixed_bfloat16"\n')
+    assert jaxmp.get_policy(str(file)) == jaxmp.get_policy("mixed_bfloat16")
+    for text, words in [("layers = 1", "got 'layers'"), ("", "got none"), ("policy", "not a policy file")]:
+        file.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            jaxmp.get_policy(str(file))
+    with pytest.raises(FileNotFoundError):
+        jaxmp.get_policy(str(tmp_path / "none.toml"))
