@@ -18,6 +18,7 @@ from jaxmp.engine.plan import cast_plan
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named
 from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
+from jaxmp.policy.policy_map import get_policy
 
 _PRODUCTS_ONLY = {"class:half": "half", EVERY: "float32"}
 
@@ -83,13 +84,24 @@ class Measurement:
         return all(np.isfinite(loss) and np.isfinite(gradient).all() for loss, gradient in self._references)
 
     def floor(self) -> float:
-        """Return the error with only the products in half."""
-        return self.error(_PRODUCTS_ONLY)
+        """Return the error with only the products in half.
 
-    def error(self, overrides: Mapping[str, str]) -> float:
-        """Return the largest error of all batches, infinite if something is not finite."""
+        If float16 overflows, it is that of bfloat16 divided by 8, for float16's three more bits of mantissa.
+        """
+        floor = self.error(_PRODUCTS_ONLY)
+        if np.isfinite(floor):
+            return floor
+        return self.error(_PRODUCTS_ONLY, get_policy("mixed_bfloat16")) / 8
+
+    def error(self, overrides: Mapping[str, str], policy: Policy | None = None) -> float:
+        """Return the largest error of all batches, infinite if something is not finite.
+
+        Args:
+          overrides: those of the autocast.
+          policy: another one than that of the measurement.
+        """
         self.evaluations += 1
-        cast = autocast(self._plain, self._half, overrides)
+        cast = autocast(self._plain, policy or self._half, overrides)
         found = self._run(cast, self._all_args, self._loss_scale)
         errors = [
             max(_relative(loss, true_loss), _relative(gradient, true_gradient))

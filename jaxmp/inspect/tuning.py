@@ -31,7 +31,7 @@ class TunedRow:
 
     Attributes:
       path: the module or scope, as an override takes it.
-      error: the error of the function if only this candidate computes in half.
+      error: the error of the function if only this candidate computes in half; NaN if nothing needs float32.
       flops: FLOPs of the products of the candidate, without those of modules below it.
       is_float32: whether it has to compute in float32.
     """
@@ -90,10 +90,10 @@ class Tuned(tables.Shown):
         write_policy(file, self.policy, loss_scale=self.loss_scale, comments=comments)
 
     def _shown(self) -> Any:
-        cells = [
-            (row.path, f"{row.error:.2e}", tables.short(row.flops), "yes" if row.is_float32 else "")
-            for row in self.rows
-        ]
+        cells = []
+        for row in self.rows:
+            error = "" if np.isnan(row.error) else f"{row.error:.2e}"
+            cells.append((row.path, error, tables.short(row.flops), "yes" if row.is_float32 else ""))
         notes = [
             f"error {self.error:.2e}, without overrides {self.error_before:.2e}; tolerance {self.tolerance:.2e}, "
             f"floor {self.floor:.2e}",
@@ -105,9 +105,7 @@ class Tuned(tables.Shown):
 
     def _title(self) -> str:
         if not self.met:
-            return (
-                "Tolerance not met; mark code outside of modules by jaxmp.precision('float32'), or allow more"
-            )
+            return "Tolerance not met; mark code outside of modules by jaxmp.precision('float32'), or allow more"
         if not self.overrides:
             return "Nothing needs float32: all of it may run in half"
         names = ", ".join(row.path for row in self.rows if row.is_float32)
