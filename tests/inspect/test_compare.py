@@ -54,8 +54,7 @@ _bad_backward.defvjp(lambda x: (x, None), _rounded)
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("reference", ["float32", "float64"])
+@pytest.mark.parametrize(("policy", "reference"), [("mixed_float16", "float32"), ("mixed_bfloat16", "float64")])
 def test_no_error_enters_a_clean_function(policy, reference):
     comparison = compare(_chain(_exact, "a"), policy, reference=reference)(W, X)
     assert comparison.entered is None
@@ -67,17 +66,15 @@ def test_no_error_enters_a_clean_function(policy, reference):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("at", "bc")
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(("at", "policy"), [("b", "mixed_float16"), ("c", "mixed_bfloat16")])
 def test_an_error_enters_where_half_cancels(at, policy):
     comparison = compare(_chain(_cancels, at), policy, overrides={"class:accumulation": "half"}, grad=False)(W, X)
     assert comparison.entered == at
 
 
-@pytest.mark.parametrize("at", "bc")
-def test_an_error_enters_in_a_backward_rule(at):
-    comparison = compare(_chain(_bad_backward, at), "mixed_bfloat16")(W, X)
-    assert comparison.entered == at
+def test_an_error_enters_in_a_backward_rule():
+    comparison = compare(_chain(_bad_backward, "b"), "mixed_bfloat16")(W, X)
+    assert comparison.entered == "b"
     forward = [row.relative_error for row in comparison.rows if row.phase == "forward"]
     assert max(forward) < 2**-6 < comparison.worst.relative_error
     assert comparison.worst.phase == "backward"
@@ -115,18 +112,17 @@ def test_an_error_enters_where_an_override_asks_for_half():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("planted", ["softmax", "norm"])
-def test_an_error_enters_where_half_operands_are_too_coarse(planted):
+def test_an_error_enters_where_half_operands_are_too_coarse():
     def loss(params, x):
         with jax.named_scope("before"):
             x = x @ (params["a"] + 30)
-        with jax.named_scope(planted):
-            x = jax.nn.softmax(x) if planted == "softmax" else x - jnp.mean(x, axis=1, keepdims=True)
+        with jax.named_scope("planted"):
+            x = x - jnp.mean(x, axis=1, keepdims=True)
         with jax.named_scope("after"):
             x = x @ params["b"]
         return jnp.mean(x**2)
 
-    assert compare(loss, "mixed_bfloat16", grad=False)(W, X).entered == planted
+    assert compare(loss, "mixed_bfloat16", grad=False)(W, X).entered == "planted"
 
 
 class _Block(nn.Module):

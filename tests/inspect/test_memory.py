@@ -161,7 +161,9 @@ def test_sources_are_lines_of_the_users_program_alone(tmp_path):
         "step = jaxmp.make_train_step(loss_fn)\n"
     )
     words = ["memory", "train:step", "--args", "train:shapes", "--json"]
-    done = subprocess.run([sys.executable, "command", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "command", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     sources = {each["source"].partition(":")[0] for each in json.loads(done.stdout)["at_peak"]}
     assert sources <= {"train.py", ""} and sources
