@@ -149,6 +149,7 @@ ENTRY %main (x: f32[]) -> f32[24] {
     assert made_by["f32[8]"] == "jit(f)/first" and made_by["f32[16]"] == "jit(f)/while"
 
 
+@pytest.mark.slow("a process of its own, whose stack has no line of a test")
 def test_sources_are_lines_of_the_users_program_alone(tmp_path):
     (tmp_path / "command").write_text("import sys\nfrom jaxmp.cli import main\nsys.exit(main())\n")
     (tmp_path / "train.py").write_text(
