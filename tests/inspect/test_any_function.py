@@ -36,17 +36,16 @@ class Model(nnx.Module):
         return self.head(self.block(x))
 
 
-@pytest.mark.parametrize("look", [numerics, first_nonfinite, lambda fun: compare(fun, "mixed_bfloat16")])
-def test_what_a_donating_step_has_had_is_told(look):
+def test_what_a_donating_step_has_had_is_told():
     tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
     params, x = {"w": jnp.ones((2, 1))}, jnp.ones((4, 2))
     state = jaxmp.TrainState.create(params=params, tx=tx)
     jaxmp.make_train_step(lambda params, model_state, x, rng: (jnp.sum(x @ params["w"]), model_state))(state, x)
-    with pytest.raises(RuntimeError, match=r"'params/w' was donated to an earlier step"):
-        look(lambda params, x: jnp.sum(x @ params["w"]))(params, x)
-    if look is numerics:
-        with pytest.raises(RuntimeError, match="'opt_state/loss_scale/loss_scale' was donated"):
-            look(lambda params, x: jnp.sum(x @ params), tx=tx)(jnp.ones((2, 1)), x, opt_state=state.opt_state)
+    for look in (numerics, first_nonfinite, lambda fun: compare(fun, "mixed_bfloat16")):
+        with pytest.raises(RuntimeError, match=r"'params/w' was donated to an earlier step"):
+            look(lambda params, x: jnp.sum(x @ params["w"]))(params, x)
+    with pytest.raises(RuntimeError, match="'opt_state/loss_scale/loss_scale' was donated"):
+        numerics(lambda params, x: jnp.sum(x @ params), tx=tx)(jnp.ones((2, 1)), x, opt_state=state.opt_state)
 
 
 def loss_fn(model: Any, x: Any) -> Any:
@@ -149,11 +148,11 @@ def test_the_search_goes_on_over_a_dip() -> None:
         assert len(sizes) <= 20
 
 
-@pytest.mark.parametrize("number", [0, -2, 2.5])
-def test_a_batch_is_a_multiple_of_a_positive_integer(number: Any) -> None:
+def test_a_batch_is_a_multiple_of_a_positive_integer() -> None:
     found = memory(lambda params, batch: batch @ params)(shape(4), shape(32, 4))
-    with pytest.raises(ValueError, match=r"a positive integer, got multiple_of=.*; leave it out, or pass the number"):
-        found.largest_batch(10**6, multiple_of=number)
+    for wrong in (0, -2, 2.5):
+        with pytest.raises(ValueError, match=r"a positive integer, got multiple_of=.*; leave it out, or pass the num"):
+            found.largest_batch(10**6, multiple_of=wrong)
     assert found.largest_batch(10_000, multiple_of=np.int64(8)) % 8 == 0
 
 

@@ -60,6 +60,14 @@ def none_is_there(name):
 IMPORTLIB = SimpleNamespace(import_module=only_tensorboardx)
 
 
+def settings(folder, **changes):
+    config = language_modeling.Config(
+        dataset=str(TEXTS), policy="float32", loss_scale="none", steps=4, batch_size=64, vocabulary=256,
+        test_batches=1, watch=2, tensorboard=True, data_dir=folder / "data", run_dir=folder / "run", checkpoint_every=0,
+    )  # fmt: skip
+    return language_modeling.text_training.settled(dataclasses.replace(config, **changes), "next_token")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of the script that shows why float16 needs a loss scale, in float32, on sources of the standard library.
@@ -68,20 +76,15 @@ def run(tmp_path_factory):
     """
     BOARDS.clear()  # of this fixture in an earlier turn of the module
     folder = tmp_path_factory.mktemp("watched")
-    config = language_modeling.Config(
-        dataset=str(TEXTS), policy="float32", loss_scale="none", steps=4, batch_size=64, vocabulary=256,
-        test_batches=1, watch=2, tensorboard=True, data_dir=folder / "data", run_dir=folder / "run", checkpoint_every=0,
-    )  # fmt: skip
-    config = language_modeling.text_training.settled(config, "next_token")
+    config = settings(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watching, "importlib", IMPORTLIB)
         return loop.train("language_modeling", config, language_modeling.prepare), folder / "run", config
 
 
 @pytest.mark.slow("a real model on real text")
-def test_a_share_of_the_gradients_of_a_real_model_vanishes_in_float16_and_a_scale_keeps_it(run):
-    _, _, config = run
-    config = dataclasses.replace(config, dataset=str(SOURCES), batch_size=2048, vocabulary=2048, learning_rate=1e-2)
+def test_a_share_of_the_gradients_of_a_real_model_vanishes_in_float16_and_a_scale_keeps_it(tmp_path):
+    config = settings(tmp_path, dataset=str(SOURCES), batch_size=2048, vocabulary=2048, learning_rate=1e-2)
     experiment = language_modeling.prepare(config)
     state, batches = experiment.init(0), experiment.train_batches(0)
     for _ in range(8):
