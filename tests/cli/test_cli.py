@@ -109,10 +109,6 @@ def test_formats_prints_every_value_of_every_format(capsys, monkeypatch):
     assert by_name["smallest subnormal"][4] == "5.96e-08"
     assert by_name["infinities"][-1] == "no" and by_name["NaN"][-1] == "yes"
     assert all(len(values) == 7 for values in by_name.values())
-
-
-@pytest.mark.once
-def test_formats_cuts_no_value_at_any_width(capsys, monkeypatch):
     for columns in (200, 80, 40):
         monkeypatch.setenv("COLUMNS", str(columns))
         assert main(["formats"]) == 0
