@@ -27,7 +27,6 @@ LINEN = {
     "mlp": (lambda: models.MLP(layers=2, width=512, classes=16), FEATURES),
     "cnn": (lambda: models.CNN(classes=16), BATCHES["images"]),
     "resnet": (lambda: models.ResNet((1, 1), "basic", classes=16, width=16), BATCHES["images"]),
-    "bottleneck": (lambda: models.ResNet((1, 1), "bottleneck", 16, width=16, small_images=True), BATCHES["images"]),
     "gpt2": (lambda: models.GPT2(layers=1, **SMALL), BATCHES["tokens"]),
     "gpt2-remat": (lambda: models.GPT2(layers=1, remat="full", **SMALL), BATCHES["tokens"]),
     "bert": (lambda: models.BERT(layers=1, **SMALL), BATCHES["tokens"]),
@@ -36,7 +35,7 @@ UNDER = {"policy": jaxmp.linen.apply_policy, "autocast": jaxmp.linen.autocast}
 AUTOCAST, POLICY, STEP = ("autocast", "mixed_bfloat16"), ("policy", "mixed_float16"), ("step", "mixed_float16")
 # Each model in one form, each form with several.
 EACH = {
-    "mlp": AUTOCAST, "cnn": STEP, "resnet": POLICY, "bottleneck": AUTOCAST,
+    "mlp": AUTOCAST, "cnn": STEP, "resnet": POLICY, 
     "gpt2": POLICY, "gpt2-remat": AUTOCAST, "bert": STEP,
 }  # fmt: skip
 
