@@ -241,8 +241,9 @@ def in_custom_vjp(fault: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 STYLES = {"functional": functional, "linen": linen, "nnx": of_nnx, "scan": in_scan, "custom_vjp": in_custom_vjp}
-# Each fault in one style, and each style with several faults.
-PLANTED = {style: FAULTS[number :: len(STYLES)] for number, style in enumerate(STYLES)}
+# Each fault in a function and in one other style, and each style with several faults.
+OTHERS = [style for style in STYLES if style != "functional"]
+PLANTED = {"functional": FAULTS, **{style: FAULTS[n :: len(OTHERS)] for n, style in enumerate(OTHERS)}}
 
 
 def planted(report: Audit) -> set[tuple[str, str, str]]:
