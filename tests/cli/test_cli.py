@@ -72,23 +72,19 @@ def test_help_names_every_command_and_every_command_has_help(capsys):
         assert "--json" in capsys.readouterr().out
 
 
-def test_version_is_the_packages(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == f"jaxmp {jaxmp.__version__}\n"
-
-
 @pytest.mark.once
-@pytest.mark.parametrize(
-    ("words", "phrase"),
-    [(["doctr"], "invalid choice: 'doctr'"), (["formats", "--yaml"], "unrecognized arguments: --yaml")],
-)
-def test_an_unknown_command_or_option_exits_with_2_and_says_which(words, phrase, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    assert stop.value.code == 2
-    assert phrase in capsys.readouterr().err
+def test_an_unknown_command_or_option_exits_with_2_and_says_which(capsys):
+    wrong = [(["doctr"], "invalid choice: 'doctr'"), (["formats", "--yaml"], "unrecognized arguments: --yaml")]
+    wrong += [
+        ([command, "mymod:f", f"--loss-scale={text}"],
+         f"argument --loss-scale: a loss scale is a positive finite number, got {text!r}; write 1024, say\n")
+        for command in ("numerics", "blame") for text in ("abc", "dynamic", "0", "-1", "inf", "nan")
+    ]  # fmt: skip
+    for words, phrase in wrong:
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+        assert phrase in capsys.readouterr().err
 
 
 @pytest.mark.once
@@ -113,16 +109,12 @@ def test_formats_prints_every_value_of_every_format(capsys, monkeypatch):
     assert by_name["smallest subnormal"][4] == "5.96e-08"
     assert by_name["infinities"][-1] == "no" and by_name["NaN"][-1] == "yes"
     assert all(len(values) == 7 for values in by_name.values())
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("columns", ["200", "80", "40"])
-def test_formats_cuts_no_value_at_any_width(columns, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", columns)
-    assert main(["formats"]) == 0
-    out = capsys.readouterr().out
-    assert "…" not in out
-    assert max(map(len, out.splitlines()[:12])) <= int(columns)
+    for columns in (200, 80, 40):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["formats"]) == 0
+        out = capsys.readouterr().out
+        assert "…" not in out
+        assert max(map(len, out.splitlines()[:12])) <= columns
 
 
 @pytest.mark.once
@@ -170,12 +162,9 @@ def test_doctor_trains_here_and_says_everything(capsys, monkeypatch):
         assert text in out
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "bfloat16"])
-def test_the_step_that_doctor_trains_is_exact_under(policy):
-    diagnosis.train_one_step(policy)
-
-
-def test_a_step_with_wrong_numbers_is_told_apart_from_one_that_works(monkeypatch):
+def test_the_step_that_doctor_trains_is_exact_and_one_with_wrong_numbers_is_told_apart(monkeypatch):
+    for policy in ("float32", "mixed_float16", "bfloat16"):
+        diagnosis.train_one_step(policy)
     monkeypatch.setattr(jax.numpy, "square", lambda x: x * x * 2)
     with pytest.raises(RuntimeError, match=r"should give a loss of 16 and weights of 0\.25, got 32\.0 and 0\.0"):
         diagnosis.train_one_step("mixed_bfloat16")
@@ -213,36 +202,21 @@ def test_doctor_as_json_has_the_device_the_versions_and_what_to_fix(healthy, mon
     assert report["hardware"]["peak_tflops"]["bfloat16"] == 989.4
     assert report["hardware"]["recommended_policy"] == "mixed_bfloat16"
     assert (report["trains"], report["findings"]) == (True, [])
+    assert "products of weights from 1,536 × 1,536 on in float8" in report["float8"]
+    assert "has no float8 products" in diagnosis.float8_on(hardware.detect("a100"))
     assert {"python", "jaxmp", "jax", "jaxlib", "flax", "optax", "numpy"} <= set(report["versions"])
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("columns", [None, "100"])
-def test_doctor_on_a_gpu_loses_no_word_at_any_width(columns, healthy, monkeypatch, capsys):
+def test_doctor_on_a_gpu_loses_no_word_at_any_width(healthy, monkeypatch, capsys):
     monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
-    if columns:
-        monkeypatch.setenv("COLUMNS", columns)
-    assert main(["doctor"]) == 0
-    out = "".join(capsys.readouterr().out.split())
-    for text in ("NVIDIA H200 on platform gpu", "9.0", "bfloat16 989.4 TFLOP/s", "memory 4800 GB/s", "mixed_bfloat16:"):
-        assert text.replace(" ", "") in out
-
-
-@pytest.mark.parametrize("command", ["numerics", "blame"])
-def test_a_loss_scale_that_is_none_is_told_with_what_is_one(command, capsys):
-    for text in ("abc", "dynamic", "0", "-1", "inf", "nan"):
-        with pytest.raises(SystemExit):
-            main([command, "mymod:f", f"--loss-scale={text}"])
-        expected = f"argument --loss-scale: a loss scale is a positive finite number, got {text!r}; write 1024, say\n"
-        assert capsys.readouterr().err.endswith(expected)
-
-
-@pytest.mark.once
-def test_doctor_says_what_float8_does(healthy, monkeypatch, capsys):
-    monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
-    assert main(["doctor", "--json"]) == 0
-    assert "products of weights from 1,536 × 1,536 on in float8" in json.loads(capsys.readouterr().out)["float8"]
-    assert "has no float8 products" in diagnosis.float8_on(hardware.detect("a100"))
+    words = ("NVIDIA H200 on platform gpu", "9.0", "bfloat16 989.4 TFLOP/s", "memory 4800 GB/s", "mixed_bfloat16:")
+    for columns in (None, "100"):
+        if columns:
+            monkeypatch.setenv("COLUMNS", columns)
+        assert main(["doctor"]) == 0
+        out = "".join(capsys.readouterr().out.split())
+        assert not [text for text in words if text.replace(" ", "") not in out]
 
 
 @pytest.mark.once
@@ -304,14 +278,15 @@ def test_doctor_tells_of_settings_that_change_what_a_policy_means(healthy, monke
     assert problems() == ["JAX_PLATFORMS=cpu is set: JAX looks at no other kind of device"]
 
 
-@pytest.mark.parametrize("forced", ["cuda", "nonsense"])
-def test_doctor_exits_with_1_when_jax_does_not_start(forced):
+def test_doctor_exits_with_1_when_jax_does_not_start():
+    forced = "nonsense"
     code, out, err = run("doctor", JAX_PLATFORMS=forced)
     assert (code, "jaxmp/" in err) == (1, False)  # JAX itself logs what fails in a plugin that is installed
     assert "none: JAX does not start" in out and f"JAX_PLATFORMS={forced} is set" in out
 
 
 @pytest.mark.once
+@pytest.mark.slow("processes of their own")
 @pytest.mark.parametrize(
     ("missing", "text"), [("jaxlib", "JAX does not start: ModuleNotFoundError"), ("flax", "No module")]
 )
@@ -322,7 +297,7 @@ def test_doctor_exits_with_1_when_a_package_is_missing(missing, text):
     assert text in out
 
 
-def test_the_supported_versions_are_those_of_the_package():
+def test_the_supported_versions_are_those_of_the_package_and_of_the_pins():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     floors = dict(requirement.split(">=") for requirement in project["dependencies"])
     for package, (oldest, _) in diagnosis.SUPPORTED.items():
@@ -330,9 +305,6 @@ def test_the_supported_versions_are_those_of_the_package():
     assert set(floors) - set(diagnosis.SUPPORTED) == {"rich", "scipy"}
     assert diagnosis.SUPPORTED["jax"] == diagnosis.SUPPORTED["jaxlib"]
     assert project["scripts"] == {"jaxmp": "jaxmp.cli:main"}
-
-
-def test_the_tested_versions_are_those_of_the_pins():
     pins = re.findall(r"^(\w+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     for package, (oldest, newest) in diagnosis.SUPPORTED.items():
         pinned = [diagnosis._release(version) for name, version in pins if name == package]

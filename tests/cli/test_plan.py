@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
-from places import ROOT, TOOLS
+from places import TOOLS
 
 import jaxmp
-from jaxmp import cli
 from jaxmp.cli import main
 
 pytestmark = pytest.mark.once
@@ -123,17 +120,17 @@ def test_json_is_that_of_the_plan(capsys):
     assert read["summary"]["product_flops"] == 1024 and read["rows"][0]["operands"] == ["bfloat16", "bfloat16"]
 
 
-@pytest.mark.parametrize(("columns", "shown"), [("80", False), ("200", True)])
-def test_a_terminal_gets_a_table_with_what_its_width_has_room_for(columns, shown, capsys, monkeypatch):
+def test_a_terminal_gets_a_table_with_what_its_width_has_room_for(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", columns)
-    assert main(["plan", *MATMUL]) == 0
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-    assert lines[:2] == ["autocast plan under params=float32,compute=bfloat16,output=float32", ""]
-    assert ("class" in lines[2].split(), "source" in lines[2].split()) == (shown, shown)
-    assert re.match(r"dot_general +2×bfloat16 -> bfloat16 ", lines[3]) and "product" in lines[3]
-    assert "FLOPs: 1024, 100.0 % in half precision" in lines
-    assert max(map(len, lines)) <= int(columns)
+    for columns, shown in ((80, False), (200, True)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["plan", *MATMUL]) == 0
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+        assert lines[:2] == ["autocast plan under params=float32,compute=bfloat16,output=float32", ""]
+        assert ("class" in lines[2].split(), "source" in lines[2].split()) == (shown, shown)
+        assert re.match(r"dot_general +2×bfloat16 -> bfloat16 ", lines[3]) and "product" in lines[3]
+        assert "FLOPs: 1024, 100.0 % in half precision" in lines
+        assert max(map(len, lines)) <= columns
 
 
 def test_a_module_of_the_current_folder_with_a_pytree_of_arguments_that_are_never_made(here, capsys):
@@ -147,17 +144,18 @@ def test_a_module_of_the_current_folder_with_a_pytree_of_arguments_that_are_neve
     assert main(["plan", "plan_cli_module:dropout", "--arg", "key[]", "--arg", "bf16[4,4]"]) == 0
 
 
-@pytest.mark.parametrize("text", ["float32", "float32[]", "int32[3]", "bool[2,2]", "uint8[1]", "float16[0,3]"])
-def test_dtypes_and_shapes(text, capsys):
-    assert main(["plan", "jax.numpy:negative" if "bool" not in text else "jax.numpy:logical_not", "--arg", text]) == 0
-    dtype = text.partition("[")[0]
-    assert re.search(rf"^\w+ +{dtype} -> {dtype} ", capsys.readouterr().out, re.MULTILINE)
+def test_dtypes_and_shapes(capsys):
+    for text in ("float32", "float32[]", "int32[3]", "bool[2,2]", "uint8[1]", "float16[0,3]"):
+        function = "jax.numpy:negative" if "bool" not in text else "jax.numpy:logical_not"
+        assert main(["plan", function, "--arg", text]) == 0
+        dtype = text.partition("[")[0]
+        assert re.search(rf"^\w+ +{dtype} -> {dtype} ", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("text", ["float32[", "float32[8,]", "float32[8 16]", "[8]", "float32[-1]", "float32[a]", ""])
-def test_a_shape_that_is_none_is_told(text, capsys):
-    expected = f"an --arg is a dtype and a shape, such as float32[8,16] or int32[], got {text!r}"
-    assert error(capsys, "jax.numpy:negative", "--arg", text) == expected
+def test_a_shape_that_is_none_is_told(capsys):
+    for text in ("float32[", "float32[8,]", "float32[8 16]", "[8]", "float32[-1]", "float32[a]", ""):
+        expected = f"an --arg is a dtype and a shape, such as float32[8,16] or int32[], got {text!r}"
+        assert error(capsys, "jax.numpy:negative", "--arg", text) == expected
 
 
 def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
@@ -165,6 +163,8 @@ def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
     assert error(capsys, "nowhere.at.all:f").startswith("there is no module 'nowhere' in the current folder")
     assert error(capsys, "jax.numpy:matmull").startswith("'jax.numpy' has no 'matmull'; nearest: 'matmul'")
     assert error(capsys, "jax.numpy:pi") == "a function is needed, got jax.numpy:pi, which is of type 'float'"
+    tuples = "a function is needed, got plan_cli_module:given, which is of type 'tuple'"
+    assert error(capsys, "plan_cli_module:square", "--args", "plan_cli_module:given") == tuples
     rule = "a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got"
     for name in ("matmul", "jax.numpy", ":f", "jax.numpy:", "plan_cli_module.py", "sub/other.py:f", "./sub:f"):
         assert error(capsys, name) == f"{rule} {name!r}"
@@ -188,9 +188,9 @@ def test_wrong_arguments_are_named_with_pythons_own_error(here, capsys):
     assert text == "the arguments come from --arg or from --args, got both"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "phrase"),
-    [
+def test_errors_of_the_users_code_pass_as_they_are(here):
+    """With Python's traceback, which has the line."""
+    for arguments, kind, phrase in (
         (("jax.numpy:matmul", "--arg", "float32[8]", "--arg", "float32[9]"), TypeError, "dot_general"),
         (("plan_cli_module:fails", "--arg", "float32[8]"), RuntimeError, "second line"),
         (("plan_cli_module:branches", "--arg", "float32[8]"), jax.errors.TracerBoolConversionError, "bool"),
@@ -198,33 +198,21 @@ def test_wrong_arguments_are_named_with_pythons_own_error(here, capsys):
         (("plan_cli_module:square", "--args", "plan_cli_module:texts"), TypeError, "str"),
         (("plan_cli_broken:f",), ModuleNotFoundError, "plan_cli_absent"),
         (("plan_cli_crash:f",), ZeroDivisionError, "division"),
-    ],
-)
-def test_errors_of_the_users_code_pass_as_they_are(here, arguments, kind, phrase):
-    """With Python's traceback, which has the line."""
-    with pytest.raises(kind, match=phrase):
-        main(["plan", *arguments])
+    ):
+        with pytest.raises(kind, match=phrase):
+            main(["plan", *arguments])
 
 
-def test_arguments_come_from_a_function(here, capsys):
-    expected = "a function is needed, got plan_cli_module:given, which is of type 'tuple'"
-    assert error(capsys, "plan_cli_module:square", "--args", "plan_cli_module:given") == expected
-
-
-@pytest.mark.parametrize(
-    ("wide", "narrow"),
-    [("float64", "float32"), ("int64", "int32"), ("uint64", "uint32"), ("complex128", "complex64"), ("f64", "float32")],
-)
-def test_a_dtype_that_jax_would_narrow_is_refused(wide, narrow, capsys):
-    text = error(capsys, "jax.numpy:negative", "--arg", f"{wide}[4]")
-    name = wide.replace("f64", "float64")
-    assert text == (
-        f"without jax_enable_x64 JAX makes {narrow} of every {name}, got '{wide}[4]'; set JAX_ENABLE_X64=1 in the "
-        f"environment, or ask for {narrow}"
-    )
-    with jax.enable_x64(True):
-        assert main(["plan", "jax.numpy:negative", "--arg", f"{wide}[4]"]) == 0
-    assert f"{name} -> {name}" in capsys.readouterr().out
+def test_a_dtype_that_jax_would_narrow_is_refused(capsys):
+    for wide, narrow in (("int64", "int32"), ("uint64", "uint32"), ("complex128", "complex64"), ("f64", "float32")):
+        name = wide.replace("f64", "float64")
+        assert error(capsys, "jax.numpy:negative", "--arg", f"{wide}[4]") == (
+            f"without jax_enable_x64 JAX makes {narrow} of every {name}, got '{wide}[4]'; set JAX_ENABLE_X64=1 in the "
+            f"environment, or ask for {narrow}"
+        )
+        with jax.enable_x64(True):
+            assert main(["plan", "jax.numpy:negative", "--arg", f"{wide}[4]"]) == 0
+        assert f"{name} -> {name}" in capsys.readouterr().out
 
 
 def test_arrays_in_a_wide_dtype_are_taken_as_jax_takes_them(here, capsys):
@@ -247,15 +235,7 @@ def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     )
 
 
-def test_the_command_in_a_process_of_its_own_gives_the_text_that_is_kept(tmp_path):
-    command = [sys.executable, "-m", "jaxmp", "plan", "plan_block:loss", "--args", "plan_block:example"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    done = subprocess.run(
-        [*command, "--override", "**/head=float32"], cwd=TOOLS, env=env, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == (TOOLS / "plan_block.txt").read_text()
-
-
-def test_the_command_is_one_of_jaxmps():
-    assert "plan" in cli._COMMANDS
+def test_the_text_is_the_one_that_is_kept(monkeypatch, capsys):
+    monkeypatch.chdir(TOOLS)  # as the lines are those of a file there
+    assert main(["plan", "plan_block:loss", "--args", "plan_block:example", "--override", "**/head=float32"]) == 0
+    assert capsys.readouterr().out == (TOOLS / "plan_block.txt").read_text()

@@ -75,29 +75,28 @@ def test_compare(capsys):
     assert capsys.readouterr().out.startswith("The error enters nowhere")
 
 
-@pytest.mark.parametrize("command", ["memory", "roofline"])
-def test_memory_and_roofline_of_a_function_under_a_policy(command, monkeypatch):
+def test_memory_and_roofline_of_a_function_under_a_policy(monkeypatch):
     seen = []
-    monkeypatch.setattr(f"jaxmp.inspect.{command}", lambda fun, **where: seen.append(fun) or (lambda *args: fun))
-    monkeypatch.setattr(f"jaxmp.cli.{command}.show", lambda *args: None)
-    assert _main(command, "good", "--policy", "mixed_float16") == 0
-    assert _main(command, "good") == 0
+    for command in ("memory", "roofline"):
+        monkeypatch.setattr(f"jaxmp.inspect.{command}", lambda fun, **where: seen.append(fun) or (lambda *args: fun))
+        monkeypatch.setattr(f"jaxmp.cli.{command}.show", lambda *args: None)
+        assert _main(command, "good", "--policy", "mixed_float16") == 0
+        assert _main(command, "good") == 0
     args = {"w": jnp.ones((8, 8))}, jnp.ones((2, 8))
-    assert [audit(fun, compile=False)(*args).products[0].operands[0] for fun in seen] == ["float16", "float32"]
+    assert [audit(fun, compile=False)(*args).products[0].operands[0] for fun in seen] == ["float16", "float32"] * 2
 
 
-@pytest.mark.parametrize("command", ["memory", "roofline", "blame"])
-def test_a_train_step_has_its_policy_already(command, capsys):
-    arguments = [command, "planted_for_running:trained", "--args", "planted_for_running:state"]
-    assert main([*arguments, "--policy", "mixed_float16"]) == 2
-    error = capsys.readouterr().err
-    assert "a train step has the policy that it was made with, got --policy mixed_float16" in error
-    assert "leave --policy out and write make_train_step(loss_fn, policy=…), or name the loss function" in error
+def test_a_train_step_has_its_policy_already(capsys):
+    for command in ("memory", "roofline", "blame"):
+        arguments = [command, "planted_for_running:trained", "--args", "planted_for_running:state"]
+        assert main([*arguments, "--policy", "mixed_float16"]) == 2
+        error = capsys.readouterr().err
+        assert "a train step has the policy that it was made with, got --policy mixed_float16" in error
+        assert "leave --policy out and write make_train_step(loss_fn, policy=…), or name the loss function" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
+def test_what_is_wrong_with_the_arguments(capsys):
+    for arguments, text in (
         (("blame", "one"), "loss takes (params, x), got 1 by --arg or --args: missing a required argument: 'x'"),
         (("compare", "made"), "a function is needed, got planted_for_running:made, which is of type 'tuple'"),
         (
@@ -105,17 +104,16 @@ def test_a_train_step_has_its_policy_already(command, capsys):
             "an --override is KEY=LEVEL, such as '**/head=float32', got 'layer'",
         ),
         (("compare", "good", "--reference", "half"), "a reference is 'float32' or 'float64', got 'half'"),
-    ],
-)
-def test_what_is_wrong_with_the_arguments(capsys, arguments, text):
-    assert _main(*arguments) == 2
-    assert text in capsys.readouterr().err
+    ):
+        assert _main(*arguments) == 2
+        assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("command", "example", "error"),
-    [("numerics", "of_seed", TypeError), ("blame", "text", TypeError), ("blame", "broken", OSError)],
-)
-def test_errors_of_the_users_code_pass_as_they_are(command, example, error):
-    with pytest.raises(error):
-        _main(command, example)
+def test_errors_of_the_users_code_pass_as_they_are():
+    for command, example, error in (
+        ("numerics", "of_seed", TypeError),
+        ("blame", "text", TypeError),
+        ("blame", "broken", OSError),
+    ):
+        with pytest.raises(error):
+            _main(command, example)

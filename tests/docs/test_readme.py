@@ -13,7 +13,9 @@ def _blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_of_the_readme_the_inspect_page_and_the_guide_run_as_printed_and_learn(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (example,) = _blocks("README.md")
     blocks = _blocks("docs/guide.md")
     own_step, with_statistics, with_dropout, in_nnx, nnx_step_of_jaxmp, *others = blocks
@@ -21,13 +23,18 @@ def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsy
     scope: dict[str, object] = {}
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam is not strict about dtypes
         exec(example, scope)
+        printed = capsys.readouterr().out
+        before = jax.tree.map(str, scope["state"])
+        exec(_blocks("docs/inspect.md")[0], dict(scope))
+        shown = capsys.readouterr().out
+        assert jax.tree.map(str, scope["state"]) == before  # the tools change nothing
         exec(own_step, scope)
         state, batch, step = scope["state"], scope["batch"], scope["step"]
         params, opt_state, loss = step(state.params, state.opt_state, batch)
         exec(with_statistics, scope)
         own_statistics = scope["opt_state"], scope["statistics"]
         own_scope = dict(scope)
-        printed = capsys.readouterr().out
+        printed += capsys.readouterr().out
         exec(with_dropout, own_scope)
         assert float(capsys.readouterr().out.split()[1]) > 0.9
         exec(in_nnx, scope)
@@ -49,6 +56,8 @@ def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsy
         exec(float8, scope)
         exec(assumed, scope)
         assert capsys.readouterr().out == "float8(accumulate=precise,min_dim=1024)\nTrue\n"
+    assert "2 products" not in shown and shown.count("The error enters") == 3 and "\nNone\n" in shown
+    assert "No policy, region or autocast" not in shown and "worst: 0.00e+00" not in shown
     assert plan.count("\ndot_general") == 2 and "logsumexp" in plan
     assert {leaf.dtype.name for leaf in jax.tree.leaves(scope["grads"])} == {"float32"}
     assert jax.tree.structure(params) == jax.tree.structure(state.params)
@@ -72,19 +81,3 @@ def test_every_link_between_pages_leads_somewhere():
     for page in pages:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert link.startswith("http") or (page.parent / link).exists(), f"{page}: {link}"
-
-
-def test_the_first_lines_of_the_inspect_page_run_after_the_readme_and_change_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (example,) = _blocks("README.md")
-    scope: dict[str, object] = {}
-    with jax.numpy_dtype_promotion("standard"):
-        exec(example, scope)
-        before = jax.tree.map(str, scope["state"])
-        capsys.readouterr()
-        exec(_blocks("docs/inspect.md")[0], scope)
-    shown = capsys.readouterr().out
-    assert "2 products" not in shown and shown.count("The error enters") == 3 and "\nNone\n" in shown
-    assert "No policy, region or autocast" not in shown and "worst: 0.00e+00" not in shown
-    assert jax.tree.map(str, scope["state"]) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import types
@@ -67,25 +68,24 @@ def line_of(function: Any, text: str) -> int:
     return next(n for n, line in enumerate(lines, first) if text in line)
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize(
-    "options", [{}, {"window_strides": (2, 2)}, {"rhs_dilation": (2, 2)}, {"lhs_dilation": (2, 3)}]
-)
-def test_flops_of_convolutions_count_neither_padding_nor_the_zeros_of_dilations(options: Any, padding: str) -> None:
-    def conv(x: Any, kernel: Any) -> Any:
-        strides = options.get("window_strides", (1, 1))
-        rest = {key: value for key, value in options.items() if key != "window_strides"}
-        pads = [(1, 2), (2, 1)] if padding == "SAME" else [(0, 0), (0, 0)]
-        return jax.lax.conv_general_dilated(x, kernel, strides, pads, **rest)
-
+def test_flops_of_convolutions_count_neither_padding_nor_the_zeros_of_dilations() -> None:
     x, kernel = shape(2, 3, 7, 8), shape(5, 3, 3, 3)
-    # With ones for the operands each result is the number of terms that are no zeros.
-    terms = float(jnp.sum(conv(jnp.ones(x.shape), jnp.ones(kernel.shape))))
-    (product,) = audit(conv, compile=False)(x, kernel).products
-    assert product.flops == 2 * terms
-    # A plan counts padding too, and no zeros of a dilation either.
-    planned = jaxmp.cast_plan(conv, "mixed_bfloat16")(x, kernel).summary.product_flops
-    assert planned > product.flops if padding == "SAME" else planned == product.flops
+    pads, none = [(1, 2), (2, 1)], [(0, 0), (0, 0)]
+    for strides, padding, dilations in (
+        ((2, 2), pads, {}),
+        ((1, 1), pads, {"rhs_dilation": (2, 2)}),
+        ((1, 1), none, {"lhs_dilation": (2, 3)}),
+    ):
+        conv = functools.partial(
+            jax.lax.conv_general_dilated, window_strides=strides, padding=padding, **dilations
+        )  # fmt: skip
+        # With ones for the operands each result is the number of terms that are no zeros.
+        terms = float(jnp.sum(conv(jnp.ones(x.shape), jnp.ones(kernel.shape))))
+        (product,) = audit(conv, compile=False)(x, kernel).products
+        assert product.flops == 2 * terms
+        # A plan counts padding too, and no zeros of a dilation either.
+        planned = jaxmp.cast_plan(conv, "mixed_bfloat16")(x, kernel).summary.product_flops
+        assert planned > product.flops if padding == pads else planned == product.flops
 
 
 def test_products_in_loops_branches_kernels_and_rules_are_counted() -> None:

@@ -54,30 +54,25 @@ _bad_backward.defvjp(lambda x: (x, None), _rounded)
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("reference", ["float32", "float64"])
-def test_no_error_enters_a_clean_function(policy, reference):
-    comparison = compare(_chain(_exact, "a"), policy, reference=reference)(W, X)
-    assert comparison.entered is None
-    assert comparison.unmatched == ()
-    paths = [(row.path, row.phase) for row in comparison.rows]
+def test_no_error_enters_a_clean_function():
     forward = [("a", "forward"), ("b", "forward"), ("c", "forward"), ("d", "forward"), ("", "forward")]
     backward = [(path, "backward") for path in ("d", "c", "b", "a", "params/a", "params/b", "params/c", "params/d")]
-    assert paths == forward + backward
+    for policy, reference in (("mixed_float16", "float32"), ("mixed_bfloat16", "float64")):
+        comparison = compare(_chain(_exact, "a"), policy, reference=reference)(W, X)
+        assert comparison.entered is None and comparison.unmatched == ()
+        assert [(row.path, row.phase) for row in comparison.rows] == forward + backward
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("at", "bc")
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_an_error_enters_where_half_cancels(at, policy):
-    comparison = compare(_chain(_cancels, at), policy, overrides={"class:accumulation": "half"}, grad=False)(W, X)
-    assert comparison.entered == at
+def test_an_error_enters_where_half_cancels():
+    for at, policy in (("b", "mixed_float16"), ("c", "mixed_bfloat16")):
+        comparison = compare(_chain(_cancels, at), policy, overrides={"class:accumulation": "half"}, grad=False)(W, X)
+        assert comparison.entered == at
 
 
-@pytest.mark.parametrize("at", "bc")
-def test_an_error_enters_in_a_backward_rule(at):
-    comparison = compare(_chain(_bad_backward, at), "mixed_bfloat16")(W, X)
-    assert comparison.entered == at
+def test_an_error_enters_in_a_backward_rule():
+    comparison = compare(_chain(_bad_backward, "b"), "mixed_bfloat16")(W, X)
+    assert comparison.entered == "b"
     forward = [row.relative_error for row in comparison.rows if row.phase == "forward"]
     assert max(forward) < 2**-6 < comparison.worst.relative_error
     assert comparison.worst.phase == "backward"
@@ -115,18 +110,17 @@ def test_an_error_enters_where_an_override_asks_for_half():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("planted", ["softmax", "norm"])
-def test_an_error_enters_where_half_operands_are_too_coarse(planted):
+def test_an_error_enters_where_half_operands_are_too_coarse():
     def loss(params, x):
         with jax.named_scope("before"):
             x = x @ (params["a"] + 30)
-        with jax.named_scope(planted):
-            x = jax.nn.softmax(x) if planted == "softmax" else x - jnp.mean(x, axis=1, keepdims=True)
+        with jax.named_scope("planted"):
+            x = x - jnp.mean(x, axis=1, keepdims=True)
         with jax.named_scope("after"):
             x = x @ params["b"]
         return jnp.mean(x**2)
 
-    assert compare(loss, "mixed_bfloat16", grad=False)(W, X).entered == planted
+    assert compare(loss, "mixed_bfloat16", grad=False)(W, X).entered == "planted"
 
 
 class _Block(nn.Module):
@@ -236,11 +230,13 @@ def test_infinities_of_a_mask_are_no_difference():
 
 
 @pytest.mark.once
-def test_a_wrong_reference_and_a_function_without_a_loss_are_refused():
+def test_a_wrong_reference_and_functions_without_a_loss_or_floating_results_are_refused():
     with pytest.raises(ValueError, match="a reference is 'float32' or 'float64', got 'float16'"):
         compare(_chain(_exact, "a"), "mixed_bfloat16", reference="float16")
     with pytest.raises(TypeError, match="a loss must be a floating scalar"):
         compare(lambda x: x @ W["a"], "mixed_bfloat16")(X)
+    with pytest.raises(ValueError, match="a function that returns floating arrays, or gradients of some, got none"):
+        compare(lambda x: (x @ x).astype(jnp.int32), "mixed_bfloat16", grad=False)(jnp.ones((4, 4)))
 
 
 @pytest.mark.once
@@ -252,11 +248,3 @@ def test_as_text_json_and_table():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(comparison.table())
     assert "result" in console.export_text()
-
-
-@pytest.mark.once
-def test_a_function_of_integers_has_nothing_to_compare():
-    with pytest.raises(
-        ValueError, match="needs a function that returns floating arrays, or gradients of some, got none"
-    ):
-        compare(lambda x: (x @ x).astype(jnp.int32), "mixed_bfloat16", grad=False)(jnp.ones((4, 4)))

@@ -18,7 +18,13 @@ from jaxmp.inspect import audit, memory
 from jaxmp.inspect.program import targets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
-compiles = pytest.mark.skipif(targets.missing() is not None, reason="what compiles for a GPU is not installed")
+
+
+def compiles(test):
+    """For what compiles for a GPU that is not there."""
+    missing = pytest.mark.skipif(targets.missing() is not None, reason="what compiles for a GPU is not installed")
+    return pytest.mark.slow("compiles for an absent GPU")(missing(test))
+
 
 MESH = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
 IN, OUT, BATCH = 512, 1024, 4096
@@ -162,9 +168,8 @@ def test_a_cpu_which_sends_half_as_float32_has_no_findings_of_it():
     assert ("all-gather", "float32", "fsdp") in report.memory.collectives.totals and not kinds(report)
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "message"),
-    [
+def test_what_does_not_fit_is_refused():
+    for args, options, message in (
         (
             (jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((8, 8), "float32")),
             {"device": "h200", "topology": "1x1x8"},
@@ -185,18 +190,17 @@ def test_a_cpu_which_sends_half_as_float32_has_no_findings_of_it():
             {"topology": "0x1x8"},
             r"GPUs of each host, 1 or more of each, .* got '0x1x8'; write '1x1x8' for one host of eight",
         ),
-        pytest.param(
-            (WEIGHTS, X),
-            {"device": "h200", "topology": "1x2x2"},
-            r"must have the GPUs of the mesh, got '1x2x2' of 4 and a mesh of 8 \(fsdp=8\); make one fit the other",
-            marks=compiles,
-        ),
-    ],
-)
-@pytest.mark.parametrize("tool", [memory, audit])
-def test_what_does_not_fit_is_refused(tool, args, options, message):
-    with pytest.raises(ValueError, match=message):
-        tool(loss, **options)(*args)
+    ):
+        for tool in (memory, audit):
+            with pytest.raises(ValueError, match=message):
+                tool(loss, **options)(*args)
+
+
+@compiles
+def test_a_topology_that_does_not_fit_the_mesh_is_refused():
+    fits = r"must have the GPUs of the mesh, got '1x2x2' of 4 and a mesh of 8 \(fsdp=8\); make one fit the other"
+    with pytest.raises(ValueError, match=fits):
+        memory(loss, device="h200", topology="1x2x2")(WEIGHTS, X)
 
 
 MODULE = """
@@ -241,14 +245,11 @@ class TestCommand:
         assert self.run("audit", "--device", "h200", "--topology", "2 hosts x 4") == 0
         assert "bytes a param (ideal 7.00): reduce-scatter float32 fsdp" in capsys.readouterr().out
 
-    @pytest.mark.parametrize(
-        ("args", "flags", "message"),
-        [
-            ("shapes", ("--topology", "1x1x8"), "got '1x1x8' without their name"),
-            ("shapes", ("--device", "h200", "--topology", "many"), "got 'many'"),
-        ],
-    )
-    def test_what_is_wrong_is_one_line(self, capsys, args, flags, message):
-        assert self.run("memory", *flags, args=args) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("jaxmp memory: error: ") and message in error and error.count("\n") == 1
+    def test_what_is_wrong_is_one_line(self, capsys):
+        for flags, message in (
+            (("--topology", "1x1x8"), "got '1x1x8' without their name"),
+            (("--device", "h200", "--topology", "many"), "got 'many'"),
+        ):
+            assert self.run("memory", *flags) == 2
+            error = capsys.readouterr().err
+            assert error.startswith("jaxmp memory: error: ") and message in error and error.count("\n") == 1

@@ -52,11 +52,7 @@ def test_a_loss_scale_moves_the_bars_and_leaves_the_line_of_what_was():
     before = {x: y for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True) if y}
     assert before == {e: 100 * count / 5 for e, count in found.histogram.items()}
     assert page.get_suptitle() == "Nothing becomes 0 in bfloat16"
-
-
-def test_a_tensor_without_values_has_no_bars():
-    empty = numerics(jnp.sum)(jnp.zeros((0, 3))).gradients[""]
-    page = plots.exponents(empty, loss_scale=8)
+    page = plots.exponents(statistics_of(X[:0]), loss_scale=8)  # of no values
     assert not bars(page.axes[0]) and page.get_suptitle() == "Nothing becomes 0 in float16"
 
 
@@ -82,13 +78,6 @@ def test_a_step_is_drawn_by_kind_and_only_its_gradients_are_scaled():
     weights, gradients = ([bar.get_x() for bar in bars(axes)] for axes in page.axes[:2])
     assert weights == [0] and gradients == [np.floor(np.log2(3e-9 * 4))]
     assert page.get_suptitle().startswith("100% of the gradients become 0 in float16, 100% under a loss scale of 4")
-
-
-def test_a_histogram_says_what_it_needs():
-    with pytest.raises(ValueError, match="a loss scale is a power of two here"):
-        plots.exponents(statistics_of(X), loss_scale=3)
-    with pytest.raises(ValueError, match="values are counted for"):
-        plots.exponents(statistics_of(X), "float64")
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +109,24 @@ def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
     np.testing.assert_array_equal(heat(page.axes[1]), 100 * np.array(zeros))
 
 
-def test_the_cells_of_a_large_heat_map_have_no_border_that_hides_them():
-    widths = {}
-    for size in (2, 61):
-        watch = Watch(lambda params: sum(params.values()), every=1)
-        watch(1, {f"layer_{n}": jnp.float32(n) for n in range(size)})
-        (cells,) = plots.underflow(watch, "gradients").axes[0].collections
+def test_the_cells_of_a_large_heat_map_have_no_border_that_hides_them(watched, tmp_path):
+    row, widths = json.loads(line(2, watched.steps[2], {})), {}
+    for size, share in ((2, 0.0), (61, 0.5)):
+        for shares in (row["vanished"], row["zeros"]):
+            shares["gradients"] = {f"layer_{n}": share for n in range(size)}
+        (tmp_path / FILE).write_text(json.dumps(row))
+        page = plots.underflow(tmp_path, "gradients")
+        assert page.get_suptitle().startswith("The gradients of layer_0" if share else "No gradients vanish in float16")
+        (cells,) = page.axes[0].collections
         widths[size] = float(np.max(cells.get_linewidth()))
     assert widths == {2: 0.2, 61: 0}
 
 
-def test_a_heat_map_says_what_it_needs(watched, tmp_path):
+def test_each_picture_says_what_it_needs(watched, tmp_path):
+    with pytest.raises(ValueError, match="a loss scale is a power of two here"):
+        plots.exponents(statistics_of(X), loss_scale=3)
+    with pytest.raises(ValueError, match="values are counted for"):
+        plots.exponents(statistics_of(X), "float64")
     with pytest.raises(ValueError, match="a heat map needs a step that was watched, but there is none yet"):
         plots.underflow(Watch(lambda w: w, every=2))
     with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no {FILE}: train with --watch 100"):
@@ -138,6 +134,10 @@ def test_a_heat_map_says_what_it_needs(watched, tmp_path):
     (tmp_path / FILE).write_text(line(2, watched.steps[2], {}))
     with pytest.raises(ValueError, match="counts what vanishes in float16, got dtype='bfloat16'; take that one, or a"):
         plots.underflow(tmp_path, dtype="bfloat16")
+    with pytest.raises(ValueError, match="a timeline needs a step, but there is none yet; wait for the first one"):
+        plots.loss_scale([])
+    with pytest.raises(FileNotFoundError, match=r"a run's folder has metrics.csv, but .* has none; give the folder of"):
+        plots.loss_scale(tmp_path)
 
 
 @pytest.fixture
@@ -177,13 +177,6 @@ def test_a_timeline_has_the_scale_of_each_step_and_marks_those_that_were_skipped
     assert alone.get_marker() == "o" and scale.get_marker() == "None"  # one point makes no line
 
 
-def test_a_timeline_says_what_it_needs(tmp_path):
-    with pytest.raises(ValueError, match="a timeline needs a step, but there is none yet; wait for the first one"):
-        plots.loss_scale([])
-    with pytest.raises(FileNotFoundError, match=r"a run's folder has metrics.csv, but .* has none; give the folder of"):
-        plots.loss_scale(tmp_path)
-
-
 def mlp(params, x):
     for name in ("one", "two"):
         with jax.named_scope(name):
@@ -208,11 +201,8 @@ def test_errors_are_drawn_where_their_scopes_stand():
     assert sorted(arguments.lines[1].get_xdata()) == sorted(r.relative_error for r in found.rows[-2:])
     assert scopes.lines[0].get_xdata()[0] == 2.0**-8  # of bfloat16
     assert page.get_suptitle().startswith("The error enters nowhere at once; largest: ")
-
-
-def test_errors_have_no_line_of_a_half_dtype_that_nothing_has():
     found = compare(lambda x: jnp.exp(x), "mixed_float16", grad=False)(jnp.ones(3))
-    (axes,) = plots.errors(found).axes
+    (axes,) = plots.errors(found).axes  # without the line of a half dtype that nothing has
     assert {row.dtype for row in found.rows} == {"float32"} and not axes.lines and axes.get_legend() is None
 
 
@@ -309,16 +299,13 @@ def test_the_commands_write_a_picture(tmp_path, monkeypatch):
         assert (tmp_path / f"{command}.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    ("name", "phrase"),
-    [
+def test_a_picture_that_cannot_be_written_ends_the_command_before_it_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, phrase in (
         ("plan.abc", "ends in .png, .pdf or .svg, got 'plan.abc'"),
         ("plan", "ends in .png, .pdf or .svg, got 'plan'"),
         ("no/plan.png", "in a folder that exists, got 'no/plan.png'; make the folder no"),
-    ],
-)
-def test_a_picture_that_cannot_be_written_ends_the_command_before_it_runs(name, phrase, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["plan", "nowhere:nothing", "--plot", name]) == 2
-    out, err = capsys.readouterr()
-    assert not out and phrase in err and not [*tmp_path.iterdir()]
+    ):
+        assert cli.main(["plan", "nowhere:nothing", "--plot", name]) == 2
+        out, err = capsys.readouterr()
+        assert not out and phrase in err and not [*tmp_path.iterdir()]

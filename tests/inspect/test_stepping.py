@@ -59,7 +59,7 @@ def test_compiling_takes_as_long_as_the_distinct_operations():
         assert first_nonfinite(loss)(jnp.full((7, 5), 1.5)) is None
         return stepping.compiled_operation.cache_info().currsize
 
-    assert distinct_operations(4) == distinct_operations(32) < 16
+    assert distinct_operations(2) == distinct_operations(9) < 16
 
 
 def test_a_compiled_operation_is_one_equation_and_a_flag():
@@ -69,13 +69,14 @@ def test_a_compiled_operation_is_one_equation_and_a_flag():
     assert [eqn.primitive.name for eqn in program.eqns] == ["mul", "mul", "reduce_sum"]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "complex64"])
-def test_a_flag_tells_infinities_and_nan_from_large_numbers(dtype):
-    largest = jnp.finfo(dtype).max
-    values = jnp.full(300, largest, dtype)  # whose sum would overflow
-    assert stepping.is_finite(values) and stepping.is_finite(-values) and stepping.is_finite(values[:0])
-    for bad in (jnp.nan, jnp.inf, -jnp.inf):
-        assert not stepping.is_finite(values.at[7].set(jnp.asarray(bad, dtype)))
+def test_a_flag_tells_infinities_and_nan_from_large_numbers():
+    for dtype in ("float16", "float32", "float8_e4m3fn", "float8_e5m2", "complex64"):
+        values = np.full(300, jnp.finfo(dtype).max, dtype)  # whose sum would overflow
+        assert stepping.is_finite(jnp.array(values)) and stepping.is_finite(jnp.array(-values))
+        assert stepping.is_finite(jnp.array(values[:0]))
+        for bad in (np.nan, np.inf, -np.inf):
+            values[7] = bad
+            assert not stepping.is_finite(jnp.array(values)), (dtype, bad)
     assert stepping.is_finite(jnp.arange(3)) and stepping.is_finite(jax.random.key(0))
 
 
@@ -90,8 +91,7 @@ def test_on_a_mesh_with_explicit_axes():
     assert (blame.primitive, blame.kind, blame.operands[0].high) == ("exp", "overflow", 100)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("turns", [10, 200])  # a call for each operation, and a scan as one program
+@pytest.mark.parametrize(("turns", "reverse"), [(10, False), (200, True)])  # a call for each operation, one program
 def test_the_operation_that_fails_in_a_turn_of_a_scan_is_found_with_its_operands(turns, reverse):
     """log(0) of row 7; before it a jitted call, so that keys have depth."""
 
