@@ -1,4 +1,4 @@
-"""A drop-in for jmp 0.0.4: ``from jaxmp import jmp`` replaces ``import jmp``, which need not be installed.
+"""A drop-in for jmp 0.0.4: ``from jaxmp import jmp`` replaces ``import jmp``.
 
 Everything here is jaxmp's own under jmp's name. Policies and loss scales made here are therefore taken by
 :func:`jaxmp.loss_scaling`, ``jaxmp.linen`` and the rest, as are those of the real jmp, and by code written for jmp's
@@ -153,7 +153,7 @@ def cast_to_half(tree: T) -> T:
 
 
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:
-    """Return ``a`` if the bool scalar ``pred`` holds, else ``b`` (see :func:`jaxmp.base.trees.select_tree`).
+    """Return ``a`` if the bool scalar ``pred`` holds, else ``b``.
 
     Raises:
       AssertionError: ``pred`` is not a boolean scalar.

@@ -325,7 +325,7 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
 
 
 def _shift(dtype: Any, options: _Options) -> float:
-    """Return the power of two that keeps float16 gradients of logits out of the subnormals; 1 for other dtypes.
+    """Return a power of two that keeps float16 gradients of logits normal; else 1.
 
     None overflows: a gradient is at most 1, plus the part of the z-loss for the largest logit.
     """
@@ -342,7 +342,7 @@ def _limits(logits: jax.Array, classes: int) -> jax.Array:
 
 
 def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:
-    """Labels as int32: a class, -1 for those to be ignored, or ``classes`` for all else, whose loss is NaN."""
+    """Return labels as int32: a class, -1 if ignored, or ``classes`` if invalid (NaN loss)."""
     wide = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
     limits = jnp.iinfo(wide.dtype)
     if ignore_index is not None and not limits.min <= ignore_index <= limits.max:

@@ -90,7 +90,7 @@ def canonical_dtype(dtype: Any) -> np.dtype:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype | None:
-    """Return NumPy's dtype, or None; a string must be the dtype's own name, not NumPy's ``"f8"`` or ``"c"``."""
+    """Return NumPy's dtype, or None. A string must be its full name, not ``"f8"`` or ``"c"``."""
     if not isinstance(dtype, (str, type, np.dtype)):  # NumPy takes an array, and whatever has a dtype, for that dtype
         return None
     try:

@@ -104,7 +104,7 @@ def _squares(array: jax.Array) -> jax.Array:
 
 
 def max_abs(tree: Any) -> jax.Array:
-    """Return the largest magnitude in the floating and complex leaves as a float32 scalar, NaN if one is NaN.
+    """Return the largest magnitude of a tree as a float32 scalar, NaN if there is one.
 
     >>> max_abs([jnp.array([1.0, -3.0]), jnp.array(2.0)])
     Array(3., dtype=float32)

@@ -12,7 +12,7 @@ ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | POLICY
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show which precision each product of a function has, and what is wrong with it; nothing is run but imports.
+    """Show the precision of each product of a function, and its faults; nothing is run.
 
     The function may be a train step. With --topology, as for jaxmp memory, what devices send each other counts too.
     Exit code 0 if there are no findings, 1 if there are some, 2 if something is wrong with the arguments.

@@ -12,7 +12,7 @@ ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | POLICY | PLOT
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the memory that a train step or any function needs, by kind and dtype, from compiling it; nothing is run.
+    """Show the memory of a step or function by kind and dtype; it is compiled, not run.
 
     With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. With
     --topology it is compiled for several of them, and the report says what each device holds and sends: the shapes that

@@ -18,7 +18,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show a run of the experiments as it trains: loss, scale, skips, and how much of each gradient vanishes.
+    """Show a run as it trains: loss, loss scale, skipped steps, vanishing gradients.
 
     The run needs --watch N. On a terminal it is drawn again until the run ends; else once, as with --plot. Exit code 2
     if the folder is not that of such a run.

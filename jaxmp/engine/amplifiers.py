@@ -73,7 +73,7 @@ def _amplified_operands(step: Step, name: str, quantised: Collection[Node | None
 
 
 def _is_quantised(rounded: Node, quantised: Collection[Node | None]) -> bool:
-    """Return whether a rounded value, or a multiple of it, becomes a small integer or is read by a product."""
+    """Return whether a rounded value becomes a small integer or feeds a product."""
 
     def follow(node: Node) -> Sequence[Node]:
         is_passed = node is rounded or node.kind in (CLEAR, JOIN) or node.name in _KEEP_QUANTISED
@@ -99,7 +99,7 @@ def _back_to_products(node: Node) -> Sequence[Node]:
 
 
 def _keepers_of_range(node: Node) -> Sequence[Node]:
-    """Return the operands by which a value may be near the end of a root or a logarithm: ``1 - x²``, ``x² + eps``."""
+    """Return operands near the end of a root or a logarithm: ``1 - x²``, ``x² + eps``."""
     if node.name in PRODUCTS:
         return ()
     return node.inputs if node.name in _SQUARES else _keepers_of_digits(node)

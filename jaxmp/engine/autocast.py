@@ -1,4 +1,4 @@
-"""Mixed precision for a whole function: each operation in the dtype that suits it, decided on its graph.
+"""Mixed precision for a whole function, decided operation by operation on its graph.
 
 docs/autocast.md lists the rules, and README.md the stages of the engine.
 """

@@ -117,7 +117,7 @@ def _moments(total: Node) -> Iterator[Node]:
 
 
 def _are_same(product: Node, sums: Vectors) -> bool:
-    """Return whether ``sums`` add up the vectors whose products ``product`` adds up, with the same weights."""
+    """Return whether ``sums`` are weighted sums of the vectors that ``product`` multiplies."""
     vectors = _vectors(product)
     if vectors is None:
         return False

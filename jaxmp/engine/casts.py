@@ -58,7 +58,7 @@ def _depends_on_arguments(node: Node) -> bool:
 
 
 def move_casts(nodes: Sequence[Node]) -> None:
-    """Cast before a move that its one reader wants in half, so that the product itself transposes its weight.
+    """Cast before a move whose one reader wants half, so that the product transposes.
 
     A weight stays float32 up to what repeats it: several readers, the turns of a loop, a broadcast.
     """
@@ -75,5 +75,5 @@ def move_casts(nodes: Sequence[Node]) -> None:
 
 
 def _is_repeated(node: Node) -> bool:
-    """Return whether a weight has several readers, or one that may repeat it, if only by a vmap from outside."""
+    """Return whether a weight has several readers, or one that may repeat it."""
     return len(node.users) > 1 or any(user.loop != node.loop or user.name in MEETS for user in node.users)

@@ -1,4 +1,4 @@
-"""The classes of operations: what autocast does with each primitive of JAX, before its neighbours have a say.
+"""The class of each primitive of JAX: its precision on its own.
 
 A class is read from what the primitive computes: does its error grow with the length of a sum or with the range of its
 argument, does it gain from half precision at all, and does its result mean the same in another dtype? A primitive
@@ -221,7 +221,7 @@ def classify(name: str) -> Class | None:
 
 
 def primitives_of(cls: Class) -> frozenset[str]:
-    """The names of the primitives of a class, over all supported versions of JAX, and patterns of opaque ones.
+    """Return the primitives of a class in all supported versions of JAX.
 
     >>> sorted(primitives_of(Class.HALF))
     ['conv_general_dilated', 'dot_general', 'ragged_dot_general']

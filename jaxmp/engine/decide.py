@@ -33,7 +33,7 @@ _CAST = "convert_element_type"
 
 
 def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
-    """Give every node the dtype that it will have, and the one that its operation computes in, if anything changes.
+    """Give every node its dtype, and the dtype that its operation computes in.
 
     Args:
       graph: its sources may have another ``dtype`` than they were written with.
@@ -135,7 +135,7 @@ def _find_activations(nodes: Sequence[Node]) -> None:
 
 
 def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
-    """Find what exists in half although it is computed in float32: what products read, and activations before them."""
+    """Find values that exist in half although they are computed in float32."""
     for node in walk(operands, _moved_from):
         node.has_half_copy = True
 
@@ -206,12 +206,12 @@ def _drags(operand: Node) -> bool:
 
 
 def _is_float32(reader: Node) -> bool:
-    """Return whether a reader computes in float32; up to a cast to float32 by the author a value may be half."""
+    """Return whether a reader computes in float32, looking through the author's casts."""
     return reader.state >= State.FLOAT32 and not (reader.name == _CAST and reader.kind is FULL)
 
 
 def is_stream(node: Node) -> bool:
-    """Return whether a node is a residual stream: the sum of activations of two products, or of one and an embedding.
+    """Return whether a node is a residual stream: a sum of activations of two products.
 
     The two terms of a softplus are activations of one product: their sum is none. A carry that is half is a stream.
     """
@@ -248,7 +248,7 @@ def _is_rounded(node: Node) -> bool:
 
 
 def _dtypes(node: Node) -> tuple[np.dtype | None, np.dtype]:
-    """The dtype that an operation computes in, None for the one it was written with, and that of its result."""
+    """Return the dtype that an operation computes in (None: as written), and its result's."""
     if node.kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
         is_cast = node.late is not None or node.name == _CAST  # which readers make, or see through

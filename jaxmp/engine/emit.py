@@ -76,7 +76,7 @@ def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtype
 
 
 class _Evaluation:
-    """An evaluation of a body: its values, and the casts of them that there are. JAX may trace a body again."""
+    """An evaluation of a body: its values, and their casts. JAX may trace a body again."""
 
     def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
         self.rules, self.body = rules, body
@@ -110,7 +110,7 @@ class _Evaluation:
         return [atom.val if type(atom) is Literal else self.env[atom] for atom in atoms]
 
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, met: Any = ()) -> Any:
-        """Return the value in ``dtype``; ``met``: the step that reads it and its operands, if it may repeat it."""
+        """Return the value in ``dtype``; ``met`` is the step that may repeat it, with operands."""
         if type(atom) is Literal:
             return np.asarray(value).astype(dtype)
         is_summed = bool(met) and dtype.itemsize == 2 and must_widen(met[0].eqn, atom, value, self.examples)
@@ -143,7 +143,7 @@ class _Evaluation:
         return jax.lax.convert_element_type(value, dtype)
 
     def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Sequence[Any]) -> Any:
-        """Return ``value`` in ``dtype``, repeated as the step would repeat it, and for each example of ``like``."""
+        """Return ``value`` in ``dtype``, repeated as the step would, for each example of ``like``."""
         aval = step.eqn.outvars[0].aval if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
         if value.shape == aval.shape and (not like or has_explicit_axes(value)):
             return self.cast(value, dtype)
@@ -193,7 +193,7 @@ class _Evaluation:
         return operands
 
     def cast_by_author(self, step: Step, node: Node, value: Any, operand: Any) -> Any:
-        """Return the result of a cast that the program has; ``operand`` is ``value`` in the dtype that it reads."""
+        """Return the result of a cast of the program, from ``value`` in the dtype it reads."""
         if self.is_noted and not _is_widening(step):
             step.bound = [jax.typeof(value)]
         result = self.cast(operand, node.dtype)

@@ -128,7 +128,7 @@ def _marked(names: Names) -> str | None:
 
 
 def _origins(node: Any) -> set[Any]:
-    """A value and all that it is made of by moves and casts of arguments and constants; nothing of another value."""
+    """Return a value and its sources through moves and casts of arguments and constants."""
 
     def is_moved(each: Any) -> bool:
         # What was integers has no inputs here, and rows that were looked up belong to an example.

@@ -30,7 +30,7 @@ _UNKNOWN_STARTS = (
 
 
 def flops_of(eqn: Any, counts_padding: bool = True) -> int | None:
-    """The floating-point operations of an equation without bodies; None if no formula is known (a kernel, a solver).
+    """Return the FLOPs of an equation without bodies; None if no formula is known.
 
     Those of a convolution on its padding count unless not asked for.
 

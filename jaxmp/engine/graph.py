@@ -1,4 +1,4 @@
-"""The graph that the engine decides on: one node for each floating value, over all nested programs at once.
+"""The graph for decisions: a node for each floating value, over all nested programs.
 
 A body is no border: what goes into and comes out of a ``jit``, a branch or a loop is the same node inside and outside.
 Only where several values become one there is a node of its own, called ``join``: the carry of a loop (its initial value
@@ -105,7 +105,7 @@ class Form:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Step:
-    """An equation in its place: the nodes of its floating results and the bodies in it; what emit made out of it."""
+    """An equation in its place, with the nodes of its results, its bodies, and its output."""
 
     eqn: Any
     names: Names
@@ -162,7 +162,7 @@ inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users"
 
 
 def shape_read(user: Node, operand: Node) -> tuple[int, ...]:
-    """Return the shape in which ``user`` reads an operand: that of one element, where a scan reads a stacked array."""
+    """Return the shape that ``user`` reads: that of one element of a scanned array."""
     if user.step is not None:
         for node, atom in zip(user.step.operands, user.step.eqn.invars, strict=True):
             if node is operand:

@@ -19,7 +19,7 @@ _PICKS_BY_TURN = frozenset({"dynamic_slice", "gather"})
 
 
 def decide_loops(graph: Graph) -> None:
-    """Make float32 the carries that no stack of layers has, what is added to them, and the products of searches."""
+    """Keep carries in float32, except those of stacks of layers, and products of searches."""
     for step in graph.steps:
         if step.bodies is None or step.bodies.kind not in ("scan", "while"):
             continue
@@ -89,7 +89,7 @@ def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
 
 
 def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
-    """Return the matrices that are others in each turn: elements of scanned arrays, and of arrays by an index."""
+    """Return the matrices that differ by turn: scanned elements, and picks by an index."""
     assert step.bodies is not None
     scanned = step.operands[step.bodies.start + step.bodies.carry :]
     elements = {node for node in scanned if node is not None and len(node.shape) > 2}
@@ -117,7 +117,7 @@ def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) ->
 
 
 def _is_read_once(element: Node, cycle: Collection[Node]) -> bool:
-    """Return whether one operation on the cycle reads an element of the turn, or what is computed of it alone."""
+    """Return whether exactly one operation on the cycle reads this turn's element."""
     computed = walk([element], lambda node: [user for user in node.users if user not in cycle])
     readers = {user for node in computed for user in node.users if user in cycle}
     return len(readers) == 1

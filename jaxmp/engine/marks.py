@@ -62,13 +62,13 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
 def computing(
     dtype: np.dtype | None, products: str | None = None, recipe: Any = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Marks the code of a module: decided on the graph in the compute dtype of its policy; None: left as written."""
+    """Mark a module's code with its policy's compute dtype; None leaves it as written."""
     suffix = f";recipe={recipe}" if recipe else ""
     return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name}:{products or ''}{suffix})")
 
 
 def widened(value: jax.Array) -> jax.Array:
-    """A half ``value`` for code that is traced in float32: the engine sees through this cast to the half value."""
+    """Return a half ``value`` for code traced in float32; the engine sees through this cast."""
     with jax.named_scope(_WIDENED):
         return value.astype(jnp.float32)
 

@@ -58,7 +58,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
 
 
 def wrong_model(value: Any, library: str, function: str) -> TypeError:
-    """Return the error for a ``value`` that is no module instance, in a call of ``jaxmp.<library>.<function>``."""
+    """Return the error for a ``value`` that is not a module instance."""
     other = "nnx" if library == "linen" else "linen"
     if isinstance(value, type):
         came, remedy = f"the class {value.__name__}", f"make an instance: {value.__name__}(...)"
@@ -138,7 +138,7 @@ class Treatment:
         return computing(dtype, self.policy.matmul_precision, self.policy.float8)
 
     def products(self, caller: Treatment | None, ambient: str | None) -> contextlib.AbstractContextManager[Any]:
-        """The precision of products, where it is not that of the module that calls; ``ambient``: that around them all.
+        """Return the precision of products, if it differs from the calling module's.
 
         Only where it changes: a module may have set a precision of its own around a submodule.
         """
@@ -178,7 +178,7 @@ def widen(value: Any) -> Any:
 
 
 def narrow(value: Any, dtype: np.dtype) -> Any:
-    """A leaf as code that is traced in float32 hands it out: in the compute dtype of its module, where that is half."""
+    """Return a leaf as code traced in float32 hands it out: half for half modules."""
     is_rounded = _tree.is_float_array(value) and value.dtype == np.float32 and is_half(dtype)
     return value.astype(dtype) if is_rounded else value
 

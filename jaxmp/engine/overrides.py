@@ -164,7 +164,7 @@ def _checked_level_of(policy: Policy, recipe: Any = None) -> str:
 
 
 def primitives_named_by(key: str) -> frozenset[str]:
-    """The primitives that ``"primitive:exp"`` or ``"class:accumulation"``, the key of an override, stands for.
+    """Return the primitives that the key of an override stands for.
 
     Raises:
       UnknownOperationError: there is no such primitive or class; the nearest names are listed.

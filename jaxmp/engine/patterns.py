@@ -1,4 +1,4 @@
-"""Names for what the rules make float32: a softmax, a normalisation. They are for the reader of a plan.
+"""Name float32 patterns, such as a softmax or a normalisation, for readers of a plan.
 
 One of them decides something: a softmax is rounded where it ends, if only products read it.
 """

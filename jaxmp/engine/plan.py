@@ -184,14 +184,14 @@ class CastPlan:
         yield Text("\n".join(self.summary._lines()))
 
     def to_json(self) -> str:
-        """The plan as JSON: ``policy``, ``overrides``, ``rows`` (:class:`Row`) and ``summary`` (:class:`Summary`)."""
+        """Return the plan as JSON: ``policy``, ``overrides``, ``rows`` and ``summary``."""
         return tables.as_json(self)
 
 
 def cast_plan(
     fun: Callable[..., Any], policy: Any, overrides: Mapping[str, str] | None = None
 ) -> Callable[..., CastPlan]:
-    """A function that takes what ``fun`` takes and returns what :func:`jaxmp.autocast` decides for that call.
+    """Return a function that shows the decisions of :func:`jaxmp.autocast` for a call.
 
     Nothing is executed: ``fun`` is traced, and a :class:`jax.ShapeDtypeStruct` may stand for any array. A function with
     custom derivative rules is shown as it computes its value; the rules themselves are decided when they run. To see a
@@ -245,7 +245,7 @@ def cast_plan(
 def _rows(
     steps: Iterable[Step], reasons: Reasons, uncounted: set[str], made: dict[Node, int], numbers: Iterator[int]
 ) -> Iterator[Row]:
-    """Those of equations, each before those inside of it; ``uncounted`` gets names, ``made`` the row of each node."""
+    """Yield a row for each equation, before the rows of its bodies."""
     for step in steps:
         number = last = next(numbers)
         read = walk(filter(None, step.operands), lambda node: node.inputs if node.name in ("carry", "branches") else ())
@@ -283,7 +283,7 @@ def _rows(
 
 
 def _inside(step: Step) -> Iterator[Step]:
-    """The equations of bodies; what autocast does not look into, or one inside has decided, keeps its dtypes."""
+    """Yield the equations of bodies that autocast decides."""
     if step.bodies is not None:
         yield from (inner for body in step.inner for inner in body.steps)
     elif classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG):

@@ -1,4 +1,4 @@
-"""Why an operation has the dtypes that it has, in words: the rule, the neighbour or the group that decided."""
+"""The reason for the dtypes of an operation in words: a rule, a neighbour or a group."""
 
 from __future__ import annotations
 

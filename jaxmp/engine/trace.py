@@ -24,7 +24,7 @@ _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_a
 
 @contextlib.contextmanager
 def tracing(rules: Rules, products: str = "") -> Iterator[None]:
-    """Traces the author's code for an engine with these rules, its products in a precision if one is named."""
+    """Trace the author's code for an engine with these rules."""
     silent = Rules(rules.half, rules.overrides)  # whose questions are no matches of overrides
 
     def ask() -> np.dtype | None:
@@ -63,7 +63,7 @@ def autocast_dtype() -> np.dtype | None:
 
 
 def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[Any]:
-    """The dtypes of the results: their own, or a pure policy's output dtype; what goes to arguments keeps its own."""
+    """Return the dtypes of the results: their own, or a pure policy's output dtype."""
     avals = [atom.aval for atom in program.jaxpr[0].outvars]
     dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
     if policy is not None and policy.output_dtype.itemsize == 2:

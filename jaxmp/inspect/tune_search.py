@@ -26,7 +26,7 @@ class Errors(Protocol):
 
 @dataclass
 class Result:
-    """The state of a search: the best choice so far, its error, and the error of each candidate alone in half."""
+    """The state of a search: the best choice so far, and each candidate's error alone."""
 
     candidates: Sequence[Candidate]
     chosen: frozenset[Candidate] = frozenset()

@@ -1,4 +1,4 @@
-"""The initializers of Linen modules: traced once for equal params, and in float32 where JAX has none in half."""
+"""Initializers of Linen modules: traced once, in float32 if JAX has no half program."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _is_half_dtype(arg: Any) -> bool:
 
 
 def _factorises(make: Callable[[Any], Any], key: Any) -> bool:
-    """Return whether the program of ``make`` has a factorisation, such as the QR of an orthogonal initializer."""
+    """Return whether ``make`` has a factorisation, such as an orthogonal initializer's QR."""
     try:
         program = jax.make_jaxpr(make)(key)
     except Exception:  # an initializer that cannot be traced, or fails: calling it raises its own error

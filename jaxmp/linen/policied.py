@@ -129,7 +129,7 @@ class _Policied(Hooks):
     def jaxmp_call(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
-        """Return ``call()``; from outside, in a run of its own, which the engine decides unless variables are made."""
+        """Return ``call()``, as a run of its own if it comes from outside."""
         if policies_off.value or self.scope is None or is_checked(self):
             return call()
         if (run := run_with_root(self)) is not None:
@@ -200,7 +200,7 @@ class _Policied(Hooks):
 
 
 def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fun``, a function of a scope, as the engine writes it, with its reads and writes of the scope."""
+    """Return a function of a scope as the engine writes it."""
 
     def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any
 
 
 def _as_one_run(method: Any) -> Any:
-    """Return ``method`` for ``apply``; a function that calls several methods is one run, not one run per method."""
+    """Return ``method`` for ``apply``; a function of several methods is one run."""
     is_method = method is None or isinstance(method, str) or inspect.ismethod(method)
     return method if is_method or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
 

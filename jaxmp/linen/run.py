@@ -148,7 +148,7 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: An
 
 
 class Run:
-    """The modules that are called while a method of a root runs, and their decisions, by their paths below the root.
+    """The modules called while a root's method runs, with their decisions by path.
 
     Args:
       module: the root, bound to a scope.
@@ -183,7 +183,7 @@ class Run:
         return path[: len(self.path)] == self.path
 
     def _foresee(self) -> Variables | None:
-        """Return the shapes of the variables to come, by which modules are decided; None if they cannot be made."""
+        """Return the shapes of the variables to come, or None if they cannot be made."""
         assert self.make_variables is not None
         try:
             return jax.eval_shape(self.make_variables)
@@ -378,7 +378,7 @@ class Run:
             self._note_not_half(matrices)
 
     def _note_not_half(self, matrices: set[Path]) -> None:
-        """Note the modules that are not half; ``matrices`` are the paths of modules with params of two axes or more."""
+        """Note the modules that are not half; ``matrices`` are paths with params of two axes."""
         for path, reason in self.called.items():
             if reason is not None:
                 has_matrix = path in matrices and not issubclass(self.classes[path], nn.Embed)
@@ -386,7 +386,7 @@ class Run:
 
 
 def _outside(bridges: Iterable[Path], path: Path) -> Path:
-    """Return the path of a variable, without the modules inside the ``nnx.bridge.ToLinen`` that it belongs to."""
+    """Return a variable's path without the modules inside its ``nnx.bridge.ToLinen``."""
     for bridge in bridges:
         if path[: len(bridge)] == bridge:
             return (*bridge, path[-1])
@@ -394,7 +394,7 @@ def _outside(bridges: Iterable[Path], path: Path) -> Path:
 
 
 def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
-    """Make a scope as ``scope.push`` does, and decide for its module before anyone reads its fields or flags."""
+    """Make a scope as ``scope.push`` does, and decide for its module first."""
     child_scope = Scope.push(scope(), name, *args, **kwargs)
     parent = module()
     child = children_of(parent).get(child_scope.name) if parent is not None else None

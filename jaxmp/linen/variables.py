@@ -1,4 +1,4 @@
-"""The variables of Linen modules: what a module owns, and keeping the dtypes that the bare module gives them."""
+"""The variables of Linen modules, kept in the dtypes that the bare module gives them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def has_children(collections: Variables) -> bool:
 
 
 def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -> None:
-    """Store the values that a method of ``module`` wrote to its collections in the dtypes of the bare module.
+    """Store a method's writes to collections in the dtypes of the bare module.
 
     These are the dtypes of the values ``before``, where there were some.
     """

@@ -1,4 +1,4 @@
-"""Loss scaling for NNX: an optimizer that skips a non-finite step whole, and the gradients that go with it."""
+"""Loss scaling for NNX: an optimizer that skips non-finite steps, and its gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _Object: Any = nnx.Optimizer  # its type parameters are of no use here
 
 
 class Optimizer(_Object):
-    """``nnx.Optimizer`` with loss scaling: a step whose gradients' norm is not finite changes nothing but the scale.
+    """An ``nnx.Optimizer`` with loss scaling, which skips steps that are not finite.
 
     With gradients of :func:`value_and_grad`, a skipped step leaves every Variable of the model bit for bit as it
     was when the last step ended, batch statistics included; only random number generators move on. So do other modules
@@ -117,7 +117,7 @@ class Optimizer(_Object):
         return self._skipped[...]
 
     def ema_model(self, model: M) -> M:
-        """A copy of ``model`` with the moving averages in the place of what is trained, in its dtypes, for evaluation.
+        """Return a copy of ``model`` with the moving averages, for evaluation.
 
         Raises:
           ValueError: the optimizer keeps no moving average.
@@ -131,7 +131,7 @@ class Optimizer(_Object):
         return average_model
 
     def _remember(self, values: dict[str, Any]) -> None:
-        """Keeps ``values`` for the next :meth:`update` to put back if it skips; of several for a path the first.
+        """Keep ``values`` for the next :meth:`update` to put back if it skips.
 
         :func:`value_and_grad` calls this with what the loss function has changed in the model.
         """
@@ -197,7 +197,7 @@ def require_optimizer(optimizer: Any, who: str) -> None:
 
 
 def require_model(model: Any, call: str, arguments: str) -> None:
-    """Raise a TypeError unless ``model``, the first of a call's ``arguments``, is an NNX model or a tree of Variables.
+    """Raise a TypeError unless ``model`` is an NNX model or a tree of Variables.
 
     Args:
       model: the first argument of the call.
@@ -342,7 +342,7 @@ def _is_module(node: Any) -> bool:
 
 
 def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer, *, is_trained: bool) -> None:
-    """Has ``optimizer`` put ``changed`` back if it skips; what it does not train is put back if it will skip these."""
+    """Make ``optimizer`` put ``changed`` back if it skips the step."""
     if is_trained:
         with contextlib.suppress(TraceContextError):  # in a loop or a function that was not given the optimizer
             return optimizer._remember(changed)

@@ -153,7 +153,7 @@ def _put_under(
     is_checked: bool,
     operations: tuple[tuple[str, str], ...],
 ) -> None:
-    """Decide for every module of ``graph``, then change them all: a decision reads the dtypes of modules around."""
+    """Decide for every module of ``graph`` first, then change them all."""
     decisions = [_decide(policies, by_autocast, node, graph, operations) for node in graph.nodes]
     if is_checked:
         decisions[0] = dataclasses.replace(decisions[0], half=_half_policy(policies, graph, decisions))
@@ -194,7 +194,7 @@ def _decide(
 
 
 def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) -> Path:
-    """Return the path of a module, of several paths of a shared one the path that the first pattern matches."""
+    """Return the path of a module; of a shared one, the path that a pattern matches first."""
     order = [*policies.patterns, None]
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
@@ -215,7 +215,7 @@ def _set_up(
     graph: ModuleGraph,
     casts: dict[int, nnx.Variable[Any]],
 ) -> None:
-    """Put a module under its decision; ``casts`` holds the casts of Params so far, by the ids of the Params."""
+    """Put a module under its decision; ``casts`` holds the casts of Params by their ids."""
     policy = decision.policy
     dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
     fills = {name: dtypes[name] for name, _ in decision.replaced}

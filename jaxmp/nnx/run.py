@@ -106,7 +106,7 @@ def _unpickle(bare: Any, decision: NnxDecision) -> Any:
 
 
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the methods of the author's classes that compute something, without ``__init__``, ``eval`` and the like.
+    """Yield the computing methods of the author's classes, without ``__init__`` and ``eval``.
 
     A generator is left out: it runs after its method has returned.
     """
@@ -210,7 +210,7 @@ def is_running() -> bool:
 
 
 def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``method``, a descriptor in the class of ``module``; as a program of its own if the call is from outside.
+    """Call ``method`` of ``module``, as a program of its own if it comes from outside.
 
     A module below a root that is called by itself, ``model.head(x)``, is a root during the call.
     """

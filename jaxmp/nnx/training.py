@@ -1,4 +1,4 @@
-"""The train step for NNX: that of ``jaxmp.training``, whose state are the arrays of the model and its optimizer."""
+"""The train step for NNX, on the arrays of the model and its optimizer."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class _State(train_step.TrainState):
 
 
 class _TrainedWritten(Exception):
-    """A loss function writes to Variables that are trained; it is traced again with what it has written so far."""
+    """A loss function wrote to trained Variables; it is traced again with these values."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(names)
@@ -250,7 +250,7 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
 
 
 def _changed_form(before: Any, after: Any) -> ValueError:
-    """Return the error for a loss function that adds, removes or changes more than the values of Variables."""
+    """Return the error for a loss function that adds or removes Variables."""
     old, new = ({*_names(nnx.as_pure(nnx.state(model, graph=True)))} for model in (before, after))
     was, now = _attributes(before), _attributes(after)
     changed = {name for name in was.keys() | now.keys() if was.get(name, ...) != now.get(name, ...)}

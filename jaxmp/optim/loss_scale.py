@@ -152,7 +152,7 @@ class NoOpLossScale(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """A fixed loss scale: a Python float, part of the compiled program, without leaves. ``adjust`` returns itself.
+    """A fixed loss scale: a Python float in the compiled program, without leaves.
 
     Attributes:
       loss_scale: the factor, positive and in float32's normal range. A power of two rounds nothing.
@@ -236,7 +236,7 @@ class DynamicLossScale(ScaleState, LossScale):
 
     @classmethod
     def from_torch(cls, state_dict: Mapping[str, Any]) -> Self:
-        """Return the loss scale that continues a torch ``GradScaler``, from the result of its ``state_dict()``.
+        """Return the loss scale that continues a torch ``GradScaler``.
 
         Like torch's it has no bounds but float32's; ``dataclasses.replace(scale, min_loss_scale=1)`` sets one.
 

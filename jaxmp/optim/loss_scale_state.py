@@ -162,7 +162,7 @@ def register(cls: type) -> None:
 
 
 def rebuilt(cls: type, fields: Mapping[str, Any], leaves: Iterable[tuple[str, Any]] = ()) -> Any:
-    """Return an instance without a call of the constructor: its checks refuse tracers and other leaves of a tree."""
+    """Return an instance without calling the constructor, which refuses tracers."""
     new: Any = object.__new__(cls)
     vars(new).update(fields)
     vars(new).update(leaves)

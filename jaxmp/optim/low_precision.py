@@ -111,7 +111,7 @@ def low_precision(
 
 
 class LowPrecision(optax.GradientTransformationExtraArgs):
-    """The transform of :func:`low_precision`. It takes params in their own dtypes; ``str()`` says how all is stored."""
+    """The transform of :func:`low_precision`; ``str()`` says how everything is stored."""
 
     transform: _Transform
 

@@ -39,7 +39,7 @@ class LossScalingState(NamedTuple):
 
 
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
-    """Return the state of ``loss_scaling(tx, loss_scale)`` around a state of ``tx`` that has trained already.
+    """Return the state of ``loss_scaling(tx, loss_scale)`` around a trained state of ``tx``.
 
     ``grad_norm`` is what :func:`loss_scaling` is given.
 

@@ -57,7 +57,7 @@ class Float8Blocks:
     squared: bool = flax.struct.field(pytree_node=False, default=False)
 
     def decoded(self) -> jax.Array:
-        """Return the array in float32; a positive second moment is never 0, because optimizers divide by its root."""
+        """Return the array in float32, positive second moments above 0."""
         shares = self.codes.astype(jnp.float32) / LARGEST
         scales = _spread(self.scales, shares)
         if not self.squared:
@@ -130,7 +130,7 @@ def _spread(scales: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _split(array: jax.Array, block: int) -> jax.Array:
-    """Return ``array`` with its last axis in blocks, which Explicit mesh axes split as they split the axis."""
+    """Return ``array`` with its last axis in blocks, split over devices as the axis was."""
     sizes = (*array.shape[:-1], array.shape[-1] // block, block)
     place = _place_in_blocks(array, sizes[-2])
     if place is None:

@@ -41,7 +41,7 @@ def dot_general(
     weight: str | None = None,
     is_fused: bool = False,
 ) -> jax.Array:
-    """Multiply operands in float8, as ``jax.lax.dot_general`` does; the derivatives are float8 products too.
+    """Multiply operands in float8, as ``jax.lax.dot_general`` does; derivatives too.
 
     The members of a ``jax.vmap`` share one scale, and so do the shards of an array. In a branch or a loop of a
     ``shard_map`` each shard has its own. A NaN makes its row NaN, an infinity the whole result. Derivatives treat the
@@ -165,7 +165,7 @@ class _Product:
 
 
 def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:
-    """Return a value, its bits in float8, and their scale: one for all shards, or with ``is_own`` one for each."""
+    """Return a value, its bits in float8, and the scale of all shards or of this one."""
     scale = checkpoint_name(_scale(value, dtype, is_own), RESIDUALS)
     # JAX rounds named float8 residuals once more, as if e4m3fn had infinities: 256 would become one. Bits stay as is.
     bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)

@@ -10,7 +10,7 @@ from jaxmp.policy.policies import Policy
 
 
 def parse_fields(text: str) -> Policy:
-    """Return the policy of a text of ``KEY=DTYPE`` parts; a missing compute or output dtype follows the one before.
+    """Return the policy of a text of ``KEY=DTYPE`` parts.
 
     Raises:
       ValueError: a part or a key is unknown, or comes twice.

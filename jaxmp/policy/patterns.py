@@ -63,7 +63,7 @@ def pattern_text(pattern: Pattern) -> str:
 
 
 def matches(pattern: Pattern, path: Path, cls: type | tuple[type, ...] | None) -> bool:
-    """Return whether ``pattern`` matches the module at ``path`` of class ``cls``, None if unknown, or one of several.
+    """Return whether ``pattern`` matches the module at ``path`` of class ``cls``.
 
     >>> matches("**/Dense_*", ("encoder", "Dense_0"), None), matches("encoder", ("encoder", "Dense_0"), None)
     (True, False)

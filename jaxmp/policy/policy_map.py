@@ -259,7 +259,7 @@ def _of_dtype(dtype: np.dtype) -> Policy | PolicyMap:
 
 
 def _of_override(policy: Any, default: Policy | PolicyMap, pattern: Pattern) -> Policy:
-    """Return the policy that an override names; ``"half"`` is the policy of the model, never another half dtype."""
+    """Return the policy that an override names; ``"half"`` is the model's policy."""
     if isinstance(policy, str) and policy.strip().lower() == "half":
         root = default.root if isinstance(default, PolicyMap) else default
         if not is_half(root.compute_dtype):

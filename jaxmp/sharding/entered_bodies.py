@@ -142,5 +142,5 @@ class EnteredBodies:
 
 
 def _is_stack_whole(use: Use) -> bool:
-    """Return whether a stack of weights is gathered before a scan, because slices of it are not those of the param."""
+    """Return whether a stack of weights must be gathered before a scan."""
     return bool(use.moves) or any(use.source.spec[:1])

@@ -138,7 +138,7 @@ class Description(tables.Shown):
 
 
 def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
-    """Return the bytes that each device holds of ``shapes`` under ``specs``, and the leaves that stay whole.
+    """Return the bytes on each device of ``shapes`` under ``specs``.
 
     Args:
       shapes: a tree of arrays or ShapeDtypeStructs: params, or a whole state.

@@ -101,7 +101,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
 
 
 def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, _: str) -> Any:
-    """Gather on axes of type Explicit: the type of the whole array says that its gradient is not reduced yet."""
+    """Gather on Explicit axes: the type says that the gradient is not reduced yet."""
 
     @jax.custom_vjp
     def whole(leaf: Any) -> Any:

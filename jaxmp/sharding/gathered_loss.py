@@ -1,4 +1,4 @@
-"""A loss whose params are split over devices, rewritten so that each weight is gathered where it is used.
+"""Rewrite a loss with split params so that each weight is gathered where it is used.
 
 The loss is traced on whole params, after policies, adapters and autocast. Each param is gathered in the dtype in which
 the program reads it, in the innermost body that holds all its uses: in the body of a scan over layers, for instance.
@@ -170,7 +170,7 @@ class _Rewriting:
         return interpreted(jaxpr, [(const, True) for const in consts], known, equation, lambda atom: (atom.val, True))
 
     def _is_rewritten(self, eqn: Any, operands: Sequence[Value]) -> bool:
-        """Return whether an equation reads a weight, or is a product of activations that may sum over examples."""
+        """Return whether an equation reads a weight or sums activations over examples."""
         if any(isinstance(value, Use) for value, _ in operands):
             return True
         if self.plan.reduce_dtype != _FLOAT32 or all(is_common for _, is_common in operands):
@@ -202,7 +202,7 @@ class _Rewriting:
         return computed_whole(eqn, operands, uses)
 
     def _entered(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-        """Return the results of a call, a scan or a branch; weights that it alone reads are gathered inside it."""
+        """Return the results of a call, a scan or a branch, with its own weights gathered inside."""
         bodies = bodies_of(eqn)
         assert bodies is not None
         if is_body_alone(eqn):

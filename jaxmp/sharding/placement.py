@@ -64,7 +64,7 @@ def at_home(leaf: Any, home: Any) -> jax.Array:
 
 @functools.cache
 def _spread(home: Any) -> Any:
-    """Return a function that puts an array of every process onto all devices; device_put takes no PRNG key."""
+    """Return a function that copies a process's array to all devices, keys included."""
     return jax.jit(lambda leaf: leaf, out_shardings=home)
 
 
@@ -104,7 +104,7 @@ def is_put(leaf: Any) -> bool:
 
 
 def require_params(params: Any) -> None:
-    """Raise an error if ``params`` are empty, or a model's variables with more collections than the params."""
+    """Raise an error if ``params`` are empty, or include other collections."""
     if not jax.tree.leaves(params):
         raise ValueError(f"params are a tree of arrays, got {params!r}; pass what is trained, variables['params'] say")
     if isinstance(params, Mapping) and "params" in params and len(params) > 1:

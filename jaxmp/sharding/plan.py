@@ -1,4 +1,4 @@
-"""The sharding of a train step, and the plan by which weights and gradients travel between its devices."""
+"""The sharding of a train step, and the plan for its weights and gradients."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def to_reduce_in(dtype: Any) -> np.dtype:
 
 
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
-    """Return the dtype in which gradients of ``dtype`` are reduced: float64 in place of float32 for float64."""
+    """Return the dtype in which gradients of ``dtype`` are reduced: at least float32."""
     return wide(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
 
 

@@ -19,7 +19,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return specs of a state: a leaf whose path ends in that of a param of its shape has the param's spec."""
+    """Return specs of a state; the optimizer's leaves follow their params."""
     known = {
         (parts_of(path), tuple(leaf.shape)): spec
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), specs_in(specs), strict=True)

@@ -115,7 +115,7 @@ class _RowProduct:
 
 
 def in_float8(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
-    """Return a product in float8; each device sums the gradient of the weight over its own rows, in float32.
+    """Return a float8 product; each device sums its rows of the gradient in float32.
 
     None where there are two weights, or nothing that the devices divide.
     """
@@ -228,7 +228,7 @@ def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole:
 
 
 def may_be_wide(eqn: Any) -> bool:
-    """Return whether :func:`computed_wide` takes an equation: it has half operands, and no parameter names a dtype."""
+    """Return whether :func:`computed_wide` takes an equation with half operands."""
     has_half = any(is_half(getattr(atom.aval, "dtype", np.int32)) for atom in eqn.invars)
     return has_half and not names_a_dtype(eqn)
 

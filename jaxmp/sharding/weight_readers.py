@@ -43,7 +43,7 @@ def dtypes_read(jaxpr: Any, var: Any) -> set[Any]:
 
 
 def _dtypes_and_results(jaxpr: Any, var: Any, scopes: Names = ()) -> tuple[set[Any], set[int]]:
-    """Return the dtypes in which a weight is read in a body, and the numbers of the results that are the weight."""
+    """Return the dtypes that read a weight in a body, and the results that are the weight."""
     dtypes, results = set[Any](), set[int]()
     for eqn, position in _readers(jaxpr, var):
         if eqn is None:
@@ -59,7 +59,7 @@ def _dtypes_and_results(jaxpr: Any, var: Any, scopes: Names = ()) -> tuple[set[A
 
 
 def _read_by(eqn: Any, position: int, scopes: Names) -> tuple[set[Any], list[Any]]:
-    """Return the dtypes in which an equation reads a weight, and those of its results that are read in its place."""
+    """Return the dtypes that read a weight in an equation, and the results read instead."""
     is_lookup = eqn.primitive.name == "gather" and position == 0
     if is_lookup and DECIDED in scopes and region_of(scopes).level is None:
         return {None}, []

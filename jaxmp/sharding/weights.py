@@ -132,7 +132,7 @@ class Use:
 
 
 def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
-    """Return a value that was computed from weights as a weight, in float32: so the cotangents of its uses add up.
+    """Return a value computed from weights as a float32 weight, so that cotangents add up.
 
     Args:
       origin: a weight that it was computed from.

@@ -13,7 +13,7 @@ from jaxmp.sharding.specs import as_tuple
 
 
 def require_examples(batch: Any) -> None:
-    """Raise an error if a batch has no examples: its loss is NaN, but its gradients are zeros, which train."""
+    """Raise an error if a batch has no examples: its zero gradients would train."""
     shapes = [shape for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape]
     if {shape[0] for shape in shapes} == {0}:
         raise ValueError(

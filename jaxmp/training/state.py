@@ -130,7 +130,7 @@ class TrainState(flax.struct.PyTreeNode):
         )
 
     def with_tx(self, tx: optax.GradientTransformation) -> Self:
-        """Return this state under the same optimizer in another precision, such as :func:`jaxmp.low_precision`.
+        """Return this state with the same optimizer in another precision.
 
         The state of the optimizer and the loss scale go on. The params keep their dtypes: for others, cast them
         before, ``state.replace(params=policy.cast_to_param(state.params))``. Those that are float32 by then get what

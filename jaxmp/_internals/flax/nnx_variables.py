@@ -16,7 +16,7 @@ from jaxmp.base.dtypes import CASTABLE
 
 
 def _instances_of(*classes: type) -> Callable[[Any], bool]:
-    """Return an ``isinstance`` that remembers its answer for each type: NNX's classes compute it in Python."""
+    """Return an ``isinstance`` that remembers its answer for each type."""
     known: dict[type, bool] = {}
 
     def is_instance(node: Any) -> bool:
@@ -135,7 +135,7 @@ def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any
 
 
 def cast_variable(var: nnx.Variable[Any], dtype: Any) -> nnx.Variable[Any]:
-    """Return a Variable like ``var`` with its floating arrays in ``dtype``; ``var`` itself if they have it."""
+    """Return a Variable like ``var`` with its floating arrays in ``dtype``."""
     value = var[...] if var.ref else var.get_raw_value()
     cast = _tree.cast(value, dtype)
     same = all(a is b for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(value), strict=True))

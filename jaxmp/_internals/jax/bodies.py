@@ -89,7 +89,7 @@ def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Values)
 
 
 def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
-    """Return the parameters of an equation for another dtype, of a float32 product at full precision if exact."""
+    """Return an equation's parameters for another dtype; at full precision if exact."""
     params = dict(eqn.params)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype

@@ -1,4 +1,4 @@
-"""A cast whose transpose is the caller's: ``jax.custom_vjp`` has no tangents, and a ``jax.custom_jvp`` no such rule."""
+"""A cast whose transpose the caller defines; JAX's custom rules offer no such cast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _cast = Primitive("cast_with_transpose")
 
 
 def cast_with_transpose(tangent: Any, dtype: Any, transpose: Callable[[Any], Any]) -> Any:
-    """``tangent`` in ``dtype``; of its cotangent, which has that dtype, ``transpose`` makes one in the dtype before."""
+    """Cast ``tangent`` to ``dtype``; ``transpose`` turns the cotangent back."""
     return _cast.bind(tangent, dtype=dtype, transpose=transpose)
 
 

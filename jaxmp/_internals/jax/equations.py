@@ -1,4 +1,4 @@
-"""Read equations: their bodies, constants and parameters, under the names that each version of JAX has for them."""
+"""Read bodies, constants and parameters of equations in every version of JAX."""
 
 from __future__ import annotations
 

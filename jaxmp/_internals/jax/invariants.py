@@ -1,4 +1,4 @@
-"""Find values that a program leaves unchanged: between turns of a loop, between examples, from argument to result."""
+"""Find values that stay equal between turns, between examples, or from argument to result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxmp._internals.jax.equations import Bodies, bodies_of, evaluate, is_liter
 def hoisted(
     fun: Callable[..., Any], fixed: Any, args: tuple[Any, ...], is_kept: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``fun(fixed, *args)`` for a loop over ``args``: what ``is_kept`` names of ``fixed`` alone is computed once, here.
+    """Return ``fun(fixed, *args)`` for a loop over ``args``, with the invariant part computed once.
 
     It is found in calls, in scans and in what is computed again as well, but for what has a derivative rule around it.
 
@@ -41,7 +41,7 @@ _ONE_BY_ONE = frozenset({"optimization_barrier", "device_put"})  # each result i
 
 
 def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
-    """Return which results of an equation depend on no example; ``are_same`` are the same flags of its operands."""
+    """Return which results of an equation are equal for all examples."""
     bodies = bodies_of(eqn)
     if eqn.primitive.name in ("axis_index", "shard_map"):  # another on each device
         return [False] * len(eqn.outvars)
@@ -73,12 +73,12 @@ def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]
 
 
 def same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
-    """Return the variables of an open jaxpr that depend on no example; ``are_same`` are the flags of its arguments."""
+    """Return the variables of an open jaxpr that are equal for all examples."""
     return _known(_same_values, jaxpr, are_same)
 
 
 def _known(compute: Callable[..., Any], jaxpr: Any, operands: Sequence[Any]) -> Any:
-    """``compute(jaxpr, operands)``, worked out once: it is asked in each turn of each loop around an open jaxpr."""
+    """Return ``compute(jaxpr, operands)``, computed once for equal arguments."""
     found, key = _KNOWN.setdefault(jaxpr, {}), (compute, *operands)
     if key not in found:
         found[key] = compute(jaxpr, operands)

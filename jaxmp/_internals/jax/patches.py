@@ -211,7 +211,7 @@ def _attention(original: Any) -> Any:
 
 
 def _cast_bias(half: np.dtype, leaf: Any) -> Any:
-    """``leaf`` in half if it is float32; what half cannot hold, as a bias that masks, at the end of its range."""
+    """Return a float32 ``leaf`` in half; values out of range move to the end of the range."""
     if getattr(leaf, "dtype", None) != np.float32:
         return leaf
     info = jnp.finfo(half)

@@ -1,4 +1,4 @@
-"""The program of a function, of whose arguments and results some are arrays and the others Python values."""
+"""The traced program of a function of arrays and Python values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxmp._internals.jax.traces import is_tracing
 
 
 class TracedProgram:
-    """The program of a function for arguments like these; of arrays only, what is none stays the Python value it is.
+    """The traced program of a function for arguments like these.
 
     Args:
       fun: a function.

@@ -56,7 +56,7 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
 
 
 def must_sum(eqn: Any, value: Any, examples: Examples) -> bool:
-    """Return whether to sum the cotangents of ``value``, the first operand of one of ``MAY_SUM``, in float32."""
+    """Return whether to sum the cotangents of ``value``, an operand of ``MAY_SUM``, in float32."""
     return _joins_often(eqn) if eqn.primitive.name in _JOINS else must_widen(eqn, eqn.invars[0], value, examples)
 
 
@@ -148,13 +148,13 @@ def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _params(eqn: Any, dtype: np.dtype) -> Any:
-    """Those of an equation on operands of ``dtype``: an extreme's hold a program that compares two updates."""
+    """Return the parameters of an equation on operands of ``dtype``."""
     is_other = eqn.primitive.name in _SCATTERED and eqn.outvars[0].aval.dtype != dtype
     return params_in_dtype(eqn, dtype, False) if is_other else eqn.params
 
 
 def cast_repeated(value: Any, dtype: np.dtype, aval: Any, like: Sequence[Any]) -> Any:
-    """Return ``value`` in ``dtype``, repeated along leading axes and those of size 1 to the shape of ``aval``.
+    """Return ``value`` in ``dtype``, broadcast to the shape of ``aval``.
 
     Args:
       value: a floating array.

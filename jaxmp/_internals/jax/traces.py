@@ -50,7 +50,7 @@ def is_staged(value: Any) -> bool:
 
 
 def trace_context() -> Any:
-    """Return the key of JAX's own caches of traces: its configuration, the mesh, the precision of products."""
+    """Return the key of JAX's trace caches: configuration, mesh, precision of products."""
     return config.trace_context()
 
 

@@ -43,7 +43,7 @@ class Examples:
         self.others = [value for value, same in zip(operands, columns, strict=True) if not all(same)]
 
     def _who_share(self, atom: Any, value: Any) -> list[bool]:
-        """For each ``jax.vmap`` whether its examples share a value, there the ``atom``: as it shows, or is known."""
+        """Return, for each ``jax.vmap``, whether its examples share the value ``atom``."""
         if self._batches:
             return [not is_batched(value, batch) for batch in self._batches]
         return [is_literal(atom) or atom in same for same in self._same]
@@ -56,7 +56,7 @@ class Examples:
         return any([own and False in same for same, own in pairs])
 
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
-        """The places of operands of the equation at hand, if it has bodies, that all share and JAX repeats for each.
+        """Return the operands with bodies that examples share, but JAX repeats for each.
 
         That is what is carried, if it is batched after a turn; and all that branches read, if their index is batched.
         """
@@ -71,6 +71,6 @@ class Examples:
 
 
 def same_in_bodies(bodies: Bodies, same: Same) -> list[Same]:
-    """For each body of an equation which of its arguments examples share; ``same`` says it of the operands."""
+    """Return, for each body of an equation, which arguments all examples share."""
     each = [same_inside(bodies, of_one) for of_one in same]
     return [[inside[number] for inside in each] for number in range(len(bodies.jaxprs))]

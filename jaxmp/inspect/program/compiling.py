@@ -47,7 +47,7 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
 
 
 def _with_static_arguments(jitted: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return a jitted function of its arrays, which has None in the place of each static argument, and the arrays."""
+    """Return a jitted function of the arrays alone, and the arrays."""
     static = {}
     for number in static_arguments(jitted):
         if -len(args) <= number < len(args):

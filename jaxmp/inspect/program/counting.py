@@ -118,7 +118,7 @@ def _reduced(maxima: Sequence[jax.Array], counts: Sequence[jax.Array], sums: Seq
 
 
 def _two_sum(left: Any, left_error: Any, right: Any, right_error: Any) -> tuple[Any, Any]:
-    """Return the sum of two numbers, and the sum of their errors and of the rounding error (Knuth's TwoSum)."""
+    """Return the sum of two numbers and its rounding error (Knuth's TwoSum)."""
     total = left + right
     part = total - left
     return total, left_error + right_error + ((left - (total - part)) + (right - part))

@@ -218,7 +218,7 @@ class _FlaggedScan:
         self.compiled = jax.jit(self._scan, compiler_options=AS_WRITTEN)
 
     def __call__(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[list[Any]], list[Any]]:
-        """Return the last carry, the outputs, the flags of each operation on the host, and the carry of each turn."""
+        """Return the last carry, the outputs, the flags of operations, and each turn's carry."""
         carry, (outputs, flags, carries) = self.compiled(*operands)
         return carry, outputs, jax.device_get(flags), carries
 
