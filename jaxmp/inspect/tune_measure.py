@@ -80,7 +80,7 @@ class Measurement:
 
     @property
     def is_reference_finite(self) -> bool:
-        """Whether loss and gradients are finite in float32."""
+        """Are loss and gradients finite in float32?"""
         return all(np.isfinite(loss) and np.isfinite(gradient).all() for loss, gradient in self._references)
 
     def floor(self) -> float:

@@ -40,25 +40,18 @@ M = TypeVar("M", bound=nn.Module)
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``module`` under a policy: same fields, same methods, same variables.
 
-    Params are stored in the param dtype, every submodule computes in the compute dtype of its own policy, and what the
-    root returns is cast to the output dtype. Batch statistics and other collections keep the dtypes that they have
-    without a policy; Linen's ``cache``, ``intermediates`` and ``perturbations`` have those of what was computed. An
-    initializer for which JAX has no half program, an orthogonal one, is computed in float32 and rounded.
+    Params are stored in the param dtype. Every submodule computes in the compute dtype of its policy, and the root's
+    result is cast to the output dtype. Batch statistics and other collections keep their dtypes, but ``cache``,
+    ``intermediates`` and ``perturbations`` have the dtypes of the computed values. Initializers without a half program
+    in JAX, such as an orthogonal one, run in float32.
 
-    A ``dtype`` or ``param_dtype`` field that has its class's default is filled; one that differs is the author's word
-    and stays, unless an override covers the module. A module with a ``dtype`` field computes as it is written. The
-    operations of one without are decided on the graph in the compute dtype of its policy, as :func:`jaxmp.autocast`
-    decides; its code is traced in float32 if it has params of its own, and sees those. A submodule with
-    policies of its own keeps them.
+    A module with a ``dtype`` field computes as Flax defines it. The operations of a module without one are decided on
+    the graph, as by :func:`jaxmp.autocast`. A ``dtype`` or ``param_dtype`` that differs from the class's default is the
+    author's choice: it stays, unless an override covers the module. A submodule that has a policy keeps it.
 
-    The carry of a loop in the model (``nn.scan``, ``nn.RNN``, ``jax.lax.scan``) keeps the dtype it comes in with. Call
-    loops of JAX as ``jax.lax.scan`` or ``lax.scan``: with ``from jax.lax import scan`` JAX raises on such a carry.
-
-    Gradients of params are summed in float32: a bias, an embedding or a position is cast where an activation meets it,
-    and not before it is repeated or looked up.
-
-    A call is traced as under ``jax.jit``, so that its Python code cannot branch on the values of arrays. Without
-    ``jit`` a call of equal shapes runs the program that was written by the first.
+    Gradients of params are summed in float32. A loop's carry keeps the dtype with which it enters; call JAX's loops by
+    their full names, ``jax.lax.scan``. The model is traced as under ``jax.jit``: its Python code cannot branch on values
+    of arrays.
 
     Args:
       module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.

@@ -32,35 +32,23 @@ M = TypeVar("M", bound=nnx.Module)
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``model`` under a policy: a copy of its modules that shares its Variables.
 
-    Params are kept in the param dtype, every module computes in the compute dtype of its own policy, and what the root
-    returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
-    unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it.
+    Params are stored in the param dtype. Every module computes in the compute dtype of its policy, and the root's result
+    is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares every Variable,
+    except Params of another dtype than the param dtype: those are cast.
 
-    From then on use the copy. ``eval()`` and ``train()`` on ``model`` do not reach it, and a train step refuses
-    ``model``, which computes in float32; to train in float32 beside it, use ``apply_policy(model, "float32")``.
+    Use the copy from then on: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step refuses the
+    bare ``model``. To train that in float32 on purpose, use ``apply_policy(model, "float32")``. A value that is written
+    to a shared Variable reaches both. A module or Variable that is added to one afterwards does not reach the other: add
+    it before, or apply the policy again.
 
-    What is shared is a Variable, with each value that is written to it (``model.head.kernel[...] = value``), not the
-    attribute that holds it: a module or a Variable that is put into ``model`` afterwards (a new head,
-    ``model.head = nnx.Linear(…)``, ``model.head.kernel = nnx.Param(…)``) does not reach the copy, nor the other way
-    round. Put it there first, or apply the policy again.
+    A module with a ``dtype`` attribute computes as Flax defines it. The operations of a module without one are decided
+    on the graph, as by :func:`jaxmp.autocast`. A ``dtype`` or ``param_dtype`` that differs from the constructor's
+    default is the author's choice: it stays, unless an override covers the module. A nested module that has a policy
+    keeps it. ``init_cache`` without a ``dtype`` makes a cache in the module's compute dtype.
 
-    A ``dtype`` or ``param_dtype`` attribute that has the default of its class's constructor is set; one that differs
-    is the author's word and stays, unless an override covers the module. A constructor may have handed its own default
-    down before the policy comes: what equals the default of a module around it counts as default too. A module with a
-    ``dtype`` attribute computes as it is written. The operations of one without are decided on the graph in the compute
-    dtype of its policy, as :func:`jaxmp.autocast` decides; its code is traced in float32 if it has Params of its own,
-    and sees those. A module with a policy of its own, nested in another, keeps it. An ``init_cache`` that is called
-    without its ``dtype`` makes a cache in that of its module.
-
-    The carry of a loop in the model (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) keeps the dtype it comes in with.
-    Call loops of JAX as ``jax.lax.scan`` or ``lax.scan``: with ``from jax.lax import scan`` JAX raises on such a carry.
-
-    Gradients of Params are summed in float32. A call is traced as under ``jax.jit``, so that its Python code cannot
-    branch on the values of arrays; without ``jit`` a call of equal shapes runs the program that was written by the
-    first.
-
-    Sharp edge: what reads a Param outside of the methods of its module gets it as it is stored: a property called from
-    elsewhere, or a generator, which runs when its method has returned.
+    Gradients of Params are summed in float32. A loop's carry keeps the dtype with which it enters; call JAX's loops by
+    their full names, ``jax.lax.scan``. The model is traced as under ``jax.jit``: its Python code cannot branch on values
+    of arrays. Code that reads a Param outside of its module's methods, or in a generator, gets it as it is stored.
 
     Args:
       model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.

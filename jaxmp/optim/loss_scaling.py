@@ -47,31 +47,24 @@ def loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that it skips steps that are not finite, and adapts the loss scale.
 
-    An update takes the true gradients that :func:`value_and_grad` returns, casts half ones to float32, and tests one
-    number, the float32 sum of their squares. If it is finite, ``inner``'s updates pass and the scale may grow. If not,
-    the updates are -0.0 (adding that changes no bit of a param), ``inner``'s state is bit for bit what it was, and the
-    scale backs off. ``inner`` sees float32 gradients and params, so that its state is float32 whatever the params are;
-    :func:`jaxmp.low_precision` sees them as they are.
+    ``update`` takes the true gradients of :func:`value_and_grad`. It tests one number, the float32 sum of their squares.
+    If it is finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the updates are
+    -0.0, which changes no bit of a param, ``inner``'s state stays as it was, and the scale backs off. ``inner`` sees
+    float32 gradients and params, so that its state is float32; :func:`jaxmp.low_precision` sees them as they are.
 
-    Gradients of plain ``jax.value_and_grad`` train too, but without a loss scale small float16 gradients become zero.
-    With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32 training.
-
-    Clipping may stand inside, before ``loss_scaling`` in a chain, or in your own code. Momentum, weight decay and
-    schedules belong inside: what stands after ``loss_scaling`` in a chain goes on when a step is skipped. Do not hide
-    non-finite gradients from it (``optax.zero_nans`` or ``optax.apply_if_finite`` before or around it). Wrap
-    ``optax.MultiSteps`` in ``loss_scaling``: a non-finite microbatch is then dropped on its own. Extra arguments of an
-    update go to ``inner``.
+    Put clipping, momentum, weight decay and schedules inside. A transform after ``loss_scaling`` in a chain does not
+    see that a step was skipped. Wrap ``optax.MultiSteps`` in ``loss_scaling``: a non-finite microbatch is then dropped
+    on its own. Do not put ``optax.zero_nans`` or ``optax.apply_if_finite`` before or around it, which hide the overflow.
+    With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32.
 
     Args:
-      inner: any optax transform; its ``init`` and ``update`` take the params that it takes by itself, such as the pair
-        of ``optax.lookahead``.
+      inner: any optax transform. Extra arguments of an update go to it.
       loss_scale: ``DynamicLossScale()``, ``StaticLossScale``, ``HeadroomLossScale``, ``NoOpLossScale`` or one of jmp's.
-      axis_name: name or names of mapped axes (``pmap``, ``vmap``, ``shard_map``) whose members must all agree to apply
-        or skip a step. Not needed under plain ``jit`` with sharded arrays.
-      grad_norm: whether to keep the global norm of the gradients in the state; its square is what is tested.
-      check_updates: whether the updates are tested as well, for infinities and NaN: for optimizers that divide by what
-        may be zero, or overflow on gradients of a finite norm. It costs further passes over the optimizer's state,
-        which is what an elementwise optimizer spends its time on.
+      axis_name: mapped axes (``pmap``, ``vmap``, ``shard_map``) whose members apply or skip a step together. Not needed
+        under ``jit`` with sharded arrays.
+      grad_norm: keeps the global norm of the gradients in the state.
+      check_updates: tests the updates too, for optimizers that may overflow or divide by zero on finite gradients. It
+        reads the optimizer's state once more.
 
     Raises:
       RuntimeError: a donating step has had the state or the params.

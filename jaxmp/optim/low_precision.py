@@ -59,22 +59,18 @@ def low_precision(
 ) -> optax.GradientTransformationExtraArgs:
     """Let bfloat16 params learn without a float32 copy, and store moments in fewer bits.
 
-    ``inner`` sees float32 params, gradients and state, so that any optax optimizer works and weight decay is exact.
-    What comes out is the float32 update that lands on the rounded param: ``optax.apply_updates`` gives that param, bit
-    for bit (the error is at most 2^-24 of the old one where the new one is less than 2^-16 of it). Each param is
-    treated by its own dtype: bfloat16 ones are rounded, float32 ones are left alone, so that norms and biases may stay
-    in float32. Where a param does not change the update is -0.0.
+    ``inner`` sees float32 params, gradients and state, so that any optax optimizer works and weight decay is exact. The
+    result is a float32 update that ``optax.apply_updates`` adds to the bfloat16 param; the sum is the rounded new param.
+    float32 params are left alone, so norms and biases may stay float32.
 
-    Put it outermost but for :func:`jaxmp.loss_scaling`: ``loss_scaling(low_precision(optax.adamw(1e-3)), …)``. A
-    skipped step then advances nothing. Stochastic rounding draws its bits from a hash of the seed, the count of
-    updates, the param's path and the position in the array: no key to thread, the same bits on any number of devices
-    (under jit, not in ``shard_map``), after a resume, and for each member of a ``vmap``. Infinities and NaN stay what
-    they are.
+    Only :func:`jaxmp.loss_scaling` may stand around it. A skipped step then changes nothing. Stochastic rounding hashes
+    the seed, the count of updates, the param's path and the position in the array. So it needs no key, and gives the
+    same bits on any number of devices and after a resume.
 
-    Moments are known by optax's own types of state; ``print(tx)`` says how each is stored. ``"bfloat16"`` and
-    ``"float8"`` round them stochastically: rounded to nearest, a second moment with a decay of 0.999 never falls.
-    ``"float8"`` stores e4m3 codes with a float32 scale for each block, of second moments those of the root, and leaves
-    in float32 what the block does not divide.
+    Moments are recognised by optax's types of state; ``print(tx)`` says how each is stored. ``"bfloat16"`` and
+    ``"float8"`` round them stochastically, because a second moment with a decay of 0.999 would never fall if rounded to
+    nearest. ``"float8"`` stores e4m3 codes with a float32 scale for each block, and the root of second moments. A moment
+    whose last axis the block does not divide stays float32.
 
     Args:
       inner: any optax transform.

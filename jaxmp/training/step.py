@@ -60,35 +60,29 @@ def make_train_step(
     """Make a jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
 
     The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
-    loss scale, the counters and the rng change (:func:`jaxmp.loss_scaling` can test the updates too). The step is
-    compiled once for equal shapes. The host waits for the device after a skipped step only.
+    loss scale, the counters and the rng change. The step is compiled once for equal shapes. The host waits for the
+    device after a skipped step only.
 
-    The state comes back in the shardings that it came with. Uncommitted arrays move to the device of the others, or to
-    all devices of a mesh. To move a param later, write ``state.replace(params=…)``: a param that is moved in place
-    (``state.params["w"] = …``) comes back where it was.
-
-    ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the true gradients), ``loss_scale`` (the
-    one this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
+    ``metrics`` has ``loss`` (the true loss, float32), ``grad_norm`` (of the true gradients), ``loss_scale`` (of this
+    step), ``skipped`` (bool), and the metrics that the loss function returns. The new state lies where the old one did.
 
     Args:
       loss_fn: ``loss_fn(params, model_state, batch, rng)`` returning ``(loss, new_model_state)`` or
-        ``(loss, new_model_state, metrics)``, the loss a float32 scalar, ``metrics`` a dict.
-      policy: puts the loss function, whose model has no policy then, under :func:`jaxmp.autocast`: whatever
-        names one policy. Its compute dtype is what counts: params, loss, model state and metrics keep their own. With
-        one that computes in float32 there is no autocast, unless there are ``overrides``.
+        ``(loss, new_model_state, metrics)``. The loss is a float32 scalar, ``metrics`` a dict.
+      policy: puts the loss function under :func:`jaxmp.autocast`, for a model without a policy. Only its compute dtype
+        counts: params, loss, model state and metrics keep their dtypes.
       overrides: those of the autocast.
-      accumulate_steps: microbatches per step. Every n-th example goes into the same one, so that a batch sharded over
-        axis 0 stays where it is, and a scalar into each; gradients are summed in float32 and averaged, like loss and
-        metrics; one bad microbatch skips the step.
+      accumulate_steps: microbatches per step. Gradients are summed in float32 and averaged, like loss and metrics. One
+        microbatch that is not finite skips the step. Every n-th example goes into the same microbatch, so that a batch
+        split over devices stays where it is.
       ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
-      remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
-        ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products), the name of a policy in
-        ``jax.checkpoint_policies``, or such a policy.
-      donate: whether the state's memory is reused; the state passed in is then deleted.
-      max_consecutive_skips: after so many skipped steps in a row, with a loss scale that cannot fall, the run ends.
-      sharding: a :class:`jaxmp.sharding.Sharding` over the devices of a mesh. State and batch move there, unless they
-        were put elsewhere. Each weight is gathered where the loss function uses it, in the dtype in which it is used
-        there, and once in a pass; docs/sharding.md has the rules.
+      remat: values that the backward pass computes again: None or ``"none"``; ``"full"``; ``"dots"`` (all but products),
+        ``"dots_no_batch"``; ``"float8"`` (all but operands of float8 products); or a policy of
+        ``jax.checkpoint_policies``, by name or itself.
+      donate: reuses the state's memory; the state that was passed in is then deleted.
+      max_consecutive_skips: the run ends after so many skipped steps in a row with a loss scale that cannot fall.
+      sharding: a :class:`jaxmp.sharding.Sharding`. State and batch move to its mesh. Each weight is gathered where the
+        loss uses it, in the dtype in which it is used.
 
     Raises:
       ValueError: an argument is out of range, or makes no sense with the others; the batch has no examples, or does not
