@@ -50,8 +50,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     author's choice: it stays, unless an override covers the module. A submodule that has a policy keeps it.
 
     Gradients of params are summed in float32. A loop's carry keeps the dtype with which it enters; call JAX's loops by
-    their full names, ``jax.lax.scan``. The model is traced as under ``jax.jit``: its Python code cannot branch on values
-    of arrays.
+    their full names, ``jax.lax.scan``. The model is traced as under ``jax.jit``: its Python code cannot branch on
+    values of arrays.
 
     Args:
       module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.

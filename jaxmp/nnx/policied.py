@@ -32,14 +32,14 @@ M = TypeVar("M", bound=nnx.Module)
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``model`` under a policy: a copy of its modules that shares its Variables.
 
-    Params are stored in the param dtype. Every module computes in the compute dtype of its policy, and the root's result
-    is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares every Variable,
-    except Params of another dtype than the param dtype: those are cast.
+    Params are stored in the param dtype. Every module computes in the compute dtype of its policy, and the root's
+    result is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares every
+    Variable, except Params of another dtype than the param dtype: those are cast.
 
     Use the copy from then on: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step refuses the
     bare ``model``. To train that in float32 on purpose, use ``apply_policy(model, "float32")``. A value that is written
-    to a shared Variable reaches both. A module or Variable that is added to one afterwards does not reach the other: add
-    it before, or apply the policy again.
+    to a shared Variable reaches both. A module or Variable that is added to one afterwards does not reach the other:
+    add it before, or apply the policy again.
 
     A module with a ``dtype`` attribute computes as Flax defines it. The operations of a module without one are decided
     on the graph, as by :func:`jaxmp.autocast`. A ``dtype`` or ``param_dtype`` that differs from the constructor's
@@ -47,8 +47,9 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     keeps it. ``init_cache`` without a ``dtype`` makes a cache in the module's compute dtype.
 
     Gradients of Params are summed in float32. A loop's carry keeps the dtype with which it enters; call JAX's loops by
-    their full names, ``jax.lax.scan``. The model is traced as under ``jax.jit``: its Python code cannot branch on values
-    of arrays. Code that reads a Param outside of its module's methods, or in a generator, gets it as it is stored.
+    their full names, ``jax.lax.scan``. The model is traced as under ``jax.jit``: its Python code cannot branch on
+    values of arrays. Code that reads a Param outside of its module's methods, or in a generator, gets it as it is
+    stored.
 
     Args:
       model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.

@@ -47,15 +47,16 @@ def loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that it skips steps that are not finite, and adapts the loss scale.
 
-    ``update`` takes the true gradients of :func:`value_and_grad`. It tests one number, the float32 sum of their squares.
-    If it is finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the updates are
-    -0.0, which changes no bit of a param, ``inner``'s state stays as it was, and the scale backs off. ``inner`` sees
-    float32 gradients and params, so that its state is float32; :func:`jaxmp.low_precision` sees them as they are.
+    ``update`` takes the true gradients of :func:`value_and_grad`. It tests one number, the float32 sum of their
+    squares. If it is finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the
+    updates are -0.0, which changes no bit of a param, ``inner``'s state stays as it was, and the scale backs off.
+    ``inner`` sees float32 gradients and params, so that its state is float32; :func:`jaxmp.low_precision` sees them as
+    they are.
 
     Put clipping, momentum, weight decay and schedules inside. A transform after ``loss_scaling`` in a chain does not
     see that a step was skipped. Wrap ``optax.MultiSteps`` in ``loss_scaling``: a non-finite microbatch is then dropped
-    on its own. Do not put ``optax.zero_nans`` or ``optax.apply_if_finite`` before or around it, which hide the overflow.
-    With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32.
+    on its own. Do not put ``optax.zero_nans`` or ``optax.apply_if_finite`` before or around it, which hide the
+    overflow. With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32.
 
     Args:
       inner: any optax transform. Extra arguments of an update go to it.

@@ -60,8 +60,8 @@ def low_precision(
     """Let bfloat16 params learn without a float32 copy, and store moments in fewer bits.
 
     ``inner`` sees float32 params, gradients and state, so that any optax optimizer works and weight decay is exact. The
-    result is a float32 update that ``optax.apply_updates`` adds to the bfloat16 param; the sum is the rounded new param.
-    float32 params are left alone, so norms and biases may stay float32.
+    result is a float32 update that ``optax.apply_updates`` adds to the bfloat16 param; the sum is the rounded new
+    param. float32 params are left alone, so norms and biases may stay float32.
 
     Only :func:`jaxmp.loss_scaling` may stand around it. A skipped step then changes nothing. Stochastic rounding hashes
     the seed, the count of updates, the param's path and the position in the array. So it needs no key, and gives the
@@ -69,8 +69,8 @@ def low_precision(
 
     Moments are recognised by optax's types of state; ``print(tx)`` says how each is stored. ``"bfloat16"`` and
     ``"float8"`` round them stochastically, because a second moment with a decay of 0.999 would never fall if rounded to
-    nearest. ``"float8"`` stores e4m3 codes with a float32 scale for each block, and the root of second moments. A moment
-    whose last axis the block does not divide stays float32.
+    nearest. ``"float8"`` stores e4m3 codes with a float32 scale for each block, and the root of second moments. A
+    moment whose last axis the block does not divide stays float32.
 
     Args:
       inner: any optax transform.

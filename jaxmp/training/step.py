@@ -76,8 +76,8 @@ def make_train_step(
         microbatch that is not finite skips the step. Every n-th example goes into the same microbatch, so that a batch
         split over devices stays where it is.
       ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
-      remat: values that the backward pass computes again: None or ``"none"``; ``"full"``; ``"dots"`` (all but products),
-        ``"dots_no_batch"``; ``"float8"`` (all but operands of float8 products); or a policy of
+      remat: values that the backward pass computes again: None or ``"none"``; ``"full"``; ``"dots"`` (all but
+        products), ``"dots_no_batch"``; ``"float8"`` (all but operands of float8 products); or a policy of
         ``jax.checkpoint_policies``, by name or itself.
       donate: reuses the state's memory; the state that was passed in is then deleted.
       max_consecutive_skips: the run ends after so many skipped steps in a row with a loss scale that cannot fall.
