@@ -17,10 +17,9 @@ from recompiles import compiled_once
 
 from experiments import compare, data, image_classification, models
 from experiments.benchmarks import input_pipeline
-from experiments.comparison import outcomes as comparison
+from experiments.comparison import report as comparison_report
 from experiments.data import stock
 from experiments.models import nnx as nnx_models
-from experiments.report.progress import Progress
 from experiments.training import cli
 
 
@@ -171,19 +170,37 @@ def test_the_cosine_rises_and_falls_to_zero_and_adamw_is_as_it_was():
     np.testing.assert_array_equal(*updates)
 
 
-def test_compare_measures_networks_with_running_statistics(data_dir):
-    flags = (("model=resnet18", "api=nnx", "image-size=8", "flip", "shift=1", "optimizer=sgd"),)
+def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path, data_dir, capsys):
+    """Of networks with running statistics."""
+    folder = tmp_path / "run"
+    flags = (("model=resnet18", "image-size=8", "flip", "shift=1", "optimizer=sgd"),)
     chosen = compare.Config(
-        task="cifar10", policies=("mixed_float16@dynamic",), seeds=(0,), steps=3, batch_size=10, flags=flags,
-        data_dir=data_dir,
+        task="cifar10", policies=("mixed_float16",), loss_scales=("dynamic",), seeds=(0, 1), steps=2, batch_size=10,
+        rounds=2, flags=flags, data_dir=data_dir, run_dir=folder,
     )  # fmt: skip
-    with Progress("", 8) as progress:
-        full, half = comparison.compare(compare.prepare(chosen), [0], 1, progress, "cifar10")
-    assert half.flops.keys() == {"float16"} and full.flops["float32"] == half.flops["float16"]
-    assert half.step_bytes > 0 and len(half.curves[0]) == 3 and math.isfinite(half.test[0]["loss"])
-    assert half.curves[0][0] == pytest.approx(full.curves[0][0], rel=0.02)
-    assert 0 <= half.zero_params < 0.1
-    assert math.isnan(half.zero_activations)  # which are counted in Linen
+    compare.main(chosen)
+    assert sorted(path.name for path in folder.iterdir()) == ["compare.json", "compare.md", "compare.png"]
+    *_, conclusion, picture = capsys.readouterr().out.strip().splitlines()
+    assert picture == f"Picture: {folder / 'compare.png'}"
+    assert (folder / "compare.png").stat().st_size < 300_000
+
+    result = json.loads((folder / "compare.json").read_text())
+    assert result["conclusion"].startswith("On cifar10 ") and result["conclusion"].endswith(conclusion.strip()[-20:])
+    outcomes = result["tasks"]["cifar10"]
+    assert [(o["policy"], o["loss_scale"]) for o in outcomes] == [("float32", "none"), ("mixed_float16", "dynamic")]
+    for outcome in outcomes:
+        assert [len(outcome[name]) for name in ("test", "curves", "skipped", "final_scale", "milliseconds")] == [2] * 5
+        assert outcome["step_bytes"] > 0 and outcome["ms_per_step"] > 0
+    assert outcomes[0]["zero_activations"] == 0 and outcomes[0]["tensor_core_share"] == 0
+    assert outcomes[1]["tensor_core_share"] == 1 and outcomes[1]["final_scale"] == [2.0**15] * 2
+    # Same params and batches: half precision starts where float32 does.
+    assert outcomes[1]["curves"][0][0] == pytest.approx(outcomes[0]["curves"][0][0], rel=0.02)
+
+    markdown = (folder / "compare.md").read_text()
+    for columns in (comparison_report.RESULT_COLUMNS, comparison_report.COST_COLUMNS, comparison_report.RULE_COLUMNS):
+        assert f"| {' | '.join(columns)} |" in markdown
+    assert "- versions: Python " in markdown and "![comparison](compare.png)" in markdown
+    assert "| not judged |" in markdown and "| no |" not in markdown and "This device has no tensor cores" in markdown
 
 
 def test_compare_refuses_flags_that_are_its_own():

@@ -31,9 +31,9 @@ def config(tmp_path_factory):
     (folder / "text.txt").write_text(LINES * 100)
     return language_modeling.Config(
         model="gpt2", dataset=str(folder / "text.txt"), data_dir=folder / "data", run_dir=folder / "run",
-        layers=1, heads=2, width=32, context=16, batch_size=8, steps=240, test_batches=2, learning_rate=0.01,
+        layers=1, heads=2, width=32, context=16, batch_size=8, steps=160, test_batches=2, learning_rate=0.01,
         policy="mixed_bfloat16", loss_scale="dynamic:1024,period=10", accumulate=2, remat="attention",
-        override=("ln_f=float32",), evaluate_every=200, checkpoint_every=200, sample_tokens=30, temperature=0.0,
+        override=("ln_f=float32",), evaluate_every=120, checkpoint_every=120, sample_tokens=30, temperature=0.0,
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def run(config, experiment):
     return summary, *states
 
 
-def test_gpt2_learns_a_text_and_writes_in_its_words(run, config):
+def test_gpt2_learns_a_text_and_writes_in_its_words_and_into_its_folder(run, config):
     run, _ = run
     text = run["texts"]["Sample"]
     assert text.startswith("\n\n") and len(text) == 32
@@ -66,9 +66,6 @@ def test_gpt2_learns_a_text_and_writes_in_its_words(run, config):
     held = tokens.load(config.dataset, config.data_dir, "auto", 2048)
     assert run["test_bits_per_byte"] == pytest.approx(run["test_loss"] / math.log(2) / held.bytes_per_token)
     assert run["examples_are"] == "tokens" and run["data"].endswith(", bytes") and run["examples_per_s"] > 0
-
-
-def test_the_run_folder_has_the_sample_and_the_sizes(run, config):
     flags = json.loads((config.run_dir / "config.json").read_text())["config"]
     assert (flags["schedule"], flags["clip"], flags["weight_decay"]) == ("cosine", 1.0, 0.1)
     summary = (config.run_dir / "summary.md").read_text()
@@ -79,10 +76,10 @@ def test_the_run_folder_has_the_sample_and_the_sizes(run, config):
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(run, config, experiment, tmp_path):
     shutil.copytree(config.run_dir, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "240")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "160")
     resumed = dataclasses.replace(config, run_dir=tmp_path / "run", resume=True, prompt="to be")
     again = loop.train("language_modeling", text_training.settled(resumed, "gpt2"), lambda _: experiment)
-    assert again["resumed_at_step"] == 200 and again["texts"] == run[0]["texts"]
+    assert again["resumed_at_step"] == 120 and again["texts"] == run[0]["texts"]
     assert bits(last(tmp_path / "run")) == bits(last(config.run_dir))
     assert rows(tmp_path / "run") == rows(config.run_dir)
 
@@ -112,18 +109,22 @@ def test_what_is_not_given_is_what_suits_the_model_and_the_device(monkeypatch):
     assert text_training.settled(language_modeling.Config(), "bert").context == 512
 
 
-@pytest.mark.parametrize("size", language_modeling.SIZES)
-def test_a_size_has_the_params_that_its_name_says(config, size):
-    flags = dataclasses.replace(
-        config, size=size, vocabulary=50257, **dict.fromkeys(("layers", "heads", "width", "context"))
-    )
-    flags = language_modeling.settled(flags)
-    short = dataclasses.replace(flags, context=16)  # as the text is; a token more is a row of width numbers more
-    model = language_modeling.gpt2(short, text_training.load(short)).model.clone(sequence=flags.context)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    count, unit = sum(leaf.size for leaf in jax.tree.leaves(shapes)), {"M": 10**6, "B": 10**9}[size[-1]]
-    assert f"{count / unit:.{len(size.partition('.')[2][:-1])}f}" == size[:-1]
-    assert flags.context == (1024 if unit == 10**6 else 2048) and model.width // model.heads in (64, 128)
+def test_a_size_has_the_params_that_its_name_says(config):
+    def count(vocabulary, layers, heads, width, context):
+        assert width // heads in (64, 128)
+        return (vocabulary + context) * width + layers * (12 * width + 13) * width + 2 * width
+
+    for size, flags in language_modeling.SIZES.items():
+        unit = {"M": 10**6, "B": 10**9}[size[-1]]
+        decimals = len(size.partition(".")[2][:-1])
+        assert f"{count(50304, **flags) / unit:.{decimals}f}" == size[:-1]
+        assert flags["context"] == (1024 if unit == 10**6 else 2048)
+    none = dict.fromkeys(("layers", "heads", "width", "context"))
+    flags = language_modeling.settled(dataclasses.replace(config, size="355M", **none))
+    flags = dataclasses.replace(flags, vocabulary=1000, layers=2, context=16)  # which are kept
+    model = language_modeling.gpt2(flags, text_training.load(flags)).model
+    shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    assert sum(leaf.size for leaf in shapes) == count(1024, 2, 16, 1024, 16)
 
 
 def test_flags_beside_a_size_are_kept_and_the_little_model_has_none():
@@ -133,14 +134,8 @@ def test_flags_beside_a_size_are_kept_and_the_little_model_has_none():
         language_modeling.prepare(language_modeling.Config(size="7B"))
 
 
-def test_remat_is_the_models_own_or_the_steps():
-    assert text_training.split_remat("attention") == ("attention", "none")
-    assert text_training.split_remat("dots_saveable") == ("none", "dots_saveable")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_flags_that_do_not_suit_the_text_or_the_model_are_errors(config):
+    for flags, message in [
         ({"vocabulary": 100}, "--vocabulary must be at least the 257 tokens of bytes, got 100"),
         ({"tokens": "pairs", "vocabulary": 0}, "2 to 65536 tokens, got --vocabulary 0"),
         ({"weight_decay": math.inf}, "--weight-decay must be at least 0 and finite, got inf"),
@@ -149,11 +144,9 @@ def test_remat_is_the_models_own_or_the_steps():
         ({"tokens": "pairs", "prompt": "a"}, "--prompt must have a token at least, got 'a', which has no pairs"),
         ({"remat": "atention"}, "unknown remat policy 'atention'"),
         ({"override": ("ln_g=float32",)}, "ln_g"),
-    ],
-)
-def test_flags_that_do_not_suit_the_text_or_the_model_are_errors(flags, message, config):
-    with pytest.raises((ValueError, DataError), match=message):
-        language_modeling.prepare(dataclasses.replace(config, **{"override": (), **flags}))
+    ]:
+        with pytest.raises((ValueError, DataError), match=message):
+            language_modeling.prepare(dataclasses.replace(config, **{"override": (), **flags}))
 
 
 def test_a_prompt_that_is_no_utf8_is_bytes(config, monkeypatch):

@@ -26,8 +26,8 @@ def config(tmp_path_factory):
     (folder / "text.txt").write_text("".join(30 * letter for letter in "abcdefgh") * 50)
     return masked_lm.Config(
         dataset=str(folder / "text.txt"), data_dir=folder / "data", run_dir=folder / "run", layers=1, heads=2, width=32,
-        context=16, batch_size=16, steps=200, test_batches=4, learning_rate=0.01, policy="mixed_bfloat16",
-        evaluate_every=200, checkpoint_every=0, ema=0.5,
+        context=16, batch_size=16, steps=140, test_batches=4, learning_rate=0.01, policy="mixed_bfloat16",
+        evaluate_every=140, checkpoint_every=0, ema=0.5,
     )  # fmt: skip
 
 
@@ -63,13 +63,11 @@ def test_bert_learns_a_text_and_shows_its_guesses(config, experiment):
 @pytest.mark.parametrize(
     ("script", "flags", "dtype"),
     [
-        (language_modeling, {"opt_level": "O3"}, "float16"),
-        (masked_lm, {"policy": "bfloat16", "remat": "full"}, "bfloat16"),
+        (masked_lm, {"opt_level": "O2", "accumulate": 2, "remat": "full"}, "float16"),
         (masked_lm, {"opt_level": "O1"}, "float16"),
-        (masked_lm, {"opt_level": "O2", "accumulate": 2}, "float16"),
-        (language_modeling, {"policy": "mixed_bfloat16", "remat": "dots_saveable"}, "bfloat16"),
+        (language_modeling, {"policy": "bfloat16", "remat": "dots_saveable"}, "bfloat16"),
     ],
-    ids=["gpt2-O3", "bert-bfloat16", "bert-O1", "bert-O2", "gpt2-dots"],
+    ids=["bert-O2", "bert-O1", "gpt2-dots"],
 )
 def test_every_policy_has_its_products_in_half_and_a_loss_in_float32(script, flags, dtype, config):
     own = {"model": "gpt2"} if script is language_modeling else {}
