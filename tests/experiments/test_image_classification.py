@@ -135,8 +135,6 @@ def test_flags_that_do_not_go_together_are_an_error(data_dir):
         with pytest.raises(ValueError, match=message):
             image_classification.prepare(config(data_dir, **flags))
 
-
-def test_a_batch_that_the_set_cannot_fill_is_an_error_before_training(data_dir):
     message = "a batch must fit in the set's 40 examples, got --batch-size 41"
     with pytest.raises(data.DataError, match=message):
         image_classification.prepare(config(data_dir, batch_size=41))
@@ -203,21 +201,17 @@ def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path
     assert "| not judged |" in markdown and "| no |" not in markdown and "This device has no tensor cores" in markdown
 
 
-def test_compare_refuses_flags_that_are_its_own():
+def test_compare_hands_the_flags_of_the_task_on_and_refuses_its_own_and_unknown_ones(capsys):
     for flag in ["policy=float16", "seed=3", "--run-dir=x", "resume"]:
         name = flag.lstrip("-").partition("=")[0]
         with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
             compare.prepare(compare.Config(flags=((flag,),)))
 
-
-def test_compare_hands_the_flags_of_the_task_on_and_they_add_up():
     args = ["--task", "mnist", "--flags", "flip", "--flags", "model=resnet18", "shift=2"]
     found = compare.task_flags(cli.parse(compare.Config, "", args))
     expected = {"model": "resnet18", "flip": True, "shift": 2, "dataset": "mnist"}
     assert found == dataclasses.replace(image_classification.Config(), **expected)
 
-
-def test_a_flag_that_the_task_lacks_points_to_the_help_of_the_tasks_script(capsys):
     for task, script in [("mnist", "image_classification")]:
         with pytest.raises(SystemExit) as end:
             compare.task_flags(compare.Config(task=task, flags=(("foo=1",),)))

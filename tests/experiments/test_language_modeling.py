@@ -108,6 +108,11 @@ def test_what_is_not_given_is_what_suits_the_model_and_the_device(monkeypatch):
     assert (large.layers, large.heads, large.width, large.context, large.batch_size) == (12, 12, 768, 1024, 16)
     assert text_training.settled(language_modeling.Config(), "bert").context == 512
 
+    flags = language_modeling.settled(language_modeling.Config(model="gpt2", size="7B", layers=2))
+    assert (flags.layers, flags.heads, flags.width, flags.context) == (2, 32, 4096, 2048)
+    with pytest.raises(ValueError, match="--model next_token has no --size, got 7B; --model gpt2 has"):
+        language_modeling.prepare(language_modeling.Config(size="7B"))
+
 
 def test_a_size_has_the_params_that_its_name_says(config):
     def count(vocabulary, layers, heads, width, context):
@@ -125,13 +130,6 @@ def test_a_size_has_the_params_that_its_name_says(config):
     model = language_modeling.gpt2(flags, text_training.load(flags)).model
     shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     assert sum(leaf.size for leaf in shapes) == count(1024, 2, 16, 1024, 16)
-
-
-def test_flags_beside_a_size_are_kept_and_the_little_model_has_none():
-    flags = language_modeling.settled(language_modeling.Config(model="gpt2", size="7B", layers=2))
-    assert (flags.layers, flags.heads, flags.width, flags.context) == (2, 32, 4096, 2048)
-    with pytest.raises(ValueError, match="--model next_token has no --size, got 7B; --model gpt2 has"):
-        language_modeling.prepare(language_modeling.Config(size="7B"))
 
 
 def test_flags_that_do_not_suit_the_text_or_the_model_are_errors(config):
@@ -155,6 +153,8 @@ def test_a_prompt_that_is_no_utf8_is_bytes(config, monkeypatch):
     flags = dataclasses.replace(flags, prompt=b"to \xff".decode(errors="surrogateescape"))
     task = language_modeling.gpt2(flags, text_training.load(flags))
     assert task.closing(task.model, None, {"loss": 1.0}).texts["Sample"] == "to \ufffd!"
+
+    assert runs._readable("ä☃\n\t\x1b[2J\x07\r\x85") == "ä☃\n\t\ufffd[2J\ufffd\ufffd\ufffd"
 
 
 def test_only_matrices_decay_and_long_gradients_are_clipped(config):
@@ -204,6 +204,9 @@ def test_a_sample_goes_on_from_its_prompt_through_a_window_that_moves():
     assert sampling.sample(counting, params, [1, 2], 20, context=64, temperature=1.0) == expected[2:]
     assert sampling.sample(counting, params, [5, 6, 4, 1, 2], 20, context=3, temperature=0) == expected[2:]
 
+    with pytest.raises(ValueError, match="a prompt of at least one token, got none; write --prompt"):
+        sampling.sample(counting, jnp.float32(1.0), [], 3, context=4)
+
 
 def test_tokens_are_drawn_by_temperature_among_the_likeliest():
     logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
@@ -216,15 +219,6 @@ def test_tokens_are_drawn_by_temperature_among_the_likeliest():
     np.testing.assert_allclose(shares(1.0, 0), [0.5, 0.3, 0.15, 0.05], atol=0.03)
     sharp = np.asarray([0.5, 0.3, 0.15, 0]) ** 2
     np.testing.assert_allclose(shares(0.5, 3), sharp / sharp.sum(), atol=0.03)
-
-
-def test_a_sample_without_a_prompt_is_an_error():
-    with pytest.raises(ValueError, match="a prompt of at least one token, got none; write --prompt"):
-        sampling.sample(counting, jnp.float32(1.0), [], 3, context=4)
-
-
-def test_a_text_is_shown_without_what_steers_a_terminal():
-    assert runs._readable("ä☃\n\t\x1b[2J\x07\r\x85") == "ä☃\n\t\ufffd[2J\ufffd\ufffd\ufffd"
 
 
 def test_bfloat16_params_that_are_rounded_stochastically_are_a_flag(config, tmp_path):

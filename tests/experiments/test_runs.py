@@ -67,7 +67,7 @@ def test_a_run_of_one_step_claims_no_rate(tmp_path, data_dir, capsys):
     assert "None" not in shown and "| ms_per_step | not measured: the one step of this process compiled |" in shown
 
 
-def test_a_run_dir_that_no_file_can_be_written_to_is_named_with_the_reason(tmp_path, monkeypatch):
+def test_a_run_dir_that_no_file_can_be_written_to_is_named_with_the_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for run_dir, reason in (
@@ -83,8 +83,6 @@ def test_a_run_dir_that_no_file_can_be_written_to_is_named_with_the_reason(tmp_p
     with pytest.raises(ValueError, match="a run needs a folder to write to, but runs is a file; name another folder"):
         run_folders.run_folder("name", None)
 
-
-def test_a_folder_without_a_name_is_refused_and_not_taken_for_the_current_one(capsys):
     for flag in ["--run-dir", "--data-dir"]:
         with pytest.raises(SystemExit) as end:
             cli.parse(cli.Training, "", [flag, ""])

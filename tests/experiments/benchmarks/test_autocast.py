@@ -112,7 +112,7 @@ def test_a_step_under_autocast_has_the_products_of_the_step_by_hand(name, policy
     assert sum(products["float32"].values()) == sum(products[autocast.AUTOCAST].values())
 
 
-def test_a_difference_between_programs_is_said_in_words():
+def test_a_difference_between_programs_is_said_in_words_and_goals_say_whether_they_are_met():
     same = {"products": Counter({"dot bf16×bf16": 3}), "round_trips": 0}
     wider = {"products": Counter({"dot bf16×bf16": 2, "dot f32×f32": 1}), "round_trips": 2}
     assert autocast.differences({"lowered": same}, {"lowered": same}) == []
@@ -121,8 +121,6 @@ def test_a_difference_between_programs_is_said_in_words():
         "lowered: 2 casts undo the cast before, by hand 0",
     ]
 
-
-def test_goals_say_whether_they_are_met():
     rows = {autocast.BY_HAND: {"bytes": 100, "ratio": (1, 1, 1)}, autocast.AUTOCAST: {"bytes": 103, "ratio": (1, 1, 2)}}
     assert autocast.goals({"variants": rows, "differences": []}) == [
         "met: time / by hand's is 1.0000, the goal at most 1.01",

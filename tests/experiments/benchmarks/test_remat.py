@@ -156,7 +156,7 @@ def test_a_compiler_that_breaks_or_says_nothing_is_told_in_words_and_ends_nothin
         assert remat.measure(CASE, ROW, None, 9000)["error"].startswith(text)
 
 
-def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys):
+def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, monkeypatch):
     for changes, text in [
         ({"smoke": False}, "this benchmark measures a GPU, but JAX finds only cpu"),
         ({"remats": ()}, "the number of --remats must be at least 1, got 0"),
@@ -168,6 +168,11 @@ def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys):
         said = capsys.readouterr().err
         assert stopped.value.code == 2 and said.count("\n") == 1 and text in said
 
+    monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
+    with pytest.raises(SystemExit):
+        remat.main(smoke(tmp_path, target="h200", smoke=False))
+    assert "needs its CUDA plugin, which is not installed: pip install" in capsys.readouterr().err
+
 
 def test_what_is_compiled_names_its_target_wherever_it_was_compiled(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "device_of", lambda _: None)
@@ -177,15 +182,6 @@ def test_what_is_compiled_names_its_target_wherever_it_was_compiled(quick, tmp_p
     assert "cpu" in where["device"] and "device" not in group["setting"]
     assert "- target: NVIDIA H200 141GB HBM3e\n- device: " in (tmp_path / "remat.md").read_text()
 
-
-def test_compiling_for_a_gpu_without_its_packages_says_what_to_install(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
-    with pytest.raises(SystemExit):
-        remat.main(smoke(tmp_path, target="h200", smoke=False))
-    assert "needs its CUDA plugin, which is not installed: pip install" in capsys.readouterr().err
-
-
-def test_the_limit_of_a_gpu_that_is_not_there_is_what_its_own_scripts_would_have():
     assert remat.limit_of(remat.Config(target="h200")) == int(0.9 * 0.95 * targets.TARGETS["h200"].memory_bytes)
 
 

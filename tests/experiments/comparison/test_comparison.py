@@ -57,12 +57,10 @@ def met(judged: Outcome, tensor_cores: bool = True) -> list[bool | None]:
     return [criterion.met for criterion in comparison_report.criteria(judged, BASELINE, tensor_cores)]
 
 
-def test_all_criteria_are_met_by_what_is_fast_lean_and_as_good():
+def test_all_criteria_are_met_by_what_is_fast_lean_and_as_good_and_each_fails_alone():
     assert met(GOOD) == [True] * 5
     assert [c.text for c in comparison_report.criteria(GOOD, BASELINE, True)] == ["2.22×", "40%", "0.00", "100%", ""]
 
-
-def test_each_criterion_fails_alone():
     for changes, failing in [
         ({"milliseconds": [5.0, 5.0, 5.0]}, 0),  # exactly twice as fast is not more than twice
         ({"step_bytes": 71 * 2**20}, 1),
@@ -203,8 +201,6 @@ def test_a_transformer_trains_on_the_text_that_the_flags_name():
         assert (found.dataset, found.steps, found.remat) == ("some.txt", 7, "attention")
         assert getattr(found, "model", "bert") == task
 
-
-def test_what_the_comparison_or_the_name_of_its_task_says_is_no_flag_of_the_task():
     for task, flag in [
         ("cifar10", "dataset=digits"),  # the script's own default
         ("pysource", "dataset=some.txt"),
@@ -217,8 +213,6 @@ def test_what_the_comparison_or_the_name_of_its_task_says_is_no_flag_of_the_task
         with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
             compare.task_flags(compare.Config(task=task, flags=((flag,),)))
 
-
-def test_flags_with_a_rule_of_their_own_are_flags():
     scripts = (image_classification, language_modeling, masked_lm)
     flags = {field.name for script in scripts for field in dataclasses.fields(script.Config)}
     assert flags >= loop.MAY_CHANGE and flags >= RESERVED

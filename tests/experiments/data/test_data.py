@@ -58,6 +58,12 @@ def test_the_stock_reader_of_tfds_reads_what_was_prepared_and_tensorflow_is_not_
     np.testing.assert_array_equal(source[3]["image"], digits["train"]["image"][3])
     assert "tensorflow" not in sys.modules
 
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*digits*")}
+    again = data.read("digits", folder)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*digits*")}
+    for split in ("train", "test"):
+        np.testing.assert_array_equal(digits[split]["image"], again[split]["image"])
+
 
 def test_pysource_is_the_standard_library_and_every_tenth_file_is_for_the_test(pysource):
     root = Path(sysconfig.get_path("stdlib"))
@@ -70,14 +76,6 @@ def test_pysource_is_the_standard_library_and_every_tenth_file_is_for_the_test(p
     assert len(pysource["train"]["name"]) + len(pysource["test"]["name"]) == len(names) > 500
     for name, source in list(zip(pysource["train"]["name"], pysource["train"]["source"], strict=True))[::200]:
         assert (root / name.decode()).read_bytes() == source
-
-
-def test_reading_again_reads_the_same_without_preparing(digits, folder):
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*digits*")}
-    again = data.read("digits", folder)
-    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*digits*")}
-    for split in ("train", "test"):
-        np.testing.assert_array_equal(digits[split]["image"], again[split]["image"])
 
 
 @pytest.mark.slow("two processes that import all anew")
@@ -162,6 +160,12 @@ def test_evaluation_sees_every_image_once_in_order():
     assert [len(batch) for batch in labels] == [3, 3, 1]
     np.testing.assert_array_equal(np.concatenate(labels), np.arange(7))
 
+    tokens = jax.numpy.arange(101, dtype=np.int32)
+    first, last = list(text.spread(tokens, 4, batch_size=3, batches=2))
+    starts = np.concatenate([first["context"][:, 0], last["context"][:, 0]])
+    np.testing.assert_array_equal(starts, [0, 19, 38, 57, 76, 96])
+    assert int(last["target"][-1]) == 100
+
 
 def test_windows_are_cut_from_the_text_and_repeat_with_the_seed():
     tokens = jax.numpy.arange(50, dtype=np.int32) * 3
@@ -173,14 +177,6 @@ def test_windows_are_cut_from_the_text_and_repeat_with_the_seed():
         np.testing.assert_array_equal(np.c_[batch["context"], batch["target"]], expected)
     np.testing.assert_array_equal(batches[0]["context"], batches[1]["context"])
     assert not np.array_equal(batches[0]["context"], batches[2]["context"])
-
-
-def test_evaluation_windows_are_spread_from_the_first_token_to_the_last():
-    tokens = jax.numpy.arange(101, dtype=np.int32)
-    first, last = list(text.spread(tokens, 4, batch_size=3, batches=2))
-    starts = np.concatenate([first["context"][:, 0], last["context"][:, 0]])
-    np.testing.assert_array_equal(starts, [0, 19, 38, 57, 76, 96])
-    assert int(last["target"][-1]) == 100
 
 
 def test_the_name_of_pysource_depends_on_the_files(monkeypatch, tmp_path):

@@ -86,8 +86,6 @@ def test_statistics_are_those_of_float64():
     np.testing.assert_allclose(mean, expected.mean(0), rtol=1e-12)
     np.testing.assert_allclose(std, [expected[:, 0].std(), 1, expected[:, 2].std()], rtol=1e-12)
 
-
-def test_normalised_images_have_mean_0_and_standard_deviation_1():
     columns = random_columns(50)
     prepared = images.Pixels(0, *images.statistics(columns["image"]))
     (batch,) = images.in_order(images.on_device(columns), 50, prepared)
@@ -114,12 +112,13 @@ def test_resizing_is_bilinear_between_pixel_centres():
     expected = np.stack([bilinear(image / 255, 15) for image in stored])
     np.testing.assert_allclose(resized, expected, atol=1e-6)
 
-
-def test_images_are_averaged_when_they_become_smaller():
     stored = np.zeros((1, 8, 8, 1), np.uint8)
     stored[:, ::2] = 255  # every other line
     smaller = pixels.plain(jnp.asarray(stored), pixels=images.Pixels(2))
     np.testing.assert_allclose(smaller, 0.5, atol=0.05)
+
+    assert images.Pixels(9).shape((4, 4, 1)) == (9, 9, 1) and images.Pixels().shape((4, 4, 3)) == (4, 4, 3)
+    assert pixels.plain(jnp.zeros((2, 4, 4, 1), jnp.uint8), pixels=images.Pixels(9)).shape == (2, 9, 9, 1)
 
 
 def test_half_inputs_are_float32_ones_rounded_once():
@@ -139,14 +138,7 @@ def test_half_of_the_images_are_mirrored_left_to_right_and_the_others_left_alone
     assert (mirrored | (flipped == [0, 1, 2, 3]).all(1)).all()
     assert 240 < mirrored.sum() < 360
 
-
-def test_flips_and_shifts_differ_from_image_to_image_and_from_step_to_step():
     columns = {"image": np.tile(np.arange(36, dtype=np.uint8).reshape(1, 6, 6, 1), (8, 1, 1, 1)), "label": np.zeros(8)}
     batches = images.epochs(images.on_device(columns), 4, 0, shift=2, flip=True)
     seen = [np.asarray(next(batches)["image"]) for _ in range(2)]
     assert len({image.tobytes() for batch in seen for image in batch}) > 5
-
-
-def test_an_image_of_one_channel_keeps_it_when_resized():
-    assert images.Pixels(9).shape((4, 4, 1)) == (9, 9, 1) and images.Pixels().shape((4, 4, 3)) == (4, 4, 3)
-    assert pixels.plain(jnp.zeros((2, 4, 4, 1), jnp.uint8), pixels=images.Pixels(9)).shape == (2, 9, 9, 1)

@@ -61,6 +61,13 @@ def test_of_one_file_the_last_tenth_is_held_out(tmp_path):
     assert found.train == [bytes(range(90))] and found.test == [bytes(range(90, 100))]
     assert found.origin.startswith("a.log: 1 file, 100 bytes, sha256 ")
 
+    with pytest.raises(data.DataError, match=r"--dataset is pysource, or the path of a text file .* there is no .*/a"):
+        corpus.read(str(tmp_path / "a"), None)
+    with pytest.raises(data.DataError, match="but there is no ''"):  # and not the current folder
+        corpus.read("", None)
+    with pytest.raises(data.DataError, match=r"--dataset needs text, but .* has none; a folder's [.]txt"):
+        corpus.read(str(tmp_path), None)
+
 
 def test_of_a_folder_every_tenth_file_is_held_out_and_of_few_the_end_of_each(tmp_path):
     for i in range(21):
@@ -78,15 +85,6 @@ def test_of_a_folder_every_tenth_file_is_held_out_and_of_few_the_end_of_each(tmp
         (tmp_path / "few" / name).write_text(name * 10)
     found = corpus.read(str(tmp_path / "few"), None)
     assert found.train == [b"a.py" * 9, b"b.md" * 9] and found.test == [b"a.py", b"b.md"]
-
-
-def test_a_text_that_is_not_there_or_has_nothing_is_an_error(tmp_path):
-    with pytest.raises(data.DataError, match=r"--dataset is pysource, or the path of a text file .* there is no .*/a"):
-        corpus.read(str(tmp_path / "a"), None)
-    with pytest.raises(data.DataError, match="but there is no ''"):  # and not the current folder
-        corpus.read("", None)
-    with pytest.raises(data.DataError, match=r"--dataset needs text, but .* has none; a folder's [.]txt"):
-        corpus.read(str(tmp_path), None)
 
 
 # --- tokenizers -----------------------------------------------------------------------------------------------------
@@ -148,8 +146,6 @@ def test_a_text_is_merged_word_by_word_and_comes_back(encoding):
         assert ours.encode(document.encode()).tolist() == expected
         assert ours.decode(expected) == document
 
-
-def test_bytes_that_are_no_utf8_survive_the_encoding(encoding):
     ours, numbers = encoding
     assert ours.encode(b"the \xff\xc3").tolist() == [numbers[part] for part in (b"t", b"he", b" ", b"\xff", b"\xc3")]
     assert ours.decode(ours.encode(b"\xff")) == "\ufffd"

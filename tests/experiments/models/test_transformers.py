@@ -144,8 +144,6 @@ def test_an_unknown_remat_and_sequences_that_are_too_long_are_refused():
     with pytest.raises(ValueError, match="sequences have at most 8 tokens, got 9; make the model longer"):
         jax.eval_shape(GPT2(*SIZES).init, jax.random.key(0), np.zeros((1, 9), np.int32))
 
-
-def test_a_workload_that_is_none_is_refused():
     for name, remat, message in [
         ("gpt3", "none", "a workload is one of resnet50, bert, gpt2, lstm, got 'gpt3'"),
         ("gpt2", "some", "remat is one of none, attention, dots, float8, full, for transformers only, got 'some'"),

@@ -142,7 +142,7 @@ def same(a: Any, b: Any) -> bool:
     return jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), a, b))
 
 
-def test_weights_that_are_not_a_models_are_refused_by_name():
+def test_weights_that_are_not_a_models_are_refused_by_name(tmp_path):
     for change, message in [
         ({"h.1.mlp.c_fc.bias": None}, r"the weights of a GPT2 must have h\.1\.mlp\.c_fc\.bias too, which are missing"),
         (
@@ -164,8 +164,6 @@ def test_weights_that_are_not_a_models_are_refused_by_name():
         with pytest.raises(ValueError, match=message):
             PUBLISHED_GPT2.load(tensors)
 
-
-def test_what_is_no_safetensors_file_or_of_another_vocabulary_is_named(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(range(200)))
     with pytest.raises(ValueError, match=r"pytorch_model\.bin is no whole safetensors file .*pickled by torch"):
         PUBLISHED_GPT2.load(tmp_path / "pytorch_model.bin")

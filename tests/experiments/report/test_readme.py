@@ -53,6 +53,11 @@ def test_only_what_is_between_the_markers_is_replaced(tmp_path):
     with pytest.raises(SystemExit, match="must have the lines"):
         readme.write(file, "")
 
+    (tmp_path / "accuracy-1").mkdir()
+    (tmp_path / "accuracy-1" / "accuracy.json").write_text('{"runs": [')
+    with pytest.raises(ValueError, match=r"accuracy-1/accuracy.json is no result of a run \(.*\); write it again, or"):
+        headline.Sources(tmp_path)
+
 
 # The main table.
 
@@ -245,13 +250,6 @@ def test_the_newest_result_counts_and_small_ones_do_not(tmp_path):
         train_step(tmp_path / f"train_step-{day}", environment={**GPU, "date": f"2026-11-{day} 10:00 +0000"})
     (source,) = headline.Sources(tmp_path).all()
     assert source.path.parent.name == "train_step-24"
-
-
-def test_a_damaged_result_is_named(tmp_path):
-    (tmp_path / "accuracy-1").mkdir()
-    (tmp_path / "accuracy-1" / "accuracy.json").write_text('{"runs": [')
-    with pytest.raises(ValueError, match=r"accuracy-1/accuracy.json is no result of a run \(.*\); write it again, or"):
-        headline.Sources(tmp_path)
 
 
 def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):

@@ -60,6 +60,8 @@ def save(folder: Path, state: jaxmp.TrainState, *steps: int, keep: int = 3) -> N
 def test_every_leaf_comes_back_bit_for_bit_and_so_does_what_was_said_about_it(tmp_path):
     saved = state(seed=1)
     save(tmp_path, saved, 5)
+    for item in (".", "state", "state/d", "about"):  # as a file manager does
+        (tmp_path / "5" / item / ".DS_Store").write_bytes(b"\0")
     checkpoint = read_last(tmp_path)
     fresh = state(seed=2)
     restored = checkpoint.restore(fresh, ABOUT["precision"])
@@ -80,19 +82,6 @@ def test_sharded_params_come_back_where_they_were(tmp_path):
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, saved)
     again = read_last(tmp_path).restore(restored, ABOUT["precision"], free=True)
     assert same(again, saved) and restored.params["kernel"].is_deleted()
-
-
-def test_a_checkpoint_from_before_there_were_several_devices_comes_back_on_four(tmp_path, monkeypatch):
-    saved = state(seed=1)
-    monkeypatch.setattr(checkpoints.jnp, "copy", np.array)  # then arrays went to the host before they were written
-    save(tmp_path, saved, 1)
-    monkeypatch.undo()
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    kernel = jax.device_put(jnp.zeros((3, 4)), NamedSharding(mesh, PartitionSpec(None, "data")))
-    fresh = state(params={**saved.params, "dense": {"kernel": kernel, "bias": jnp.zeros(4)}})
-    restored = read_last(tmp_path).restore(fresh, ABOUT["precision"])
-    assert same(restored, saved)
-    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, fresh)
 
 
 def test_a_state_may_be_donated_while_it_is_written(tmp_path):
@@ -121,7 +110,7 @@ def test_the_last_ones_are_kept_and_a_half_written_one_is_none_and_is_removed_by
 # --- what cannot be written ----------------------------------------------------------------------------------------
 
 
-def test_a_path_in_which_orbax_cannot_find_what_it_wrote_is_refused(tmp_path):
+def test_a_path_in_which_orbax_cannot_find_what_it_wrote_is_refused(tmp_path, monkeypatch):
     for name in ["a[1]", "a]", r"a\b"]:
         folder = tmp_path / name / "checkpoints"
         message = re.escape(f"checkpoints need a path without [, ] and \\, got {folder}; take another --run-dir, or")
@@ -129,8 +118,6 @@ def test_a_path_in_which_orbax_cannot_find_what_it_wrote_is_refused(tmp_path):
             Checkpoints(folder, keep=1)
         assert not folder.exists()
 
-
-def test_a_checkpoint_whose_arrays_cannot_be_read_back_gets_no_checksums_and_no_name(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_UNWRITABLE", "")
     folder = tmp_path / "a[1]"
     with pytest.raises(OSError, match=r"be written to .*/a\[1\] \(.*/manifest.ocdbt was not written, without which"):
@@ -223,13 +210,6 @@ def test_a_folder_that_is_missing_or_of_another_checkpoint_is_damage_too(tmp_pat
         read_last(tmp_path / "a")
 
 
-def test_a_file_that_a_file_manager_left_in_it_does_no_harm(tmp_path):
-    save(tmp_path, state(seed=1), 4)
-    for item in (".", "state", "state/d", "about"):
-        (tmp_path / "4" / item / ".DS_Store").write_bytes(b"\0")
-    assert same(read_last(tmp_path).restore(state(seed=2), ABOUT["precision"]), state(seed=1))
-
-
 def test_checksums_that_are_damaged_are_named_and_no_file_that_is_whole(tmp_path):
     save(tmp_path, state(), 4)
     file = tmp_path / "4" / "checksums.sha256"
@@ -269,11 +249,8 @@ def test_the_last_good_one_is_offered_and_following_the_offer_helps(tmp_path):
         shutil.rmtree(path)
     assert read_last(tmp_path).step == 1
 
-
-def test_without_a_good_one_there_is_nothing_to_offer(tmp_path):
     with pytest.raises(CheckpointError, match="has no finished checkpoint to resume from; start again without --res"):
         read_last(tmp_path / "none")
-    save(tmp_path, state(), 1)
     damage(tmp_path / "1")
     with pytest.raises(CheckpointError, match="there is no good one: start again without --resume, in another folder"):
         read_last(tmp_path)
@@ -292,9 +269,8 @@ def moved(loss_scale: Any, **changes: Any) -> Any:
     [
         (jaxmp.DynamicLossScale(), jaxmp.DynamicLossScale(2.0**10, period=7), True),
         (jaxmp.DynamicLossScale(), jaxmp.HeadroomLossScale(), False),
-        (jaxmp.NoOpLossScale(), jaxmp.DynamicLossScale(), False),
     ],
-    ids=["period", "dynamic to headroom", "none to dynamic"],
+    ids=["period", "dynamic to headroom"],
 )
 def test_a_loss_scale_of_the_same_kind_goes_on_and_another_starts_afresh(before, after, goes_on, tmp_path):
     saved = state(moved(before), seed=1)

@@ -216,16 +216,13 @@ def test_a_folder_without_a_run_or_without_a_checkpoint_is_an_error(run, tmp_pat
     ends_with(run, train, f"{run.run_dir}/checkpoints has no finished checkpoint to resume from; start again", capsys)
 
 
-def test_a_new_run_does_not_begin_in_a_folder_with_a_finished_run_without_checkpoints(tmp_path, capsys):
+def test_a_new_run_does_not_begin_in_a_folder_with_a_finished_run_or_where_no_checkpoint_can_be_kept(tmp_path, capsys):
     config = Config(run_dir=tmp_path / "run", steps=1, checkpoint_every=0)
     assert "waited_for_checkpoints_s" not in train(config) and not (config.run_dir / "checkpoints").exists()
     before = rows(config.run_dir)
     message = f"but {config.run_dir} has summary.json; take another --run-dir, or remove that folder"
     ends_with(config, train, message, capsys)
     assert rows(config.run_dir) == before
-
-
-def test_a_run_does_not_begin_where_no_checkpoint_can_be_kept(tmp_path, capsys):
     config = Config(run_dir=tmp_path / "run[1]", steps=1)
     ends_with(config, train, f"checkpoints need a path without [, ] and \\, got {config.run_dir}/checkpoints", capsys)
     assert not (config.run_dir / "config.json").exists()

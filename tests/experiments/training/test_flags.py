@@ -38,7 +38,7 @@ def test_a_policy_or_an_opt_level_brings_its_loss_scale():
         assert type(read_loss_scale(text)) is scale
 
 
-def test_a_loss_scale_is_read_with_its_parameters():
+def test_a_loss_scale_is_read_with_its_parameters_or_an_error():
     for text, expected in [
         ("none", jaxmp.NoOpLossScale()),
         ("static:4096", jaxmp.StaticLossScale(4096)),
@@ -50,8 +50,6 @@ def test_a_loss_scale_is_read_with_its_parameters():
     ]:
         assert str(read_loss_scale(text)) == str(expected)
 
-
-def test_a_loss_scale_that_cannot_be_is_an_error():
     for text, message in [
         ("dynamc", "unknown loss scale 'dynamc'; known, nearest first: 'dynamic', .*; write static:4096, say"),
         ("static", "a static loss scale needs its value, got 'static'; write static:4096"),
@@ -104,8 +102,6 @@ def test_an_unknown_flag_ends_with_code_2(capsys):
     assert end.value.code == 2
     assert "--polcy" in capsys.readouterr().err
 
-
-def test_flags_that_repeat_and_flags_with_several_values_are_read():
     config = cli.parse(
         image_classification.Config, "", ["--override", "a=float32", "--override", "b=O3", "--opt-level", "O2"]
     )
@@ -159,21 +155,12 @@ def test_a_batch_larger_than_the_held_out_text_is_blamed_itself(tmp_path):
         language_modeling.prepare(config)
 
 
-def test_what_a_user_got_wrong_is_one_line_and_code_2(capsys):
+def test_what_a_user_got_wrong_is_one_line_and_code_2_and_training_that_cannot_go_on_code_1(capsys, monkeypatch):
     with pytest.raises(SystemExit) as end, cli.bad_values_end_it():
         raise ValueError("a rule,\nand what came")
     assert end.value.code == 2
     assert capsys.readouterr().err == "error: a rule, and what came\n"
 
-
-def test_a_warning_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(warnings, "showwarning", None)
-    cli.plain_warnings()
-    warnings.showwarning(UserWarning("no loss scale"), UserWarning, "file.py", 3)
-    assert capsys.readouterr().err == "warning: no loss scale\n"
-
-
-def test_training_that_cannot_go_on_is_one_line_and_code_1(capsys, monkeypatch):
     def diverge(_):
         raise jaxmp.NonFiniteTrainingError("gradients of 'w'")
 
@@ -185,6 +172,13 @@ def test_training_that_cannot_go_on_is_one_line_and_code_1(capsys, monkeypatch):
         cli.main(object, diverge, "")
     assert end.value.code == 1
     assert capsys.readouterr().err == "error: gradients of 'w'\n"
+
+
+def test_a_warning_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(warnings, "showwarning", None)
+    cli.plain_warnings()
+    warnings.showwarning(UserWarning("no loss scale"), UserWarning, "file.py", 3)
+    assert capsys.readouterr().err == "warning: no loss scale\n"
 
 
 def test_an_interrupted_script_ends_with_one_line_and_code_130():

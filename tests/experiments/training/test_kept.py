@@ -34,6 +34,11 @@ def test_a_setting_that_only_one_side_has_differs_and_smoke_explains_the_rest(tm
     with pytest.raises(ValueError, match=f"but in {file} smoke is False there and True here; take"):
         kept.require_alike(file, {"smoke": True, "device": "another"})
 
+    first = {"device": "one", "command": "a; b", "date": "2026-11-20"}
+    again = {"device": "one", "command": "a", "date": "2026-11-21"}
+    assert kept.joined([first, again]) == {"device": "one", "command": "a; b", "date": "2026-11-21"}
+    assert kept.joined([again, {**first, "device": "two"}])["device"] == "one; two"
+
 
 def test_what_a_folder_has_is_not_measured_again_unless_it_failed(tmp_path):
     asked = []
@@ -56,13 +61,6 @@ def test_without_time_what_was_found_before_stays_and_the_command_says_that_some
     assert has.get("a", lambda: {"ms": 1})["error"] == "no room" and has.get("b", lambda: {"ms": 1}) is None
     has.end()
     assert capsys.readouterr().out == f"{kept.UNFINISHED}\n"
-
-
-def test_environments_are_joined_side_by_side_and_each_text_once():
-    first = {"device": "one", "command": "a; b", "date": "2026-11-20"}
-    again = {"device": "one", "command": "a", "date": "2026-11-21"}
-    assert kept.joined([first, again]) == {"device": "one", "command": "a; b", "date": "2026-11-21"}
-    assert kept.joined([again, {**first, "device": "two"}])["device"] == "one; two"
 
 
 def test_a_package_that_was_installed_since_is_no_other_version(tmp_path):
