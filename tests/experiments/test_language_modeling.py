@@ -157,7 +157,7 @@ def test_a_prompt_that_is_no_utf8_is_bytes(config, monkeypatch):
     assert runs._readable("ä☃\n\t\x1b[2J\x07\r\x85") == "ä☃\n\t\ufffd[2J\ufffd\ufffd\ufffd"
 
 
-def test_only_matrices_decay_and_long_gradients_are_clipped(config):
+def test_only_matrices_decay_long_gradients_are_clipped_and_the_schedule_rises_and_falls(config):
     settled = dataclasses.replace(
         text_training.settled(config, "gpt2"), schedule="constant", learning_rate=0.1, weight_decay=0.5, clip=1.0
     )
@@ -172,8 +172,6 @@ def test_only_matrices_decay_and_long_gradients_are_clipped(config):
     ]
     np.testing.assert_allclose(moments[0][1][0].mu["w"], moments[1][1][0].mu["w"], rtol=1e-5)
 
-
-def test_the_schedule_rises_for_a_twentieth_of_the_steps_and_falls_to_a_tenth(config):
     tx = text_training.adamw(dataclasses.replace(text_training.settled(config, "gpt2"), steps=100, weight_decay=0.0))
     params = jnp.zeros((1, 1))
 

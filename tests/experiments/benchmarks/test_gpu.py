@@ -213,17 +213,7 @@ def test_a_folder_has_pieces_of_one_device_and_of_full_size_only_on_a_gpu(on, tm
     assert "device is 1 × cpu there and 1 × another here; take the device" in capsys.readouterr().err
 
 
-def test_what_is_not_here_is_named_with_the_pieces_that_want_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    chosen = [piece for piece in gpu.PIECES if piece.name in ("step-gpt2", "accuracy-images", "remat")]
-    assert gpu.foreseen(chosen, HERE, small=True) == ["torch is not installed: wanted by step-gpt2"]
-    _, data, memory = gpu.foreseen(chosen, {**HERE, "bytes": 24 * 2**30}, small=False)
-    assert data == f"CIFAR-10 is not in {tmp_path}/jaxmp/data: accuracy-images must download it"
-    assert memory.startswith("the device gives JAX 24 GiB")
-
-
-def test_pieces_are_listed_with_their_commands_and_an_unknown_one_is_refused(capsys):
+def test_pieces_are_listed_with_their_commands_and_what_they_want_that_is_not_here(capsys, monkeypatch, tmp_path):
     gpu.main(gpu.Config(list=True, pieces=("step-gpt2",)))
     title, command = capsys.readouterr().out.splitlines()
     assert title == "step-gpt2: the train step of GPT-2, with its energy"
@@ -231,6 +221,14 @@ def test_pieces_are_listed_with_their_commands_and_an_unknown_one_is_refused(cap
     with pytest.raises(SystemExit, match="2"):
         gpu.main(gpu.Config(list=True, pieces=("gpt2",)))
     assert "--pieces must be among check-gpt2, check-bert, check-resnet50, step-gpt2, " in capsys.readouterr().err
+
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    chosen = [piece for piece in gpu.PIECES if piece.name in ("step-gpt2", "accuracy-images", "remat")]
+    assert gpu.foreseen(chosen, HERE, small=True) == ["torch is not installed: wanted by step-gpt2"]
+    _, data, memory = gpu.foreseen(chosen, {**HERE, "bytes": 24 * 2**30}, small=False)
+    assert data == f"CIFAR-10 is not in {tmp_path}/jaxmp/data: accuracy-images must download it"
+    assert memory.startswith("the device gives JAX 24 GiB")
 
 
 @pytest.fixture

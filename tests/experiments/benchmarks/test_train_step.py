@@ -176,8 +176,6 @@ def test_a_step_gives_a_state_for_the_next_one_with_running_statistics_in_it():
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
     assert any("mean" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(new))
 
-
-def test_jmps_step_gives_a_state_for_the_next_one_and_can_be_lowered():
     init, step = jax_steps.train_step(case := workload("gpt2", SMALL["gpt2"]), ROWS["jmp-fp16"])
     state = jax.eval_shape(init)
     lowered = jax.jit(step, donate_argnums=0).lower(state, case.batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,17 +42,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def test_a_damaged_set_is_named_and_prepared_anew_once_it_is_removed(tmp_path):
-    before = data.read("digits", tmp_path)["train"]["image"]
-    folder = tmp_path / "digits" / "1.0.0"
-    for change, reason in DAMAGE.values():
+    before = data.read("digits", tmp_path / "whole")["train"]["image"]
+    for i, (change, reason) in enumerate(DAMAGE.values()):
+        root = tmp_path / str(i)
+        folder = root / "digits" / "1.0.0"
+        shutil.copytree(tmp_path / "whole", root)
         change(folder)
         message = rf"^{folder} is damaged \({reason}\); remove {folder} and it is prepared anew$"
         with pytest.raises(data.DataError, match=message):
-            data.read("digits", tmp_path)
-        empty(folder)
-        folder.rmdir()
-        np.testing.assert_array_equal(data.read("digits", tmp_path)["train"]["image"], before)
+            data.read("digits", root)
+    shutil.rmtree(folder)
+    np.testing.assert_array_equal(data.read("digits", root)["train"]["image"], before)
     for content in ("{", "{}"):
         (folder / "origin.json").write_text(content)
         with pytest.raises(data.DataError, match=rf"{folder} is damaged \(.*\); remove {folder} and it is prepared "):
-            data.origin("digits", tmp_path)
+            data.origin("digits", root)

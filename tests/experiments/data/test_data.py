@@ -96,12 +96,7 @@ def test_two_processes_may_prepare_at_once_in_a_home_that_is_new_and_empty(tmp_p
     assert [path.name for path in kept.iterdir()] == ["digits"]
 
 
-def test_the_default_folder_follows_xdg(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert data.default_data_dir() == tmp_path / "jaxmp" / "data"
-
-
-def test_an_unknown_set_a_folder_that_cannot_be_written_and_what_is_too_large_are_errors(tmp_path):
+def test_an_unknown_set_a_folder_that_cannot_be_written_and_what_is_too_large_are_errors(tmp_path, monkeypatch):
     known = ", ".join(data.BUILDERS)
     with pytest.raises(data.DataError, match=f"unknown data set 'digit'; there are: {known}"):
         data.read("digit")
@@ -112,6 +107,9 @@ def test_an_unknown_set_a_folder_that_cannot_be_written_and_what_is_too_large_ar
         images.steps_per_epoch(numbered_images(12), 13)
     with pytest.raises(data.DataError, match="shorter than the text of 4 tokens, got --context 4"):
         next(text.windows(jax.numpy.zeros(4, np.int32), 4, 2, seed=0))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert data.default_data_dir() == tmp_path / "jaxmp" / "data"
 
 
 def numbered_images(n: int) -> images.Images:

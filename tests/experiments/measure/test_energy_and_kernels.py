@@ -49,12 +49,6 @@ def test_a_trace_of_a_cpu_has_no_kernels_and_no_share():
     assert profiling.tensor_core_share({}) is None
 
 
-def test_energy_is_what_the_counter_moved_divided_by_the_calls():
-    calls = []
-    used = energy.joules(lambda: calls.append(1), lambda: 100.0 + 0.5 * len(calls), seconds=0.01)
-    assert used == pytest.approx(0.5) and calls
-
-
 class NVML:
     """The driver's library: GPUs 3 and GPU-1234 have a counter, GPU-old has none."""
 
@@ -74,7 +68,7 @@ class NVML:
         return 3 if handle.value == 99 else 0
 
 
-def test_energy_is_read_in_joules_by_index_or_name_and_not_at_all_without_nvml(monkeypatch):
+def test_energy_is_what_the_counter_moved_read_in_joules_by_index_or_name(monkeypatch):
     monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: NVML())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     assert energy.counter()() == 2.5
@@ -87,3 +81,7 @@ def test_energy_is_read_in_joules_by_index_or_name_and_not_at_all_without_nvml(m
     for library in (lambda _: types.SimpleNamespace(), missing):
         monkeypatch.setattr(energy.ctypes, "CDLL", library)
         assert energy.counter() is None
+
+    calls = []
+    used = energy.joules(lambda: calls.append(1), lambda: 100.0 + 0.5 * len(calls), seconds=0.01)
+    assert used == pytest.approx(0.5) and calls

@@ -82,6 +82,7 @@ def test_cudnn_is_asked_where_it_is_wanted_and_has_half_inputs_and_float32_the_p
     assert (call["dtype"], call["implementation"], call["is_causal"]) == ("bfloat16", "cudnn", True)
     np.testing.assert_array_equal(call["mask"], np.broadcast_to(MASK.astype(bool)[:, None, None], (2, 1, 6, 6)))
 
+    kernel.calls.clear()
     q, k, v = operands("float32")
     with attention.implementation("cudnn"):
         ours = attention.attention(q, k, v)

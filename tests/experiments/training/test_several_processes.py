@@ -145,7 +145,7 @@ def test_bad_input_is_one_error_on_every_process_and_none_hangs(folder):
     assert job.errors() == ["error: the same on both"] * 2
 
 
-def test_flags_of_processes_that_cannot_be_are_an_error_before_anybody_waits():
+def test_flags_of_processes_that_cannot_be_are_an_error_and_one_process_under_slurm_is_one(monkeypatch):
     for given, message in [
         ({"coordinator": "a:1"}, "--coordinator, --processes and --process-id go together, got a:1, None and None; gi"),
         ({"coordinator": "a", "processes": 2, "process_id": 0}, "--coordinator is HOST:PORT of process 0, got 'a'; wr"),
@@ -154,8 +154,6 @@ def test_flags_of_processes_that_cannot_be_are_an_error_before_anybody_waits():
         with pytest.raises(ValueError, match=message):
             processes.start(language_modeling.Config(**given))
 
-
-def test_one_process_under_slurm_is_one_process(monkeypatch):
     for name in processes._SLURM:
         monkeypatch.setenv(name, "1")
     assert not processes._detected()
