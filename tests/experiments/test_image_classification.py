@@ -125,7 +125,7 @@ def test_an_override_gets_its_input_unrounded(data_dir):
         assert next(experiment.train_batches(0))["image"].dtype == dtype
 
 
-def test_flags_that_do_not_go_together_are_an_error(data_dir):
+def test_flags_that_do_not_go_together_or_with_the_set_are_an_error(data_dir):
     for flags, message in [
         ({"api": "nnx", "model": "resnet50"}, "--api nnx has cnn and resnet18, got --model resnet50; use --api linen"),
         ({"image_size": -1}, "--image-size must be at least 0, got -1"),

@@ -56,36 +56,24 @@ def run(config, experiment):
     return summary, *states
 
 
-def test_gpt2_learns_a_text_and_writes_in_its_words_and_into_its_folder(run, config):
-    run, _ = run
-    text = run["texts"]["Sample"]
+def test_gpt2_learns_a_text_writes_in_its_words_and_goes_on_bit_for_bit_when_it_was_stopped(
+    run, config, experiment, tmp_path
+):
+    done, state = run
+    text = done["texts"]["Sample"]
     assert text.startswith("\n\n") and len(text) == 32
     assert any(word in text for word in (" to", " be", "the", "not", "whe"))
-    assert run["test_loss"] < 2.2 < 4 < float(rows(config.run_dir)[0][2])
-    assert run["test_perplexity"] == pytest.approx(math.exp(run["test_loss"]))
+    assert done["test_loss"] < 2.2 < 4 < float(rows(config.run_dir)[0][2])
+    assert done["test_perplexity"] == pytest.approx(math.exp(done["test_loss"]))
     held = tokens.load(config.dataset, config.data_dir, "auto", 2048)
-    assert run["test_bits_per_byte"] == pytest.approx(run["test_loss"] / math.log(2) / held.bytes_per_token)
-    assert run["examples_are"] == "tokens" and run["data"].endswith(", bytes") and run["examples_per_s"] > 0
+    assert done["test_bits_per_byte"] == pytest.approx(done["test_loss"] / math.log(2) / held.bytes_per_token)
+    assert done["examples_are"] == "tokens" and done["data"].endswith(", bytes") and done["examples_per_s"] > 0
     flags = json.loads((config.run_dir / "config.json").read_text())["config"]
     assert (flags["schedule"], flags["clip"], flags["weight_decay"]) == ("cosine", 1.0, 0.1)
     summary = (config.run_dir / "summary.md").read_text()
     assert "| test_perplexity |" in summary and "## Sample\n\n    \n    \n" in summary and "| texts |" not in summary
     assert (config.run_dir / "curves.png").stat().st_size > 10_000
 
-
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(run, config, experiment, tmp_path):
-    shutil.copytree(config.run_dir, tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "160")
-    resumed = dataclasses.replace(config, run_dir=tmp_path / "run", resume=True, prompt="to be")
-    again = loop.train("language_modeling", text_training.settled(resumed, "gpt2"), lambda _: experiment)
-    assert again["resumed_at_step"] == 120 and again["texts"] == run[0]["texts"]
-    assert bits(last(tmp_path / "run")) == bits(last(config.run_dir))
-    assert rows(tmp_path / "run") == rows(config.run_dir)
-
-
-def test_training_and_evaluation_compute_the_same_loss_of_the_tokens_that_follow(run, experiment):
-    _, state = run
     batch = next(iter(experiment.test_batches()))
     assert batch["tokens"].shape == (8, 17) and batch["tokens"].dtype == np.int32
     loss, _ = jax.jit(experiment.loss_fn)(state.params, None, batch, None)
@@ -93,11 +81,20 @@ def test_training_and_evaluation_compute_the_same_loss_of_the_tokens_that_follow
     assert float(loss) == pytest.approx(float(metrics["loss"]), rel=0.01)
     assert 0.2 < float(metrics["accuracy"]) < 1
 
+    shutil.copytree(config.run_dir, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "160")
+    resumed = dataclasses.replace(config, run_dir=tmp_path / "run", resume=True, prompt="to be")
+    again = loop.train("language_modeling", text_training.settled(resumed, "gpt2"), lambda _: experiment)
+    assert again["resumed_at_step"] == 120 and again["texts"] == done["texts"]
+    assert bits(last(tmp_path / "run")) == bits(last(config.run_dir))
+    assert rows(tmp_path / "run") == rows(config.run_dir)
+
 
 # --- flags ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_given_is_what_suits_the_model_and_the_device(monkeypatch):
+def test_what_is_not_given_is_what_suits_the_model_its_size_and_the_device(monkeypatch):
     plain = text_training.settled(language_modeling.Config(), "next_token")
     assert (plain.vocabulary, plain.context, plain.batch_size, plain.steps) == (2048, 4, 8192, 150)
     assert (plain.learning_rate, plain.test_batches, plain.layers) == (3e-3, 8, None)
@@ -147,7 +144,7 @@ def test_flags_that_do_not_suit_the_text_or_the_model_are_errors(config):
             language_modeling.prepare(dataclasses.replace(config, **{"override": (), **flags}))
 
 
-def test_a_prompt_that_is_no_utf8_is_bytes(config, monkeypatch):
+def test_a_prompt_may_be_no_utf8_and_a_text_is_shown_without_what_steers_a_terminal(config, monkeypatch):
     monkeypatch.setattr(sampling, "sample", lambda apply, params, prompt, count, **options: [33])
     flags = text_training.settled(config, "gpt2")
     flags = dataclasses.replace(flags, prompt=b"to \xff".decode(errors="surrogateescape"))

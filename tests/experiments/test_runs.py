@@ -67,7 +67,7 @@ def test_a_run_of_one_step_claims_no_rate(tmp_path, data_dir, capsys):
     assert "None" not in shown and "| ms_per_step | not measured: the one step of this process compiled |" in shown
 
 
-def test_a_run_dir_that_no_file_can_be_written_to_is_named_with_the_reason(tmp_path, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_to_or_has_no_name_is_refused_with_the_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for run_dir, reason in (

@@ -161,7 +161,7 @@ def compiler():
         pytest.skip(reason)
 
 
-def test_half_attention_is_compiled_for_cudnn_without_having_it(compiler):
+def test_half_attention_is_compiled_for_cudnn_without_having_it_and_no_gpu_is_an_error(compiler):
     device = targets.device_of(targets.TARGETS["h200"].text())
     x = targets.on(device, jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16))
     with targets.with_cudnn((9, 19, 0)):

@@ -46,7 +46,7 @@ def test_every_way_computes_the_function_that_is_held_against_float64(name):
         np.testing.assert_array_equal(numbers[case.params[case.param].shape], case.params[case.param])
 
 
-def test_the_worst_entry_is_where_the_difference_is_largest():
+def test_the_worst_entry_is_where_the_difference_is_largest_and_errors_have_two_digits():
     want = np.array([1.0, 100.0, -8.0])
     assert gradient_sums.worst(np.array([0.1, 99.0, -2.0]), want) == 0.25
     assert np.isinf(gradient_sums.worst(np.array([1.0, np.inf, -2.0]), want))

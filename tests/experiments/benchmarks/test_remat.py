@@ -174,7 +174,7 @@ def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, monkeypatch):
     assert "needs its CUDA plugin, which is not installed: pip install" in capsys.readouterr().err
 
 
-def test_what_is_compiled_names_its_target_wherever_it_was_compiled(quick, tmp_path, monkeypatch):
+def test_what_is_compiled_names_its_target_and_has_its_limit(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "device_of", lambda _: None)
     (group,) = remat.main(smoke(tmp_path, target="h200", memory_limit="1MB", smoke=False, remats=("none",)))
     where = json.loads((tmp_path / "remat.json").read_text())["environment"]

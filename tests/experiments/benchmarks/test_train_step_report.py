@@ -57,7 +57,7 @@ def test_goals_are_met_or_not_with_their_figures_against_the_faster_dtype_of_the
     assert sum(line.startswith("not measured") for line in missing) == 10
 
 
-def test_a_ratio_is_of_the_newest_rounds_that_have_both_rows():
+def test_a_ratio_is_of_the_newest_rounds_that_have_both_rows_and_torch_is_its_fastest_row():
     results = results_of(jaxmp_bf16=(30, 70), compile_bf16=(40, 80))
     results.turns["train"] += [{"jaxmp-bf16": {"milliseconds": [20, 20, 20]}}]
     assert results.figures("train", "jaxmp-bf16")["ms"] == (20, 20, 20)
@@ -71,7 +71,7 @@ def test_a_ratio_is_of_the_newest_rounds_that_have_both_rows():
     assert "torch.compile AMP, bf16, max-autotune is 0.968" in train_step_goals.sentences(results)[0]
 
 
-def test_a_row_that_failed_says_why_in_the_table_and_counts_nowhere():
+def test_a_row_that_failed_or_whose_loss_is_not_finite_says_why_and_counts_nowhere():
     results = results_of(jaxmp_bf16=(30, 70), hand_fp32=(300, 400))
     del results.turns["train"][0]["hand-fp32"]
     results.alone["hand-fp32"] = {"train": {"error": "out of memory; the largest batch that fits is 8"}}

@@ -193,7 +193,7 @@ def test_variants_cross_float16_with_the_loss_scales_and_the_demo_has_five():
         ]
 
 
-def test_a_transformer_trains_on_the_text_that_the_flags_name():
+def test_a_task_takes_the_flags_of_its_script_but_those_that_are_up_to_the_comparison():
     for task in ["gpt2", "bert"]:
         found = compare.task_flags(
             compare.Config(task=task, flags=(("dataset=some.txt",),), steps=7, remat="attention")

@@ -60,7 +60,7 @@ def test_a_damaged_idx_file_is_named_and_nothing_is_left_behind(tmp_path):
         assert [path.name for path in root.iterdir()] == ["downloads"]
 
 
-def test_a_cifar10_archive_that_was_cut_short_is_named(tmp_path):
+def test_a_cifar10_archive_that_was_cut_short_or_lacks_a_batch_is_named(tmp_path):
     path = tmp_path / "downloads" / "manual" / "cifar-10-binary.tar.gz"
     write_cifar10(path, "binary")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -83,7 +83,7 @@ def test_one_changed_byte_in_a_cifar10_archive_is_damage(tmp_path):
             archives.cifar10_split(path, split)
 
 
-def test_archives_without_images_are_an_error(tmp_path):
+def test_archives_without_images_or_with_labels_beyond_the_classes_are_an_error(tmp_path):
     write_mnist(tmp_path)
     for file, empty in zip(MNIST_FILES, (np.zeros((0, 28, 28)), np.zeros(0)), strict=False):
         (tmp_path / file).write_bytes(idx(empty))

@@ -52,7 +52,7 @@ def test_digits_are_scikit_learns_and_every_fifth_of_a_class_is_for_the_test(dig
     assert digest[:16] == "c828ed8d66d49993"  # on every machine
 
 
-def test_the_stock_reader_of_tfds_reads_what_was_prepared_and_tensorflow_is_not_there(digits, folder):
+def test_the_stock_reader_of_tfds_reads_what_was_prepared_and_reading_again_prepares_nothing(digits, folder):
     source = tfds.data_source("digits", data_dir=folder)["train"]
     assert len(source) == len(digits["train"]["label"])
     np.testing.assert_array_equal(source[3]["image"], digits["train"]["image"][3])
@@ -153,7 +153,7 @@ def test_a_shift_moves_an_image_whole_and_fills_with_zeros():
     assert {row for row, _ in corners} == {column for _, column in corners} == {0, 1, 2, 3, 4}
 
 
-def test_evaluation_sees_every_image_once_in_order():
+def test_evaluation_sees_every_image_once_in_order_and_windows_from_the_first_token_to_the_last():
     labels = [np.asarray(batch["label"]) for batch in images.in_order(numbered_images(7), 3)]
     assert [len(batch) for batch in labels] == [3, 3, 1]
     np.testing.assert_array_equal(np.concatenate(labels), np.arange(7))

@@ -78,7 +78,7 @@ def test_a_set_of_many_batches_compiles_once_and_once_more_for_a_smaller_last_ba
     assert pixels.plain._cache_size() <= 2
 
 
-def test_statistics_are_those_of_float64():
+def test_statistics_are_those_of_float64_and_normalise():
     stored = random_columns(40)["image"]
     stored[..., 1] = 7
     mean, std = images.statistics(np.tile(stored, (200, 1, 1, 1)))  # more than are summed at a time
@@ -106,7 +106,7 @@ def bilinear(image: np.ndarray, size: int) -> np.ndarray:
     return result
 
 
-def test_resizing_is_bilinear_between_pixel_centres():
+def test_resizing_is_bilinear_between_pixel_centres_and_averages_what_becomes_smaller():
     stored = random_columns(2)["image"]
     resized = pixels.plain(jnp.asarray(stored), pixels=images.Pixels(15))
     expected = np.stack([bilinear(image / 255, 15) for image in stored])
@@ -131,7 +131,7 @@ def test_half_inputs_are_float32_ones_rounded_once():
     np.testing.assert_array_equal(half, full.astype(dtype))
 
 
-def test_half_of_the_images_are_mirrored_left_to_right_and_the_others_left_alone():
+def test_half_of_the_images_are_mirrored_and_flips_and_shifts_differ():
     stored = jnp.asarray(np.tile(np.arange(4, dtype=np.uint8), (600, 2, 1))[..., None])
     flipped = np.asarray(pixels.flipped(stored, jax.random.key(0)))[:, 0, :, 0]
     mirrored = (flipped == [3, 2, 1, 0]).all(1)

@@ -55,7 +55,7 @@ def nothing_remembered():
 # --- documents ------------------------------------------------------------------------------------------------------
 
 
-def test_of_one_file_the_last_tenth_is_held_out(tmp_path):
+def test_of_one_file_the_last_tenth_is_held_out_and_none_is_an_error(tmp_path):
     (tmp_path / "a.log").write_bytes(bytes(range(100)))
     found = corpus.read(str(tmp_path / "a.log"), None)
     assert found.train == [bytes(range(90))] and found.test == [bytes(range(90, 100))]

@@ -138,7 +138,7 @@ def test_remat_computes_again_what_it_says():
             assert len(list(products(step.jaxpr))) == count + again * SIZES[2], (kind, remat)
 
 
-def test_an_unknown_remat_and_sequences_that_are_too_long_are_refused():
+def test_an_unknown_remat_or_workload_and_sequences_that_are_too_long_are_refused():
     with pytest.raises(ValueError, match="remat must be one of none, attention, dots, float8, full, got 'some'"):
         jax.eval_shape(BERT(*SIZES, remat="some").init, jax.random.key(0), TOKENS)
     with pytest.raises(ValueError, match="sequences have at most 8 tokens, got 9; make the model longer"):

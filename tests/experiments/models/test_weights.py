@@ -142,7 +142,7 @@ def same(a: Any, b: Any) -> bool:
     return jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), a, b))
 
 
-def test_weights_that_are_not_a_models_are_refused_by_name(tmp_path):
+def test_weights_and_files_that_are_not_a_models_are_refused_by_name(tmp_path):
     for change, message in [
         ({"h.1.mlp.c_fc.bias": None}, r"the weights of a GPT2 must have h\.1\.mlp\.c_fc\.bias too, which are missing"),
         (

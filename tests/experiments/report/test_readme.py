@@ -44,7 +44,7 @@ def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_
     assert all(predictions.apart(*pair) <= prediction.ERROR for pair in ties)
 
 
-def test_only_what_is_between_the_markers_is_replaced(tmp_path):
+def test_only_what_is_between_the_markers_is_replaced_and_a_damaged_result_is_named(tmp_path):
     file = tmp_path / "README.md"
     file.write_text(f"before\n{readme.BEGIN}old\n{readme.END}\nafter\n")
     readme.write(file, readme.block())

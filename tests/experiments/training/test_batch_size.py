@@ -72,7 +72,7 @@ def test_a_step_without_room_to_be_compiled_is_halved_and_not_taken_for_a_point_
         assert str(found).endswith(f"({too_large} would need more than there is)")
 
 
-def test_a_batch_is_no_larger_than_makes_sense_and_memory_that_does_not_grow_ends_the_search():
+def test_a_batch_is_no_larger_than_makes_sense_and_what_was_found_is_said():
     assert largest_batch(affine(0, 1), 10**9, most=100).batch == 96
     assert largest_batch(affine(0, 1), 10**9, most=5).batch == 5
     assert largest_batch(affine(7, 0), 10**9, most=64).batch in (16, 32, 64)

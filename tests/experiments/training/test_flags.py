@@ -96,7 +96,7 @@ def test_help_has_every_flag_with_a_text_and_a_default(capsys, monkeypatch):
         assert script.__doc__.splitlines()[0] in shown
 
 
-def test_an_unknown_flag_ends_with_code_2(capsys):
+def test_an_unknown_flag_ends_with_code_2_and_flags_may_repeat(capsys):
     with pytest.raises(SystemExit) as end:
         cli.parse(masked_lm.Config, "", ["--polcy", "float32"])
     assert end.value.code == 2

@@ -24,7 +24,7 @@ def test_the_time_that_is_left_decides_whether_something_starts(monkeypatch):
 WHERE = {"device": "one", "versions": "1", "date": "2026-11-20", "command": "a"}
 
 
-def test_a_setting_that_only_one_side_has_differs_and_smoke_explains_the_rest(tmp_path):
+def test_settings_that_differ_are_refused_and_environments_are_joined(tmp_path):
     file = tmp_path / "a.json"
     kept.Kept(tmp_path, 0, WHERE, energy_s=2.0, smoke=False).save("a", {}, sizes=(1, 2))
     setting = {"device": "one", "versions": "1", "smoke": False}

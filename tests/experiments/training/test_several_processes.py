@@ -125,6 +125,7 @@ def test_a_process_that_hangs_ends_all_and_says_where(hanging):
 # --- what a user gets wrong ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("two processes")
 def test_bad_input_is_one_error_on_every_process_and_none_hangs(folder):
     job = Job(folder, [str(folder), str(folder / "bad")], module="process_errors")
     assert job.end() == [2, 2], [job.output(n) for n in range(2)]
