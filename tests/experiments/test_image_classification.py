@@ -12,16 +12,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tyro
 from PIL import Image
 from recompiles import compiled_once
 
 from experiments import compare, data, image_classification, models
 from experiments.benchmarks import input_pipeline
-from experiments.comparison import outcomes as comparison
+from experiments.comparison import report as comparison_report
 from experiments.data import stock
 from experiments.models import nnx as nnx_models
-from experiments.report.progress import Progress
 from experiments.training import cli
 
 
@@ -50,10 +48,10 @@ def promotion_as_users_have_it():
 @pytest.fixture(autouse=True)
 def tiny_networks(monkeypatch):
     def linen(classes, small_images):
-        return models.ResNet((1, 1), "basic", classes, 4, small_images)
+        return models.ResNet((1,), "basic", classes, 4, small_images)
 
     def nnx(channels, classes, small_images, rngs):
-        return nnx_models.ResNet((1, 1), channels, classes, 4, small_images, rngs=rngs)
+        return nnx_models.ResNet((1,), channels, classes, 4, small_images, rngs=rngs)
 
     monkeypatch.setitem(image_classification.LINEN, "resnet18", linen)
     monkeypatch.setattr(nnx_models, "resnet18", nnx)
@@ -66,12 +64,12 @@ def config(data_dir: Path, **flags) -> image_classification.Config:
 
 @pytest.mark.parametrize(("api", "policy"), [("linen", "float32"), ("nnx", "mixed_bfloat16")])
 def test_a_residual_network_learns_in_either_api_and_its_statistics_move(api, policy, data_dir):
-    flags = {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "flip": True, "shift": 2, "steps": 20}
+    flags = {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "flip": True, "shift": 2, "steps": 12}
     experiment = image_classification.prepare(config(data_dir, api=api, policy=policy, **flags))
     state = experiment.init(0)
     before = jax.device_get(state.model_state)
     losses = []
-    for batch in itertools.islice(experiment.train_batches(0), 20):
+    for batch in itertools.islice(experiment.train_batches(0), 12):
         state, metrics = experiment.step(state, batch)
         losses.append(float(metrics["loss"]))
     assert batch["image"].shape == (10, 8, 8, 3) and batch["image"].dtype == policy.removeprefix("mixed_")
@@ -92,13 +90,6 @@ def test_evaluation_uses_the_running_statistics_and_leaves_them(data_dir):
     )
     assert float(one["loss"]) != float(other["loss"]) and math.isfinite(float(other["loss"]))
     assert experiment.evaluate(state).keys() == {"loss", "accuracy"}
-
-
-def test_the_record_says_where_the_images_come_from(data_dir):
-    experiment = image_classification.prepare(config(data_dir, model="cnn", steps=1))
-    assert experiment.precision["data"] == (
-        f"cifar10/3.0.2: image files in {data_dir / 'cifar10'}: their pixels may differ from the original's"
-    )
 
 
 def test_digits_stay_between_0_and_1_and_other_sets_are_normalised(data_dir):
@@ -122,13 +113,9 @@ def test_the_network_has_the_classes_of_the_data(monkeypatch, tmp_path):
         assert any(shape[-1:] == (3,) for shape in shapes) and not any(10 in shape for shape in shapes)
 
 
-@pytest.mark.parametrize(("script", "flag"), [(image_classification, "dataset"), (compare, "task")])
-def test_every_registered_set_of_images_is_a_choice(script, flag, capsys):
-    choices = typing.get_args(typing.get_type_hints(script.Config)[flag])
-    assert set(data.IMAGES) <= set(choices)
-    with pytest.raises(SystemExit):
-        tyro.cli(script.Config, args=["--help"])
-    assert f"--{flag} {{{','.join(choices)}}}" in capsys.readouterr().out
+def test_every_registered_set_of_images_is_a_choice():
+    for script, flag in ((image_classification, "dataset"), (compare, "task")):
+        assert set(data.IMAGES) <= set(typing.get_args(typing.get_type_hints(script.Config)[flag]))
 
 
 def test_an_override_gets_its_input_unrounded(data_dir):
@@ -138,31 +125,24 @@ def test_an_override_gets_its_input_unrounded(data_dir):
         assert next(experiment.train_batches(0))["image"].dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_flags_that_do_not_go_together_or_with_the_set_are_an_error(data_dir):
+    for flags, message in [
         ({"api": "nnx", "model": "resnet50"}, "--api nnx has cnn and resnet18, got --model resnet50; use --api linen"),
         ({"image_size": -1}, "--image-size must be at least 0, got -1"),
         ({"model": "cnn", "image_size": 1}, "--model cnn .* --image-size must be at least 2, or 0 for theirs, got 1"),
         ({"weight_decay": -0.1}, r"--weight-decay must be at least 0, got -0\.1"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_an_error(flags, message, data_dir):
-    with pytest.raises(ValueError, match=message):
-        image_classification.prepare(config(data_dir, **flags))
+    ]:
+        with pytest.raises(ValueError, match=message):
+            image_classification.prepare(config(data_dir, **flags))
 
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_a_batch_that_the_set_cannot_fill_is_an_error_before_training(steps, data_dir):
     message = "a batch must fit in the set's 40 examples, got --batch-size 41"
     with pytest.raises(data.DataError, match=message):
-        image_classification.prepare(config(data_dir, batch_size=41, steps=steps))
+        image_classification.prepare(config(data_dir, batch_size=41))
     with pytest.raises(data.DataError, match=message):
-        compare.prepare(compare.Config(task="cifar10", batch_size=41, steps=steps, data_dir=data_dir))
+        compare.prepare(compare.Config(task="cifar10", batch_size=41, data_dir=data_dir))
 
 
-@pytest.mark.parametrize(("model", "least"), [("cnn", 2), ("resnet18", 1)])
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize(("api", "model", "least"), [("linen", "cnn", 2), ("nnx", "resnet18", 1)])
 def test_the_least_image_size_makes_a_network(api, model, least, data_dir):
     experiment = image_classification.prepare(config(data_dir, api=api, model=model, image_size=least))
     batch = next(iter(experiment.test_batches()))
@@ -188,65 +168,67 @@ def test_the_cosine_rises_and_falls_to_zero_and_adamw_is_as_it_was():
     np.testing.assert_array_equal(*updates)
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
-def test_compare_measures_networks_with_running_statistics(api, data_dir):
-    flags = (("model=resnet18", f"api={api}", "image-size=8", "flip", "shift=1", "optimizer=sgd"),)
+def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path, data_dir, capsys):
+    """Of networks with running statistics."""
+    folder = tmp_path / "run"
+    flags = (("model=resnet18", "image-size=8", "flip", "shift=1", "optimizer=sgd"),)
     chosen = compare.Config(
-        task="cifar10", policies=("mixed_float16@dynamic",), seeds=(0,), steps=3, batch_size=10, flags=flags,
-        data_dir=data_dir,
+        task="cifar10", policies=("mixed_float16",), loss_scales=("dynamic",), seeds=(0, 1), steps=2, batch_size=10,
+        rounds=2, flags=flags, data_dir=data_dir, run_dir=folder,
     )  # fmt: skip
-    with Progress("", 8) as progress:
-        full, half = comparison.compare(compare.prepare(chosen), [0], 1, progress, "cifar10")
-    assert half.flops.keys() == {"float16"} and full.flops["float32"] == half.flops["float16"]
-    assert half.step_bytes > 0 and len(half.curves[0]) == 3 and math.isfinite(half.test[0]["loss"])
-    assert half.curves[0][0] == pytest.approx(full.curves[0][0], rel=0.02)
-    assert 0 <= half.zero_params < 0.1
-    assert math.isnan(half.zero_activations) if api == "nnx" else 0 <= half.zero_activations < 0.1
+    compare.main(chosen)
+    assert sorted(path.name for path in folder.iterdir()) == ["compare.json", "compare.md", "compare.png"]
+    *_, conclusion, picture = capsys.readouterr().out.strip().splitlines()
+    assert picture == f"Picture: {folder / 'compare.png'}"
+    assert (folder / "compare.png").stat().st_size < 300_000
+
+    result = json.loads((folder / "compare.json").read_text())
+    assert result["conclusion"].startswith("On cifar10 ") and result["conclusion"].endswith(conclusion.strip()[-20:])
+    outcomes = result["tasks"]["cifar10"]
+    assert [(o["policy"], o["loss_scale"]) for o in outcomes] == [("float32", "none"), ("mixed_float16", "dynamic")]
+    for outcome in outcomes:
+        assert [len(outcome[name]) for name in ("test", "curves", "skipped", "final_scale", "milliseconds")] == [2] * 5
+        assert outcome["step_bytes"] > 0 and outcome["ms_per_step"] > 0
+    assert outcomes[0]["zero_activations"] == 0 and outcomes[0]["tensor_core_share"] == 0
+    assert outcomes[1]["tensor_core_share"] == 1 and outcomes[1]["final_scale"] == [2.0**15] * 2
+    # Same params and batches: half precision starts where float32 does.
+    assert outcomes[1]["curves"][0][0] == pytest.approx(outcomes[0]["curves"][0][0], rel=0.02)
+
+    markdown = (folder / "compare.md").read_text()
+    for columns in (comparison_report.RESULT_COLUMNS, comparison_report.COST_COLUMNS, comparison_report.RULE_COLUMNS):
+        assert f"| {' | '.join(columns)} |" in markdown
+    assert "- versions: Python " in markdown and "![comparison](compare.png)" in markdown
+    assert "| not judged |" in markdown and "| no |" not in markdown and "This device has no tensor cores" in markdown
 
 
-@pytest.mark.parametrize("flag", ["policy=float16", "seed=3", "--run-dir=x", "resume"])
-def test_compare_refuses_flags_that_are_its_own(flag):
-    name = flag.lstrip("-").partition("=")[0]
-    with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
-        compare.prepare(compare.Config(flags=((flag,),)))
+def test_compare_hands_the_flags_of_the_task_on_and_refuses_its_own_and_unknown_ones(capsys):
+    for flag in ["policy=float16", "seed=3", "--run-dir=x", "resume"]:
+        name = flag.lstrip("-").partition("=")[0]
+        with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
+            compare.prepare(compare.Config(flags=((flag,),)))
 
-
-def test_compare_hands_the_flags_of_the_task_on():
-    found = compare.task_flags(
-        compare.Config(task="mnist", flags=(("model=resnet18", "--flip"), ("learning-rate=0.5",)))
-    )
-    expected = {"model": "resnet18", "flip": True, "learning_rate": 0.5, "dataset": "mnist"}
-    assert found == dataclasses.replace(image_classification.Config(), **expected)
-
-
-def test_flags_of_the_task_add_up_when_they_are_given_twice():
     args = ["--task", "mnist", "--flags", "flip", "--flags", "model=resnet18", "shift=2"]
     found = compare.task_flags(cli.parse(compare.Config, "", args))
-    assert (found.flip, found.model, found.shift) == (True, "resnet18", 2)
+    expected = {"model": "resnet18", "flip": True, "shift": 2, "dataset": "mnist"}
+    assert found == dataclasses.replace(image_classification.Config(), **expected)
+
+    for task, script in [("mnist", "image_classification")]:
+        with pytest.raises(SystemExit) as end:
+            compare.task_flags(compare.Config(task=task, flags=(("foo=1",),)))
+        shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+        assert end.value.code == 2 and "--foo" in shown and f"python -m experiments.{script} --help" in shown
 
 
-@pytest.mark.parametrize(("task", "script"), [("mnist", "image_classification"), ("pysource", "language_modeling")])
-def test_a_flag_that_the_task_lacks_points_to_the_help_of_the_tasks_script(task, script, capsys):
-    with pytest.raises(SystemExit) as end:
-        compare.task_flags(compare.Config(task=task, flags=(("foo=1",),)))
-    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert end.value.code == 2 and "--foo" in shown and f"python -m experiments.{script} --help" in shown
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_flags_of_the_input_pipeline_that_cannot_be_are_an_error(capsys):
+    for flags, message in [
         ({"dtypes": ()}, "the number of --dtypes must be at least 1, got 0"),
         ({"block_ms": math.nan}, "--block-ms must be at least 0.1, got nan"),
-        ({"block_ms": -5.0}, "--block-ms must be at least 0.1, got -5"),
         ({"examples": 0}, "--examples must be at least 1, got 0"),
         ({"batch_size": 9, "examples": 8}, "--batch-size must be at least 1 and below 9, got 9"),
-    ],
-)
-def test_flags_of_the_input_pipeline_that_cannot_be_are_an_error(flags, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        input_pipeline.main(input_pipeline.Config(**flags))
-    assert message in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            input_pipeline.main(input_pipeline.Config(**flags))
+        assert message in capsys.readouterr().err
 
 
 def test_image_classification_trains_two_steps_in_nnx_on_a_folder_of_images(tmp_path, data_dir):

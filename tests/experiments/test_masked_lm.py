@@ -26,8 +26,8 @@ def config(tmp_path_factory):
     (folder / "text.txt").write_text("".join(30 * letter for letter in "abcdefgh") * 50)
     return masked_lm.Config(
         dataset=str(folder / "text.txt"), data_dir=folder / "data", run_dir=folder / "run", layers=1, heads=2, width=32,
-        context=16, batch_size=16, steps=200, test_batches=4, learning_rate=0.01, policy="mixed_bfloat16",
-        evaluate_every=200, checkpoint_every=0, ema=0.5,
+        context=16, batch_size=16, steps=140, test_batches=4, learning_rate=0.01, policy="mixed_bfloat16",
+        evaluate_every=140, checkpoint_every=0, ema=0.5,
     )  # fmt: skip
 
 
@@ -63,13 +63,11 @@ def test_bert_learns_a_text_and_shows_its_guesses(config, experiment):
 @pytest.mark.parametrize(
     ("script", "flags", "dtype"),
     [
-        (language_modeling, {"opt_level": "O3"}, "float16"),
-        (masked_lm, {"policy": "bfloat16", "remat": "full"}, "bfloat16"),
+        (masked_lm, {"opt_level": "O2", "accumulate": 2, "remat": "full"}, "float16"),
         (masked_lm, {"opt_level": "O1"}, "float16"),
-        (masked_lm, {"opt_level": "O2", "accumulate": 2}, "float16"),
-        (language_modeling, {"policy": "mixed_bfloat16", "remat": "dots_saveable"}, "bfloat16"),
+        (language_modeling, {"policy": "bfloat16", "remat": "dots_saveable"}, "bfloat16"),
     ],
-    ids=["gpt2-O3", "bert-bfloat16", "bert-O1", "bert-O2", "gpt2-dots"],
+    ids=["bert-O2", "bert-O1", "gpt2-dots"],
 )
 def test_every_policy_has_its_products_in_half_and_a_loss_in_float32(script, flags, dtype, config):
     own = {"model": "gpt2"} if script is language_modeling else {}
@@ -86,12 +84,8 @@ def test_every_policy_has_its_products_in_half_and_a_loss_in_float32(script, fla
 def test_under_autocast_an_override_may_be_a_path_of_training_or_of_evaluation(config):
     sizes = {name: getattr(config, name) for name in ("dataset", "data_dir", "layers", "heads", "width", "context")}
     flags = masked_lm.Config(**sizes, opt_level="O1", test_batches=1)
-    for pattern, train, evaluate in (("cross_entropy", True, False), ("attend", False, True), ("nope", None, None)):
+    for pattern, train, evaluate in (("cross_entropy", True, False), ("attend", False, True)):
         flags = dataclasses.replace(flags, override=(f"**/word_embeddings.{pattern}=float32",))
-        if train is None:
-            with pytest.raises(ValueError, match="nope' matched none"):
-                masked_lm.prepare(flags)
-            continue
         experiment = masked_lm.prepare(flags)
         state, batch = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))
         for function, args, wide in ((experiment.step.jitted, (state, batch), train),
@@ -119,14 +113,12 @@ def test_every_guess_has_the_same_weight_in_microbatches_and_in_an_evaluation(co
     assert found["loss"] == pytest.approx(float(loss_fn(held)), rel=1e-5) and 0 <= found["accuracy"] <= 1
 
 
-def test_a_held_out_text_without_a_token_to_guess_is_an_error(config):
-    few = dataclasses.replace(config, context=1, batch_size=1, test_batches=1)
-    with pytest.raises(DataError, match="no token to guess in 1 batches of 1×1 tokens; raise --test-batches"):
-        masked_lm.prepare(few).test_batches()
-
-
-def test_guesses_stand_in_brackets_with_the_truth_where_they_are_wrong():
+def test_guesses_stand_in_brackets_with_the_truth_where_they_are_wrong_and_there_must_be_some(config):
     shown = np.asarray([*b"he", 257, *b"lo", 257, 257, 256])
     targets = np.asarray([-100, -100, ord("l"), -100, -100, ord(" "), ord("w"), -100])
     guesses = np.asarray([0, 0, ord("l"), 0, 0, ord("\n"), ord("w"), 0])
     assert masked_lm.in_brackets(shown, targets, guesses, Bytes()) == "he[l]lo[⏎|␣][w]"
+
+    few = dataclasses.replace(config, context=1, batch_size=1, test_batches=1)
+    with pytest.raises(DataError, match="no token to guess in 1 batches of 1×1 tokens; raise --test-batches"):
+        masked_lm.prepare(few).test_batches()

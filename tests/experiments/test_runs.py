@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import sysconfig
 from pathlib import Path
 
 import jax
@@ -12,10 +13,11 @@ import pytest
 from places import ROOT
 from run_tools import start, train
 
-from experiments import image_classification
+from experiments import image_classification, language_modeling
 from experiments.benchmarks import loss_scaling
-from experiments.comparison import report as comparison_report
 from experiments.training import cli, run_folders, runs
+
+SOURCES = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # the whole library is read for seconds
 
 
 def read_run(folder: Path) -> tuple[dict, dict, list[dict[str, str]]]:
@@ -65,69 +67,66 @@ def test_a_run_of_one_step_claims_no_rate(tmp_path, data_dir, capsys):
     assert "None" not in shown and "| ms_per_step | not measured: the one step of this process compiled |" in shown
 
 
-@pytest.mark.parametrize(
-    ("run_dir", "reason"),
-    [
+def test_a_folder_that_cannot_be_written_to_or_has_no_name_is_refused_with_the_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for run_dir, reason in (
         ("file", "file is a file"),
         ("file/run", "file is a file"),
         ("/proc/foo", r"nothing can be written to /proc/foo \(.+\)"),
         ("/proc", r"nothing can be written to /proc \(.+\)"),
-    ],
-)
-def test_a_run_dir_that_no_file_can_be_written_to_is_named_with_the_reason(run_dir, reason, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        ValueError, match=f"^--run-dir must name a folder to write to, but {reason}; take another --run-dir$"
     ):
-        run_folders.run_folder("name", Path(run_dir))
-
-
-@pytest.mark.parametrize("flag", ["--run-dir", "--data-dir"])
-def test_a_folder_without_a_name_is_refused_and_not_taken_for_the_current_one(flag, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.parse(cli.Training, "", [flag, ""])
-    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    said = f"{flag}: a folder must have a name, got '' (an unset variable of the shell?); write . for this one"
-    assert end.value.code == 2 and said in shown
-    assert cli.parse(cli.Training, "", ["--run-dir", "."]).run_dir == Path()
-
-
-def test_a_run_without_a_place_for_its_folder_is_told_to_name_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+        message = f"^--run-dir must name a folder to write to, but {reason}; take another --run-dir$"
+        with pytest.raises(ValueError, match=message):
+            run_folders.run_folder("name", Path(run_dir))
     (tmp_path / "runs").touch()
-    with pytest.raises(
-        ValueError, match=r"a run needs a folder to write to, but runs is a file; name another folder wi"
-    ):
+    with pytest.raises(ValueError, match="a run needs a folder to write to, but runs is a file; name another folder"):
         run_folders.run_folder("name", None)
 
+    for flag in ["--run-dir", "--data-dir"]:
+        with pytest.raises(SystemExit) as end:
+            cli.parse(cli.Training, "", [flag, ""])
+        shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+        said = f"{flag}: a folder must have a name, got '' (an unset variable of the shell?); write . for this one"
+        assert end.value.code == 2 and said in shown
+        assert cli.parse(cli.Training, "", ["--run-dir", "."]).run_dir == Path()
 
-@pytest.mark.once
+
 def test_language_modeling_trains_two_steps_and_warns_without_a_loss_scale(tmp_path, data_dir):
-    flags = ["--policy", "mixed_float16", "--loss-scale", "none", "--vocabulary", "64", "--batch-size", "128"]
-    flags += ["--steps", "2", "--test-batches", "2", "--data-dir", str(data_dir), "--run-dir", str(tmp_path / "run")]
-    done = train("language_modeling", *flags, cwd=tmp_path)
-    warning = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
-    assert len(warning) == 1 and "float16 products and no loss scale" in warning[0]
+    flags = {"dataset": SOURCES, "vocabulary": 64, "batch_size": 128, "steps": 2, "test_batches": 2}
+    config = language_modeling.Config(
+        policy="mixed_float16", loss_scale="none", data_dir=data_dir, run_dir=tmp_path / "run", **flags
+    )
+    with pytest.warns(UserWarning, match="float16 products and no loss scale"), jax.numpy_dtype_promotion("standard"):
+        language_modeling.train(config)
     _, summary, rows = read_run(tmp_path / "run")
     assert summary["loss_scale_rule"] == "none" and summary["loss_scale"] == 1
     assert 3 < float(rows[0]["loss"]) < 5  # near log(64) = 4.16
     assert rows[-1]["split"] == "test" and float(rows[-1]["loss"]) == pytest.approx(summary["test_loss"], rel=1e-6)
 
 
+@pytest.mark.slow("a process of its own, whose files may not grow")
 def test_a_full_disk_is_one_line_with_the_folder_and_what_to_do(tmp_path, data_dir):
     """No file may have more than 50 kB, as if the disk had no more room."""
     code = """
 import resource, sys
 from experiments import data, image_classification as script
 from experiments.training import cli
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+try: data.read("digits", "data")
+except data.DataError as error: print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 data.read("digits", sys.argv[-1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
 cli.main(script.Config, script.train, "")
 """
     flags = ["--steps", "3", "--checkpoint-every", "1", "--run-dir", "run", "--data-dir", str(data_dir)]
     done = start("-c", code, *flags, cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
+    first = done.stdout.splitlines()[0]
+    assert first.startswith(f"cannot keep digits under {tmp_path / 'data'} (") and "File too large" in first
+    assert first.endswith("name another folder with --data-dir") and not list((tmp_path / "data").iterdir())
     (error,) = [line for line in done.stderr.splitlines() if "loss" not in line]  # the bar's lines have it
     assert error.startswith("error: the run in run cannot go on: a checkpoint cannot be written to run/checkpoints (")
     assert "File too large" in error and error.endswith("; once there is room, start again")
@@ -139,35 +138,6 @@ def test_a_script_started_as_a_file_finds_its_packages_and_ends_bad_values_with_
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown policy 'mixed_float17'") and done.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
-
-
-def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path, data_dir):
-    flags = ["--policies", "mixed_float16", "--loss-scales", "dynamic", "--seeds", "0", "1", "--steps", "2"]
-    flags += ["--batch-size", "32", "--rounds", "2", "--data-dir", str(data_dir), "--run-dir", str(tmp_path / "run")]
-    done = train("compare", *flags, cwd=tmp_path)
-    folder = tmp_path / "run"
-    assert sorted(path.name for path in folder.iterdir()) == ["compare.json", "compare.md", "compare.png"]
-    *_, conclusion, picture = done.stdout.strip().splitlines()
-    assert picture == f"Picture: {folder / 'compare.png'}"
-    assert (folder / "compare.png").stat().st_size < 300_000
-
-    result = json.loads((folder / "compare.json").read_text())
-    assert result["conclusion"].startswith("On digits ") and result["conclusion"].endswith(conclusion.strip()[-20:])
-    outcomes = result["tasks"]["digits"]
-    assert [(o["policy"], o["loss_scale"]) for o in outcomes] == [("float32", "none"), ("mixed_float16", "dynamic")]
-    for outcome in outcomes:
-        assert [len(outcome[name]) for name in ("test", "curves", "skipped", "final_scale", "milliseconds")] == [2] * 5
-        assert outcome["step_bytes"] > 0 and outcome["ms_per_step"] > 0
-    assert outcomes[0]["zero_activations"] == 0 and outcomes[0]["tensor_core_share"] == 0
-    assert outcomes[1]["tensor_core_share"] == 1 and outcomes[1]["final_scale"] == [2.0**15] * 2
-    # Same params and batches: half precision starts where float32 does.
-    assert outcomes[1]["curves"][0][0] == pytest.approx(outcomes[0]["curves"][0][0], rel=1e-3)
-
-    markdown = (folder / "compare.md").read_text()
-    for columns in (comparison_report.RESULT_COLUMNS, comparison_report.COST_COLUMNS, comparison_report.RULE_COLUMNS):
-        assert f"| {' | '.join(columns)} |" in markdown
-    assert "- versions: Python " in markdown and "![comparison](compare.png)" in markdown
-    assert "| not judged |" in markdown and "| no |" not in markdown and "This device has no tensor cores" in markdown
 
 
 def test_the_benchmark_times_every_variant_and_writes_what_it_found(tmp_path, capsys):

@@ -36,7 +36,7 @@ def result_of(full=True, **rows):
 # Goals and tables.
 
 
-def test_goals_compare_peaks_with_torch_and_with_float32_and_say_the_figures():
+def test_goals_say_their_figures_which_products_differ_and_what_scaling_adds():
     mib = 2**20
     found = result_of(
         hand_fp32={"peak": 40_000 * mib}, jaxmp_bf16={"peak": 7_000 * mib}, jaxmp_bf16_remat={"peak": 5_500 * mib}
@@ -49,8 +49,6 @@ def test_goals_compare_peaks_with_torch_and_with_float32_and_say_the_figures():
         "met: jaxmp_bf16: share of FLOPs on tensor cores in half is 100.00%, the goal at least 99%",
     ]
 
-
-def test_goals_of_autocast_say_which_products_differ():
     found = result_of(
         full=False,
         jaxmp_bf16={"half": 0.98},
@@ -64,13 +62,11 @@ def test_goals_of_autocast_say_which_products_differ():
         "autocast: +10 kernels, +0.00 GB",
     ]
 
-
-def test_what_scaling_adds_is_said_in_kernels_and_bytes():
     rows = {"jaxmp_fp16_unscaled": {}, "jaxmp_fp16": {"launches": 1300, "traffic": 2.43e9}}
     assert report.notes(result_of(**rows))[-1] == "jaxmp_fp16, against none: +100 kernels, +0.43 GB, +0 MiB"
 
 
-def test_the_table_has_a_row_a_variant_and_no_torch_below_full_size():
+def test_the_table_has_a_row_a_variant_with_its_predicted_time_and_no_torch_below_full_size():
     full, small = (
         report.table(result_of(full=full, hand_fp32={"peak": 2**33}, jaxmp_bf16={})) for full in (True, False)
     )
@@ -79,8 +75,6 @@ def test_the_table_has_a_row_a_variant_and_no_torch_below_full_size():
     )  # fmt: skip
     assert small.rows[1][3] == ""
 
-
-def test_a_predicted_time_stands_beside_the_one_on_record():
     found = result_of(hand_bf16={"predicted": 34.5}, jaxmp_bf16={"predicted": 34.44})
     assert [row[9:11] for row in report.table(found).rows] == [("34.5", "33.6 (+2.7%)"), ("34.4", "")]
     found["full"] = False
@@ -119,7 +113,7 @@ def test_a_description_has_the_figures_of_the_chip():
         assert f"{line}\n" in targets.TARGETS["h200"].text()
 
 
-def test_without_the_plugin_the_error_says_what_to_install(monkeypatch, capsys, tmp_path):
+def test_without_the_plugin_or_the_assembler_the_error_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
     with pytest.raises(ModuleNotFoundError, match=r"CUDA plugin, which is not installed: pip install -e"):
         targets.device_of(targets.TARGETS["h200"].text())
@@ -128,8 +122,6 @@ def test_without_the_plugin_the_error_says_what_to_install(monkeypatch, capsys, 
     assert "'.[experiments,compile-only]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
-
-def test_without_the_assembler_the_error_says_so(monkeypatch):
     monkeypatch.setattr(targets, "PLUGINS", ("jax",))
     monkeypatch.setattr(targets, "_bundled", lambda path: False)
     monkeypatch.setattr(targets.shutil, "which", lambda name: None)
@@ -137,9 +129,8 @@ def test_without_the_assembler_the_error_says_so(monkeypatch):
     assert targets.missing().startswith("to compile for a GPU, XLA needs the assembler ptxas of nvidia-cuda-nvcc")
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
+def test_bad_flags_end_it_with_one_line(capsys):
+    for flags, text in [
         ({"variants": ("jaxmp-bf17",)}, "--variants must be among jaxmp-bf16, jaxmp-fp16"),
         ({"target": "h20"}, "one of h200, h100, a100"),
         ({"layers": -1}, "--layers must be at least 0, got -1"),
@@ -149,13 +140,15 @@ def test_without_the_assembler_the_error_says_so(monkeypatch):
             {"models": ("resnet50",), "variants": ("jaxmp-bf16-remat",)},
             "--variants jaxmp-bf16-remat are not of --models resnet50",
         ),
-    ],
-)
-def test_bad_flags_end_it_with_one_line(flags, text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        compile_only.main(compile_only.Config(**flags))
-    error = capsys.readouterr().err
-    assert text in error and error.count("\n") == 1
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            compile_only.main(compile_only.Config(**flags))
+        error = capsys.readouterr().err
+        assert text in error and error.count("\n") == 1
+
+    for mesh in ["fsdp=4", "fsdp", "data=2,fsdp=4,", "fsdp=8 data=1"]:
+        with pytest.raises(ValueError, match=f"--mesh has the GPUs of --topology, .* got '{mesh}' for 8"):
+            sharded.mesh_of(mesh, 8)
 
 
 # Compiling.
@@ -168,18 +161,16 @@ def compiler():
         pytest.skip(reason)
 
 
-def test_what_describes_no_gpu_is_an_error(compiler):
-    with pytest.raises(jax.errors.JaxRuntimeError):
-        targets.device_of("cores { 132 }")
-
-
-def test_half_attention_is_compiled_for_cudnn_without_having_it(compiler):
+def test_half_attention_is_compiled_for_cudnn_without_having_it_and_no_gpu_is_an_error(compiler):
     device = targets.device_of(targets.TARGETS["h200"].text())
     x = targets.on(device, jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16))
     with targets.with_cudnn((9, 19, 0)):
         fun = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))
         compiled = fun.trace(x).lower(lowering_platforms=("cuda",)).compile(targets.COMPILER_OPTIONS)
     assert "__cudnn$fmhaSoftmax" in compiled.as_text()
+
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        targets.device_of("cores { 132 }")
 
 
 def test_the_benchmark_writes_a_table_a_picture_and_json_and_resumes(compiler, tmp_path, capsys, monkeypatch):
@@ -208,12 +199,6 @@ def test_the_benchmark_writes_a_table_a_picture_and_json_and_resumes(compiler, t
 
     monkeypatch.setattr(compile_only, "measure", compiles)
     assert compile_only.main(config) == written["results"]
-
-
-@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp", "data=2,fsdp=4,", "fsdp=8 data=1"])
-def test_a_mesh_that_is_none_or_not_of_the_topology_is_refused(mesh):
-    with pytest.raises(ValueError, match=f"--mesh has the GPUs of --topology, .* got '{mesh}' for 8"):
-        sharded.mesh_of(mesh, 8)
 
 
 def test_sizes_split_over_many_gpus_make_a_table_and_go_on(compiler, tmp_path, capsys, monkeypatch):
@@ -272,8 +257,8 @@ def test_what_was_compiled_is_not_compiled_again_and_the_commands_of_all_are_tol
     assert found["environment"]["date"] == "2026-11-20 11:00" and "- date: 2026-11-20 11:00\n" in text
 
 
-@pytest.mark.parametrize("fact", ["target", "versions"])
-def test_a_folder_is_of_one_gpu_and_of_the_same_versions_and_sizes(compiles, tmp_path, capsys, fact):
+def test_a_folder_is_of_one_gpu_and_of_the_same_versions_and_sizes(compiles, tmp_path, capsys):
+    fact = "versions"
     asked, now = compiles
     config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
     compile_only.main(config)

@@ -28,9 +28,9 @@ def in_float8(part, size, way, tokens=64):
     return sum({*each.operands} <= {E4M3, E5M2} for each in products)
 
 
-@pytest.mark.parametrize(("part", "expected"), [("layer", 3), ("block", 24), ("step", 12)])
-def test_the_products_of_weights_are_float8_and_those_of_bfloat16_are_not(part, expected, emulated):
-    assert in_float8(part, 64, float8.DEFAULT) == expected and in_float8(part, 64, float8.HALF) == 0
+def test_the_products_of_weights_are_float8_and_those_of_bfloat16_are_not(emulated):
+    for part, expected in (("layer", 3), ("step", 12)):
+        assert in_float8(part, 64, float8.DEFAULT) == expected and in_float8(part, 64, float8.HALF) == 0
 
 
 def test_by_default_a_small_step_has_none_and_a_large_block_has_all(emulated):

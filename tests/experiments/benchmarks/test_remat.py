@@ -74,11 +74,8 @@ def test_the_largest_batch_is_the_last_that_needs_no_more_than_the_limit(steps, 
     sized = [workload("gpt2", SMOKE["gpt2"], batch_size=largest["batch"] + more) for more in (0, 8)]
     assert remat.step_bytes(sized[0], ROW) == largest["bytes"] <= 300_000 < remat.step_bytes(sized[1], ROW)
     assert f"| {largest['batch']} |" in (tmp_path / "remat.md").read_text()
-
-
-def test_a_limit_that_nothing_fits_in_is_said_below_the_table(steps, tmp_path):
-    remat.main(smoke(tmp_path, memory_limit="100"))
-    assert "a batch of 1 must fit in memory, but its step needs" in (tmp_path / "remat.md").read_text()
+    remat.main(smoke(tmp_path / "less", remats=("none",), memory_limit="100"))
+    assert "a batch of 1 must fit in memory, but its step needs" in (tmp_path / "less" / "remat.md").read_text()
 
 
 def test_the_same_command_goes_on_and_compiles_nothing_twice(steps, tmp_path, capsys):
@@ -90,32 +87,25 @@ def test_the_same_command_goes_on_and_compiles_nothing_twice(steps, tmp_path, ca
     assert remat.main(smoke(tmp_path)) == whole and len(steps) == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
+def test_a_folder_is_gone_on_with_in_the_same_setting_only(quick, tmp_path, monkeypatch, capsys):
+    remat.main(smoke(tmp_path, remats=("none",)))
+    capsys.readouterr()
+    for changes, text in (
         ({"batch_size": 4}, "sizes is {'batch_size': 2, .* there and {'batch_size': 4, "),
         ({"memory_limit": "2GB"}, "memory_limit is the device's there and 2GB here"),
         ({"policies": ("mixed_bfloat16",), "layers": 1}, "sizes is .* there and "),  # of the same model
-    ],
-)
-def test_a_folder_is_gone_on_with_in_the_same_setting_only(quick, tmp_path, capsys, changes, text):
-    remat.main(smoke(tmp_path, remats=("none",)))
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        remat.main(smoke(tmp_path, **changes))
-    said = capsys.readouterr().err
-    assert re.search(rf"/gpt2-.*json {text}.*; take the device, .* or another --run-dir", said)
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", ["device", "versions", "target"])
-def test_a_folder_is_of_one_device_or_target_and_of_the_same_versions(quick, tmp_path, monkeypatch, capsys, name):
-    remat.main(smoke(tmp_path, remats=("none",)))
+    ):
+        with pytest.raises(SystemExit):
+            remat.main(smoke(tmp_path, **changes))
+        said = capsys.readouterr().err
+        assert re.search(rf"/gpt2-.*json {text}.*; take the device, .* or another --run-dir", said)
+        assert said.count("\n") == 1
     environment = remat.environment
-    monkeypatch.setattr(remat, "environment", lambda **_: {**environment(), name: "another"})
-    with pytest.raises(SystemExit):
-        remat.main(smoke(tmp_path))
-    assert re.search(f"{name} is .* there and another here", capsys.readouterr().err)
+    for name in ("device", "target"):
+        monkeypatch.setattr(remat, "environment", lambda name=name, **_: {**environment(), name: "another"})
+        with pytest.raises(SystemExit):
+            remat.main(smoke(tmp_path))
+        assert re.search(f"{name} is .* there and another here", capsys.readouterr().err)
 
 
 def test_what_failed_is_compiled_anew(quick, tmp_path, monkeypatch):
@@ -166,23 +156,25 @@ def test_a_compiler_that_breaks_or_says_nothing_is_told_in_words_and_ends_nothin
         assert remat.measure(CASE, ROW, None, 9000)["error"].startswith(text)
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
+def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, monkeypatch):
+    for changes, text in [
         ({"smoke": False}, "this benchmark measures a GPU, but JAX finds only cpu"),
         ({"remats": ()}, "the number of --remats must be at least 1, got 0"),
         ({"memory_limit": "much"}, "--memory-limit is a number of bytes, got 'much'"),
         ({"minutes": -1.0}, "--minutes must be at least 0, got -1"),
-    ],
-)
-def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, changes, text):
-    with pytest.raises(SystemExit) as stopped:
-        remat.main(smoke(tmp_path, **changes))
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.count("\n") == 1 and text in said
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            remat.main(smoke(tmp_path, **changes))
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and said.count("\n") == 1 and text in said
+
+    monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
+    with pytest.raises(SystemExit):
+        remat.main(smoke(tmp_path, target="h200", smoke=False))
+    assert "needs its CUDA plugin, which is not installed: pip install" in capsys.readouterr().err
 
 
-def test_what_is_compiled_names_its_target_wherever_it_was_compiled(quick, tmp_path, monkeypatch):
+def test_what_is_compiled_names_its_target_and_has_its_limit(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "device_of", lambda _: None)
     (group,) = remat.main(smoke(tmp_path, target="h200", memory_limit="1MB", smoke=False, remats=("none",)))
     where = json.loads((tmp_path / "remat.json").read_text())["environment"]
@@ -190,15 +182,6 @@ def test_what_is_compiled_names_its_target_wherever_it_was_compiled(quick, tmp_p
     assert "cpu" in where["device"] and "device" not in group["setting"]
     assert "- target: NVIDIA H200 141GB HBM3e\n- device: " in (tmp_path / "remat.md").read_text()
 
-
-def test_compiling_for_a_gpu_without_its_packages_says_what_to_install(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
-    with pytest.raises(SystemExit):
-        remat.main(smoke(tmp_path, target="h200", smoke=False))
-    assert "needs its CUDA plugin, which is not installed: pip install" in capsys.readouterr().err
-
-
-def test_the_limit_of_a_gpu_that_is_not_there_is_what_its_own_scripts_would_have():
     assert remat.limit_of(remat.Config(target="h200")) == int(0.9 * 0.95 * targets.TARGETS["h200"].memory_bytes)
 
 
@@ -220,8 +203,3 @@ def test_the_table_has_shares_of_the_step_without_remat_and_why_there_is_none():
     ]  # fmt: skip
     assert "Largest batch: whose step needs at most 1,024 MiB, by compiling; near that limit" in " ".join(table.notes)
     assert table.notes.count("nothing fits") == 1
-
-
-def test_the_picture_shows_memory_and_the_largest_batch(tmp_path):
-    remat.plots.panels([remat.pictures(group_of(5000))] * 2, tmp_path / "remat.png", "one GPU")
-    assert (tmp_path / "remat.png").stat().st_size > 10_000

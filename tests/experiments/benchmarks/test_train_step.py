@@ -22,9 +22,6 @@ from experiments.models import by_hand
 from experiments.models.workloads import NAMES, workload
 from jaxmp.training.step import TrainStep
 
-PARAMS = {"resnet50": 25_557_032, "bert": 109_518_912, "gpt2": 124_475_904}
-
-
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
@@ -79,18 +76,6 @@ def in_experiments(name, tree):
     return flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
-def count(tree):
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_models_by_hand_have_as_many_params_as_those_of_the_experiments(name):
-    case = workload(name)
-    ours, _ = jax.eval_shape(case.init, jax.random.key(0))
-    theirs, _ = jax.eval_shape(lambda key: by_hand.init(case, by_hand.build(case), key), jax.random.key(0))
-    assert count(ours) == count(theirs) == PARAMS[name]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_models_by_hand_give_the_loss_of_those_of_the_experiments(name):
     case = workload(name, SMALL[name])
@@ -119,10 +104,7 @@ def test_a_step_costs_three_times_the_products_of_the_forward_pass():
 # float32 without a precision in its code is what the device makes of it: TF32 on a GPU.
 DTYPES = {"bf16": {"bfloat16"}, "fp16": {"float16"}, "tf32": {"tensorfloat32"}, "fp32": {"float32"}}
 # The others differ from one of these in nothing but the dtype or the loss scale.
-ROWS_TRACED = (
-    "jaxmp-bf16-remat", "autocast-bf16", "unprepared-bf16", "flax-fp16", "jaxmp-tf32", "jaxmp-fp32", "hand-tf32",
-    "hand-fp32",
-)  # fmt: skip
+ROWS_TRACED = ("jaxmp-bf16-remat", "flax-fp16", "jaxmp-tf32", "hand-tf32")
 
 
 @pytest.mark.parametrize("key", ROWS_TRACED)
@@ -139,20 +121,19 @@ def test_a_row_multiplies_in_the_precision_that_it_names(key, monkeypatch):
     assert more > 1.05 if row.remat != "none" else more == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-@pytest.mark.parametrize("key", ["jaxmp-bf16", "autocast-fp16", "unprepared-bf16", "hand-bf16", "hand-tf32"])
-def test_the_logits_of_the_forward_pass_have_the_padding_of_the_vocabulary_in_every_row(name, key):
-    case = workload(name, dataclasses.replace(SMALL[name], vocabulary=97))
-    init, forward = jax_steps.forward(case, ROWS[key])
-    logits = jax.eval_shape(forward, jax.eval_shape(init), case.batch["inputs"])
-    half = {"bf16": "bfloat16", "fp16": "float16"}.get(ROWS[key].precision, "float32")
-    assert (logits.shape, logits.dtype) == ((2, 8, 128), half)
+def test_the_logits_of_the_forward_pass_have_the_padding_of_the_vocabulary_in_every_row():
+    for name, key in [("bert", "autocast-fp16"), ("gpt2", "jaxmp-bf16"), ("gpt2", "hand-tf32")]:
+        case = workload(name, dataclasses.replace(SMALL[name], vocabulary=97))
+        init, forward = jax_steps.forward(case, ROWS[key])
+        logits = jax.eval_shape(forward, jax.eval_shape(init), case.batch["inputs"])
+        half = {"bf16": "bfloat16", "fp16": "float16"}.get(ROWS[key].precision, "float32")
+        assert (logits.shape, logits.dtype) == ((2, 8, 128), half)
 
 
-@pytest.mark.parametrize("key", [key for key in ROWS if ROWS[key].library in ("jaxmp", "autocast")])
-def test_the_rows_of_jaxmp_are_steps_of_make_train_step_but_those_without_scaling_in_fp16(key):
-    _, step = jax_steps.train_step(workload("gpt2", SMALL["gpt2"]), ROWS[key])
-    assert isinstance(step, jax_steps.Made) == (key != "jaxmp-fp16-unscaled")
+def test_the_rows_of_jaxmp_are_steps_of_make_train_step_but_those_without_scaling_in_fp16():
+    for key in (key for key in ROWS if ROWS[key].library in ("jaxmp", "autocast")):
+        _, step = jax_steps.train_step(workload("gpt2", SMALL["gpt2"]), ROWS[key])
+        assert isinstance(step, jax_steps.Made) == (key != "jaxmp-fp16-unscaled"), key
 
 
 @pytest.mark.parametrize("made", [True, False])
@@ -186,18 +167,15 @@ def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(made, monkeyp
     assert not compiled
 
 
-@pytest.mark.parametrize("key", ["jaxmp-fp16", "flax-fp16"])
-def test_a_step_gives_a_state_for_the_next_one_with_running_statistics_in_it(key):
+def test_steps_of_peers_give_a_state_for_the_next_one():
     case = workload("resnet50", SMALL["resnet50"])
-    init, step = jax_steps.train_step(case, ROWS[key])
+    init, step = jax_steps.train_step(case, ROWS["flax-fp16"])
     state = jax.eval_shape(init)
     new, loss = jax.eval_shape(step, state, case.batch)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
     assert any("mean" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(new))
 
-
-def test_jmps_step_gives_a_state_for_the_next_one_and_can_be_lowered():
     init, step = jax_steps.train_step(case := workload("gpt2", SMALL["gpt2"]), ROWS["jmp-fp16"])
     state = jax.eval_shape(init)
     lowered = jax.jit(step, donate_argnums=0).lower(state, case.batch)
@@ -206,14 +184,12 @@ def test_jmps_step_gives_a_state_for_the_next_one_and_can_be_lowered():
     assert "f16" in lowered.as_text()
 
 
-def test_rows_are_chosen_by_name_and_remat_is_the_transformers():
+def test_rows_are_chosen_by_name_and_know_what_they_need(monkeypatch):
     assert list(rows_of("gpt2", ("hand-fp16", "jaxmp-bf16"))) == ["jaxmp-bf16", "hand-fp16"]
     assert set(rows_of("gpt2")) - set(rows_of("resnet50")) == {key for key in ROWS if "remat" in key}
     with pytest.raises(ValueError, match=r"--rows must be among jaxmp-bf16, .*; got fp8"):
         rows_of("gpt2", ("fp8",))
 
-
-def test_every_row_of_torch_knows_what_it_needs(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert {key for key, row in ROWS.items() if row.missing} == {
         key for key in ROWS if key.startswith(("torch", "compile", "jmp"))
@@ -221,9 +197,8 @@ def test_every_row_of_torch_knows_what_it_needs(monkeypatch):
     assert Row("x", "jaxmp", "bf16").missing is None
 
 
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
+def test_a_bad_flag_ends_the_benchmark_with_one_line(capsys):
+    for config, text in [
         (train_step.Config(), "this benchmark measures a GPU, but JAX finds only cpu"),
         (train_step.Config(smoke=True, rows=("apex",)), "--rows must be among"),
         (train_step.Config(smoke=True, rounds=0), "--rounds must be at least 1, got 0"),
@@ -235,10 +210,8 @@ def test_every_row_of_torch_knows_what_it_needs(monkeypatch):
         (train_step.Config(look="width", report_only=True), "writes its report when it measures, got --report-only"),
         (train_step.Config(smoke=True, look="width", models=("resnet50",)), "is at transformers, which have one, got"),
         (train_step.Config(smoke=True, look="busy", passes=("forward",)), "is at the train step, got --passes forward"),
-    ],
-)
-def test_a_bad_flag_ends_the_benchmark_with_one_line(config, text, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train_step.main(config)
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and text in said and said.count("\n") == 1
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            train_step.main(config)
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and text in said and said.count("\n") == 1

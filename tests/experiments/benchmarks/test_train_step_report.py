@@ -57,7 +57,7 @@ def test_goals_are_met_or_not_with_their_figures_against_the_faster_dtype_of_the
     assert sum(line.startswith("not measured") for line in missing) == 10
 
 
-def test_a_ratio_is_of_the_newest_rounds_that_have_both_rows():
+def test_a_ratio_is_of_the_newest_rounds_that_have_both_rows_and_torch_is_its_fastest_row():
     results = results_of(jaxmp_bf16=(30, 70), compile_bf16=(40, 80))
     results.turns["train"] += [{"jaxmp-bf16": {"milliseconds": [20, 20, 20]}}]
     assert results.figures("train", "jaxmp-bf16")["ms"] == (20, 20, 20)
@@ -66,8 +66,12 @@ def test_a_ratio_is_of_the_newest_rounds_that_have_both_rows():
     assert results.utilisation("train", "jaxmp-bf16") == pytest.approx(2e12 / 20e-3 / 400e12)
     assert results.utilisation("train", "compile-bf16") == pytest.approx(2e12 / 40e-3 / 400e12)
 
+    results = results_of(jaxmp_bf16=(30, 70), compile_bf16=(33, 100), compile_bf16_tuned=(31, 90), compile_tf32=(9, 9))
+    assert results.reference("train") == "compile-bf16-tuned"
+    assert "torch.compile AMP, bf16, max-autotune is 0.968" in train_step_goals.sentences(results)[0]
 
-def test_a_row_that_failed_says_why_in_the_table_and_counts_nowhere():
+
+def test_a_row_that_failed_or_whose_loss_is_not_finite_says_why_and_counts_nowhere():
     results = results_of(jaxmp_bf16=(30, 70), hand_fp32=(300, 400))
     del results.turns["train"][0]["hand-fp32"]
     results.alone["hand-fp32"] = {"train": {"error": "out of memory; the largest batch that fits is 8"}}
@@ -78,11 +82,15 @@ def test_a_row_that_failed_says_why_in_the_table_and_counts_nowhere():
     (own,) = [row for row in table.rows if row[0] == "jaxmp, bf16"]
     assert own[1] == "30" and own[4] == f"{1000 * 1000 / 30:,.0f}" and own[5] == "70.0" and own[9] == "99.5%"
 
-
-def test_torch_is_the_fastest_of_its_rows_in_half_whatever_its_mode():
-    results = results_of(jaxmp_bf16=(30, 70), compile_bf16=(33, 100), compile_bf16_tuned=(31, 90), compile_tf32=(9, 9))
-    assert results.reference("train") == "compile-bf16-tuned"
-    assert "torch.compile AMP, bf16, max-autotune is 0.968" in train_step_goals.sentences(results)[0]
+    results = results_of(jaxmp_fp16=(20, 70), jaxmp_bf16=(30, 70), compile_bf16=(33, 100))
+    results.turns["train"][0]["jaxmp-fp16"]["loss"] = "nan"  # as JSON has it
+    results.turns["train"][0]["compile-bf16"]["loss"] = 2.5
+    assert results.fastest("train", "jaxmp-bf16", "jaxmp-fp16") == "jaxmp-bf16"
+    assert results.ratio("train", "jaxmp-fp16", "compile-bf16") is None
+    assert results.ratio("train", "compile-bf16", "jaxmp-fp16") is None
+    assert results.memory("train", "jaxmp-fp16") is None
+    (row,) = [row for row in report.table(results, "train").rows if row[0] == "jaxmp, fp16, dynamic scaling"]
+    assert row[1:] == ("not judged: its loss is nan",)
 
 
 def test_a_row_that_failed_beside_others_has_the_figures_of_the_rounds_in_which_it_did_not():
@@ -94,18 +102,6 @@ def test_a_row_that_failed_beside_others_has_the_figures_of_the_rounds_in_which_
         results.turns["train"][:] = order
         found = results.figures("train", "jaxmp-bf16")
         assert found["ms"] == (30, 30, 30) and "error" not in found
-
-
-def test_a_row_whose_loss_is_not_finite_is_an_error_and_meets_no_goal():
-    results = results_of(jaxmp_fp16=(20, 70), jaxmp_bf16=(30, 70), compile_bf16=(33, 100))
-    results.turns["train"][0]["jaxmp-fp16"]["loss"] = "nan"  # as JSON has it
-    results.turns["train"][0]["compile-bf16"]["loss"] = 2.5
-    assert results.fastest("train", "jaxmp-bf16", "jaxmp-fp16") == "jaxmp-bf16"
-    assert results.ratio("train", "jaxmp-fp16", "compile-bf16") is None
-    assert results.ratio("train", "compile-bf16", "jaxmp-fp16") is None
-    assert results.memory("train", "jaxmp-fp16") is None
-    (row,) = [row for row in report.table(results, "train").rows if row[0] == "jaxmp, fp16, dynamic scaling"]
-    assert row[1:] == ("not judged: its loss is nan",)
 
 
 def test_the_report_has_the_device_versions_and_commands_of_all_that_lies_in_its_folder(tmp_path, monkeypatch):

@@ -50,55 +50,50 @@ MNIST_DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", MNIST_DAMAGE)
-def test_a_damaged_idx_file_is_named_and_nothing_is_left_behind(damage, tmp_path):
-    write_mnist(tmp_path / "downloads" / "manual" / "mnist")
-    change, message = MNIST_DAMAGE[damage]
-    change(tmp_path / "downloads" / "manual" / "mnist" / MNIST_FILES[0])
-    with pytest.raises(data.DataError, match=message):
-        data.read("mnist", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["downloads"]
+def test_a_damaged_idx_file_is_named_and_nothing_is_left_behind(tmp_path):
+    for name, (change, message) in MNIST_DAMAGE.items():
+        root = tmp_path / name
+        write_mnist(root / "downloads" / "manual" / "mnist")
+        change(root / "downloads" / "manual" / "mnist" / MNIST_FILES[0])
+        with pytest.raises(data.DataError, match=message):
+            data.read("mnist", root)
+        assert [path.name for path in root.iterdir()] == ["downloads"]
 
 
-def test_labels_beyond_the_classes_are_an_error(tmp_path):
-    write_mnist(tmp_path / "downloads" / "manual" / "mnist")
-    (tmp_path / "downloads" / "manual" / "mnist" / MNIST_FILES[1]).write_bytes(idx(np.arange(20)))
-    with pytest.raises(data.DataError, match=r"labels must be 0 to 9, got 0 to 19 in .*train-labels"):
-        data.read("mnist", tmp_path)
-
-
-def test_a_cifar10_archive_that_was_cut_short_is_named(tmp_path):
+def test_a_cifar10_archive_that_was_cut_short_or_lacks_a_batch_is_named(tmp_path):
     path = tmp_path / "downloads" / "manual" / "cifar-10-binary.tar.gz"
     write_cifar10(path, "binary")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(data.DataError, match=rf"{path} is damaged or was cut short \(.*\); get it anew"):
         data.read("cifar10", tmp_path)
 
-
-@pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
-def test_one_changed_byte_in_a_cifar10_archive_is_damage(mode, split, tmp_path):
-    path = tmp_path / "cifar-10-binary.tar.gz"
-    write_cifar10(path, "binary", mode=mode)
-    assert len(archives.cifar10_split(path, split)[1]) == {"train": 20, "test": 4}[split]
-    change_a_byte(path)
-    with pytest.raises(data.DataError, match=rf"{path} is damaged or was cut short \(.*\); get it anew"):
-        archives.cifar10_split(path, split)
+    path = tmp_path / "downloads" / "manual" / "cifar-10-binary.tar.gz"
+    write_cifar10(path, "binary", drop="data_batch_4.bin")
+    with pytest.raises(data.DataError, match=r"must hold data_batch_1, .*, but data_batch_4 is not in it"):
+        data.read("cifar10", tmp_path)
 
 
-def test_archives_without_images_are_an_error(tmp_path):
+def test_one_changed_byte_in_a_cifar10_archive_is_damage(tmp_path):
+    for mode, split in (("w:gz", "train"), ("w:bz2", "test"), ("w:xz", "test")):
+        path = tmp_path / "cifar-10-binary.tar.gz"
+        write_cifar10(path, "binary", mode=mode)
+        assert len(archives.cifar10_split(path, split)[1]) == {"train": 20, "test": 4}[split]
+        change_a_byte(path)
+        with pytest.raises(data.DataError, match=rf"{path} is damaged or was cut short \(.*\); get it anew"):
+            archives.cifar10_split(path, split)
+
+
+def test_archives_without_images_or_with_labels_beyond_the_classes_are_an_error(tmp_path):
     write_mnist(tmp_path)
     for file, empty in zip(MNIST_FILES, (np.zeros((0, 28, 28)), np.zeros(0)), strict=False):
         (tmp_path / file).write_bytes(idx(empty))
     with pytest.raises(data.DataError, match=r"a set must have examples, got none in .*train-labels"):
         archives.mnist_split(tmp_path / MNIST_FILES[0], tmp_path / MNIST_FILES[1])
 
-
-def test_a_cifar10_archive_without_a_batch_is_an_error(tmp_path):
-    path = tmp_path / "downloads" / "manual" / "cifar-10-binary.tar.gz"
-    write_cifar10(path, "binary", drop="data_batch_4.bin")
-    with pytest.raises(data.DataError, match=r"must hold data_batch_1, .*, but data_batch_4 is not in it"):
-        data.read("cifar10", tmp_path)
+    write_mnist(tmp_path / "downloads" / "manual" / "mnist")
+    (tmp_path / "downloads" / "manual" / "mnist" / MNIST_FILES[1]).write_bytes(idx(np.arange(20)))
+    with pytest.raises(data.DataError, match=r"labels must be 0 to 9, got 0 to 19 in .*train-labels"):
+        data.read("mnist", tmp_path)
 
 
 class Evil:
@@ -106,21 +101,18 @@ class Evil:
         return print, ("code from an archive ran",)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_a_pickle_is_read_for_its_arrays_and_runs_nothing(tmp_path, capsys):
+    for content, message in [
         (pickle.dumps(Evil()), "it wants builtins.print"),
         (b"\x80", "data_batch_1 in .* must be a pickle of CIFAR-10"),
         (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}), r"shape \(2, 3072\) for 1 labels"),
-    ],
-)
-def test_a_pickle_is_read_for_its_arrays_and_runs_nothing(content, message, tmp_path, capsys):
-    path = tmp_path / "downloads" / "manual" / "cifar-10-python.tar.gz"
-    path.parent.mkdir(parents=True)
-    with tarfile.open(path, "w:gz") as tar:
-        member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
-        member.size = len(content)
-        tar.addfile(member, io.BytesIO(content))
-    with pytest.raises(data.DataError, match=message):
-        data.read("cifar10", tmp_path)
-    assert "code from an archive" not in capsys.readouterr().out
+    ]:
+        path = tmp_path / "downloads" / "manual" / "cifar-10-python.tar.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(path, "w:gz") as tar:
+            member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        with pytest.raises(data.DataError, match=message):
+            data.read("cifar10", tmp_path)
+        assert "code from an archive" not in capsys.readouterr().out

@@ -8,7 +8,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from recompiles import compiled_once
 
 from experiments.data import images, pixels
@@ -32,10 +31,9 @@ def assert_same_batches(ours, theirs) -> None:
             np.testing.assert_array_equal(a[name], b[name])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batches_from_the_host_are_those_from_the_device_bit_for_bit(dtype):
+def test_batches_from_the_host_are_those_from_the_device_bit_for_bit():
     columns = random_columns(10)
-    prepared = images.Pixels(9, *images.statistics(columns["image"]), dtype)
+    prepared = images.Pixels(9, *images.statistics(columns["image"]), "bfloat16")
     training = [
         itertools.islice(images.epochs(split, 3, 7, shift=2, flip=True, pixels=prepared), 8)
         for split in (on_host(columns), images.on_device(columns))
@@ -55,23 +53,19 @@ def test_batches_on_several_devices_are_those_on_one_bit_for_bit():
     assert_same_batches(images.in_order(split, 4), images.in_order(split, 4, place=place))
 
 
-@pytest.mark.parametrize("place", [on_host, images.on_device])
-def test_batches_from_the_middle_on_are_those_that_would_have_come(place):
-    split = place(random_columns(10))
+def test_batches_from_the_middle_on_are_those_that_would_have_come():
+    split = on_host(random_columns(10))
     whole = itertools.islice(images.epochs(split, 3, 1, shift=1, flip=True), 5, 9)
     assert_same_batches(whole, itertools.islice(images.epochs(split, 3, 1, shift=1, start=5, flip=True), 4))
 
 
 def test_a_split_that_takes_more_than_its_share_of_the_device_stays_on_the_host(monkeypatch):
     columns = random_columns(10)
+    assert not images.hold(columns).on_host  # where a device does not tell its memory
     device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 4 * columns["image"].nbytes}})()
     monkeypatch.setattr(images.jax, "local_devices", lambda: [device])
     assert not images.hold(columns).on_host
     assert images.hold(columns, share=0.24).on_host
-
-
-def test_a_device_that_does_not_tell_its_memory_holds_the_images():
-    assert not images.hold(random_columns(4)).on_host
 
 
 def test_a_set_of_many_batches_compiles_once_and_once_more_for_a_smaller_last_batch():
@@ -84,7 +78,7 @@ def test_a_set_of_many_batches_compiles_once_and_once_more_for_a_smaller_last_ba
     assert pixels.plain._cache_size() <= 2
 
 
-def test_statistics_are_those_of_float64():
+def test_statistics_are_those_of_float64_and_normalise():
     stored = random_columns(40)["image"]
     stored[..., 1] = 7
     mean, std = images.statistics(np.tile(stored, (200, 1, 1, 1)))  # more than are summed at a time
@@ -92,8 +86,6 @@ def test_statistics_are_those_of_float64():
     np.testing.assert_allclose(mean, expected.mean(0), rtol=1e-12)
     np.testing.assert_allclose(std, [expected[:, 0].std(), 1, expected[:, 2].std()], rtol=1e-12)
 
-
-def test_normalised_images_have_mean_0_and_standard_deviation_1():
     columns = random_columns(50)
     prepared = images.Pixels(0, *images.statistics(columns["image"]))
     (batch,) = images.in_order(images.on_device(columns), 50, prepared)
@@ -114,22 +106,23 @@ def bilinear(image: np.ndarray, size: int) -> np.ndarray:
     return result
 
 
-def test_resizing_is_bilinear_between_pixel_centres():
+def test_resizing_is_bilinear_between_pixel_centres_and_averages_what_becomes_smaller():
     stored = random_columns(2)["image"]
     resized = pixels.plain(jnp.asarray(stored), pixels=images.Pixels(15))
     expected = np.stack([bilinear(image / 255, 15) for image in stored])
     np.testing.assert_allclose(resized, expected, atol=1e-6)
 
-
-def test_images_are_averaged_when_they_become_smaller():
     stored = np.zeros((1, 8, 8, 1), np.uint8)
     stored[:, ::2] = 255  # every other line
     smaller = pixels.plain(jnp.asarray(stored), pixels=images.Pixels(2))
     np.testing.assert_allclose(smaller, 0.5, atol=0.05)
 
+    assert images.Pixels(9).shape((4, 4, 1)) == (9, 9, 1) and images.Pixels().shape((4, 4, 3)) == (4, 4, 3)
+    assert pixels.plain(jnp.zeros((2, 4, 4, 1), jnp.uint8), pixels=images.Pixels(9)).shape == (2, 9, 9, 1)
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_inputs_are_float32_ones_rounded_once(dtype):
+
+def test_half_inputs_are_float32_ones_rounded_once():
+    dtype = "bfloat16"
     columns = random_columns(4)
     mean, std = images.statistics(columns["image"])
     stored = jnp.asarray(columns["image"])
@@ -138,21 +131,14 @@ def test_half_inputs_are_float32_ones_rounded_once(dtype):
     np.testing.assert_array_equal(half, full.astype(dtype))
 
 
-def test_half_of_the_images_are_mirrored_left_to_right_and_the_others_left_alone():
+def test_half_of_the_images_are_mirrored_and_flips_and_shifts_differ():
     stored = jnp.asarray(np.tile(np.arange(4, dtype=np.uint8), (600, 2, 1))[..., None])
     flipped = np.asarray(pixels.flipped(stored, jax.random.key(0)))[:, 0, :, 0]
     mirrored = (flipped == [3, 2, 1, 0]).all(1)
     assert (mirrored | (flipped == [0, 1, 2, 3]).all(1)).all()
     assert 240 < mirrored.sum() < 360
 
-
-def test_flips_and_shifts_differ_from_image_to_image_and_from_step_to_step():
     columns = {"image": np.tile(np.arange(36, dtype=np.uint8).reshape(1, 6, 6, 1), (8, 1, 1, 1)), "label": np.zeros(8)}
     batches = images.epochs(images.on_device(columns), 4, 0, shift=2, flip=True)
     seen = [np.asarray(next(batches)["image"]) for _ in range(2)]
     assert len({image.tobytes() for batch in seen for image in batch}) > 5
-
-
-def test_an_image_of_one_channel_keeps_it_when_resized():
-    assert images.Pixels(9).shape((4, 4, 1)) == (9, 9, 1) and images.Pixels().shape((4, 4, 3)) == (4, 4, 3)
-    assert pixels.plain(jnp.zeros((2, 4, 4, 1), jnp.uint8), pixels=images.Pixels(9)).shape == (2, 9, 9, 1)

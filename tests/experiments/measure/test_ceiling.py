@@ -15,7 +15,7 @@ def test_every_kind_of_product_has_its_dtype_and_two_matrices_drawn_apart():
         assert jnp.std(product.astype(jnp.float32)) == pytest.approx(128**0.5, rel=0.05), name
 
 
-def test_there_is_a_ceiling_for_each_dtype_that_the_device_has(monkeypatch):
+def test_there_is_a_ceiling_for_each_dtype_that_the_device_has_and_it_follows_from_the_times(monkeypatch):
     monkeypatch.setattr(ceiling, "SMOKE_SHAPES", ((8, 16, 8), (16, 8, 8)))
     monkeypatch.setattr(ceiling, "SMOKE_COPY_BYTES", 4096)
     result = ceiling.ceilings(smoke=True)
@@ -23,8 +23,6 @@ def test_there_is_a_ceiling_for_each_dtype_that_the_device_has(monkeypatch):
     assert min(*result["best"].values(), result["copy"]) > 0
     assert f"fp32 {result['best']['fp32']:.3g}" in ceiling.sentence(result)
 
-
-def test_tflops_and_bandwidth_follow_from_the_times(monkeypatch):
     monkeypatch.setattr(
         ceiling.timing, "interleaved", lambda turns, *_, **__: {name: [2.0, 4.0, 6.0] for name in turns}
     )

@@ -31,8 +31,10 @@ def formula(q: Any, k: Any, v: Any, causal: bool, mask: Any) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("causal", "mask"), [(False, None), (True, None), (False, MASK), (True, MASK)])
+@pytest.mark.parametrize(
+    ("causal", "mask", "dtype"),
+    [(True, None, "bfloat16"), (False, MASK, "float16"), (True, MASK, "float32")],
+)
 def test_attention_is_the_formula_to_the_rounding_of_its_inputs(causal, mask, dtype):
     q, k, v = operands(dtype)
     ours = attention.attention(q, k, v, causal=causal, mask=None if mask is None else jnp.asarray(mask))
@@ -69,7 +71,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return stand_in
 
 
-def test_cudnn_is_asked_where_it_is_wanted_and_has_half_inputs(kernel):
+def test_cudnn_is_asked_where_it_is_wanted_and_has_half_inputs_and_float32_the_plain_products(kernel):
     q, k, v = operands("bfloat16")
     with attention.implementation("cudnn"):
         np.testing.assert_array_equal(attention.attention(q, k, v, causal=True, mask=jnp.asarray(MASK)), 2 * v)
@@ -80,8 +82,7 @@ def test_cudnn_is_asked_where_it_is_wanted_and_has_half_inputs(kernel):
     assert (call["dtype"], call["implementation"], call["is_causal"]) == ("bfloat16", "cudnn", True)
     np.testing.assert_array_equal(call["mask"], np.broadcast_to(MASK.astype(bool)[:, None, None], (2, 1, 6, 6)))
 
-
-def test_float32_has_the_plain_products(kernel):
+    kernel.calls.clear()
     q, k, v = operands("float32")
     with attention.implementation("cudnn"):
         ours = attention.attention(q, k, v)
@@ -102,12 +103,19 @@ def test_a_gpu_without_a_kernel_for_it_has_the_plain_products_and_a_warning(monk
     np.testing.assert_allclose(np.asarray(ours, np.float64), formula(q, k, v, False, None), rtol=0, atol=0.07)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((2, 6, 1, 8), "bfloat16"), ((2, 6, 2, 8), "float32")])
-@pytest.mark.parametrize("name", ["cudnn", "portable"])
-def test_inputs_that_are_not_alike_are_refused_by_every_implementation(name, shape, dtype):
+def test_inputs_that_are_not_alike_and_unknown_implementations_are_refused():
     q, k, _ = operands("bfloat16")
-    with attention.implementation(name), pytest.raises(ValueError, match=r"q, k and v of one shape .* got \(2, 6, 2"):
-        attention.attention(q, k, jnp.ones(shape, dtype))
+    for name, shape, dtype in (("cudnn", (2, 6, 1, 8), "bfloat16"), ("portable", (2, 6, 2, 8), "float32")):
+        with (
+            attention.implementation(name),
+            pytest.raises(ValueError, match=r"q, k and v of one shape .* got \(2, 6, 2"),
+        ):
+            attention.attention(q, k, jnp.ones(shape, dtype))
+    with (
+        pytest.raises(ValueError, match=r'is "cudnn", "portable" or None, got \'flash\''),
+        attention.implementation("flash"),
+    ):
+        pass
 
 
 def test_autocast_brings_a_float32_model_to_cudnn(kernel):
@@ -116,11 +124,3 @@ def test_autocast_brings_a_float32_model_to_cudnn(kernel):
         ours = jaxmp.autocast(attention.attention, "mixed_bfloat16")(q, k, v)
     assert [call["dtype"] for call in kernel.calls] == ["bfloat16"]
     np.testing.assert_array_equal(ours, 2 * v.astype(jnp.bfloat16).astype(jnp.float32))
-
-
-def test_an_unknown_implementation_is_refused():
-    with (
-        pytest.raises(ValueError, match=r'is "cudnn", "portable" or None, got \'flash\''),
-        attention.implementation("flash"),
-    ):
-        pass

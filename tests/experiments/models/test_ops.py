@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import flax.linen as nn
@@ -14,8 +15,6 @@ from autocast_tools import compiled
 import jaxmp
 from experiments.models.activations import gelu
 from experiments.models.pooling import max_pool
-
-HALF = [jnp.float16, jnp.bfloat16]
 
 
 def saved(fun, *args):
@@ -44,8 +43,7 @@ def naive_gelu(x, approximate):
     return x * jax.scipy.special.erfc(-x / math.sqrt(2)) / 2
 
 
-@pytest.mark.parametrize("approximate", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
+@pytest.mark.parametrize(("approximate", "dtype"), [(True, jnp.float32), (False, jnp.bfloat16)])
 def test_gelu_and_its_gradient_are_those_of_float64_rounded(approximate, dtype):
     x, cotangent = jnp.asarray(X, dtype), jnp.asarray(np.linspace(0.5, 2, len(X)), dtype)
     got = with_gradient(lambda x: gelu(x, approximate), x, cotangent)
@@ -60,24 +58,15 @@ def test_gelu_and_its_gradient_are_those_of_float64_rounded(approximate, dtype):
         np.testing.assert_allclose(np.asarray(ours, np.float64), np.asarray(exact), relative, absolute)
 
 
-@pytest.mark.parametrize("approximate", [True, False])
-def test_gelu_is_that_of_jax(approximate):
-    x = jnp.linspace(-4, 4, 99)
-    np.testing.assert_allclose(gelu(x, approximate), jax.nn.gelu(x, approximate=approximate), rtol=2e-5, atol=1e-6)
+def test_gelu_keeps_its_half_input_alone_and_under_autocast_computes_in_float32():
+    for approximate in [True, False]:
+        x = jnp.ones((3, 4), jnp.bfloat16)
+        assert saved(functools.partial(gelu, approximate=approximate), x) == [((3, 4), "bfloat16")]
 
-
-@pytest.mark.parametrize("approximate", [True, False])
-def test_gelu_keeps_its_half_input_alone(approximate):
-    x = jnp.ones((3, 4), jnp.bfloat16)
-    assert saved(lambda x: gelu(x, approximate), x) == [((3, 4), "bfloat16")]
-
-
-@pytest.mark.parametrize("approximate", [True, False])
-def test_gelu_under_autocast_keeps_half_and_computes_in_float32(approximate):
     x, w = jax.random.normal(jax.random.key(0), (3, 8)), jax.random.normal(jax.random.key(1), (8, 8))
 
     def model(w, x, gelu=gelu):
-        return gelu(x @ w, approximate) @ w
+        return gelu(x @ w, True) @ w
 
     half = jaxmp.autocast(model, "mixed_bfloat16")
     assert ((3, 8), "float32") not in saved(lambda w: half(w, x), w)
@@ -90,20 +79,19 @@ def test_gelu_under_autocast_keeps_half_and_computes_in_float32(approximate):
         np.testing.assert_array_equal(ours, wanted)
 
 
-@pytest.mark.parametrize("approximate", [True, False])
-def test_gelu_of_huge_numbers_has_the_gradients_0_and_1(approximate):
-    x = jnp.array([-3e38, 3e38])
-    np.testing.assert_array_equal(with_gradient(lambda x: gelu(x, approximate), x, jnp.ones(2))[1], [0, 1])
+def test_gelu_of_huge_numbers_has_the_gradients_0_and_1():
+    for approximate in [True, False]:
+        x = jnp.array([-3e38, 3e38])
+        np.testing.assert_array_equal(
+            with_gradient(functools.partial(gelu, approximate=approximate), x, jnp.ones(2))[1], [0, 1]
+        )
 
 
-def test_gelu_and_max_pool_are_of_floating_dtypes():
+def test_gelu_and_max_pool_are_of_floating_dtypes_and_gelu_has_no_forward_mode():
     with pytest.raises(TypeError, match="gelu takes a floating dtype, got int32; cast it"):
         gelu(jnp.ones(2, jnp.int32))
     with pytest.raises(TypeError, match="max_pool takes a floating dtype, got int32; cast it"):
         max_pool(jnp.ones((1, 4, 4, 1), jnp.int32))
-
-
-def test_gelu_says_that_it_has_no_forward_mode():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(gelu, (jnp.ones(2),), (jnp.ones(2),))
 
@@ -120,7 +108,7 @@ def numbers(shape, dtype, low=-3, high=4, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), dtype)
 
 
-GEOMETRIES = [(3, 2, 1), (3, 1, 1), (2, 2, 0), (2, 3, 1), (5, 2, 2), (1, 1, 0), (4, 3, 3)]
+GEOMETRIES = [(3, 2, 1), (4, 3, 3)]
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -136,25 +124,21 @@ def test_max_pool_and_its_gradient_are_flax_s_bit_for_bit_with_ties(geometry):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_padding_never_wins():
+def test_padding_never_wins_a_dtype_may_lack_infinity_and_nan_passes_on():
     x = np.full((1, 4, 4, 1), np.finfo(np.float16).min)
     y, gradient = with_gradient(max_pool, x, np.ones((1, 2, 2, 1), np.float16))
     assert (y == x[0, 0, 0, 0]).all()
     np.testing.assert_array_equal(gradient[0, :, :, 0], [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
 
-
-def test_max_pool_of_a_dtype_without_infinity_is_flax_s():
     x = numbers((1, 5, 5, 2), jnp.float8_e4m3fn)
     np.testing.assert_array_equal(max_pool(x).astype(jnp.float32), flax_max_pool(x.astype(jnp.float32)))
 
-
-def test_max_pool_passes_on_nan():
     x = numbers((1, 6, 6, 1), jnp.float32).at[0, 2, 3, 0].set(jnp.nan)
     np.testing.assert_array_equal(jax.jit(max_pool)(x), flax_max_pool(x))
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_max_pool_adds_the_gradients_of_overlapping_windows_in_float32(dtype):
+def test_max_pool_adds_the_gradients_of_overlapping_windows_in_float32():
+    dtype = jnp.bfloat16
     x = jnp.zeros((1, 3, 3, 1), dtype).at[0, 1, 1, 0].set(1)  # which wins all four windows
     eps = float(jnp.finfo(dtype).eps)
     cotangent = jnp.asarray([[1, eps / 2], [eps / 2, eps / 2]], dtype)[None, :, :, None]
@@ -162,7 +146,7 @@ def test_max_pool_adds_the_gradients_of_overlapping_windows_in_float32(dtype):
     assert gradient[0, 1, 1, 0] == jnp.asarray(1 + 1.5 * eps, dtype)
 
 
-def test_max_pool_keeps_a_byte_for_each_window_and_not_its_input():
+def test_max_pool_keeps_a_byte_for_each_window_and_not_its_input_and_scatters_nothing():
     x = jnp.ones((1, 8, 8, 2), jnp.bfloat16)
     assert saved(max_pool, x) == [((1, 4, 4, 2), "uint8")]
     w = jnp.eye(2)
@@ -173,8 +157,6 @@ def test_max_pool_keeps_a_byte_for_each_window_and_not_its_input():
     shapes = [shape for shape, dtype in saved(jaxmp.autocast(model, "mixed_float16"), x.astype(jnp.float32))]
     assert (1, 8, 8, 2) not in shapes and (1, 4, 4, 2) in shapes
 
-
-def test_max_pool_scatters_nothing():
     text = jax.jit(jax.grad(lambda x: max_pool(x).sum())).lower(jnp.ones((1, 8, 8, 2))).as_text()
     assert "scatter" not in text and "gather" not in text
 
@@ -190,14 +172,12 @@ def test_max_pool_works_under_vmap_jit_and_checkpoint():
     np.testing.assert_array_equal(got[1], gradient)
 
 
-@pytest.mark.parametrize("options", [{"window": 0}, {"window": 16}, {"stride": 0}, {"padding": -1}, {"padding": 3}])
-def test_max_pool_says_which_windows_there_are(options):
-    (name, value), *_ = options.items()
-    with pytest.raises(ValueError, match=f"takes a window of 1 to 15.*{name}={value}"):
-        max_pool(jnp.ones((1, 32, 32, 1)), **options)
+def test_max_pool_says_which_windows_and_images_it_takes():
+    for options in [{"window": 0}, {"window": 16}, {"stride": 0}, {"padding": -1}, {"padding": 3}]:
+        (name, value), *_ = options.items()
+        with pytest.raises(ValueError, match=f"takes a window of 1 to 15.*{name}={value}"):
+            max_pool(jnp.ones((1, 32, 32, 1)), **options)
 
-
-@pytest.mark.parametrize("shape", [(8, 8, 1), (1, 2, 8, 1)])
-def test_max_pool_says_which_images_it_takes(shape):
-    with pytest.raises(ValueError, match=r"takes \(batch, height, width, channels\).*got"):
-        max_pool(jnp.ones(shape), padding=0)
+    for shape in [(8, 8, 1), (1, 2, 8, 1)]:
+        with pytest.raises(ValueError, match=r"takes \(batch, height, width, channels\).*got"):
+            max_pool(jnp.ones(shape), padding=0)

@@ -27,8 +27,8 @@ def reference():
     return stacked.stack(params), loss, stacked.stack(gradients)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"data": 2, "fsdp": 2}])
-def test_loss_and_gradients_are_those_of_the_module(reference, axes):
+def test_loss_and_gradients_are_those_of_the_module(reference):
+    axes = {"data": 2, "fsdp": 2}
     params, loss, gradients = reference
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
     specs = jaxmp.sharding.fsdp_specs(params, mesh, min_size=4096, stacked=["h"])
@@ -45,12 +45,7 @@ def test_loss_and_gradients_are_those_of_the_module(reference, axes):
 
 
 def test_sizes_are_those_that_were_published():
-    counted = {
-        name: sum(
-            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda name=name: stacked.make_params(sized(name))))
-        )
-        for name in ("124M", "7B")
-    }
+    shapes = jax.tree.leaves(jax.eval_shape(lambda: stacked.make_params(sized("124M"))))
     # The published count and the 47 rows that make the vocabulary a multiple of 64.
-    assert counted == {"124M": 124_439_808 + 47 * 768, "7B": pytest.approx(6.66e9, rel=1e-3)}
-    assert jnp.float32 == jax.eval_shape(lambda: stacked.make_params(MODEL))["wte"]["embedding"].dtype
+    assert sum(leaf.size for leaf in shapes) == 124_439_808 + 47 * 768
+    assert {leaf.dtype for leaf in shapes} == {jnp.dtype("float32")}

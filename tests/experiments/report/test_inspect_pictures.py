@@ -13,22 +13,29 @@ from jaxmp.inspect import Memory
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 
+PICTURES = {
+    "training": {"underflow", "exponents"}, "compare": {"errors"}, "scale": {"loss_scale"}, "plan": {"casts"},
+    "memory": {"memory"},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "pictures"),
-    [("training", {"underflow", "exponents"}), ("compare", {"errors"}), ("scale", {"loss_scale"}), ("plan", {"casts"}),
-     ("memory", {"memory"})],
-)  # fmt: skip
-def test_the_script_draws_in_small(name, pictures, tmp_path, capsys, monkeypatch):
+    "names",
+    [("plan", "scale"), pytest.param(("training", "compare", "memory"), marks=pytest.mark.slow("draws all else"))],
+    ids=["some", "others"],
+)
+def test_the_script_draws_in_small(names, tmp_path, capsys, monkeypatch):
+    pictures = {picture for name in names for picture in PICTURES[name]}
     sources = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # the whole library is read for 15 seconds
     small = functools.partial(inspect_pictures.language_model, dataset=sources)
     monkeypatch.setattr(inspect_pictures, "language_model", small)
-    inspect_pictures.main(inspect_pictures.Config(pictures=(name,), smoke=True, run_dir=tmp_path))
+    inspect_pictures.main(inspect_pictures.Config(pictures=names, smoke=True, run_dir=tmp_path))
     assert {file.stem for file in tmp_path.glob("*.png")} == {f"inspect_{picture}" for picture in pictures}
     shown = capsys.readouterr().out
     assert all(f"](inspect_{picture}.png)" in shown for picture in pictures) and "jax 0." in shown
 
 
-def test_a_picture_is_written_between_its_markers(tmp_path):
+def test_a_picture_is_written_between_its_markers_and_the_page_has_a_place_for_each(tmp_path):
     page = tmp_path / "inspect.md"
     marker = "<!-- casts: written by `python -m experiments.report.inspect_pictures` -->\n"
     page.write_text(f"before\n{marker}old\n<!-- /casts -->\nafter\n")
@@ -37,9 +44,6 @@ def test_a_picture_is_written_between_its_markers(tmp_path):
     assert page.read_text() == f"before\n{marker}\nnew\n\n<!-- /casts -->\nafter\n"
     with pytest.raises(SystemExit, match="must have the lines '<!-- errors: written by"):
         inspect_pictures.write(page, "errors", "new")
-
-
-def test_the_page_has_a_place_for_each_picture():
     text = (inspect_pictures.DOCS / "inspect.md").read_text()
     for name in ("underflow", "exponents", "errors", "loss_scale", "casts", "memory"):
         assert f"<!-- {name}: written by" in text and f"](inspect_{name}.png)" in text

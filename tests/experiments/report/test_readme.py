@@ -18,27 +18,18 @@ GPU = {"device": "1 × H200 (gpu)", "versions": "jax 1", "date": "2026-11-21 10:
 MIB = 2**20
 
 
-def test_the_readme_has_what_the_script_writes():
+def test_the_readme_and_the_pages_have_what_the_script_writes():
     text = (readme.ROOT / "README.md").read_text()
     between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
     assert between == f"\n{readme.block()}\n", "run python -m experiments.report.readme"
-
-
-def test_the_page_of_measurements_has_what_the_script_writes():
     text = (readme.ROOT / "docs" / "measured.md").read_text()
     between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
     assert between == f"\n{readme.measured_block()}\n", "run python -m experiments.report.readme"
-
-
-def test_the_page_on_sums_has_what_the_script_writes():
     text = (readme.ROOT / "docs" / "gradient_sums.md").read_text()
     between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
     assert between == f"\n{readme.gradient_sums_block()}\n", "run python -m experiments.report.readme"
     _, _, rest = (readme.ROOT / "docs" / "sharding.md").read_text().partition(readme.BEGIN)
     assert rest.partition(readme.END)[0] == f"\n{readme.sharding_block()}\n", "run python -m experiments.report.readme"
-
-
-def test_the_page_on_inspecting_has_what_the_script_writes():
     _, _, rest = (readme.ROOT / "docs" / "inspect.md").read_text().partition(readme.BEGIN)
     assert rest.partition(readme.END)[0] == f"\n{readme.roofline_block()}\n", "run python -m experiments.report.readme"
 
@@ -53,7 +44,7 @@ def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_
     assert all(predictions.apart(*pair) <= prediction.ERROR for pair in ties)
 
 
-def test_only_what_is_between_the_markers_is_replaced(tmp_path):
+def test_only_what_is_between_the_markers_is_replaced_and_a_damaged_result_is_named(tmp_path):
     file = tmp_path / "README.md"
     file.write_text(f"before\n{readme.BEGIN}old\n{readme.END}\nafter\n")
     readme.write(file, readme.block())
@@ -61,6 +52,11 @@ def test_only_what_is_between_the_markers_is_replaced(tmp_path):
     file.write_text("no markers")
     with pytest.raises(SystemExit, match="must have the lines"):
         readme.write(file, "")
+
+    (tmp_path / "accuracy-1").mkdir()
+    (tmp_path / "accuracy-1" / "accuracy.json").write_text('{"runs": [')
+    with pytest.raises(ValueError, match=r"accuracy-1/accuracy.json is no result of a run \(.*\); write it again, or"):
+        headline.Sources(tmp_path)
 
 
 # The main table.
@@ -220,17 +216,14 @@ def test_what_was_measured_counts_before_what_was_compiled_and_a_peak_needs_no_t
     }
 
 
-def test_times_of_rows_that_did_not_take_turns_together_give_no_ratio(tmp_path):
+def test_times_of_rows_that_took_no_turns_together_or_whose_loss_is_not_finite_give_no_ratio(tmp_path):
     train_step(tmp_path / "train_step", together=(("jaxmp-bf16", "jaxmp-tf32"), ("compile-bf16", "autocast-bf16")))
     found, _ = cells(tmp_path)
     assert found["step time / torch.compile AMP"]["gpt2"] == ""
     assert found["autocast of the float32 model / with a policy"]["gpt2"] == ""
     assert found["speed-up over TF32"]["gpt2"] == "✗ 3.00 (≥ 3.2)"
-
-
-def test_a_row_whose_loss_is_not_finite_gives_no_ratio(tmp_path):
-    train_step(tmp_path / "train_step", losses={"jaxmp-fp16": float("nan"), "jaxmp-bf16": 2.5})
-    found, _ = cells(tmp_path)
+    train_step(tmp_path / "other" / "train_step", losses={"jaxmp-fp16": float("nan"), "jaxmp-bf16": 2.5})
+    found, _ = cells(tmp_path / "other")
     assert found["fp16 with dynamic scaling / without"]["gpt2"] == ""
     assert found["step time / torch.compile AMP"]["gpt2"] == "✓ 0.900 (≤ 0.93)"
 
@@ -257,13 +250,6 @@ def test_the_newest_result_counts_and_small_ones_do_not(tmp_path):
         train_step(tmp_path / f"train_step-{day}", environment={**GPU, "date": f"2026-11-{day} 10:00 +0000"})
     (source,) = headline.Sources(tmp_path).all()
     assert source.path.parent.name == "train_step-24"
-
-
-def test_a_damaged_result_is_named(tmp_path):
-    (tmp_path / "accuracy-1").mkdir()
-    (tmp_path / "accuracy-1" / "accuracy.json").write_text('{"runs": [')
-    with pytest.raises(ValueError, match=r"accuracy-1/accuracy.json is no result of a run \(.*\); write it again, or"):
-        headline.Sources(tmp_path)
 
 
 def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):

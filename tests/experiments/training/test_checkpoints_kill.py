@@ -8,11 +8,12 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from checkpoint_tools import Config, bits, last, processes, rows, train_in_step
 
 from experiments.training import checkpoints, run_folders
 
-STEPS, KILLS, PATIENCE_S = 60, 6, 300
+STEPS, KILLS, PATIENCE_S = 50, 3, 300
 # The state has 1.6 MB that change at every step, so that Orbax writes for longer than a step takes.
 CONFIG = Config(steps=STEPS, checkpoint_every=3, evaluate_every=10, ballast=400_000)
 
@@ -65,7 +66,8 @@ class Process:
         assert self._process.exitcode == 0
 
 
-def test_a_run_killed_6_times_ends_bit_for_bit_where_one_left_alone_ends(tmp_path):
+@pytest.mark.slow("kills processes")
+def test_a_run_killed_3_times_ends_bit_for_bit_where_one_left_alone_ends(tmp_path):
     cache = tmp_path / "compiled"  # filled by the run that is left alone, so that no kill falls inside its writing
     alone = dataclasses.replace(CONFIG, run_dir=tmp_path / "alone")
     killed = dataclasses.replace(CONFIG, run_dir=tmp_path / "killed")

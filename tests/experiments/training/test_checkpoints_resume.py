@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import pytest
-from checkpoint_tools import NAME, Config, bits, last, prepare, processes, rows, train, train_in_step
+from checkpoint_tools import NAME, Config, bits, last, prepare, rows, train
 from places import ROOT
 
 import jaxmp
@@ -62,8 +62,21 @@ def run(whole, tmp_path) -> Config:
 # --- the same, bit for bit -------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_ends_where_the_other_ends_with_its_metrics_and_summary(whole, run, capsys):
+def test_a_resumed_run_ends_where_the_other_ends_with_its_metrics_and_summary(whole, run, monkeypatch, capsys):
+    shown = []
+
+    class Progress(runs.Progress):
+        def __init__(self, *args: Any) -> None:
+            shown.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(runs, "Progress", Progress)
+    half = run.run_dir / "checkpoints" / "6.orbax-checkpoint-tmp"
+    (half / "state").mkdir(parents=True)
     summary = train(run)
+    assert shown == [(NAME, 8, 4)]
+    said = capsys.readouterr().err
+    assert f"warning: {half} was not finished when its process ended, and is left out" in said and not half.exists()
     assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
     assert rows(run.run_dir) == rows(whole[0].run_dir)
     assert [row[:2] for row in rows(run.run_dir)] == [
@@ -74,29 +87,7 @@ def test_a_resumed_run_ends_where_the_other_ends_with_its_metrics_and_summary(wh
     same = ("test_loss", "test_accuracy", "steps", "skipped", "loss_scale", "policy", "loss_scale_rule")
     assert [summary[name] for name in same] == [whole[1][name] for name in same]
     assert summary["skipped"] > 0 and json.loads((run.run_dir / "summary.json").read_text())["steps"] == 8
-    assert f"resuming {run.run_dir} at step 4" in capsys.readouterr().err
-
-
-def test_the_bar_starts_at_the_step(run, monkeypatch):
-    shown = []
-
-    class Progress(runs.Progress):
-        def __init__(self, *args: Any) -> None:
-            shown.append(args)
-            super().__init__(*args)
-
-    monkeypatch.setattr(runs, "Progress", Progress)
-    train(run)
-    assert shown == [(NAME, 8, 4)]
-
-
-def test_a_run_that_was_killed_before_its_summary_gets_one(whole, run, tmp_path):
-    shutil.rmtree(run.run_dir)
-    shutil.copytree(whole[0].run_dir, run.run_dir)
-    stopped(run.run_dir, after=8)
-    summary = train(run)
-    assert summary["test_loss"] == whole[1]["test_loss"] and (run.run_dir / "summary.md").is_file()
-    assert rows(run.run_dir) == rows(whole[0].run_dir)
+    assert f"resuming {run.run_dir} at step 4" in said
 
 
 def test_sigterm_saves_the_step_at_hand_and_the_run_goes_on_from_there(whole, tmp_path, capsys):
@@ -144,24 +135,18 @@ def test_a_finished_run_trains_on_when_steps_are_raised(whole, tmp_path):
     assert tests == ["3", "5", "8"]  # one at the old end
 
 
-SCRIPTS = [
-    (image_classification, {"shift": 2, "batch_size": 200}),  # 7 batches an epoch: it is resumed in the second
-    (language_modeling, {"vocabulary": 64, "batch_size": 128, "test_batches": 1}),
-]
-
-
-@pytest.mark.parametrize(("script", "flags"), SCRIPTS, ids=["image_classification", "language_modeling"])
-def test_the_scripts_resume_bit_for_bit(script, flags, tmp_path, data_dir):
+def test_a_script_resumes_bit_for_bit(tmp_path, data_dir):
     flags = {
         "policy": "mixed_float16", "loss_scale": "dynamic:loss_scale=65536,period=2", "accumulate": 2, "ema": 0.9,
-        "steps": 10, "evaluate_every": 4, "checkpoint_every": 4, "data_dir": data_dir, **flags,
+        "steps": 10, "evaluate_every": 4, "checkpoint_every": 4, "data_dir": data_dir, "shift": 2,
+        "batch_size": 200,  # 7 batches an epoch: it is resumed in the second
     }  # fmt: skip
-    config = script.Config(run_dir=tmp_path / "whole", **flags)
+    config = image_classification.Config(run_dir=tmp_path / "whole", **flags)
     with jax.numpy_dtype_promotion("standard"):
-        script.train(config)
+        image_classification.train(config)
         shutil.copytree(tmp_path / "whole", tmp_path / "run")
         stopped(tmp_path / "run", after=8)
-        script.train(dataclasses.replace(config, run_dir=tmp_path / "run", resume=True))
+        image_classification.train(dataclasses.replace(config, run_dir=tmp_path / "run", resume=True))
     one, other = last(tmp_path / "whole"), last(tmp_path / "run")
     assert one.step == other.step == 10 and bits(one) == bits(other)
     assert one.leaves["opt_state/skipped"] > 0
@@ -186,23 +171,26 @@ def test_without_a_folder_it_is_the_newest_run_of_the_experiment(run, tmp_path, 
     assert [folder.name for folder in newest.parent.iterdir() if (folder / "summary.json").is_file()] == [newest.name]
 
 
-@pytest.mark.parametrize(
-    ("field", "now", "was"),
-    [("batch_size", 32, 16), ("seed", 1, 0), ("learning_rate", 0.1, 0.01), ("dataset", "mnist", "digits"),
-     ("width", 4, 8), ("accumulate", 1, 2), ("ema", 0.0, 0.9)],
-)  # fmt: skip
-def test_a_flag_that_makes_it_another_run_is_refused(field, now, was, run, capsys):
-    flag = f"--{field.replace('_', '-')}"
-    message = (
-        f"a resumed run keeps its flags, but in {run.run_dir} {flag} was {was} and is {now} now; resume with {flag} "
-        f"{was}, or start another run"
-    )
-    ends_with(dataclasses.replace(run, **{field: now}), train, message, capsys)
-
-
-def test_all_flags_that_are_refused_are_named_at_once(run, capsys):
-    message = "--seed was 0 and is 1 now, --width was 8 and is 4 now; resume with --seed 0 and with --width 8, or"
-    ends_with(dataclasses.replace(run, seed=1, width=4), train, message, capsys)
+def test_what_makes_it_another_run_is_refused(run, capsys):
+    where = f"{run.run_dir}"
+    mixed, half = (jaxmp.get_policy(name) for name in ("mixed_float16", "float16"))
+    keeps = f"a resumed run keeps its flags, but in {where} "
+    for changes, message in (
+        ({"batch_size": 32}, f"{keeps}--batch-size was 16 and is 32 now; resume with --batch-size 16, or start anothe"),
+        ({"learning_rate": 0.1}, f"{keeps}--learning-rate was 0.01 and is 0.1 now; resume with --learning-rate 0.01, "),
+        ({"dataset": "mnist"}, "--dataset was digits and is mnist now; resume with --dataset digits, or"),
+        ({"accumulate": 1}, "--accumulate was 2 and is 1 now"),
+        ({"ema": 0.0}, "--ema was 0.9 and is 0.0 now"),
+        ({"seed": 1, "width": 4}, "--seed was 0 and is 1 now, --width was 8 and is 4 now; resume with --seed 0 and wi"),
+        ({"flip": True}, "--flip was False and is True now; resume without --flip, or"),
+        ({"policy": "float16"}, f"policy '{mixed}' made {where}/checkpoints/4, in which 'params/hidden' is float32, an"
+         f"d under policy '{half}' it is float16; resume with --policy {mixed}, or"),
+        ({"steps": 3}, f"--steps must be at least the 4 that {where} has had, got 3; start another run to train less"),
+        ({"resume": False}, f"a run begins in a folder without checkpoints, but {where} has one of step 4; go on "),
+    ):  # fmt: skip
+        ends_with(dataclasses.replace(run, **changes), train, message, capsys)
+    config = language_modeling.Config(run_dir=run.run_dir, resume=True)
+    ends_with(config, language_modeling.train, "a run of language_modeling, but", capsys)
 
 
 def test_the_number_of_steps_may_not_change_under_a_schedule(whole, tmp_path, capsys):
@@ -213,38 +201,11 @@ def test_the_number_of_steps_may_not_change_under_a_schedule(whole, tmp_path, ca
     ends_with(dataclasses.replace(config, steps=8, resume=True), train, message, capsys)
 
 
-def test_a_switch_that_was_off_is_to_be_left_away(run, capsys):
-    ends_with(
-        dataclasses.replace(run, flip=True),
-        train,
-        "--flip was False and is True now; resume without --flip, or",
-        capsys,
-    )
-
-
 def test_another_policy_with_the_same_params_goes_on_and_the_loss_scale_too(whole, run):
     config = dataclasses.replace(run, policy="mixed_bfloat16", loss_scale="dynamic:loss_scale=8,period=3", remat="full")
     assert train(config)["policy"] == str(jaxmp.get_policy("mixed_bfloat16"))
     one, other = ([row for row in rows(folder) if row[1] == "train"] for folder in (run.run_dir, whole[0].run_dir))
     assert one[:4] == other[:4] and one[4][5] == other[4][5] != "8" and one[4:] != other[4:]
-
-
-def test_a_loss_scale_of_another_kind_starts_afresh(run):
-    assert train(dataclasses.replace(run, loss_scale="static:256"))["loss_scale"] == 256
-
-
-def test_another_policy_with_other_params_is_refused(run, capsys):
-    mixed, half = (jaxmp.get_policy(name) for name in ("mixed_float16", "float16"))
-    message = (
-        f"policy '{mixed}' made {run.run_dir}/checkpoints/4, in which 'params/hidden' is float32, and under policy "
-        f"'{half}' it is float16; resume with --policy {mixed}, or"
-    )
-    ends_with(dataclasses.replace(run, policy="float16"), train, message, capsys)
-
-
-def test_fewer_steps_than_it_has_had_are_refused(run, capsys):
-    message = f"--steps must be at least the 4 that {run.run_dir} has had, got 3; start another run to train less"
-    ends_with(dataclasses.replace(run, steps=3), train, message, capsys)
 
 
 def test_a_folder_without_a_run_or_without_a_checkpoint_is_an_error(run, tmp_path, capsys):
@@ -255,25 +216,16 @@ def test_a_folder_without_a_run_or_without_a_checkpoint_is_an_error(run, tmp_pat
     ends_with(run, train, f"{run.run_dir}/checkpoints has no finished checkpoint to resume from; start again", capsys)
 
 
-def test_a_new_run_does_not_begin_in_a_folder_with_checkpoints(run, capsys):
-    message = f"a run begins in a folder without checkpoints, but {run.run_dir} has one of step 4; go on with --resume"
-    ends_with(dataclasses.replace(run, resume=False), train, message, capsys)
-
-
-def test_a_new_run_does_not_begin_in_a_folder_with_a_finished_run_without_checkpoints(tmp_path, capsys):
+def test_a_new_run_does_not_begin_in_a_folder_with_a_finished_run_or_where_no_checkpoint_can_be_kept(tmp_path, capsys):
     config = Config(run_dir=tmp_path / "run", steps=1, checkpoint_every=0)
-    train(config)
+    assert "waited_for_checkpoints_s" not in train(config) and not (config.run_dir / "checkpoints").exists()
     before = rows(config.run_dir)
     message = f"but {config.run_dir} has summary.json; take another --run-dir, or remove that folder"
     ends_with(config, train, message, capsys)
     assert rows(config.run_dir) == before
-
-
-def test_a_run_does_not_begin_where_no_checkpoint_can_be_kept(tmp_path, capsys):
     config = Config(run_dir=tmp_path / "run[1]", steps=1)
     ends_with(config, train, f"checkpoints need a path without [, ] and \\, got {config.run_dir}/checkpoints", capsys)
     assert not (config.run_dir / "config.json").exists()
-    train(dataclasses.replace(config, checkpoint_every=0))
 
 
 def test_other_data_are_refused_wherever_they_lie(run, capsys):
@@ -301,18 +253,19 @@ def test_other_data_are_refused_wherever_they_lie(run, capsys):
         assert train_on("", 0)(run)["resumed_at_step"] == 4
 
 
-def test_a_second_process_in_the_folder_is_refused_and_may_train_when_the_first_is_killed(whole, run, tmp_path, capsys):
-    context = processes()
-    pipe, childs = context.Pipe()
-    first = context.Process(target=train_in_step, args=(childs, run, tmp_path / "compiled"), daemon=True)
-    first.start()
-    assert pipe.poll(300) and pipe.recv() == 1  # it holds its folder by now
-    for config in (run, dataclasses.replace(run, resume=False)):
-        ends_with(config, train, f"but another process trains in {run.run_dir}; wait until it ends, or", capsys)
-    first.kill()
-    first.join(300)
-    train(run)
-    assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir)) and rows(run.run_dir) == rows(whole[0].run_dir)
+def test_a_second_process_in_the_folder_is_refused_and_may_train_when_the_first_is_killed(run, capsys):
+    program = (  # of no more than what a run does first: it takes its folder
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "from experiments.training.run_folders import alone_in\n"
+        "with alone_in(Path(sys.argv[2])): print('alone', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-S", "-c", program, str(ROOT), str(run.run_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "alone\n"
+        for config in (run, dataclasses.replace(run, resume=False)):
+            ends_with(config, train, f"but another process trains in {run.run_dir}; wait until it ends, or", capsys)
+        first.kill()
+    assert train(dataclasses.replace(run, steps=5))["steps"] == 5
 
 
 def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resumed(whole, run, monkeypatch, capsys):
@@ -333,32 +286,25 @@ def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resum
     assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
 
 
-@pytest.mark.parametrize("content", [b"{}", b"{", b"[]", b"\xff"])
-def test_a_summary_that_is_none_is_an_error_and_can_be_made_anew(content, whole, tmp_path, capsys):
+def test_a_summary_that_is_none_is_an_error_and_can_be_made_anew(whole, tmp_path, capsys):
     config = dataclasses.replace(whole[0], run_dir=tmp_path / "run", resume=True)
     shutil.copytree(whole[0].run_dir, config.run_dir)
     path = config.run_dir / "summary.json"
-    path.write_bytes(content)
-    ends_with(config, train, f"{path} is no summary of a run (", capsys)
-    path.unlink()
-    assert train(config)["test_loss"] == whole[1]["test_loss"]
+    for content in (b"{}", b"{", b"[]", b"\xff"):
+        path.write_bytes(content)
+        ends_with(config, train, f"{path} is no summary of a run (", capsys)
+    stopped(config.run_dir, after=8)  # as if it had been killed before its summary
+    assert train(config)["test_loss"] == whole[1]["test_loss"] and (config.run_dir / "summary.md").is_file()
+    assert rows(config.run_dir) == rows(whole[0].run_dir)
 
 
-@pytest.mark.parametrize("garbage", [b"\xff", b"a,b\nx,y\n", b"step,split,loss\n1\n", b"step,split\n1,train,2,3\n"])
-def test_metrics_that_are_something_else_are_an_error(garbage, run, capsys):
+def test_metrics_that_are_something_else_or_were_cut_off_are_an_error(run, capsys):
     metrics = run.run_dir / "metrics.csv"
-    metrics.write_bytes(garbage * metrics.stat().st_size)
-    ends_with(run, train, f"goes on after its metrics, but {metrics} has something else (", capsys)
-
-
-def test_a_run_of_another_experiment_is_refused(run, capsys):
-    config = language_modeling.Config(run_dir=run.run_dir, resume=True)
-    ends_with(config, language_modeling.train, "a run of language_modeling, but", capsys)
-
-
-def test_metrics_that_were_cut_off_are_an_error(run, capsys):
-    metrics = run.run_dir / "metrics.csv"
-    metrics.write_bytes(metrics.read_bytes()[:90])
+    whole = metrics.read_bytes()
+    for garbage in (b"\xff", b"a,b\nx,y\n", b"step,split,loss\n1\n", b"step,split\n1,train,2,3\n"):
+        metrics.write_bytes(garbage * len(whole))
+        ends_with(run, train, f"goes on after its metrics, but {metrics} has something else (", capsys)
+    metrics.write_bytes(whole[:90])
     ends_with(run, train, f"bytes of its metrics, but {metrics} has fewer; put the file back, or start another", capsys)
 
 
@@ -374,20 +320,7 @@ def test_a_damaged_checkpoint_is_named_and_what_is_offered_works(whole, run, cap
     assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir)) and rows(run.run_dir) == rows(whole[0].run_dir)
 
 
-def test_a_half_written_checkpoint_is_named_and_left_out(whole, run, capsys):
-    half = run.run_dir / "checkpoints" / "6.orbax-checkpoint-tmp"
-    (half / "state").mkdir(parents=True)
-    train(run)
-    assert f"warning: {half} was not finished when its process ended, and is left out" in capsys.readouterr().err
-    assert not half.exists() and bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
-
-
 # --- without checkpoints ---------------------------------------------------------------------------------------------
-
-
-def test_no_checkpoints_if_none_are_wanted(tmp_path):
-    summary = train(Config(run_dir=tmp_path / "run", steps=2, checkpoint_every=0))
-    assert not (tmp_path / "run" / "checkpoints").exists() and "waited_for_checkpoints_s" not in summary
 
 
 def test_orbax_is_imported_only_when_checkpoints_are_used():

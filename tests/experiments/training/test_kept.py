@@ -24,7 +24,7 @@ def test_the_time_that_is_left_decides_whether_something_starts(monkeypatch):
 WHERE = {"device": "one", "versions": "1", "date": "2026-11-20", "command": "a"}
 
 
-def test_a_setting_that_only_one_side_has_differs_and_smoke_explains_the_rest(tmp_path):
+def test_settings_that_differ_are_refused_and_environments_are_joined(tmp_path):
     file = tmp_path / "a.json"
     kept.Kept(tmp_path, 0, WHERE, energy_s=2.0, smoke=False).save("a", {}, sizes=(1, 2))
     setting = {"device": "one", "versions": "1", "smoke": False}
@@ -33,6 +33,11 @@ def test_a_setting_that_only_one_side_has_differs_and_smoke_explains_the_rest(tm
         kept.require_alike(file, {**setting, "sizes": (1, 2)})
     with pytest.raises(ValueError, match=f"but in {file} smoke is False there and True here; take"):
         kept.require_alike(file, {"smoke": True, "device": "another"})
+
+    first = {"device": "one", "command": "a; b", "date": "2026-11-20"}
+    again = {"device": "one", "command": "a", "date": "2026-11-21"}
+    assert kept.joined([first, again]) == {"device": "one", "command": "a; b", "date": "2026-11-21"}
+    assert kept.joined([again, {**first, "device": "two"}])["device"] == "one; two"
 
 
 def test_what_a_folder_has_is_not_measured_again_unless_it_failed(tmp_path):
@@ -56,13 +61,6 @@ def test_without_time_what_was_found_before_stays_and_the_command_says_that_some
     assert has.get("a", lambda: {"ms": 1})["error"] == "no room" and has.get("b", lambda: {"ms": 1}) is None
     has.end()
     assert capsys.readouterr().out == f"{kept.UNFINISHED}\n"
-
-
-def test_environments_are_joined_side_by_side_and_each_text_once():
-    first = {"device": "one", "command": "a; b", "date": "2026-11-20"}
-    again = {"device": "one", "command": "a", "date": "2026-11-21"}
-    assert kept.joined([first, again]) == {"device": "one", "command": "a; b", "date": "2026-11-21"}
-    assert kept.joined([again, {**first, "device": "two"}])["device"] == "one; two"
 
 
 def test_a_package_that_was_installed_since_is_no_other_version(tmp_path):
