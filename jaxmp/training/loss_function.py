@@ -84,7 +84,10 @@ def require_arguments(loss_fn: Any, names: str) -> None:
     except TypeError as error:
         bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
         takes = signature.replace(parameters=bare, return_annotation=signature.empty)
-        raise TypeError(f"a loss function takes ({names}), got one of {takes}; write def loss_fn({names})") from error
+        remedy = f"write def loss_fn({names})"
+        if str(takes) == "(model, batch)":
+            remedy = "for an NNX model use jaxmp.nnx.make_train_step"
+        raise TypeError(f"a loss function takes ({names}), got one of {takes}; {remedy}") from error
 
 
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:

@@ -69,10 +69,11 @@ def nothing_is_drawn(monkeypatch):
 
 def cells(results):
     """Row to model to text, and the lines below the table."""
-    lines = headline.lines(results, results.parent)
+    lines, provenance = headline.lines(results, results.parent)
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert table[0][1:] == list(headline.MODELS.values())
-    return {row[0]: dict(zip(headline.MODELS, row[1:], strict=True)) for row in table[2:]}, "\n".join(lines)
+    found = {row[0]: dict(zip(headline.MODELS, row[1:], strict=True)) for row in table[2:]}
+    return found, "\n".join([*lines, *provenance])
 
 
 def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses=None):
@@ -148,13 +149,9 @@ def remat(folder, sizes=FULL):
     write_json(folder / "remat.json", {"environment": GPU, "groups": groups})
 
 
-def test_without_any_result_every_cell_is_empty_and_three_commands_fill_them(tmp_path):
+def test_without_any_result_there_is_no_row_and_the_page_names_the_command(tmp_path):
     found, text = cells(tmp_path)
-    assert {cell for row in found.values() for cell in row.values()} == {"", "–"}
-    last = text.splitlines()[-1 if text.splitlines()[-1] else -2]
-    assert last.startswith("Empty cells are filled on a GPU by ") and "python -m experiments.report.readme" in last
-    for script in ("train_step", "accuracy", "remat"):
-        assert f"`python -m experiments.benchmarks.{script} --run-dir experiments/results/{script}`" in last
+    assert found == {} and "`make gpu` measures" in text
 
 
 def test_a_measured_step_gives_ratios_with_their_goals_and_says_where(tmp_path):
@@ -219,12 +216,12 @@ def test_what_was_measured_counts_before_what_was_compiled_and_a_peak_needs_no_t
 def test_times_of_rows_that_took_no_turns_together_or_whose_loss_is_not_finite_give_no_ratio(tmp_path):
     train_step(tmp_path / "train_step", together=(("jaxmp-bf16", "jaxmp-tf32"), ("compile-bf16", "autocast-bf16")))
     found, _ = cells(tmp_path)
-    assert found["step time / torch.compile AMP"]["gpt2"] == ""
-    assert found["autocast of the float32 model / with a policy"]["gpt2"] == ""
+    assert "step time / torch.compile AMP" not in found
+    assert "autocast of the float32 model / with a policy" not in found
     assert found["speed-up over TF32"]["gpt2"] == "✗ 3.00 (≥ 3.2)"
     train_step(tmp_path / "other" / "train_step", losses={"jaxmp-fp16": float("nan"), "jaxmp-bf16": 2.5})
     found, _ = cells(tmp_path / "other")
-    assert found["fp16 with dynamic scaling / without"]["gpt2"] == ""
+    assert "fp16 with dynamic scaling / without" not in found
     assert found["step time / torch.compile AMP"]["gpt2"] == "✓ 0.900 (≤ 0.93)"
 
 
@@ -237,7 +234,7 @@ def test_accuracies_and_largest_batches_are_of_their_benchmarks(tmp_path):
     assert found["mixed_bfloat16 against float32"]["bert"] == ""
     assert found["mixed_bfloat16 against float32"]["resnet50"] == "+1.00 points, 1 of 3 seeds"  # open: no mark
     assert found["largest batch, with remat"] == {"resnet50": "–", "bert": "700 → 1200ᶜ", "gpt2": ""}
-    assert "benchmarks.accuracy" in text  # not all of it is there
+    assert "`make gpu` measures" in text  # not all of it is there
 
 
 def test_the_newest_result_counts_and_small_ones_do_not(tmp_path):
@@ -278,12 +275,12 @@ def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
         "| jaxmp.loss_scaling | 1 | 1 | 1 | 1 | +0.50 % |\n"
     )
     first = readme.block(tmp_path)
-    assert f"Loss scaling adds +0.50 % to a step of mlp, batch 8 ({GPU['device']})." in first
-    assert "is off by 50 % in bfloat16" in first and "[docs/measured.md](docs/measured.md)" in first
+    assert f"adds +0.5 % (mlp, batch 8) to +0.5 % (mlp, batch 8) to a train step, on {GPU['device']}." in first
+    assert "is off by 50 % in bfloat16" in first and "(docs/measured.md)" in first
     block = readme.measured_block(tmp_path)
     assert "an embedding (8 tokens) is off by 50 % in bfloat16 with Flax's `dtype=` by hand, and by 0.01 % wi" in block
     page = readme.gradient_sums_block(tmp_path)
     assert page.startswith("![Errors of the gradients of params by case and way](../experiments/results/gradient_sums/")
     assert "| embedding | 8 tokens | 0.01 % (× 0.5) |" in page and f"{GPU['device']}; {GPU['versions']}; 2026" in page
-    assert re.search(r"step time / torch.compile AMP.*All is well\..*\| a \|", block, re.DOTALL)
+    assert re.search(r"`make gpu` measures.*All is well\..*\| a \|", block, re.DOTALL)
     assert "[other](../experiments/results/other/other.md)" in block.splitlines()[-1]
