@@ -1,0 +1,215 @@
+"""Measure the tests: change the library at random places, and count the changes that a test finds.
+
+    python tests/tools/mutants.py . .coverage --out mutants.json
+
+The file .coverage is written by `pytest --cov=jaxmp --cov-context=test --junitxml=junit.xml`. Each mutant is one change
+of an operator, a
+comparison, a condition or a number, in the engine, loss scaling, the train step or an adapter. The quickest tests that
+run its line are run on it; it is found if one of them fails, or does not end in time. Mutants are processes forked from
+one that has imported JAX and Flax already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDERS = ("jaxmp/engine", "jaxmp/optim", "jaxmp/training", "jaxmp/linen", "jaxmp/nnx")
+SECONDS = 120
+
+_COMPARISONS = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in",
+    ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
+}  # fmt: skip
+_OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Pow: "*", ast.BitOr: "&"}
+
+
+class Mutant(NamedTuple):
+    """A change of one line: its file, its number, and the line before and after."""
+
+    file: str
+    line: int
+    before: str
+    after: str
+
+
+def sites(file: Path) -> Iterator[Mutant]:
+    """Yield all mutants of a file, each within one line."""
+    source = file.read_text()
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    in_messages = {id(inner) for node in ast.walk(tree) for inner in _message(node)}
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for statement in function.body:
+                for node in ast.walk(statement):
+                    if id(node) in in_messages or getattr(node, "lineno", 0) != getattr(node, "end_lineno", -1):
+                        continue
+                    for start, end, text in _changes(node, source):
+                        line = lines[node.lineno - 1]
+                        yield Mutant(str(file), node.lineno, line, line[:start] + text + line[end:])
+
+
+def _message(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of errors and of f-strings, whose text is not behaviour."""
+    if isinstance(node, (ast.Raise, ast.JoinedStr)):
+        yield from ast.walk(node)
+
+
+def _changes(node: ast.AST, source: str) -> Iterator[tuple[int, int, str]]:
+    """Yield changes of a node as columns of its line and the new text."""
+
+    def text(part: ast.AST) -> str:
+        return ast.get_source_segment(source, part) or ""
+
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+        new = f"{text(node.left)} {_COMPARISONS[type(node.ops[0])]} {text(node.comparators[0])}"
+        yield node.col_offset, node.end_col_offset, new
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS and not isinstance(node.left, ast.Constant):
+        yield node.col_offset, node.end_col_offset, f"{text(node.left)} {_OPERATORS[type(node.op)]} {text(node.right)}"
+    elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
+        word = "or" if isinstance(node.op, ast.And) else "and"
+        yield node.col_offset, node.end_col_offset, f"({text(node.values[0])} {word} {text(node.values[1])})"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.col_offset, node.end_col_offset, f"({text(node.operand)})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield node.col_offset, node.end_col_offset, str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        yield node.col_offset, node.end_col_offset, str(node.value + 1)
+    elif isinstance(node, ast.IfExp):
+        yield node.test.col_offset, node.test.end_col_offset, f"not ({text(node.test)})"
+
+
+def draw(root: Path, count: int, seed: int) -> list[Mutant]:
+    """Return ``count`` mutants of the folders, drawn at random, with paths relative to ``root``."""
+    found = []
+    for folder in FOLDERS:
+        for file in sorted((root / folder).rglob("*.py")):
+            found += [mutant._replace(file=str(Path(mutant.file).relative_to(root))) for mutant in sites(file)]
+    return random.Random(seed).sample(found, min(count, len(found)))
+
+
+def tests_by_line(coverage_file: Path) -> dict[tuple[str, int], set[str]]:
+    """Return the tests that run each line, by file and line."""
+    import coverage
+
+    data = coverage.CoverageData(str(coverage_file))
+    data.read()
+    tests: dict[tuple[str, int], set[str]] = collections.defaultdict(set)
+    for file in data.measured_files():
+        short = "jaxmp/" + file.rpartition("/jaxmp/")[2]
+        for line, contexts in data.contexts_by_lineno(file).items():
+            tests[short, line] |= {context.partition("|")[0] for context in contexts if context}
+    return tests
+
+
+def seconds_by_test(junit: Path) -> dict[str, float]:
+    """Return the seconds of each test, from pytest's XML report."""
+    import xml.etree.ElementTree as ElementTree
+
+    seconds = {}
+    for case in ElementTree.parse(junit).iter("testcase"):
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        seconds[name] = float(case.get("time", 0))
+    return seconds
+
+
+def is_found(root: Path, mutant: Mutant, tests: list[str]) -> bool:
+    """Run tests on a copy of the package with the mutant; return whether one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(root / "jaxmp", copy / "jaxmp", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in os.listdir(root):
+            if name not in ("jaxmp", ".git", "build", "runs"):
+                (copy / name).symlink_to(root / name)
+        file = copy / mutant.file
+        lines = file.read_text().splitlines()
+        assert lines[mutant.line - 1] == mutant.before, mutant
+        lines[mutant.line - 1] = mutant.after
+        file.write_text("\n".join(lines) + "\n")
+        return _fails(copy, tests)
+
+
+def _fails(folder: Path, tests: list[str]) -> bool:
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1), os.dup2(silent, 2)
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        os.environ["PYTHONPATH"] = str(folder)
+        import pytest
+
+        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])))
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) != 0
+        time.sleep(0.1)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True
+
+
+def main() -> None:
+    """Draw mutants, run the tests on them, and print the share found and the survivors."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path, help="the checkout")
+    parser.add_argument("coverage", type=Path, help="its coverage data, beside a junit.xml")
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tests", type=int, default=8, help="the most tests for a mutant")
+    parser.add_argument("--mutants", type=Path, help="a file of mutants, for the same ones in another checkout")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    import flax.linen, flax.nnx, jax, optax, pytest  # noqa: E401, F401  (imported before the forks)
+
+    root = options.root.resolve()
+    if options.mutants:
+        drawn = [Mutant(*row["mutant"]) for row in json.loads(options.mutants.read_text())["rows"]]
+        drawn = [moved for mutant in drawn if (moved := _in(root, mutant))]
+    else:
+        drawn = draw(root, options.count, options.seed)
+    covering = tests_by_line(options.coverage)
+    seconds = seconds_by_test(options.coverage.with_name("junit.xml"))
+
+    def row(mutant: Mutant) -> dict[str, object]:
+        tests = sorted(covering.get((mutant.file, mutant.line), ()), key=lambda test: seconds.get(test, 9.0))
+        found = bool(tests) and is_found(root, mutant, tests[: options.tests])
+        print("found   " if found else "survives", f"{mutant.file}:{mutant.line}", mutant.after.strip(), flush=True)
+        return {"mutant": mutant, "covered": bool(tests), "found": found}
+
+    with ThreadPoolExecutor(2) as pool:
+        rows = list(pool.map(row, drawn))
+    found = sum(bool(row["found"]) for row in rows)
+    options.out.write_text(json.dumps({"found": found, "of": len(rows), "rows": rows}, indent=1))
+    print(f"{found} of {len(rows)} mutants found")
+
+
+def _in(root: Path, mutant: Mutant) -> Mutant | None:
+    """Return a mutant in another checkout, where its line may have moved; None if the line is not there."""
+    file = root / mutant.file
+    lines = file.read_text().splitlines() if file.exists() else []
+    numbers = [n for n, line in enumerate(lines, 1) if line == mutant.before]
+    if not numbers:
+        return None
+    return mutant._replace(line=min(numbers, key=lambda n: abs(n - mutant.line)))
+
+
+if __name__ == "__main__":
+    main()
