@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import importlib
 import json
 import os
 import random
@@ -177,7 +178,8 @@ def main() -> None:
     parser.add_argument("--mutants", type=Path, help="a file of mutants, for the same ones in another checkout")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    import flax.linen, flax.nnx, jax, optax, pytest  # noqa: E401, F401  (imported before the forks)
+    for name in ("flax.linen", "flax.nnx", "jax", "optax", "pytest"):  # once, before the forks
+        importlib.import_module(name)
 
     root = options.root.resolve()
     if options.mutants:
