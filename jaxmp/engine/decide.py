@@ -1,7 +1,7 @@
 """Decide which values are half, on the whole graph.
 
 A few rules raise values to float32, until none of them raises any more (:func:`_settle`). What then stands between two
-products is half. A state only rises, so that the order of the rules cannot matter. README.md lists the rules.
+products is half. A state only rises, so that the order of the rules cannot matter. docs/autocast.md lists the rules.
 """
 
 from __future__ import annotations
