@@ -22,6 +22,7 @@ from jaxmp.cli import (
     memory,
     numerics,
     plan,
+    report,
     roofline,
     tune,
     watch,
@@ -29,7 +30,7 @@ from jaxmp.cli import (
 from jaxmp.cli.errors import UsageError
 from jaxmp.cli.printing import check_plot
 
-_MODULES = (doctor, formats, plan, audit, memory, roofline, numerics, blame, compare, tune, watch)
+_MODULES = (doctor, formats, plan, audit, memory, roofline, numerics, blame, compare, tune, watch, report)
 _COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 

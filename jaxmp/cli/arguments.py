@@ -53,6 +53,8 @@ LOSS_SCALE = _named("--loss-scale", type=loss_scale, default=1.0, metavar="NUMBE
 TUNED_POLICY = _named("--policy", default="mixed_bfloat16", help="a half policy; default: mixed_bfloat16")
 TOLERANCE = _named("--tolerance", type=float, metavar="NUMBER", help="the largest error; default: twice the floor")
 SAVE = _named("--save", metavar="FILE.toml", help="also write the policy, for get_policy and --policy")
+AGAINST = _named("--against", metavar="RUN", help="a run to compare with, float32 first; repeat for more", **_REPEATED)
+OUT = _named("--out", metavar="FILE.html", help="default: report.html in the run's folder")
 NO_GRAD = _named("--no-grad", action="store_true", help="look at the results, not at gradients")
 PLOT = _named("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg; needs matplotlib")
 JSON = _named("--json", action="store_true", help="print JSON, for programs")

@@ -15,6 +15,8 @@ from jaxmp.inspect.memory_plan import Memory, memory
 from jaxmp.inspect.prediction import Roofline, roofline
 from jaxmp.inspect.program.findings import Finding
 from jaxmp.inspect.program.statistics import Statistics
+from jaxmp.inspect.recording import Record, record
+from jaxmp.inspect.report import write_report
 from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
 from jaxmp.inspect.tuning import Tuned, tune
 from jaxmp.inspect.watch import Watch
@@ -29,6 +31,7 @@ __all__ = [
     "Memory",
     "Numerics",
     "Product",
+    "Record",
     "Roofline",
     "Statistics",
     "Tuned",
@@ -41,6 +44,8 @@ __all__ = [
     "ideal_wire",
     "memory",
     "numerics",
+    "record",
     "roofline",
     "tune",
+    "write_report",
 ]

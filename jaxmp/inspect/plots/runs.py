@@ -52,8 +52,8 @@ def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype
             f"the file of {run} counts what vanishes in {rows[0]['dtype']}, got dtype={name!r}; take that one, or "
             "a Watch, which has the histograms"
         )
-    page = figure(9.5, _heat_height(rows, kind))
-    _draw_heat(page, rows, kind)
+    page = figure(9.5, heat_height(rows, kind))
+    draw_heat(page, rows, kind)
     return page
 
 
@@ -94,10 +94,10 @@ def training(run: str | Path, kind: str = "activation_gradients") -> Any:
     """
     rows = read(Path(run))
     _require_watched(rows)
-    heat_height = _heat_height(rows, kind)
-    page = figure(9.5, heat_height + 2.9)
-    above, below = page.subfigures(2, 1, height_ratios=[heat_height, 2.9])
-    _draw_heat(above, rows, kind)
+    height = heat_height(rows, kind)
+    page = figure(9.5, height + 2.9)
+    above, below = page.subfigures(2, 1, height_ratios=[height, 2.9])
+    draw_heat(above, rows, kind)
     _draw_timeline(below, metrics(Path(run)))
     return page
 
@@ -107,12 +107,13 @@ def _require_watched(rows: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError("a heat map needs a step that was watched, but there is none yet; watch every step, or wait")
 
 
-def _heat_height(rows: Sequence[Mapping[str, Any]], kind: str) -> float:
+def heat_height(rows: Sequence[Mapping[str, Any]], kind: str) -> float:
     """Return the height of a heat map, in inches."""
     return min(2.2 + 0.19 * len(rows[0]["vanished"][kind]), 14)
 
 
-def _draw_heat(page: Any, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
+def draw_heat(page: Any, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
+    """Draw the heat maps of watched steps into a figure or a part of one."""
     paths = list(dict.fromkeys(path for row in rows for path in row["vanished"][kind]))
     left, right = page.subplots(1, 2, sharey=True)
     style(left, "vanishes under the scale", "step", grid="")

@@ -1,0 +1,121 @@
+"""Record a training loop in a folder, for ``jaxmp watch`` and ``jaxmp report``."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import csv
+import datetime
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxmp
+from jaxmp.base import tables
+
+COLUMNS = ("step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped")
+_WAITING = 20
+
+
+class Record:
+    """A folder that a training loop writes to; :func:`record` makes it.
+
+    Attributes:
+      folder: its path.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / "summary.json", _environment())
+        self._file = (folder / "metrics.csv").open("w", buffering=1, newline="")
+        self._writer = csv.DictWriter(self._file, COLUMNS, restval="", extrasaction="ignore")
+        self._writer.writeheader()
+        self._waiting: collections.deque[tuple[int, str, Mapping[str, Any]]] = collections.deque()
+
+    def log(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> None:
+        """Write the metrics of a step. The device does not wait: arrays are written some steps later.
+
+        Args:
+          step: its number.
+          metrics: as a train step returns them; other names than ``loss``, ``accuracy``, ``grad_norm``,
+            ``loss_scale`` and ``skipped`` are left out.
+          split: ``"train"``, or ``"test"`` for held-out metrics.
+        """
+        self._waiting.append((step, split, metrics))
+        while len(self._waiting) > _WAITING:
+            self._write_oldest()
+
+    def plan(self, plan: Any) -> None:
+        """Keep what :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit` returned."""
+        name = "plan.json" if isinstance(plan, jaxmp.CastPlan) else "audit.json"
+        (self.folder / name).write_text(plan.to_json())
+
+    def memory(self, plan: Any) -> None:
+        """Keep what :func:`jaxmp.inspect.memory` returned."""
+        (self.folder / "memory.json").write_text(plan.to_json())
+
+    def summary(self, **numbers: Any) -> None:
+        """Add numbers to the summary, such as ``test_loss`` or ``ms_per_step``."""
+        file = self.folder / "summary.json"
+        _write_json(file, {**json.loads(file.read_text()), **numbers})
+
+    def close(self) -> None:
+        """Write what is left."""
+        while self._waiting:
+            self._write_oldest()
+        self._file.close()
+
+    def _write_oldest(self) -> None:
+        step, split, metrics = self._waiting.popleft()
+        row: dict[str, Any] = {"step": step, "split": split}
+        for name, value in metrics.items():
+            if name in COLUMNS:
+                row[name] = f"{float(value):.7g}"
+        if split == "train":
+            row = {"grad_norm": "nan", "loss_scale": 1, "skipped": 0, **row}
+            row["skipped"] = int(float(row["skipped"]))
+        self._writer.writerow(row)
+
+
+@contextlib.contextmanager
+def record(folder: str | Path) -> Iterator[Record]:
+    """Record a training loop in a folder, for ``jaxmp report``.
+
+    Args:
+      folder: made if need be; files of an earlier record in it are written anew.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> with record(folder) as run:
+    ...     for step in range(3):
+    ...         run.log(step, {"loss": 1.0 / (step + 1), "loss_scale": 1024.0, "skipped": False})
+    >>> sorted(path.name for path in Path(folder).iterdir())
+    ['metrics.csv', 'summary.json']
+    """
+    run = Record(Path(folder))
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def _environment() -> dict[str, str]:
+    device = jax.devices()[0]
+    versions = {"Python": platform.python_version(), "jaxmp": jaxmp.__version__, "jax": jax.__version__}
+    return {
+        "device": f"{jax.device_count()} × {device.device_kind} ({device.platform})",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} +0000",
+        "command": shlex.join(sys.argv),
+    }
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(tables.plain(value), indent=1))

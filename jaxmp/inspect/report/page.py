@@ -1,0 +1,92 @@
+"""Write the page of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmp.inspect.report import charts
+from jaxmp.inspect.report.reading import Run, read_run
+
+TOLERANCE = 0.02
+"""A run reaches the loss of another one if it ends at most 2 % above it."""
+
+
+def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str | Path | None = None) -> Path:
+    """Write a page on a run as one HTML file, which needs no network.
+
+    Args:
+      run: the folder of a script's run, or of :func:`jaxmp.inspect.record`.
+      against: folders of runs to compare with, the float32 one first.
+      file: the page; by default ``report.html`` in the run's folder.
+
+    Returns:
+      The path of the page.
+
+    Raises:
+      FileNotFoundError: a folder has no ``metrics.csv``.
+      ValueError: a file is another program's, or has no step.
+      ModuleNotFoundError: Jinja or matplotlib is not installed (the extra ``report``).
+    """
+    from jinja2 import Environment, PackageLoader, select_autoescape
+
+    main, others = read_run(Path(run)), [read_run(Path(folder)) for folder in against]
+    environment = Environment(loader=PackageLoader("jaxmp.inspect.report", "."), autoescape=select_autoescape())
+    text = environment.get_template("page.html").render(
+        run=main,
+        verdict=verdict(main, others),
+        losses=charts.losses([main, *others]),
+        scales=charts.scales(main),
+        underflow=charts.underflow(main) if main.watched else None,
+        columns=PLAN_COLUMNS,
+        plan=plan_rows(main),
+        findings=(main.audit or {}).get("findings", []),
+        memory=charts.memory(main.memory["by_kind"]) if main.memory else None,
+        peak=main.memory["peak"] / 2**20 if main.memory else None,
+        about={name: main.summary[name] for name in ("device", "versions", "date", "command") if name in main.summary},
+    )
+    path = Path(file) if file is not None else Path(run) / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+PLAN_COLUMNS = ("path", "operation", "dtypes", "FLOPs", "reason", "source")
+
+
+def plan_rows(run: Run) -> list[tuple[Any, ...]]:
+    """Return the products of the audit, or else the operations of the plan, as cells under ``PLAN_COLUMNS``."""
+    rows: list[tuple[Any, ...]] = []
+    if run.audit:
+        for product in run.audit["products"]:
+            dtypes = f"{', '.join(product['operands'])} → {product['result']}"
+            rows.append((product["path"], product["primitive"], dtypes, product["flops"], "", product["source"]))
+    elif run.plan:
+        for row in run.plan["rows"]:
+            dtypes = f"{', '.join(row['operands'])} → {row['result']}"
+            rows.append((row["path"], row["primitive"], dtypes, row["flops"], row["why"], row["source"]))
+    return rows
+
+
+def verdict(run: Run, others: Sequence[Run]) -> str:
+    """Return a sentence: whether the run reached the loss of the first other run, and its gains."""
+    steps = f"{len(run.train)} steps, {run.skipped} of them skipped, end at a loss of {run.final_loss:.4g}"
+    if not others:
+        return f"{steps}. Name a float32 run with --against to compare."
+    other = others[0]
+    change = run.final_loss / other.final_loss - 1
+    if not math.isfinite(change):
+        return f"{steps}; it cannot be compared with {other.name}, which ends at {other.final_loss:.4g}."
+    reached = "reaches" if change <= TOLERANCE else "does not reach"
+    parts = [
+        f"{run.name} {reached} the loss of {other.name}: {run.final_loss:.4g} and {other.final_loss:.4g} "
+        f"({100 * change:+.1f} %; at most {100 * TOLERANCE:+.0f} % counts as reached)"
+    ]
+    times = run.summary.get("ms_per_step"), other.summary.get("ms_per_step")
+    if all(times):
+        parts.append(f"a step takes {times[0]:.3g} ms and {times[1]:.3g} ms")
+    if run.memory and other.memory and run.memory["device"] != "cpu":  # XLA widens half arrays on a CPU
+        saved = 1 - run.memory["peak"] / other.memory["peak"]
+        parts.append(f"its peak memory is {100 * abs(saved):.0f} % {'lower' if saved >= 0 else 'higher'}")
+    return f"{'; '.join(parts)}."

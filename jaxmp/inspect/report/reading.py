@@ -1,0 +1,110 @@
+"""Read the folders of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from jaxmp.inspect import watch_files
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of a run's metrics; NaN where a number is missing."""
+
+    step: int
+    loss: float
+    accuracy: float
+    grad_norm: float
+    loss_scale: float
+    skipped: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run's folder.
+
+    Attributes:
+      name: the folder's name.
+      train: the metrics of training steps.
+      test: held-out metrics by step.
+      summary: summary.json, or empty.
+      watched: the watched steps, or empty.
+      plan: plan.json, or None.
+      audit: audit.json, or None.
+      memory: memory.json, or None.
+    """
+
+    name: str
+    train: list[Row]
+    test: list[Row]
+    summary: dict[str, Any]
+    watched: list[dict[str, Any]]
+    plan: dict[str, Any] | None
+    audit: dict[str, Any] | None
+    memory: dict[str, Any] | None
+
+    @property
+    def final_loss(self) -> float:
+        """The last held-out loss, or else the mean of the last twentieth of the finite training losses."""
+        held_out = self.summary.get("test_loss", self.test[-1].loss if self.test else None)
+        if held_out is not None:
+            return float(held_out)
+        losses = [row.loss for row in self.train if math.isfinite(row.loss)]
+        last = losses[-max(1, len(losses) // 20) :]
+        return sum(last) / len(last) if last else math.nan
+
+    @property
+    def skipped(self) -> int:
+        """The number of skipped steps."""
+        return sum(row.skipped for row in self.train)
+
+
+def read_run(folder: Path) -> Run:
+    """Read the folder of a script's run, or of :func:`jaxmp.inspect.record`.
+
+    Raises:
+      FileNotFoundError: it has no ``metrics.csv``.
+      ValueError: the file is another program's, or has no step.
+    """
+    watch_files.metrics(folder)  # checks the columns
+    train, test = [], []
+    with (folder / "metrics.csv").open() as file:
+        for cells in csv.DictReader(file):
+            (train if cells["split"] == "train" else test).append(_row(cells))
+    if not train:
+        raise ValueError(f"a report needs a training step, but {folder / 'metrics.csv'} has none")
+    watched: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        watched = watch_files.read(folder)
+    return Run(
+        name=folder.resolve().name,
+        train=train,
+        test=test,
+        summary=_json(folder / "summary.json") or {},
+        watched=watched,
+        plan=_json(folder / "plan.json"),
+        audit=_json(folder / "audit.json"),
+        memory=_json(folder / "memory.json"),
+    )
+
+
+def _row(cells: dict[str, str]) -> Row:
+    numbers = {name: _number(cells.get(name)) for name in ("loss", "accuracy", "grad_norm", "loss_scale", "skipped")}
+    return Row(step=int(float(cells["step"])), **{**numbers, "skipped": numbers["skipped"] > 0})
+
+
+def _number(text: str | None) -> float:
+    return float(text) if text else math.nan
+
+
+def _json(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found

@@ -1,0 +1,102 @@
+"""The page of a run: its record, its sections, its verdict, and what must never be in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from jaxmp.cli import main
+from jaxmp.inspect import Watch, audit, memory, record, write_report
+from jaxmp.inspect.watch import line
+
+pytest.importorskip("jinja2")
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 30 steps in float16, with a plan, memory, and watched steps."""
+    folder = tmp_path_factory.mktemp("runs") / "half <b>"
+    model = jaxmp.linen.apply_policy(nn.Dense(2), "mixed_float16")
+
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean(model.apply({"params": params}, batch) ** 2), model_state
+
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(2.0**20))
+    state = jaxmp.TrainState.create(params=model.init(jax.random.key(0), X)["params"], tx=tx)
+    step = jaxmp.make_train_step(loss_fn, donate=False)
+    watch = Watch(step, every=10)
+    with record(folder) as run:
+        run.plan(audit(step, "mixed_float16")(state, X))
+        run.memory(memory(step)(state, X))
+        for n in range(1, 31):
+            state, metrics = watch(n, state, X)
+            run.log(n, metrics)
+        run.log(30, {"loss": metrics["loss"]}, "test")
+        run.summary(ms_per_step=2.0)
+    lines = [line(n, numerics, {}, "float16") for n, numerics in watch.steps.items()]
+    (folder / "watch.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def _run(folder: Path, losses: list[float], **summary: object) -> Path:
+    with record(folder) as run:
+        for n, loss in enumerate(losses):
+            run.log(n, {"loss": loss, "loss_scale": 8.0, "skipped": n == 1, "grad_norm": 1.0})
+        run.summary(**summary)
+    return folder
+
+
+def test_a_page_has_every_section_and_asks_no_network(recorded: Path) -> None:
+    page = write_report(recorded)
+    text = page.read_text()
+    assert page == recorded / "report.html" and text.count("<svg") == 4 and "missing" not in text.split("<body>")[1]
+    assert "<td>Dense</td>" in text and "dot_general" in text and "at the peak" in text and "jaxmp " in text
+    assert "half &lt;b&gt;" in text and "half <b>" not in text
+    assert all("www.w3.org" in url for url in re.findall(r"https?://[\w./-]+", text))
+    assert "src=" not in text and "@import" not in text
+
+
+def test_a_run_with_metrics_alone_says_how_to_get_the_rest(tmp_path: Path) -> None:
+    text = write_report(_run(tmp_path, [1.0, 0.5])).read_text()
+    for words in ("--watch 100", "record.plan(", "record.memory(", "Name a float32 run with --against"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [([1.0, 0.1], "half reaches the loss of full"), ([1.0, 0.2], "half does not reach the loss of full"),
+     ([1.0, float("nan")], "a step takes")],
+)  # fmt: skip
+def test_the_verdict_compares_with_the_first_other_run(tmp_path: Path, losses: list[float], words: str) -> None:
+    full = _run(tmp_path / "full", [1.0, 0.1], ms_per_step=4.0, test_loss=0.1)
+    summary = {"ms_per_step": 2.0} | ({} if losses[1] == losses[1] else {"test_loss": 0.1})
+    half = _run(tmp_path / "half", losses, **summary)
+    text = write_report(half, [full], tmp_path / "page.html").read_text()
+    assert words in text and "2 ms and 4 ms" in text
+
+
+def test_a_long_run_with_a_large_plan_stays_below_two_megabytes(tmp_path: Path) -> None:
+    rows = "".join(f"{n},train,{1 / (n + 1)},,{n},1024,{n % 100 == 0:d}\n" for n in range(10_000))
+    (tmp_path / "metrics.csv").write_text("step,split,loss,accuracy,grad_norm,loss_scale,skipped\n" + rows)
+    row = {"path": "Net/block/attention", "primitive": "dot_general", "operands": ["float16"] * 2, "result": "float16",
+           "flops": 10**9, "why": "product", "source": "model.py:10"}  # fmt: skip
+    (tmp_path / "plan.json").write_text(json.dumps({"rows": [row] * 5_000}))
+    assert write_report(tmp_path).stat().st_size < 2e6
+
+
+def test_the_command_writes_the_page_and_refuses_other_folders(tmp_path: Path, capsys) -> None:
+    run = _run(tmp_path / "run", [1.0, 0.5])
+    assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").exists() and "page.html" in capsys.readouterr().out
+    assert main(["report", str(tmp_path)]) == 2 and "metrics.csv" in capsys.readouterr().err
