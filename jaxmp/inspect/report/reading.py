@@ -73,7 +73,8 @@ def read_run(folder: Path) -> Run:
       ValueError: the file is another program's, or has no step.
     """
     watch_files.metrics(folder)  # checks the columns
-    train, test = [], []
+    train: list[Row] = []
+    test: list[Row] = []
     with (folder / "metrics.csv").open() as file:
         for cells in csv.DictReader(file):
             (train if cells["split"] == "train" else test).append(_row(cells))
@@ -95,8 +96,14 @@ def read_run(folder: Path) -> Run:
 
 
 def _row(cells: dict[str, str]) -> Row:
-    numbers = {name: _number(cells.get(name)) for name in ("loss", "accuracy", "grad_norm", "loss_scale", "skipped")}
-    return Row(step=int(float(cells["step"])), **{**numbers, "skipped": numbers["skipped"] > 0})
+    return Row(
+        step=int(float(cells["step"])),
+        loss=_number(cells.get("loss")),
+        accuracy=_number(cells.get("accuracy")),
+        grad_norm=_number(cells.get("grad_norm")),
+        loss_scale=_number(cells.get("loss_scale")),
+        skipped=_number(cells.get("skipped")) > 0,
+    )
 
 
 def _number(text: str | None) -> float:
