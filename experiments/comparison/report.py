@@ -149,6 +149,8 @@ def takeaway(results: dict[str, list[Outcome]], metrics: dict[str, str], tensor_
     """Return the last words of a comparison: which policies end like float32 in all tasks, and which do not."""
     names: dict[str, bool] = {}
     for task, outcomes in results.items():
+        if not math.isfinite(mean(outcomes[0], metrics[task])):
+            return f"float32 itself did not stay finite on {task}, so there is nothing to compare with."
         worse, near, failed = _verdicts(outcomes, metrics[task])
         for outcome in worse + near + failed:
             name = _spoken(outcome)
@@ -158,7 +160,7 @@ def takeaway(results: dict[str, list[Outcome]], metrics: dict[str, str], tensor_
     if good:
         parts.append(f"Safe here, as good as float32: {_and(good)}.")
     if bad:
-        parts.append(f"Worse than float32: {_and(bad)}.")
+        parts.append(f"Worse than float32, or not finite: {_and(bad)}.")
     if not tensor_cores:
         parts.append("Run it on a GPU to see the gains in time and memory.")
     return " ".join(parts)

@@ -194,7 +194,7 @@ def filled(results: Path) -> list[str]:
     text = "".join(cell for own in cells.values() for cell in own)
     notes = {
         COMPILED: "compiled for an H200 that was not there, not run",
-        TYPED: "over a peak that no script here wrote",
+        TYPED: "relative to a peak typed in from one run on an H200",
     }
     marks = "; ".join(f"{mark} {note}" for mark, note in notes.items() if mark in text)
     return [*table, "", f"Goals in brackets, ✓ where they are met{f'; {marks}' if marks else ''}.", ""]

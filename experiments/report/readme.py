@@ -67,7 +67,9 @@ def cost_of_scaling(results: Path) -> str:
                 if row[0] == "jaxmp.loss_scaling":
                     costs.append((float(row[5].split()[0]), heading.removesuffix(": ms a step")))
     (least, small), (most, large) = min(costs), max(costs)
-    return f"Loss scaling adds {least:+.1f} % ({small}) to {most:+.1f} % ({large}) to a train step, on {device}."
+    return (
+        f"Loss scaling changes the time of a step by {least:+.1f} % ({small}) to {most:+.1f} % ({large}), on {device}."
+    )
 
 
 def _rows(text: str) -> list[list[str]]:

@@ -22,11 +22,13 @@ def run(options: argparse.Namespace) -> int:
     Example:
       jaxmp tune train:loss_fn --args train:example --policy mixed_float16 --save policy.toml
     """
+    from jaxmp.cli.loading import usage_errors
     from jaxmp.inspect import tune
 
     if options.save is not None and Path(options.save).suffix != ".toml":
         raise UsageError(f"--save names a file that ends in .toml, got {options.save!r}")
-    tuned = of_arrays(options, lambda fun: tune(fun, options.policy, tolerance=options.tolerance))
+    with usage_errors(ValueError):
+        tuned = of_arrays(options, lambda fun: tune(fun, options.policy, tolerance=options.tolerance))
     show(options, tuned)
     if options.save is not None:
         tuned.save(options.save)

@@ -86,14 +86,15 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
                 f"an override of autocast is a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
                 f"{printed(key)}: a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast take classes"
             )
-        levels[key] = _level(value, half, recipe)
+        is_operation = key.startswith(OPERATIONS)
+        levels[key] = _level(value, half, recipe, is_operation)
         if levels[key] == "half" and half == np.float32:
             raise ValueError(
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
                 f"{value!r}; make a half policy the default, and the rest float32 by overrides"
             )
-        is_operation = ":" in key.split("/")[0] and key != EVERY
-        named = primitives_named_by(key) if is_operation else ()
+        is_named = ":" in key.split("/")[0] and key != EVERY
+        named = primitives_named_by(key) if is_named else ()
         if fixed := sorted(name for name in named if classify(name) in _FIXED):
             raise ValueError(
                 f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
@@ -102,14 +103,16 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
     return levels
 
 
-def _level(value: Any, half: np.dtype | None, recipe: Any) -> str:
+def _level(value: Any, half: np.dtype | None, recipe: Any, is_operation: bool) -> str:
     if str(value).startswith("policy;recipe="):  # as levels_of returns it
         return str(value)
     if _is_level(value):
         return str(value).strip().lower()
     policy = _policy_of(value)
     if policy is not None and policy.compute_dtype in (np.float32, half):
-        return _checked_level_of(policy, recipe)
+        if is_operation and policy.compute_dtype == half and policy.float8 is None:
+            return "half"
+        return _checked_level_of(policy)
     dtypes = " or ".join(dict.fromkeys(["float32", *([half.name] if half is not None else [])]))
     raise ValueError(
         f"an override is computed in 'float32', in 'tensorfloat32', in 'half' (the policy's compute dtype) or by a "
@@ -140,27 +143,27 @@ def checked_level(level: Any) -> str:
     )
 
 
-def level_of(policy: Policy, recipe: Any = None) -> str:
-    """The level at which a policy computes, where its half dtype is that of the policy at hand.
+def level_of(policy: Policy) -> str:
+    """Return the level at which a policy computes.
 
-    Where one of the two has a recipe of float8 products it is none of ``LEVELS``: ``"policy;recipe=…"`` changes that.
+    That of a half policy is ``"policy;recipe=…"``: the rules decide, and the recipe of float8 products is the policy's.
     """
     if policy.compute_dtype != np.float32:
-        return "half" if policy.float8 is None and recipe is None else f"policy;recipe={policy.float8}"
+        return f"policy;recipe={policy.float8}"
     return "float32" if policy.matmul_precision in _HIGHEST else "tensorfloat32"
 
 
 _HIGHEST = ("highest", "float32")
 
 
-def _checked_level_of(policy: Policy, recipe: Any = None) -> str:
+def _checked_level_of(policy: Policy) -> str:
     """As :func:`level_of`, if a level says all of the policy's precision of products."""
     if policy.compute_dtype == np.float32 and policy.matmul_precision not in (*_HIGHEST, "tensorfloat32", None):
         raise ValueError(
             "beside overrides float32 products are those of 'float32' or of 'tensorfloat32', got a policy with "
             f"matmul_precision={policy.matmul_precision!r}; use 'float32', or 'tensorfloat32', which is JAX's default"
         )
-    return level_of(policy, recipe)
+    return level_of(policy)
 
 
 def primitives_named_by(key: str) -> frozenset[str]:

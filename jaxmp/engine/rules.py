@@ -127,8 +127,9 @@ class Rules:
         region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:
             return region.level, region.asked_by
-        key = next((key for key in keys if not self.overrides[key].startswith("policy;")), None)
-        return None if key is None else (self.overrides[key], f"override {key!r}")
+        if not keys or self.overrides[keys[0]].startswith("policy;"):  # under a policy the rules decide
+            return None
+        return self.overrides[keys[0]], f"override {keys[0]!r}"
 
     def keys_of(self, name: str, names: Names) -> list[str]:
         """The overrides of a primitive in these scopes: of the paths the first, then those of operations."""

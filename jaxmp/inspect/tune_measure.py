@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.cache_keys import policies_off
-from jaxmp.base.dtypes import is_half
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.plan import cast_plan
@@ -20,6 +19,7 @@ from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import get_policy
 
+_HALF = {"float16", "bfloat16"}
 _PRODUCTS_ONLY = {"class:half": "half", EVERY: "float32"}
 
 
@@ -42,14 +42,14 @@ def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def candidates_of(plain: Callable[..., Any], args: Sequence[Any], half: Policy) -> list[Candidate]:
-    """Return the modules and scopes with half operations, those below a module before it.
+    """Return the modules and scopes with half operations, children before parents.
 
     Raises:
       ValueError: there are none.
     """
     flops: dict[str, int] = {}
     for row in cast_plan(plain, half)(*args).rows:
-        if row.path and any(map(is_half, [*row.operands, *row.result.split(", ")])):
+        if row.path and _HALF.intersection([*row.operands, *row.result.split(", ")]):
             flops.setdefault(row.path, 0)
             flops[row.path] += row.flops if row.primitive in PRODUCTS else 0
     if not flops:
@@ -73,24 +73,34 @@ class Measurement:
     def __init__(
         self, plain: Callable[..., Any], all_args: Sequence[Sequence[Any]], half: Policy, loss_scale: float
     ) -> None:
-        self._plain, self._all_args, self._half, self._loss_scale = plain, all_args, half, loss_scale
+        self._plain, self._all_args, self._half = plain, all_args, half
+        self.loss_scale = loss_scale
         with jax.default_matmul_precision("highest"):
             self._references = self._run(plain, [widen(args) for args in all_args], 1.0)
         self.evaluations = 0
 
-    @property
-    def is_reference_finite(self) -> bool:
-        """Are loss and gradients finite in float32?"""
-        return all(np.isfinite(loss) and np.isfinite(gradient).all() for loss, gradient in self._references)
+    def batch_that_is_not_finite(self) -> int | None:
+        """Return the number of the first batch with a loss or gradient that is not finite in float32, or None."""
+        for n, (loss, gradient) in enumerate(self._references):
+            if not (np.isfinite(loss) and np.isfinite(gradient).all()):
+                return n
+        return None
 
     def floor(self) -> float:
         """Return the error with only the products in half.
 
-        If float16 overflows, it is that of bfloat16 divided by 8, for float16's three more bits of mantissa.
+        The loss scale is lowered if gradients overflow under it. If float16 overflows under any scale, the floor is
+        that of bfloat16 divided by 8, for float16's three more bits of mantissa.
         """
-        floor = self.error(_PRODUCTS_ONLY)
-        if np.isfinite(floor):
-            return floor
+        first_scale = self.loss_scale
+        while True:
+            floor = self.error(_PRODUCTS_ONLY)
+            if np.isfinite(floor):
+                return floor
+            if self.loss_scale <= 1:
+                break
+            self.loss_scale = max(self.loss_scale / 2**5, 1.0)
+        self.loss_scale = first_scale
         return self.error(_PRODUCTS_ONLY, get_policy("mixed_bfloat16")) / 8
 
     def error(self, overrides: Mapping[str, str], policy: Policy | None = None) -> float:
@@ -102,11 +112,10 @@ class Measurement:
         """
         self.evaluations += 1
         cast = autocast(self._plain, policy or self._half, overrides)
-        found = self._run(cast, self._all_args, self._loss_scale)
-        errors = [
-            max(_relative(loss, true_loss), _relative(gradient, true_gradient))
-            for (loss, gradient), (true_loss, true_gradient) in zip(found, self._references, strict=True)
-        ]
+        results = self._run(cast, self._all_args, self.loss_scale)
+        errors = [0.0]
+        for (loss, gradient), (true_loss, true_gradient) in zip(results, self._references, strict=True):
+            errors += [_relative(loss, true_loss, least=1.0), _relative(gradient, true_gradient)]
         return max(errors)
 
     def half_flops(self, overrides: Mapping[str, str]) -> float:
@@ -115,20 +124,29 @@ class Measurement:
         return summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
 
     def overrides(self, candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> dict[str, str]:
-        """Return overrides that give float32 to the chosen candidates, and leave products below them in half."""
+        """Return overrides that give float32 to the chosen candidates, and the policy to products below them."""
         half = str(self._half)
         overrides = {}
         for candidate in candidates:  # those below a module come before it, and the first that matches wins
             if candidate in chosen:
                 overrides[candidate.path] = "float32"
-            elif candidate.flops and any(candidate.path.startswith(f"{parent.path}/") for parent in chosen):
+            elif candidate.flops and _is_below_one_of(candidate, chosen):
                 overrides[candidate.path] = half
         return overrides
 
-    def only(self, candidates: Sequence[Candidate], candidate: Candidate) -> dict[str, str]:
-        """Return overrides under which a candidate alone is half."""
-        below = {other.path: "float32" for other in candidates if other.path.startswith(f"{candidate.path}/")}
-        return {**below, candidate.path: "half", EVERY: "float32"}
+    def in_float32(self, candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> list[Candidate]:
+        """Return the candidates that compute in float32 under :meth:`overrides`."""
+        overrides = self.overrides(candidates, chosen)
+        return [
+            candidate
+            for candidate in candidates
+            if candidate in chosen or (candidate.path not in overrides and _is_below_one_of(candidate, chosen))
+        ]
+
+    def one_in_half(self, candidates: Sequence[Candidate], candidate: Candidate) -> dict[str, str]:
+        """Return overrides under which a candidate alone is under the policy, and all else is float32."""
+        below = {other.path: "float32" for other in candidates if _is_below_one_of(other, [candidate])}
+        return {**below, candidate.path: str(self._half), EVERY: "float32"}
 
     def _run(
         self, fun: Callable[..., Any], all_args: Sequence[Sequence[Any]], scale: float
@@ -137,7 +155,7 @@ class Measurement:
         structure = jax.tree.structure(tuple(all_args[0]))
         numbers = differentiated(all_args[0])
 
-        def scaled_loss(differentiated_leaves: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, Any]:
+        def scaled_loss(differentiated_leaves: Sequence[Any], leaves: Sequence[Any], scale: Any) -> tuple[Any, Any]:
             leaves = list(leaves)
             for n, leaf in zip(numbers, differentiated_leaves, strict=True):
                 leaves[n] = leaf
@@ -148,15 +166,19 @@ class Measurement:
         results = []
         for args in all_args:
             leaves = jax.tree.leaves(tuple(args))
-            (_, loss), gradients = gradient([leaves[n] for n in numbers], leaves)
+            (_, loss), gradients = gradient([leaves[n] for n in numbers], leaves, scale)
             flat = [np.asarray(leaf).astype(np.float64).ravel() / scale for leaf in gradients]
             results.append((float(loss), np.concatenate(flat)))
         return results
 
 
-def _relative(value: Any, true: Any) -> float:
-    """Return the L2 norm of the difference over that of the truth, infinite if it is not finite."""
-    difference, size = float(np.linalg.norm(np.subtract(value, true))), float(np.linalg.norm(true))
+def _is_below_one_of(candidate: Candidate, parents: Collection[Candidate]) -> bool:
+    return any(candidate.path.startswith(f"{parent.path}/") for parent in parents)
+
+
+def _relative(value: Any, true: Any, least: float = 0.0) -> float:
+    """Return the L2 norm of the difference over that of the truth, at least ``least``; infinite if not finite."""
+    difference, size = float(np.linalg.norm(np.subtract(value, true))), max(float(np.linalg.norm(true)), least)
     if difference == 0:
         return 0.0
     return difference / size if size and np.isfinite(difference) else np.inf

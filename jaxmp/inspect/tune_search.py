@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 from jaxmp.inspect.tune_measure import Candidate
 
 
-class Errors(Protocol):
+class Evaluator(Protocol):
     """The parts of :class:`jaxmp.inspect.tune_measure.Measurement` that the search needs."""
 
     def error(self, overrides: Any) -> float:
@@ -20,22 +19,32 @@ class Errors(Protocol):
     def overrides(self, candidates: Sequence[Candidate], chosen: Any) -> dict[str, str]:
         """Return the overrides that give float32 to the chosen candidates."""
 
-    def only(self, candidates: Sequence[Candidate], candidate: Candidate) -> dict[str, str]:
+    def one_in_half(self, candidates: Sequence[Candidate], candidate: Candidate) -> dict[str, str]:
         """Return the overrides under which one candidate alone is half."""
 
 
 @dataclass
 class Result:
-    """The state of a search: the best choice so far, and each candidate's error alone."""
+    """The state of a search: the best choice so far, and each candidate's error alone.
+
+    Attributes:
+      candidates: all of them.
+      chosen: those in float32.
+      error: with this choice.
+      error_before: with nothing in float32.
+      alone: the error of each candidate alone in half; empty if nothing needs float32.
+      interrupted: whether the keyboard ended the search.
+    """
 
     candidates: Sequence[Candidate]
     chosen: frozenset[Candidate] = frozenset()
     error: float = math.inf
     error_before: float = math.inf
     alone: dict[Candidate, float] = field(default_factory=dict)
+    interrupted: bool = False
 
 
-def search(candidates: Sequence[Candidate], errors: Errors, tolerance: float) -> Result:
+def search(candidates: Sequence[Candidate], errors: Evaluator, tolerance: float) -> Result:
     """Return the fewest candidates in float32 that keep the error within the tolerance.
 
     First each candidate is measured alone. Then the shortest prefix of the worst ones that meets the tolerance is found
@@ -43,12 +52,14 @@ def search(candidates: Sequence[Candidate], errors: Errors, tolerance: float) ->
     first. An interrupt from the keyboard ends the search with the best choice so far.
     """
     result = Result(candidates)
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         _search(result, errors, tolerance)
+    except KeyboardInterrupt:
+        result.interrupted = True
     return result
 
 
-def _search(result: Result, errors: Errors, tolerance: float) -> None:
+def _search(result: Result, errors: Evaluator, tolerance: float) -> None:
     def measure(chosen: frozenset[Candidate]) -> bool:
         """Measure a choice, keep it if it is better, and return whether it meets the tolerance."""
         error = errors.error(errors.overrides(result.candidates, chosen))
@@ -64,7 +75,7 @@ def _search(result: Result, errors: Errors, tolerance: float) -> None:
     progress = _progress(len(result.candidates))
     with progress:
         for candidate in progress.track(result.candidates, description="measuring modules"):
-            result.alone[candidate] = errors.error(errors.only(result.candidates, candidate))
+            result.alone[candidate] = errors.error(errors.one_in_half(result.candidates, candidate))
     worst_first = sorted(result.candidates, key=lambda candidate: -result.alone[candidate])
     if not measure(frozenset(worst_first)):
         return

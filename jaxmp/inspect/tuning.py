@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+import jaxmp
 from jaxmp.base import tables
 from jaxmp.base.dtypes import is_half
 from jaxmp.inspect.blame import first_nonfinite
@@ -22,7 +25,7 @@ from jaxmp.policy.policy_files import write_policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
 _COLUMNS = ("path", "error alone", "FLOPs", "float32")
-_FLOORS = 2.0
+_FLOORS_ALLOWED = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,7 @@ class TunedRow:
 
     Attributes:
       path: the module or scope, as an override takes it.
-      error: the error of the function if only this candidate computes in half; NaN if nothing needs float32.
+      error: the error of the function if only this candidate computes in half; NaN if it was not measured.
       flops: FLOPs of the products of the candidate, without those of modules below it.
       is_float32: whether it has to compute in float32.
     """
@@ -46,7 +49,8 @@ class TunedRow:
 class Tuned(tables.Shown):
     """The smallest found set of overrides that keeps loss and gradients near those of float32.
 
-    An error is the larger of the loss's relative error and the relative L2 error of all gradients together.
+    An error is the larger of two: the error of the loss, over its size or 1 if that is less than 1; and the relative L2
+    error of all gradients together. A path of a named scope is an override of autocast only.
 
     Attributes:
       policy: the policy with the overrides; ``apply_policy``, ``autocast`` and ``make_train_step(policy=)`` take it.
@@ -56,6 +60,7 @@ class Tuned(tables.Shown):
       floor: with products alone in half, and everything else in float32.
       tolerance: the largest error that was allowed.
       met: whether ``error`` is at most ``tolerance``.
+      interrupted: whether Ctrl-C ended the search.
       half_flops: the share of the products' FLOPs in half with the overrides, from 0 to 1.
       loss_scale: a good first loss scale in float16; None in bfloat16.
       rows: the candidates, by error.
@@ -69,6 +74,7 @@ class Tuned(tables.Shown):
     floor: float
     tolerance: float
     met: bool
+    interrupted: bool
     half_flops: float
     loss_scale: float | None
     rows: tuple[TunedRow, ...]
@@ -86,6 +92,7 @@ class Tuned(tables.Shown):
         comments = [
             f"error {self.error:.3g} (without overrides {self.error_before:.3g}, tolerance {self.tolerance:.3g})",
             f"{100 * self.half_flops:.1f} % of the products' FLOPs in half",
+            f"jaxmp {jaxmp.__version__}, jax {jax.__version__}, {datetime.date.today()}",
         ]
         write_policy(file, self.policy, loss_scale=self.loss_scale, comments=comments)
 
@@ -100,12 +107,14 @@ class Tuned(tables.Shown):
             f"{100 * self.half_flops:.1f} % of the products' FLOPs in half; {self.evaluations} evaluations",
         ]
         if self.loss_scale is not None:
-            notes.append(f"loss scale: start at {self.loss_scale:g}, where the fewest gradients become zero")
+            notes.append(f"loss scale {self.loss_scale:g}, a good first one")
         return self._title(), _COLUMNS, cells, notes
 
     def _title(self) -> str:
+        if self.interrupted and not self.met:
+            return "Interrupted before the tolerance was met"
         if not self.met:
-            return "Tolerance not met; mark code outside of modules by jaxmp.precision('float32'), or allow more"
+            return "Tolerance not met with every module in float32: the error comes from code outside of them"
         if not self.overrides:
             return "Nothing needs float32: all of it may run in half"
         names = ", ".join(row.path for row in self.rows if row.is_float32)
@@ -120,7 +129,7 @@ def tune(
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
     :func:`jaxmp.autocast` with ``policy``. It measures each module alone in half, gives float32 to the modules with the
     largest errors until the tolerance holds, and takes back those that are not needed. That takes at most 2 evaluations
-    for each candidate and 10 more; each compiles the function once.
+    for each candidate and 20 more; each compiles the function once.
 
     Args:
       fun: returns the loss, or a tuple that begins with it. Or a train step, called with its own arguments.
@@ -137,7 +146,7 @@ def tune(
     Raises:
       ValueError: the policy is not half, or has overrides; the tolerance is below the floor; the float32 function is
         not finite; the function has no products.
-      TypeError: ``fun`` returns no floating scalar first.
+      TypeError: ``fun`` returns no floating scalar first; ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
     >>> def loss_fn(params, x):
@@ -157,6 +166,9 @@ def tune(
 
     def run(*args: Any) -> Tuned:
         loss_fn, all_args, scale = fun, [args, *((args[0], *more) for more in batches)], None
+        for more in batches:
+            if not isinstance(more, tuple):
+                raise TypeError(f"batches are tuples of arguments, got {type(more).__name__}; write [(batch,)]")
         if is_step(fun):
             call = step_call(fun, args)
             scale = call.loss_scale
@@ -169,13 +181,12 @@ def tune(
         elif scale in (None, 1.0):
             scale = numerics(plain)(*args).recommended_scale("float16")
         measurement = Measurement(plain, all_args, half, scale or 1.0)
-        if not measurement.is_reference_finite:
-            raise ValueError(
-                f"tune compares with float32, but the float32 function is not finite: {first_nonfinite(plain)(*args)}"
-            )
+        if (number := measurement.batch_that_is_not_finite()) is not None:
+            blame = first_nonfinite(plain)(*all_args[number])
+            raise ValueError(f"tune compares with float32, but float32 is not finite on batch {number}. {blame}")
         floor = measurement.floor()
-        allowed = _FLOORS * floor if tolerance is None else tolerance
-        if allowed < floor:
+        allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
+        if not floor <= allowed < np.inf:
             raise ValueError(
                 f"products in half alone have an error of {floor:.2e}, got the tolerance {tolerance}; allow more"
             )
@@ -189,11 +200,11 @@ def tune(
 def _tuned(
     result: Result, half: Policy, floor: float, tolerance: float, scale: float | None, measurement: Measurement
 ) -> Tuned:
-    rows = [
-        TunedRow(candidate.path, result.alone.get(candidate, np.nan), candidate.flops, candidate in result.chosen)
-        for candidate in result.candidates
-    ]
-    rows.sort(key=lambda row: -row.error if row.error == row.error else 0.0)
+    wide = measurement.in_float32(result.candidates, result.chosen)
+    rows = []
+    for candidate in result.candidates:
+        rows.append(TunedRow(candidate.path, result.alone.get(candidate, np.nan), candidate.flops, candidate in wide))
+    rows.sort(key=lambda row: -np.nan_to_num(row.error))
     overrides = measurement.overrides(result.candidates, result.chosen)
     return Tuned(
         policy=PolicyMap(half, overrides),
@@ -202,9 +213,10 @@ def _tuned(
         error_before=result.error_before,
         floor=floor,
         tolerance=tolerance,
-        met=result.error <= tolerance,
+        met=bool(result.error <= tolerance),
+        interrupted=result.interrupted,
         half_flops=measurement.half_flops(overrides),
-        loss_scale=scale,
+        loss_scale=None if scale is None else measurement.loss_scale,
         rows=tuple(rows),
         evaluations=measurement.evaluations,
     )

@@ -29,7 +29,7 @@ def write_policy(file: str | Path, policy: Any, *, loss_scale: float | None, com
         lines += [f"loss_scale = {loss_scale!r}"]
     lines += ["", "[overrides]"]
     lines += [f"{_quoted(pattern)} = {_quoted(str(value))}" for pattern, value in policy.rules]
-    Path(file).write_text("\n".join([*lines, ""]))
+    Path(file).write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def read_policy(file: str | Path) -> tuple[str, dict[str, str]]:
@@ -39,17 +39,20 @@ def read_policy(file: str | Path) -> tuple[str, dict[str, str]]:
       FileNotFoundError: there is no such file.
       ValueError: it is not TOML, has an unknown key, or no policy.
     """
-    text = Path(file).read_text()
+    text = Path(file).read_text(encoding="utf-8")
     try:
-        found = tomllib.loads(text)
+        content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{file} is not a policy file: {error}") from None
-    for key in found:
+    for key in content:
         if key not in _KEYS:
             raise ValueError(f"a policy file has the keys {', '.join(_KEYS)}, got {key!r} in {file}")
-    if not isinstance(found.get("policy"), str):
+    if not isinstance(content.get("policy"), str):
         raise ValueError(f'a policy file has a policy, such as policy = "mixed_bfloat16", got none in {file}')
-    return found["policy"], dict(found.get("overrides", {}))
+    overrides = content.get("overrides", {})
+    if not isinstance(overrides, dict):
+        raise ValueError(f"overrides of a policy file are a table, got {overrides!r} in {file}")
+    return content["policy"], overrides
 
 
 def _quoted(text: str) -> str:

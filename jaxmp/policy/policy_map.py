@@ -233,6 +233,7 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
       ValueError: the name, the key or a dtype is unknown; the name could mean two policies, as ``"fp16"`` and
         ``"bf16"`` could; or it is ``"O1"``, which is autocast.
       TypeError: the object is none of the above.
+      FileNotFoundError: there is no such TOML file.
 
     >>> get_policy("p=f32, c=bf16, o=f32") == get_policy("mixed_bfloat16")
     True

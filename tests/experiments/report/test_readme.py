@@ -275,7 +275,7 @@ def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
         "| jaxmp.loss_scaling | 1 | 1 | 1 | 1 | +0.50 % |\n"
     )
     first = readme.block(tmp_path)
-    assert f"adds +0.5 % (mlp, batch 8) to +0.5 % (mlp, batch 8) to a train step, on {GPU['device']}." in first
+    assert f"by +0.5 % (mlp, batch 8) to +0.5 % (mlp, batch 8), on {GPU['device']}." in first
     assert "is off by 50 % in bfloat16" in first and "(docs/measured.md)" in first
     block = readme.measured_block(tmp_path)
     assert "an embedding (8 tokens) is off by 50 % in bfloat16 with Flax's `dtype=` by hand, and by 0.01 % wi" in block
