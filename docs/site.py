@@ -1,4 +1,4 @@
-"""Build hooks of the site: the pages of the reference, and links to files outside of docs/.
+"""Build hooks of the site: the pages of the reference, the notebooks, and links to files outside of docs/.
 
 `make docs` builds the site with mkdocs, which calls these functions by their names.
 """
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,14 +43,18 @@ def public_names(module: str) -> list[str]:
     return [name for name in loaded.__all__ if not inspect.ismodule(getattr(loaded, name))]
 
 
+@event_priority(100)  # before mkdocs-jupyter, which turns notebooks into pages
 def on_files(files: Files, config: Any) -> Files:
-    """Add the reference's pages, and the pictures outside of docs/ that pages show."""
+    """Add the reference's pages, the notebooks, and the pictures outside of docs/ that pages show."""
     for module, sentence in PAGES.items():
         lines = [f"# {module}", "", sentence, ""]
         for name in public_names(module):
             lines += [f"::: {FILES.get(module, module)}.{name}", "    options:", f"      heading: {module}.{name}", ""]
         page = f"reference/{module.replace('.', '_')}.md"
         files.append(File.generated(config, page, content="\n".join(lines)))
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        name = f"notebooks/{notebook.name}"
+        files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     for picture in _pictures_outside(files):
         files.append(File.generated(config, f"pictures/{picture}", abs_src_path=str(ROOT / picture)))
     return files

@@ -45,10 +45,10 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     ``intermediates`` and ``perturbations`` have the dtypes of the computed values. Initializers without a half program
     in JAX, such as an orthogonal one, run in float32.
 
-    A module with a ``dtype`` field computes as Flax defines it. A module without one gets half arrays from
-    its layers. Its operations are decided on the graph, as by :func:`jaxmp.autocast`, and in float32 if it has params
-    of its own; else ``jnp.mean`` of a half array returns half. A ``dtype`` or ``param_dtype`` that differs from the class's default is the
-    author's choice: it stays, unless an override covers the module. A submodule that has a policy keeps it.
+    A module with a ``dtype`` field computes as Flax defines it. A module without one gets half arrays from its layers.
+    Its operations are decided on the graph, as by :func:`jaxmp.autocast`, and in float32 if it has params of its own;
+    else ``jnp.mean`` of a half array returns half. A ``dtype`` or ``param_dtype`` that differs from the class's default
+    is the author's choice: it stays, unless an override covers the module. A submodule that has a policy keeps it.
 
     Gradients of params are summed in float32. A loop's carry keeps the dtype with which it enters; call JAX's loops by
     their full names, ``jax.lax.scan``. The model is traced as under ``jax.jit``: its Python code cannot branch on

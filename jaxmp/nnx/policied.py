@@ -41,11 +41,11 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     to a shared Variable reaches both. A module or Variable that is added to one afterwards does not reach the other:
     add it before, or apply the policy again.
 
-    A module with a ``dtype`` attribute computes as Flax defines it. A module without one gets half arrays
-    from its layers. Its operations are decided on the graph, as by :func:`jaxmp.autocast`, and in float32 if it has
-    Params of its own; else ``jnp.mean`` of a half array returns half. A ``dtype`` or ``param_dtype`` that differs from the constructor's
-    default is the author's choice: it stays, unless an override covers the module. A nested module that has a policy
-    keeps it. ``init_cache`` without a ``dtype`` makes a cache in the module's compute dtype.
+    A module with a ``dtype`` attribute computes as Flax defines it. A module without one gets half arrays from its
+    layers. Its operations are decided on the graph, as by :func:`jaxmp.autocast`, and in float32 if it has Params of
+    its own; else ``jnp.mean`` of a half array returns half. A ``dtype`` or ``param_dtype`` that differs from the
+    constructor's default is the author's choice: it stays, unless an override covers the module. A nested module that
+    has a policy keeps it. ``init_cache`` without a ``dtype`` makes a cache in the module's compute dtype.
 
     Gradients of Params are summed in float32. A loop's carry keeps the dtype with which it enters; call JAX's loops by
     their full names, ``jax.lax.scan``. The model is traced as under ``jax.jit``: its Python code cannot branch on

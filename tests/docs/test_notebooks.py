@@ -27,7 +27,13 @@ def printed(notebook: nbformat.NotebookNode) -> str:
     return "".join(output.get("text", "") for output in outputs)
 
 
-@pytest.mark.slow("a notebook in a process of its own")
+def test_there_is_a_notebook():
+    assert [path.name for path in NOTEBOOKS] == [
+        "autocast.ipynb", "find_float32.ipynb", "formats.ipynb", "loss_scale.ipynb", "quickstart.ipynb",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow("runs every notebook")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs_and_draws_what_is_stored_with_it(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
@@ -40,6 +46,8 @@ def test_a_notebook_runs_and_draws_what_is_stored_with_it(path, tmp_path, monkey
     ).execute()
     assert pictures(notebook) == pictures(stored) > 0
     assert all(cell.execution_count for cell in stored.cells if cell.cell_type == "code")
+    if path.name != "quickstart.ipynb":
+        return
     losses = [float(line.split("held-out loss ")[1].split(",")[0]) for line in printed(notebook).splitlines()
               if "held-out loss" in line]  # fmt: skip
     float32, unscaled, scaled, bfloat16 = losses

@@ -110,7 +110,8 @@ def test_the_last_words_name_policies_that_end_like_float32_in_all_tasks():
     metrics = {"digits": "loss", "pysource": "loss"}
     assert comparison_report.takeaway(results, metrics, tensor_cores=False) == (
         "Safe here, as good as float32: mixed_float16 with dynamic scaling. "
-        "Worse than float32, or not finite: mixed_float16 without scaling. Run it on a GPU to see the gains in time and memory."
+        "Worse than float32, or not finite: mixed_float16 without scaling. "
+        "Run it on a GPU to see the gains in time and memory."
     )
 
 
