@@ -24,30 +24,19 @@ HOPPER = (*AMPERE, "float8_e4m3fn", "float8_e5m2")
 BLACKWELL = (*HOPPER, "mxfp8", "float4_e2m1fn")
 
 
-@pytest.mark.parametrize(
-    ("capability", "cores", "policy"),
-    [
-        ("3.5", (), "float32"),
-        ("6.0", (), "float32"),
-        ("7.0", VOLTA, "mixed_float16"),
-        ("7.2", TURING, "mixed_float16"),
-        ("7.5", TURING, "mixed_float16"),
-        ("8.0", AMPERE, "mixed_bfloat16"),
-        ("8.6", AMPERE, "mixed_bfloat16"),
-        ("8.7", AMPERE, "mixed_bfloat16"),
-        ("8.9", HOPPER, "mixed_bfloat16"),
-        ("9.0", HOPPER, "mixed_bfloat16"),
-        ("9.0a", HOPPER, "mixed_bfloat16"),
-        ("10.0", BLACKWELL, "mixed_bfloat16"),
-        ("10.3", BLACKWELL, "mixed_bfloat16"),
-        ("12.0", BLACKWELL, "mixed_bfloat16"),
-        ("12.1", BLACKWELL, "mixed_bfloat16"),
-    ],
-)
-def test_tensor_cores_and_policy_follow_the_compute_capability(capability, cores, policy):
-    found = detect(gpu(capability=capability))
-    assert (found.compute_capability, found.tensor_cores, found.recommended_policy) == (capability, cores, policy)
-    assert recommended_policy(gpu(capability=capability)) == policy
+def test_tensor_cores_and_policy_follow_the_compute_capability():
+    expected = {
+        **dict.fromkeys(("3.5", "6.0"), ((), "float32")),
+        "7.0": (VOLTA, "mixed_float16"),
+        **dict.fromkeys(("7.2", "7.5"), (TURING, "mixed_float16")),
+        **dict.fromkeys(("8.0", "8.6", "8.7"), (AMPERE, "mixed_bfloat16")),
+        **dict.fromkeys(("8.9", "9.0", "9.0a"), (HOPPER, "mixed_bfloat16")),
+        **dict.fromkeys(("10.0", "10.3", "12.0", "12.1"), (BLACKWELL, "mixed_bfloat16")),
+    }
+    found = {capability: detect(gpu(capability=capability)) for capability in expected}
+    assert {name: (each.tensor_cores, each.recommended_policy) for name, each in found.items()} == expected
+    assert all(each.compute_capability == name for name, each in found.items())
+    assert all(recommended_policy(gpu(capability=name)) == policy for name, (_, policy) in expected.items())
 
 
 def test_float16_is_recommended_with_the_loss_scale_it_needs_and_bfloat16_without():
@@ -55,38 +44,27 @@ def test_float16_is_recommended_with_the_loss_scale_it_needs_and_bfloat16_withou
     assert "no loss scale is needed" in detect(gpu("NVIDIA H200", "9.0")).reason
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1650", "NVIDIA T1000", "Quadro T2000", "NVIDIA GeForce MX450"])
-def test_turing_parts_without_tensor_cores_are_known_by_name(name):
-    found = detect(gpu(name, "7.5"))
-    assert (found.tensor_cores, found.recommended_policy) == ((), "float32")
-    assert found.reason == f"{name} has no tensor cores: half precision would save memory and no time"
+def test_turing_parts_without_tensor_cores_are_known_by_name():
+    for name in ("NVIDIA GeForce GTX 1650", "NVIDIA T1000", "Quadro T2000", "NVIDIA GeForce MX450"):
+        found = detect(gpu(name, "7.5"))
+        assert (found.tensor_cores, found.recommended_policy) == ((), "float32")
+        assert found.reason == f"{name} has no tensor cores: half precision would save memory and no time"
+    for name in ("Tesla T4", "NVIDIA TITAN RTX", "Quadro RTX 5000", "NVIDIA GeForce RTX 2060"):
+        assert detect(gpu(name, "7.5")).tensor_cores == TURING
 
 
-@pytest.mark.parametrize("name", ["Tesla T4", "NVIDIA TITAN RTX", "Quadro RTX 5000", "NVIDIA GeForce RTX 2060"])
-def test_turing_parts_with_tensor_cores_are_not_taken_for_those_without(name):
-    assert detect(gpu(name, "7.5")).tensor_cores == TURING
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        gpu("AMD Instinct MI300X", "gfx942"),
-        gpu("AMD Instinct MI300X", "gfx942:sramecc+:xnack-"),
-        gpu("mystery", None),
-        gpu("mystery", ""),
-        gpu("mystery", "9"),
-        gpu("mystery", object()),
+def test_an_unknown_device_gets_float32_and_is_told_why():
+    capabilities = ("gfx942", "gfx942:sramecc+:xnack-", None, "", "9", object())
+    others = [
         gpu("Apple M3", None, platform="METAL"),
         types.SimpleNamespace(device_kind="NPU", platform="neuron"),
         types.SimpleNamespace(device_kind=None, platform=None),
-    ],
-    ids=lambda device: f"{device.platform}-{getattr(device, 'compute_capability', 'absent')}"[:24],
-)
-def test_an_unknown_device_gets_float32_and_is_told_why(device):
-    found = detect(device)
-    assert found.recommended_policy == "float32"
-    assert "not known to jaxmp; float32 is right on every device" in found.reason
-    assert (found.tensor_cores, found.peak_tflops, found.peak_bandwidth) == ((), {}, None)
+    ]
+    for device in (*(gpu("mystery", capability) for capability in capabilities), *others):
+        found = detect(device)
+        assert found.recommended_policy == "float32"
+        assert "not known to jaxmp; float32 is right on every device" in found.reason
+        assert (found.tensor_cores, found.peak_tflops, found.peak_bandwidth) == ((), {}, None)
 
 
 def test_what_another_backend_calls_its_capability_is_reported_as_it_is():
@@ -121,15 +99,13 @@ def test_peak_rates_are_the_datasheets_for_the_whole_device_only():
     assert detect(gpu("Tesla V100-SXM2-16GB", "7.0")).peak_tflops == {"float32": 15.7, "float16": 125.0}
 
 
-@pytest.mark.parametrize("name", hardware._PEAKS)
-def test_every_known_device_multiplies_faster_in_fewer_bits(name):
-    tpu = name.startswith("TPU")
-    found = detect(gpu(name, None, "tpu") if tpu else gpu(name, "9.0"))
-    rates = found.peak_tflops
+def test_every_known_device_multiplies_faster_in_fewer_bits():
     order = ("float32", "tensorfloat32", "float16", "bfloat16", "float8_e4m3fn", "int8")
-    known = [rates[dtype] for dtype in order if dtype in rates]
-    assert known and known == sorted(known)
-    assert 1e11 < found.peak_bandwidth < 1e13
+    for name in hardware._PEAKS:
+        found = detect(gpu(name, None, "tpu") if name.startswith("TPU") else gpu(name, "9.0"))
+        known = [found.peak_tflops[dtype] for dtype in order if dtype in found.peak_tflops]
+        assert known and known == sorted(known), name
+        assert 1e11 < found.peak_bandwidth < 1e13, name
 
 
 def test_the_recommended_policy_is_one_that_get_policy_reads():
@@ -137,31 +113,22 @@ def test_the_recommended_policy_is_one_that_get_policy_reads():
         assert jaxmp.get_policy(recommended_policy(device)).param_dtype == np.float32
 
 
-@pytest.mark.parametrize(
-    ("n", "divisor", "aligned"),
-    [(1, 8, 8), (7, 8, 8), (8, 8, 8), (9, 8, 16), (50257, 8, 50264), (50257, 128, 50304), (5, 1, 5), (3, 2, 4)],
-)
-def test_align_dim_rounds_up_to_a_multiple(n, divisor, aligned):
-    assert align_dim(n, divisor) == aligned
-    assert align_dim(np.int32(n), np.int64(divisor)) == aligned
-
-
-def test_align_dim_aligns_to_eight_unless_told_otherwise():
+def test_align_dim_rounds_up_to_a_multiple_of_eight_unless_told_otherwise():
+    aligned = {(1, 8): 8, (8, 8): 8, (9, 8): 16, (50257, 8): 50264, (50257, 128): 50304, (5, 1): 5, (3, 2): 4}
+    assert {(n, divisor): align_dim(n, divisor) for n, divisor in aligned} == aligned
+    assert align_dim(np.int32(9), np.int64(8)) == 16
     assert align_dim(33) == 40
     assert type(align_dim(np.int32(33))) is int
 
 
-@pytest.mark.parametrize("n", [0, -1, np.int32(-8)])
-def test_align_dim_refuses_sizes_that_are_not_positive(n):
-    with pytest.raises(ValueError, match=rf"takes positive sizes, got n={int(n)}; a dimension has at least one"):
-        align_dim(n)
-    with pytest.raises(ValueError, match=rf"got divisor={int(n)};"):
-        align_dim(8, n)
-
-
-@pytest.mark.parametrize("n", [8.0, "8", None, True, np.float32(8)])
-def test_align_dim_refuses_what_is_not_a_whole_number(n):
-    with pytest.raises(TypeError, match=rf"align_dim takes whole numbers, got n=.* of type {type(n).__name__}"):
-        align_dim(n)
-    with pytest.raises(TypeError, match="got divisor="):
-        align_dim(8, n)
+def test_align_dim_refuses_what_is_no_positive_whole_number():
+    for n in (0, -1, np.int32(-8)):
+        with pytest.raises(ValueError, match=rf"positive sizes, got n={int(n)}; a dimension has at least one"):
+            align_dim(n)
+        with pytest.raises(ValueError, match=rf"got divisor={int(n)};"):
+            align_dim(8, n)
+    for n in (8.0, "8", None, True, np.float32(8)):
+        with pytest.raises(TypeError, match=rf"whole numbers, got n=.* of type {type(n).__name__}"):
+            align_dim(n)
+        with pytest.raises(TypeError, match="got divisor="):
+            align_dim(8, n)

@@ -59,6 +59,7 @@ class TestNumbers:
         specs, more = specs_of(linen_params, mesh), {"accumulate_steps": 2, "remat": "dots"}
         self.require_one_devices(mesh, specs, more=more)
 
+    @pytest.mark.slow("compiles two steps of a model; layers in a scan are a small one")
     def test_looped_blocks(self):
         model = MODEL.clone(layers=2, loop=True, remat="full")
         mesh = mesh_of(data=2, fsdp=2)
@@ -66,6 +67,7 @@ class TestNumbers:
         assert not any(any(spec[:1]) for spec in specs_in(specs["h_0"]))
         self.require_one_devices(mesh, specs, model)
 
+    @pytest.mark.slow("compiles two steps of a model; a dense layer is a small one")
     def test_products_split_over_an_axis_with_which_no_batch_is(self):
         mesh = mesh_of(data=1, fsdp=2, tensor=2)
         rules = {

@@ -16,6 +16,7 @@ from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
+SLOW = pytest.mark.slow("the same for axes that the loss makes Auto: compiles a large program")
 ROWS, FEATURES = 512, 4
 EYE = np.eye(2, dtype=np.float32)
 
@@ -64,7 +65,9 @@ def loss_in(dtype):
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps", "reduce"), [(AxisType.Explicit, 1, "each"), (AxisType.Auto, 2, "once")], ids=str
+    ("kind", "steps", "reduce"),
+    [(AxisType.Auto, 2, "once"), pytest.param(AxisType.Explicit, 1, "each", marks=SLOW)],
+    ids=str,
 )
 def test_the_gradient_of_a_repeated_weight_is_exact(kind, steps, reduce):
     batch = np.random.default_rng(0).integers(1, 13, (ROWS, FEATURES)).astype(np.float32)
