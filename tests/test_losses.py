@@ -310,9 +310,10 @@ FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(
 )
 def test_what_no_loss_can_be_computed_of_is_refused(given, changes, error, said):
     fun = losses.cross_entropy if given is LOGITS else losses.projected_cross_entropy
-    args = {**given, **changes}
+    options = {**given, **changes}
+    args = [options.pop(name) for name in given]
     with pytest.raises(error, match=said):
-        fun(*(args.pop(name) for name in given), **args)
+        fun(*args, **options)
 
 
 def test_a_z_loss_that_is_traced_is_refused_with_what_to_do():
