@@ -34,8 +34,8 @@ def a_state():
 
 
 def sharded_state(mesh):
-    make_params = lambda: {"w": jnp.ones((WIDTH, WIDTH))}  # noqa: E731
-    return jaxmp.TrainState.create_sharded(make_params, tx_of(), Sharding(mesh, {"w": P("fsdp")}))
+    on_mesh = Sharding(mesh, {"w": P("fsdp")})
+    return jaxmp.TrainState.create_sharded(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), on_mesh)
 
 
 def of_two_types():

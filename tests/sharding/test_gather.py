@@ -125,7 +125,9 @@ def gather_of_a(mesh, spec=SPLIT, dtype="bfloat16", **options):
 
 
 def in_shard_map(mesh, spec=SPLIT, to=ALIKE, **options):
-    gathered = lambda tree: sharding.gather(tree, {"a": spec}, "bfloat16")  # noqa: E731
+    def gathered(tree):
+        return sharding.gather(tree, {"a": spec}, "bfloat16")
+
     jax.shard_map(gathered, mesh=mesh, in_specs=({"a": spec},), out_specs={"a": to}, **options)({"a": jnp.ones(8)})
 
 
