@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-CORE = ["tests/test_import.py", "tests/test_policy.py", "tests/training/test_step.py"]
+CORE = ["tests/test_import.py", "tests/policy/test_policy.py", "tests/training/test_step.py"]
 BUDGET = 300  # functions, each with all of its parameters: 0.6 s of a core on average
 ROOTS = ("jaxmp", "experiments", "tests")
 # Who reads what is no module, beside the tests that have its name in a string.

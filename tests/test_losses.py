@@ -18,7 +18,6 @@ cross_entropy = jax.jit(losses.cross_entropy, static_argnames=OPTIONS)
 projected_cross_entropy = jax.jit(losses.projected_cross_entropy, static_argnames=("classes", "chunks", *OPTIONS))
 
 SOON = {"xla_backend_optimization_level": 0}  # compiled sooner
-HALF = [jnp.float16, jnp.bfloat16]
 TOKENS, DIM, ROWS, CLASSES = 37, 8, 24, 21
 ALL = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 1e-2}
 
@@ -63,7 +62,7 @@ def error(got, want):
 # ---- cross_entropy
 
 
-CASES = [(jnp.float32, ALL), (jnp.float16, ALL), (jnp.bfloat16, ALL), (jnp.bfloat16, {"ignore_index": -100})]
+CASES = [(jnp.float32, ALL), (jnp.float16, ALL), (jnp.bfloat16, {"ignore_index": -100})]
 
 
 @pytest.mark.parametrize(("dtype", "options"), CASES)
@@ -109,26 +108,24 @@ def test_large_and_infinite_logits_are_no_trouble():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("size", [1e4, 1e8])
-def test_losses_and_gradients_of_large_logits_are_as_exact_as_those_of_small_ones(size, fused):
+def test_losses_and_gradients_of_large_logits_are_as_exact_as_those_of_small_ones(fused):
     def loss(logits):  # x is 1, and the weights the logits
         if fused:
             return projected_cross_entropy(jnp.ones((1, 1)), logits[:, None], jnp.array([0]), label_smoothing=0.1)
         return cross_entropy(logits, 0, label_smoothing=0.1)
 
     add = jnp.array([0.0, 0.0, -16.0])  # which float32 has of 1e8, too
-    got, want = (jax.value_and_grad(loss)(size + add) for size in (size, 0))
+    got, want = (jax.jit(jax.value_and_grad(loss))(size + add) for size in (1e8, 0))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_the_gradient_keeps_the_half_logits_and_two_float32_for_each_label(dtype):
-    logits = jax.ShapeDtypeStruct((TOKENS, CLASSES), dtype)
+def test_the_gradient_keeps_the_half_logits_and_two_float32_for_each_label():
+    logits = jax.ShapeDtypeStruct((TOKENS, CLASSES), jnp.bfloat16)
     kept = jax.eval_shape(lambda z: jax.vjp(lambda z: cross_entropy(z, LABELS, **ALL), z)[1], logits)
     shapes = sorted((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(kept))
     labels = ("int32", (TOKENS,))
-    assert shapes == sorted([(jnp.dtype(dtype).name, logits.shape), *2 * [("float32", (TOKENS,))], labels])
+    assert shapes == sorted([("bfloat16", logits.shape), *2 * [("float32", (TOKENS,))], labels])
 
 
 # ---- projected_cross_entropy
@@ -165,7 +162,7 @@ def test_the_number_of_chunks_changes_nothing_but_rounding():
         return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1)))(x, weights))
 
     whole = run(1)
-    for chunks in (3, 1000):  # more than there are tokens
+    for chunks in (3, TOKENS + 1):
         assert max(error(a, b) for a, b in zip(run(chunks), whole, strict=True)) < 1e-6
 
 
@@ -196,7 +193,7 @@ def test_the_gradient_of_an_unlikely_class_does_not_vanish_in_float16_however_ma
     assert jax.jit(jax.grad(by_hand))(weights)[1, 0] == 0
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 1e-4, 0.4])
+@pytest.mark.parametrize("z_loss", [0.0, 0.4])
 def test_no_logits_make_float16_gradients_overflow(z_loss):
     x, weights = jnp.full((2, 1), 240.0, jnp.float16), jnp.array([[250.0], [-250.0], [0.0]])  # logits of 60,000
 
@@ -251,11 +248,11 @@ def test_the_logits_never_exist_as_a_whole():
 # ---- labels
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int32"])
-def test_labels_of_every_integer_dtype_mean_the_same(dtype):
+def test_labels_of_every_integer_dtype_mean_the_same():
     logits, labels = normal(1, 5, 7), np.array([0, 6, 3, 127, 1])
     want = cross_entropy(logits, jnp.asarray(labels), ignore_index=127)
-    np.testing.assert_array_equal(cross_entropy(logits, labels.astype(dtype), ignore_index=127), want)
+    for dtype in ("int8", "uint32"):
+        np.testing.assert_array_equal(cross_entropy(logits, labels.astype(dtype), ignore_index=127), want)
 
 
 def test_what_is_neither_a_class_nor_ignored_makes_the_loss_nan():
@@ -282,61 +279,41 @@ def test_if_all_labels_are_ignored_the_loss_and_its_gradients_are_0():
 # ---- what is refused
 
 
+LOGITS = {"logits": jnp.ones((2, 3)), "labels": np.zeros(2, int)}
+FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(4, int)}
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "error", "said"),
+    [
+        (LOGITS, {"logits": np.ones((2, 3), int)}, TypeError, "logits has a floating dtype, got int"),
+        (LOGITS, {"logits": jnp.ones(()), "labels": np.zeros((), int)}, ValueError, r"classes\), got the shape \(\)"),
+        (LOGITS, {"labels": np.zeros(2, bool)}, TypeError, "of an integer dtype, got bool"),
+        (LOGITS, {"labels": np.zeros(2, np.float32)}, TypeError, "of an integer dtype, got float32.*argmax"),
+        (LOGITS, {"label_smoothing": 1.0}, ValueError, "less than 1, got 1.0"),
+        (LOGITS, {"label_smoothing": -0.1}, ValueError, "at least 0 .*got -0.1"),
+        (LOGITS, {"z_loss": np.nan}, ValueError, "at least 0, got nan"),
+        (LOGITS, {"ignore_index": 2**40}, ValueError, "that int32 can hold, got"),
+        (FUSED, {"x": jnp.ones((4, 5))}, ValueError, r"\(4, 5\) and \(6, 3\).*transpose"),
+        (FUSED, {"x": jnp.ones((2, 2, 3))}, ValueError, r"\(2, 2, 3\).*reshape x"),
+        (FUSED, {"x": jnp.ones((4, 0)), "weights": jnp.ones((6, 0))}, ValueError, r"\(4, 0\) and \(6, 0\)"),
+        (FUSED, {"weights": np.ones((6, 3), int)}, TypeError, "weights has a floating dtype"),
+        (FUSED, {"bias": jnp.ones(5)}, ValueError, r"each row of weights \(6, 3\), got the shape \(5,\)"),
+        (FUSED, {"classes": 7}, ValueError, r"from 1 to the rows of weights \(6, 3\), got 7"),
+        (FUSED, {"classes": 2.5}, ValueError, "from 1 .* got 2.5"),
+        (FUSED, {"chunks": 0}, ValueError, "at least 1 chunk, got chunks=0"),
+        (FUSED, {"labels": np.zeros((4, 1), int)}, ValueError, r"each row of logits, \(4,\), got .*\(4, 1\)"),
+        (FUSED, {"z_loss": -1}, ValueError, "a plain number .*added by hand"),
+    ],
+)
+def test_what_no_loss_can_be_computed_of_is_refused(given, changes, error, said):
+    fun = losses.cross_entropy if given is LOGITS else losses.projected_cross_entropy
+    options = {**given, **changes}
+    args = [options.pop(name) for name in given]
+    with pytest.raises(error, match=said):
+        fun(*args, **options)
+
+
 def test_a_z_loss_that_is_traced_is_refused_with_what_to_do():
     with pytest.raises(ValueError, match=r"z_loss is a plain number .*added by hand"):
         jax.eval_shape(lambda z: losses.cross_entropy(jnp.ones((2, 3)), jnp.zeros(2, int), z_loss=z), jnp.ones(()))
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "error", "text"),
-    [
-        ((jnp.ones((2, 3), int), jnp.zeros(2, int)), {}, TypeError, "logits has a floating dtype, got int32"),
-        ((jnp.ones(()), jnp.zeros((), int)), {}, ValueError, r"logits \(..., classes\), got the shape \(\)"),
-        ((jnp.ones((2, 3)), jnp.zeros(2)), {}, TypeError, "class numbers of an integer dtype, got float32.*argmax"),
-        ((jnp.ones((2, 3)), jnp.zeros(2, bool)), {}, TypeError, "of an integer dtype, got bool"),
-        (
-            (jnp.ones((2, 3)), jnp.zeros(3, int)),
-            {},
-            ValueError,
-            r"one label for each row of logits, \(2,\), got .*\(3,\)",
-        ),
-        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"label_smoothing": 1.0}, ValueError, "less than 1, got 1.0"),
-        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"label_smoothing": -0.1}, ValueError, "at least 0 .*got -0.1"),
-        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": -1.0}, ValueError, "number of at least 0, got -1.0"),
-        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"z_loss": np.nan}, ValueError, "number of at least 0, got nan"),
-        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"ignore_index": 2**40}, ValueError, "that int32 can hold, got"),
-    ],
-)
-def test_cross_entropy_says_what_it_takes(args, options, error, text):
-    with pytest.raises(error, match=text):
-        cross_entropy(*args, **options)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        ({"x": jnp.ones((4, 5))}, ValueError, r"got the shapes \(4, 5\) and \(6, 3\).*transpose"),
-        ({"x": jnp.ones((2, 2, 3))}, ValueError, r"got the shapes \(2, 2, 3\).*reshape x"),
-        ({"x": jnp.ones((4, 3), int)}, TypeError, "x has a floating dtype, got int32"),
-        ({"weights": jnp.ones((6, 3), int)}, TypeError, "weights has a floating dtype"),
-        ({"bias": jnp.ones(6, int)}, TypeError, "bias has a floating dtype"),
-        (
-            {"bias": jnp.ones(5)},
-            ValueError,
-            r"bias has a number for each row of weights \(6, 3\), got the shape \(5,\)",
-        ),
-        ({"classes": 7}, ValueError, r"classes is an integer from 1 to the rows of weights \(6, 3\), got 7"),
-        ({"classes": 0}, ValueError, "classes is an integer from 1 .* got 0"),
-        ({"chunks": 0}, ValueError, "at least 1 chunk, got chunks=0"),
-        ({"chunks": 2.5}, ValueError, "an integer of at least 1 chunk, got chunks=2.5"),
-        ({"classes": 2.5}, ValueError, "classes is an integer from 1 .* got 2.5"),
-        ({"x": jnp.ones((4, 0)), "weights": jnp.ones((6, 0))}, ValueError, r"got the shapes \(4, 0\) and \(6, 0\)"),
-        ({"z_loss": -1}, ValueError, "z_loss is a plain number .*added by hand"),
-        ({"labels": jnp.zeros((4, 1), int)}, ValueError, r"one label for each row of logits, \(4,\), got .*\(4, 1\)"),
-        ({"label_smoothing": 1.5}, ValueError, "less than 1, got 1.5"),
-    ],
-)
-def test_the_fused_loss_says_what_it_takes(changes, error, text):
-    given = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": jnp.zeros(4, int), **changes}
-    with pytest.raises(error, match=text):
-        projected_cross_entropy(given.pop("x"), given.pop("weights"), given.pop("labels"), **given)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from ports import held_port
 
+pytestmark = pytest.mark.slow("starts two processes, which compile")
 SCRIPT = Path(__file__).parent / "tools" / "two_processes.py"
 
 

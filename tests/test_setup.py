@@ -52,18 +52,11 @@ def test_a_python_that_is_none_is_an_error_also_where_an_environment_is(project)
     assert "and /nonexistent is not one." in done.stderr and not done.stdout
 
 
-@pytest.mark.parametrize(
-    ("given", "flags"),
-    [
-        ([], "--minutes 9 "),
-        (["SMOKE=0"], "--minutes 9 "),
-        (["SMOKE=1"], "--minutes 0 --smoke"),
-        (["SMOKE=1", "MINUTES=5"], "--minutes 5 --smoke"),
-    ],
-)
-def test_what_is_small_has_no_limit_unless_one_is_given(project, given, flags):
-    shown = make(project, "--dry-run", *given, target="gpu").stdout
-    assert f"-m experiments.benchmarks.gpu {flags}" in shown and ("--smoke" in shown) == ("--smoke" in flags)
+def test_what_is_small_has_no_limit_unless_one_is_given(project):
+    for given, flags in ((["SMOKE=0"], "--minutes 9 "), (["SMOKE=1", "MINUTES=5"], "--minutes 5 --smoke")):
+        shown = make(project, "--dry-run", *given, target="gpu").stdout
+        assert f"-m experiments.benchmarks.gpu {flags}" in shown and ("--smoke" in shown) == ("--smoke" in flags)
+    assert "--minutes 0 --smoke" in make(project, "--dry-run", "SMOKE=1", target="gpu").stdout
 
 
 def test_a_benchmark_that_is_none_is_one_sentence(project):

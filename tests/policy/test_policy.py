@@ -12,10 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jmp
-import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from linen_zoo import products
 
 import jaxmp
@@ -64,25 +62,21 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("text", READ)
-def test_a_policy_is_read_from_text_in_any_case_and_spacing(text):
-    assert dtypes(get_policy(text)) == READ[text]
+def test_a_policy_is_read_from_text_in_any_case_and_spacing():
+    assert {text: dtypes(get_policy(text)) for text in READ} == READ
 
 
-@pytest.mark.parametrize(
-    "text", ["p=f32,c=f16,o=f32", "params=float16", "p=bf16,c=f32", "float16", "float32", "bfloat16"]
-)
-def test_text_means_to_jmp_what_it_means_here_and_its_objects_are_taken(text):
-    theirs = jmp.get_policy(text)
-    assert dtypes(get_policy(text)) == tuple(np.dtype(dtype) for dtype in dtypes(theirs))
-    assert dtypes(get_policy(theirs)) == dtypes(get_policy(text))
+def test_text_means_to_jmp_what_it_means_here_and_its_objects_are_taken():
+    for text in ("p=f32,c=f16,o=f32", "params=float16", "p=bf16,c=f32", "float16", "float32", "bfloat16"):
+        theirs = jmp.get_policy(text)
+        assert dtypes(get_policy(text)) == tuple(np.dtype(dtype) for dtype in dtypes(theirs)), text
+        assert dtypes(get_policy(theirs)) == dtypes(get_policy(text))
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "p=f32,c=f16,o=bf16", "p=f16,m=high", "float64"])
-def test_a_policy_as_text_reads_back_to_an_equal_one(name):
-    policy = get_policy(name)
-    assert get_policy(str(policy)) == policy
-    assert hash(get_policy(str(policy))) == hash(policy)
+def test_a_policy_as_text_reads_back_to_an_equal_one():
+    policies = [get_policy(name) for name in (*PRESETS, "p=f32,c=f16,o=bf16", "p=f16,m=high", "float64")]
+    read = [get_policy(str(policy)) for policy in policies]
+    assert read == policies and [hash(policy) for policy in read] == [hash(policy) for policy in policies]
 
 
 def test_a_policy_is_written_with_its_dtypes_and_a_map_that_is_a_preset_by_its_name():
@@ -101,11 +95,11 @@ MAPS = [
 ]
 
 
-@pytest.mark.parametrize("policies", MAPS)
-def test_a_map_as_text_reads_back_to_an_equal_one(policies):
-    read = get_policy(str(policies))
-    assert PolicyMap(read) == policies
-    assert read == policies or not policies.overrides
+def test_a_map_as_text_reads_back_to_an_equal_one():
+    for policies in MAPS:
+        read = get_policy(str(policies))
+        assert PolicyMap(read) == policies
+        assert read == policies or not policies.overrides
 
 
 def test_a_map_as_text_has_its_rules_in_the_order_in_which_they_are_tried():
@@ -119,11 +113,10 @@ def test_a_map_as_text_has_its_rules_in_the_order_in_which_they_are_tried():
     )
 
 
-@pytest.mark.parametrize("policies", [*MAPS, get_policy("mixed_float16"), get_policy("O2")])
-def test_policies_are_hashed_pickled_and_copied(policies):
-    for other in (pickle.loads(pickle.dumps(policies)), copy.deepcopy(policies), dataclasses.replace(policies)):
-        assert other == policies
-        assert hash(other) == hash(policies)
+def test_policies_are_hashed_pickled_and_copied():
+    for policies in (*MAPS, get_policy("mixed_float16"), get_policy("O2")):
+        for other in (pickle.loads(pickle.dumps(policies)), copy.deepcopy(policies), dataclasses.replace(policies)):
+            assert other == policies and hash(other) == hash(policies)
 
 
 def test_a_policy_is_frozen():
@@ -140,26 +133,17 @@ def test_auto_is_what_suits_the_attached_device():
     assert get_policy("auto") == get_policy(jaxmp.hardware.recommended_policy())
 
 
-@pytest.mark.parametrize(
-    ("names", "preset"),
-    [
-        (("mixed_fp16", "Mixed_F16", "16-mixed", "fp16-mixed"), "mixed_float16"),
-        (("mixed_bf16", "bf16-mixed"), "mixed_bfloat16"),
-        (("16-true", "O3"), "float16"),
-        (("bf16-true", " BFloat16 "), "bfloat16"),
-        (("32-true", "O0"), "float32"),
-        (("64-true",), "float64"),
-    ],
-)
-def test_the_names_of_lightning_and_accelerate_are_read(names, preset):
-    assert {get_policy(name) for name in names} == {get_policy(preset)}
-
-
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, "float8_e5m2", "e4m3"])
-def test_a_policy_in_float8_is_refused_with_a_remedy(dtype):
-    for fields in ((dtype,) * 3, ("float32", dtype, "float32")):
-        with pytest.raises(ValueError, match=r"16 bits or more, got .*_dtype=float8_.*needs a scale.*use bfloat16"):
-            Policy(*fields)
+def test_the_names_of_lightning_and_accelerate_are_read():
+    names = {
+        "mixed_float16": ("mixed_fp16", "Mixed_F16", "16-mixed", "fp16-mixed"),
+        "mixed_bfloat16": ("mixed_bf16", "bf16-mixed"),
+        "float16": ("16-true", "O3"),
+        "bfloat16": ("bf16-true", " BFloat16 "),
+        "float32": ("32-true", "O0"),
+        "float64": ("64-true",),
+    }
+    for preset, others in names.items():
+        assert {get_policy(name) for name in others} == {get_policy(preset)}
 
 
 def test_a_map_has_the_dtypes_of_its_root():
@@ -168,18 +152,13 @@ def test_a_map_has_the_dtypes_of_its_root():
         assert getattr(policies, name) == getattr(policies.root, name)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "O2"])
+@pytest.mark.parametrize("policy", ["bfloat16", "O2"])
 def test_half_in_an_override_is_the_policy_at_hand(policy):
     policies = PolicyMap(PolicyMap(policy, {"body": "float32"}), {"body/head": "half"})
     assert policies.resolve(("body", "head"))[0] == policies.root == PolicyMap(policy).root
     assert get_policy("mixed_bfloat16; body/head -> half; body -> float32").resolve(("body", "head"))[0] == get_policy(
         "mixed_bfloat16"
     )
-
-
-def test_half_in_an_override_of_a_policy_without_one_is_refused():
-    with pytest.raises(ValueError, match=r"'half'.*computes in float32; for '\*\*/head' name a policy"):
-        PolicyMap("float32", {"**/head": "half"})
 
 
 def test_a_policy_as_a_static_argument_compiles_once_for_equal_ones():
@@ -207,39 +186,22 @@ def test_the_output_dtype_can_be_changed():
     ("text", "said"),
     [
         ("mixed_flaot16", r"unknown policy 'mixed_flaot16'; known policies, nearest first: 'mixed_float16', "),
-        ("", r"unknown policy ''; known policies"),
-        ("O4", r"unknown policy 'O4'; known policies, nearest first: 'O\d'"),
-        ("f4", r"unknown policy 'f4'; known policies"),
-        ("7-true", r"unknown policy '7-true'; known policies"),
-        ("p=f32,c=f8", r"float8 is two dtypes, 'float8_e4m3fn' and 'float8_e5m2', got 'f8'; .* 'mixed_float8'"),
+        ("", "unknown policy ''"),
         ("p=fp8", r"float8 is two dtypes, .*, got 'fp8'; write the one that is meant"),
-        ("fp8", r"unknown policy 'fp8'; known policies, nearest first: 'mixed_float8'"),
+        ("p=f32,c=f8", r"got 'f8'; .* 'mixed_float8'"),
         ("p=f32,z=f16", r"unknown key 'z' in policy 'p=f32,z=f16'; known keys, nearest first: .*'params'"),
-        ("mixed_float8(min_dim=16)", r"unknown key 'mixed_float8\(min_dim' in policy"),
-        ("p=f32,comptue=f16", r"unknown key 'comptue'.*nearest first: 'compute', "),
-        ("p=f32,p=f16", r"a policy names each dtype once, got 'p' twice in 'p=f32,p=f16'; remove one of them"),
-        ("params=float32,p=f16", r"got 'p' twice"),
-        ("p=f32,c=float17", r"unknown dtype 'float17'; known names, nearest first: 'float1?6?32|'float16'"),
-        ("p=f32,c=", r"part of a policy is KEY=DTYPE or .*, got 'c=' in"),
-        (
-            "p=f32,c=int8",
-            r"a policy's dtypes must be floating, got int8: integers, bools and keys are never cast; use one",
-        ),
-        ("int32", r"must be floating, got int32"),
-        ("complex64", r"must be floating, got complex64"),
-        ("bool", r"must be floating, got bool"),
-        ("p=f32,m=sharp", r"matmul_precision must be one that .* takes, got 'sharp'; use 'highest' for true float32"),
-        (
-            "O1",
-            r"it is no policy but autocast; write jaxmp\.linen\.autocast\(model, 'mixed_float16'\)",
-        ),
-        *[
-            (name, rf"{name}' could mean two policies; write 'mixed_{half}' .*, or '{half}' for params in {half} too")
-            for name, half in (("fp16", "float16"), (" F16", "float16"), ("half", "float16"), ("BF16", "bfloat16"))
-        ],
-        ("mixed_float16; a float32", r"rules 'pattern -> policy', each pattern once, got 'a float32'; write e\.g\. "),
-        ("mixed_float16; a -> float32; a -> float16", r"each pattern once, got 'a -> float16'"),
-        ("mixed_float16; a -> half_float", r"unknown policy 'half_float'"),
+        ("params=f32,p=f16", "each dtype once, got 'p' twice"),
+        ("p=f32,c=float17", r"unknown dtype 'float17'; known names, nearest first: 'float"),
+        ("p=f32,c=", r"KEY=DTYPE or .*, got 'c=' in"),
+        ("p=f32,c=int8", r"got int8: integers, .* use one of float64, float32, bfloat16, float16$"),
+        ("complex64", "must be floating, got complex64"),
+        ("p=f32,m=sharp", r"matmul_precision must be one that .* got 'sharp'; use 'highest'"),
+        ("O1", r"no policy but autocast; write jaxmp\.linen\.autocast\(model, 'mixed_float16'\)"),
+        (" F16", r"could mean two policies; write 'mixed_float16' .*, or 'float16'"),
+        ("BF16", r"could mean two policies; write 'mixed_bfloat16' .*, or 'bfloat16'"),
+        ("mixed_float16; a float32", r"'pattern -> policy', each pattern once, got 'a float32'"),
+        ("mixed_float16; a -> float32; a -> float16", "each pattern once, got 'a -> float16'"),
+        ("float8_e4m3fn", "16 bits or more, got param_dtype=float8_e4m3fn: a float8 product needs a scale"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_what_can(text, said):
@@ -247,44 +209,51 @@ def test_what_cannot_be_read_is_named_with_what_can(text, said):
         get_policy(text)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("form", [str, lambda name: getattr(jnp, name), jnp.dtype])
-def test_float8_is_refused_with_its_reason_in_every_form(dtype, form):
-    with pytest.raises(ValueError, match=f"16 bits or more, got param_dtype={dtype}: a float8 product needs a scale"):
-        get_policy(form(dtype))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float4_e2m1fn, ml_dtypes.float6_e2m3fn])
-def test_other_formats_below_16_bits_are_not_told_of_float8(dtype):
-    text = r"16 bits or more, got compute_dtype=float[46]_\w+: no product here computes in it; use bfloat16 or float16$"
-    with pytest.raises(ValueError, match=text):
-        Policy("float32", dtype, "float32")
-
-
-def test_what_is_proposed_in_place_of_an_integer_is_no_float8():
-    with pytest.raises(ValueError, match=r"got int8: .* use one of float64, float32, bfloat16, float16$"):
-        get_policy("int8")
-
-
 @pytest.mark.parametrize(
-    ("name", "preset"),
-    [("fp16_mixed", "mixed_float16"), ("bf16_mixed", "mixed_bfloat16"), ("amp", "mixed_float16"),
-     ("fp8", "mixed_float8"), ("mixed_flaot16", "mixed_float16")],
-)  # fmt: skip
-def test_the_nearest_preset_comes_first_by_its_aliases_too(name, preset):
-    with pytest.raises(ValueError, match=rf"unknown policy '{name}'; known policies, nearest first: '{preset}', "):
-        get_policy(name)
+    ("call", "error", "said"),
+    [
+        (
+            lambda: get_policy(jnp.float8_e5m2),
+            ValueError,
+            "got param_dtype=float8_e5m2: a float8 product needs a scale",
+        ),
+        (
+            lambda: Policy("float32", "e4m3", "float32"),
+            ValueError,
+            "compute_dtype=float8_.*needs a scale.*use bfloat16",
+        ),
+        (
+            lambda: Policy("float32", jnp.float4_e2m1fn, "float32"),
+            ValueError,
+            "compute_dtype=float4_e2m1fn: no product here computes in it; use bfloat16 or float16$",
+        ),
+        (
+            lambda: PolicyMap("float32", {"**/head": "half"}),
+            ValueError,
+            r"'half'.*computes in float32; for '\*\*/head' name a policy",
+        ),
+        (
+            lambda: PolicyMap("mixed_float16", {"a": "O2"}),
+            TypeError,
+            "one policy for what .* covers, got the PolicyMap",
+        ),
+    ],
+)
+def test_a_policy_or_a_map_that_cannot_be_says_why(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
 
 
-HAS_A_DTYPE = [jnp.ones(2), np.float16(1), jax.ShapeDtypeStruct((2,), jnp.bfloat16), nn.Dense(3, dtype=jnp.float16)]
-
-
-@pytest.mark.parametrize("what", [None, 16, ("float32",), object(), jnp.int8, *HAS_A_DTYPE])
-def test_what_is_no_policy_is_named_with_the_presets(what):
-    with pytest.raises(
-        TypeError, match=r"a policy is a preset's name, a string such as .*, got .*; presets: float32, "
-    ):
-        get_policy(what)
+def test_what_is_no_policy_is_named_with_the_presets():
+    with_a_dtype = [
+        jnp.ones(2),
+        np.float16(1),
+        jax.ShapeDtypeStruct((2,), jnp.bfloat16),
+        nn.Dense(3, dtype=jnp.float16),
+    ]
+    for what in (None, 16, ("float32",), object(), jnp.int8, *with_a_dtype):
+        with pytest.raises(TypeError, match=r"a policy is a preset's name, a string .*, got .*; presets: float32, "):
+            get_policy(what)
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------
@@ -365,12 +334,6 @@ def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_or_classes
         PolicyMap("mixed_float16", {"a": "float32"}).check({(): object}, [])
 
 
-@pytest.mark.parametrize("policy", ["O2", PolicyMap("mixed_float16", {"a": "float32"})])
-def test_an_override_is_one_policy(policy):
-    with pytest.raises(TypeError, match="an override names one policy for what its pattern covers, got the PolicyMap"):
-        PolicyMap("mixed_float16", {"a": policy})
-
-
 # --- casting ----------------------------------------------------------------------------------------------------------
 
 
@@ -411,12 +374,6 @@ def test_a_cast_to_the_dtype_it_has_is_no_operation():
         assert not jax.make_jaxpr(cast)(x).eqns
 
 
-def test_shardings_are_kept():
-    mesh = jax.make_mesh((4,), ("data",))
-    x = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, PartitionSpec("data")))
-    assert get_policy("mixed_bfloat16").cast_to_compute(x).sharding.is_equivalent_to(x.sharding, x.ndim)
-
-
 def test_casting_is_differentiated_and_batched():
     policy = get_policy("mixed_float16")
     gradient = jax.grad(lambda x: policy.cast_to_output(policy.cast_to_compute(x) * 2).sum())(jnp.ones(2))
@@ -448,7 +405,7 @@ def test_wrap_gives_the_gradients_of_casts_by_hand_in_the_dtype_of_the_params():
 
 @pytest.mark.parametrize(
     ("policy", "precision"),
-    [("float32", "HIGHEST"), ("mixed_float16", None), ("p=f32,m=high", "HIGH"), ("tensorfloat32", "HIGH")],
+    [("float32", "HIGHEST"), ("mixed_float16", None), ("tensorfloat32", "HIGH")],
 )
 def test_wrap_asks_for_the_precision_of_the_policy(policy, precision):
     x = jnp.ones((2, 2))

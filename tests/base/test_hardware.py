@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import jaxmp
+from jaxmp import hardware
+from jaxmp.base.hardware import align_dim, detect, recommended_policy
+
+pytestmark = pytest.mark.once
+
+
+def gpu(name="NVIDIA Test", capability="8.0", platform="gpu"):
+    return types.SimpleNamespace(device_kind=name, platform=platform, compute_capability=capability)
+
+
+VOLTA = ("float16",)
+TURING = (*VOLTA, "int8")
+AMPERE = (*TURING, "bfloat16", "tensorfloat32")
+HOPPER = (*AMPERE, "float8_e4m3fn", "float8_e5m2")
+BLACKWELL = (*HOPPER, "mxfp8", "float4_e2m1fn")
+
+
+def test_tensor_cores_and_policy_follow_the_compute_capability():
+    expected = {
+        **dict.fromkeys(("3.5", "6.0"), ((), "float32")),
+        "7.0": (VOLTA, "mixed_float16"),
+        **dict.fromkeys(("7.2", "7.5"), (TURING, "mixed_float16")),
+        **dict.fromkeys(("8.0", "8.6", "8.7"), (AMPERE, "mixed_bfloat16")),
+        **dict.fromkeys(("8.9", "9.0", "9.0a"), (HOPPER, "mixed_bfloat16")),
+        **dict.fromkeys(("10.0", "10.3", "12.0", "12.1"), (BLACKWELL, "mixed_bfloat16")),
+    }
+    found = {capability: detect(gpu(capability=capability)) for capability in expected}
+    assert {name: (each.tensor_cores, each.recommended_policy) for name, each in found.items()} == expected
+    assert all(each.compute_capability == name for name, each in found.items())
+    assert all(recommended_policy(gpu(capability=name)) == policy for name, (_, policy) in expected.items())
+
+
+def test_float16_is_recommended_with_the_loss_scale_it_needs_and_bfloat16_without():
+    assert "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())" in detect(gpu("Tesla T4", "7.5")).reason
+    assert "no loss scale is needed" in detect(gpu("NVIDIA H200", "9.0")).reason
+
+
+def test_turing_parts_without_tensor_cores_are_known_by_name():
+    for name in ("NVIDIA GeForce GTX 1650", "NVIDIA T1000", "Quadro T2000", "NVIDIA GeForce MX450"):
+        found = detect(gpu(name, "7.5"))
+        assert (found.tensor_cores, found.recommended_policy) == ((), "float32")
+        assert found.reason == f"{name} has no tensor cores: half precision would save memory and no time"
+    for name in ("Tesla T4", "NVIDIA TITAN RTX", "Quadro RTX 5000", "NVIDIA GeForce RTX 2060"):
+        assert detect(gpu(name, "7.5")).tensor_cores == TURING
+
+
+def test_an_unknown_device_gets_float32_and_is_told_why():
+    capabilities = ("gfx942", "gfx942:sramecc+:xnack-", None, "", "9", object())
+    others = [
+        gpu("Apple M3", None, platform="METAL"),
+        types.SimpleNamespace(device_kind="NPU", platform="neuron"),
+        types.SimpleNamespace(device_kind=None, platform=None),
+    ]
+    for device in (*(gpu("mystery", capability) for capability in capabilities), *others):
+        found = detect(device)
+        assert found.recommended_policy == "float32"
+        assert "not known to jaxmp; float32 is right on every device" in found.reason
+        assert (found.tensor_cores, found.peak_tflops, found.peak_bandwidth) == ((), {}, None)
+
+
+def test_what_another_backend_calls_its_capability_is_reported_as_it_is():
+    assert detect(gpu("AMD Instinct MI300X", "gfx942")).compute_capability == "gfx942"
+    assert detect(types.SimpleNamespace(device_kind="NPU", platform="neuron")).compute_capability is None
+
+
+def test_the_cpu_of_this_machine_gets_float32():
+    found = detect()
+    assert found == detect(jax.devices("cpu")[0])
+    assert (found.platform, found.compute_capability, found.tensor_cores) == ("cpu", None, ())
+    assert found.recommended_policy == recommended_policy() == "float32"
+    assert found.reason == "a CPU computes half precision more slowly than float32"
+    assert hash(found) == hash(detect())
+
+
+def test_tpus_train_in_bfloat16_whether_or_not_their_generation_is_known():
+    known = detect(types.SimpleNamespace(device_kind="TPU v5 lite", platform="tpu"))
+    new = detect(types.SimpleNamespace(device_kind="TPU v99", platform="tpu"))
+    assert known.recommended_policy == new.recommended_policy == "mixed_bfloat16"
+    assert known.tensor_cores == ("bfloat16", "int8") and new.tensor_cores == ("bfloat16",)
+    assert known.peak_tflops == {"bfloat16": 197.0, "int8": 394.0} and known.peak_bandwidth == 819e9
+    assert (new.peak_tflops, new.peak_bandwidth) == ({}, None)
+
+
+def test_peak_rates_are_the_datasheets_for_the_whole_device_only():
+    h200 = detect(gpu("NVIDIA H200", "9.0"))
+    assert h200.peak_tflops["bfloat16"] == h200.peak_tflops["float16"] == 989.4
+    assert h200.peak_tflops["float8_e4m3fn"] == pytest.approx(2 * 989.4, rel=1e-3)
+    assert (h200.peak_tflops["float32"], h200.peak_bandwidth) == (67, 4.8e12)
+    assert detect(gpu("NVIDIA H200 MIG 1g.18gb", "9.0")).peak_tflops == {}
+    assert detect(gpu("Tesla V100-SXM2-16GB", "7.0")).peak_tflops == {"float32": 15.7, "float16": 125.0}
+
+
+def test_every_known_device_multiplies_faster_in_fewer_bits():
+    order = ("float32", "tensorfloat32", "float16", "bfloat16", "float8_e4m3fn", "int8")
+    for name in hardware._PEAKS:
+        found = detect(gpu(name, None, "tpu") if name.startswith("TPU") else gpu(name, "9.0"))
+        known = [found.peak_tflops[dtype] for dtype in order if dtype in found.peak_tflops]
+        assert known and known == sorted(known), name
+        assert 1e11 < found.peak_bandwidth < 1e13, name
+
+
+def test_the_recommended_policy_is_one_that_get_policy_reads():
+    for device in (gpu(capability="7.0"), gpu(capability="8.0"), gpu(capability=None)):
+        assert jaxmp.get_policy(recommended_policy(device)).param_dtype == np.float32
+
+
+def test_align_dim_rounds_up_to_a_multiple_of_eight_unless_told_otherwise():
+    aligned = {(1, 8): 8, (8, 8): 8, (9, 8): 16, (50257, 8): 50264, (50257, 128): 50304, (5, 1): 5, (3, 2): 4}
+    assert {(n, divisor): align_dim(n, divisor) for n, divisor in aligned} == aligned
+    assert align_dim(np.int32(9), np.int64(8)) == 16
+    assert align_dim(33) == 40
+    assert type(align_dim(np.int32(33))) is int
+
+
+def test_align_dim_refuses_what_is_no_positive_whole_number():
+    for n in (0, -1, np.int32(-8)):
+        with pytest.raises(ValueError, match=rf"positive sizes, got n={int(n)}; a dimension has at least one"):
+            align_dim(n)
+        with pytest.raises(ValueError, match=rf"got divisor={int(n)};"):
+            align_dim(8, n)
+    for n in (8.0, "8", None, True, np.float32(8)):
+        with pytest.raises(TypeError, match=rf"whole numbers, got n=.* of type {type(n).__name__}"):
+            align_dim(n)
+        with pytest.raises(TypeError, match="got divisor="):
+            align_dim(8, n)

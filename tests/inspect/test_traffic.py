@@ -1,0 +1,70 @@
+"""What devices send each other, read from a compiled step, against what is least."""
+
+from __future__ import annotations
+
+import jax
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from stacked_layers import LAYERS, SPECS, WIDTH, a_batch, loss_on, make_params, mesh_of
+
+import jaxmp
+from jaxmp.inspect import traffic_groups
+from jaxmp.sharding import Sharding
+
+
+def test_collectives_of_a_gather_and_its_gradient_by_layer():
+    mesh = mesh_of()
+    state = jaxmp.TrainState.create_sharded(make_params, optax.sgd(0.1), Sharding(mesh, SPECS))
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(a_batch(), P("fsdp"))
+        step = jaxmp.make_train_step(loss_on(SPECS, "float32"))
+        found = jaxmp.inspect.collectives(step.lower(state, batch).compile())
+    weight = 4 * WIDTH * 2 * WIDTH
+    gathers = [row for row in found.rows if row.kind == "all-gather" and row.bytes == weight]
+    assert sum(row.count for row in gathers) == 2 * LAYERS  # once for two weights in each turn: the result is kept
+    assert {(row.dtype, row.axis) for row in found.rows} == {("float32", "fsdp")}
+    assert sum(row.wire for row in gathers) == 2 * LAYERS * weight * 3 / 4
+    params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert found.bytes_per_param(state.params) == found.wire / params
+    assert f"{found.wire:,.0f} bytes sent by a device" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "axes", "expected"),
+    [
+        ({"fsdp": 8}, P(), ("fsdp",), 2 * 4 * 7 / 8),  # one all-reduce
+        ({"data": 2, "fsdp": 4}, P("fsdp"), ("data", "fsdp"), 8 * 3 / 4 + 2 * 4 / 4 / 2),
+        ({"fsdp": 4, "tensor": 2}, P("fsdp", "tensor"), ("fsdp",), 8 / 2 * 3 / 4),
+    ],
+)
+def test_the_ideal_by_hand(sizes, spec, axes, expected):
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    leaf = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec))
+    assert jaxmp.inspect.ideal_wire([leaf, leaf], axes) == 2 * 64 * 64 * expected
+
+
+def test_groups_are_read_in_each_notation_of_xla():
+    notations = {
+        "replica_groups={{0,1},{2,3}}": [[0, 1], [2, 3]],
+        "replica_groups=[2,2]<=[4]": [[0, 1], [2, 3]],
+        "replica_groups=[2,2]<=[2,2]T(1,0)": [[0, 2], [1, 3]],
+        "replica_groups=mesh['a'=2,'b'=2] {'b'}": [[0, 1], [2, 3]],
+        "replica_groups=mesh['a'=2,'b'=2] {'a'}": [[0, 2], [1, 3]],
+        "replica_groups=mesh['a'=8] {'a':(2)2}": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "replica_groups={}": [],
+        "source_target_pairs={{0,1},{1,0}}": [[0, 1], [1, 0]],
+    }
+    assert {text: traffic_groups.groups_of(text) for text in notations} == notations
+    with pytest.raises(ValueError, match=r"XLA's notations .* got replica_groups=<4x2>; take a JAX"):
+        traffic_groups.groups_of("all-reduce(%x), replica_groups=<4x2>, to_apply=%add")
+
+
+def test_axes_of_groups():
+    mesh = mesh_of(data=2, fsdp=2)
+    assert traffic_groups.axis_of([[0, 1], [2, 3]], mesh) == "fsdp"
+    assert traffic_groups.axis_of([[0, 2], [1, 3]], mesh) == "data"
+    assert traffic_groups.axis_of([[0, 1, 2, 3]], mesh) == "data+fsdp"
+    assert traffic_groups.axis_of([[0, 1], [1, 0]], mesh) == "fsdp"
+    assert traffic_groups.axis_of([[0, 1]], None) == "2 devices"

@@ -1,0 +1,301 @@
+"""Weights are gathered in half where they are used, once a pass, and gradients are reduced in the dtype asked for."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mesh_steps import (
+    BATCH,
+    LAYERS,
+    MODEL,
+    VOCABULARY,
+    WIDTH,
+    linen_loss,
+    linen_params,
+    mesh_of,
+    specs_of,
+    stacked_loss,
+    stacked_params,
+    tokens,
+    tx_of,
+    untyped,
+    where,
+    wire,
+)
+
+import jaxmp
+from jaxmp._internals.jax.walk import equations
+from jaxmp.sharding import Sharding
+from jaxmp.sharding.specs import specs_in
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+BOTH = pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+
+
+class TestDtypes:
+    """In the program: a CPU widens half collectives."""
+
+    @pytest.mark.parametrize(("how", "reduce_dtype"), [("linen", "float32"), ("autocast", "bfloat16")])
+    def test_weights_are_gathered_in_half_and_gradients_reduced_as_asked(self, how, reduce_dtype):
+        mesh, specs = mesh_of(), specs_of(linen_params, mesh_of())
+        options = {"sharding": Sharding(mesh, specs, reduce_dtype=reduce_dtype)}
+        if how == "linen":
+            model = jaxmp.linen.apply_policy(MODEL, "mixed_bfloat16", {"h_0/mlp/c_fc": "float32"})
+            step = jaxmp.make_train_step(linen_loss(model), **options)
+        else:
+            step = jaxmp.make_train_step(linen_loss(), policy="mixed_bfloat16", **options)
+        state = jax.eval_shape(lambda: jaxmp.TrainState.create_sharded(linen_params, tx_of(), Sharding(mesh, specs)))
+        gathers, reductions = wire(step, state, tokens(12), mesh)  # activations have shapes of their own
+        shapes = {leaf.shape for leaf, spec in zip(jax.tree.leaves(state.params), specs_in(specs), strict=True) if spec}
+        split = {(VOCABULARY, WIDTH), (WIDTH, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)}
+        assert shapes == split
+        overridden = {(WIDTH, 4 * WIDTH): {"float32"}} if how == "linen" else {}
+        assert {size: gathers[size] for size in split} == {**{size: {"bfloat16"} for size in split}, **overridden}
+        assert reductions == {reduce_dtype}
+
+    def test_slices_of_a_scan_are_gathered_in_its_body(self):
+        mesh = mesh_of(EXPLICIT)
+        specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
+        step = jaxmp.make_train_step(stacked_loss, sharding=Sharding(mesh, specs), policy="mixed_bfloat16")
+        state = jaxmp.TrainState.create_sharded(stacked_params, tx_of(), Sharding(mesh, specs))
+        batch = jax.device_put(tokens(), NamedSharding(mesh, P("fsdp")))
+        gathers, reductions = wire(step, state, batch, mesh)
+        assert gathers[WIDTH, 2 * WIDTH] == gathers[VOCABULARY, WIDTH] == {"bfloat16"}
+        assert (LAYERS, WIDTH, 2 * WIDTH) not in gathers and reductions == {"float32"}
+
+    @BOTH
+    def test_a_weight_that_passes_through_other_code_is_one_still(self, kind):
+        """Each device sums its rows of the gradient in float32, not in the dtype of the product."""
+        width, half = 16, "bfloat16"
+
+        def in_a_scan(x, stack):
+            stack = stack.reshape(2, 2, width, width)
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0] @ w[1]), None), x, stack)[0]
+
+        def in_a_loop(x, w, batch):
+            first = jax.lax.fori_loop(0, 2, lambda _, w: 0.9 * w, w[0]).astype(half)
+            return jnp.tanh((x * w[1, 0].astype(half)) @ first @ w[2].astype(half))
+
+        ways = {
+            "a jitted cast": lambda x, w, batch: in_a_scan(x, jax.jit(lambda w: w.reshape(2, 2, -1).astype(half))(w)),
+            "slices of what was reshaped": lambda x, w, batch: in_a_scan(x, w.reshape(2, 2, width, width).astype(half)),
+            "a scan that casts": lambda x, w, batch: in_a_scan(x, jax.lax.map(lambda w: w.astype(half), w)),
+            "an index": lambda x, w, batch: jax.lax.fori_loop(0, 4, lambda n, x: jnp.tanh(x @ w[n].astype(half)), x),
+            "a factor of the batch": lambda x, w, batch: jnp.tanh(
+                x @ (w[0] * (1 + jnp.mean(batch))).astype(half) @ w[1].astype(half)
+            ),
+            "a loop": in_a_loop,
+        }
+
+        def loss_fn(params, model_state, batch, rng):
+            results = [way(batch.astype(half), params[name], batch) for name, way in ways.items()]
+            return sum(jnp.mean(each.astype("float32") ** 2) for each in results), model_state
+
+        mesh, rng = mesh_of(kind), np.random.default_rng(0)
+        params = {name: (rng.normal(size=(4, width, width)) / width**0.5).astype(np.float32) for name in ways}
+        batch = rng.normal(size=(BATCH, width)).astype(np.float32)
+        on_mesh = Sharding(mesh, dict.fromkeys(ways, P(None, "fsdp")))
+        state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(1.0), on_mesh)
+        step = jaxmp.make_train_step(loss_fn, sharding=on_mesh, donate=False)
+        with jax.set_mesh(mesh):
+            program = jax.make_jaxpr(step._step)(state, batch)
+        products = [eqn for eqn in equations(program) if eqn.primitive.name == "dot_general"]
+        of_weights = [eqn.outvars[0].aval for eqn in products if set(eqn.outvars[0].aval.shape) == {width}]
+        assert len(of_weights) == 2 * len(ways) - 1  # one product at an index
+        assert {aval.dtype.name for aval in of_weights} == {"float32"}
+        if kind is EXPLICIT:
+            gradients = jax.jit(jax.grad(lambda params: loss_fn(params, None, batch, None)[0]))(params)
+            new, _ = step(state, batch)
+            for name, gradient in gradients.items():
+                error = np.linalg.norm(params[name] - np.asarray(new.params[name]) - gradient)
+                assert error <= 0.01 * np.linalg.norm(gradient), name
+
+    @BOTH
+    def test_weights_of_several_uses_are_gathered_once_in_a_pass(self, kind):
+        """Once for all passes if the gradients of microbatches are reduced once; weights are told by their shapes."""
+
+        def layer(x, w):
+            return jnp.sin(jnp.tanh(x @ w))
+
+        @jax.custom_vjp
+        def own(x):
+            return 2 * x
+
+        own.defvjp(lambda x: (own(x), None), lambda _, cotangent: (2 * cotangent,))
+        jitted, again = jax.jit(layer), jax.checkpoint(layer)
+        twice = jax.jit(lambda x, w: jitted(jitted(x, w), w))
+
+        def applied_twice(apply):
+            return lambda x, w: apply(apply(x, w), w)
+
+        def of_linen(x, w):
+            model = jaxmp.linen.apply_policy(nn.Dense(len(w), use_bias=False), "mixed_bfloat16")
+            return jnp.sin(model.apply({"params": {"kernel": w}}, x))
+
+        def of_nnx(x, w):
+            linear = nnx.eval_shape(lambda: nnx.Linear(*w.shape, use_bias=False, rngs=nnx.Rngs(0)))
+            graphdef, _ = nnx.split(jaxmp.nnx.apply_policy(linear, "mixed_bfloat16"))
+            return jnp.sin(nnx.merge(graphdef, {"kernel": w})(x))
+
+        uses = {
+            "side by side": (applied_twice(layer), 2),
+            "einsum": (applied_twice(lambda x, w: jnp.sin(jnp.einsum("bi,ij->bj", x, w))), 2),
+            "calls of calls": (lambda x, w: twice(twice(x, w), w), 2),
+            "calls and computed again": (
+                lambda x, w: twice(jax.jit(lambda x, w: again(jitted(x, w), w))(x, w), w),
+                2,
+            ),
+            "computed again": (applied_twice(again), 1),  # it has the weight at hand
+            "turns of a loop": (
+                lambda x, w: jax.lax.scan(lambda x, _: (again(jitted(x, w), w), None), x, None, length=2)[0],
+                1,
+            ),
+            "a loop over layers": (lambda x, w: jax.lax.scan(lambda x, w: (twice(x, w), None), x, w)[0], 2),
+            "each example": (applied_twice(jax.vmap(jitted, (0, None))), 2),
+            "around code of its own": (applied_twice(lambda x, w: own(jitted(own(x), w))), 2),
+            "tied": (lambda x, w: jnp.sin(w[jnp.arange(len(x))]) @ w.T, 1),  # a lookup has no gradient of the table
+            "linen": (applied_twice(of_linen), 2),
+            "nnx": (applied_twice(of_nnx), 2),
+        }
+        widths = {name: 4 * n + 12 for n, name in enumerate(uses)}
+
+        def loss_fn(params, model_state, x, rng):
+            total = 0.0
+            for name, (use, _) in uses.items():
+                dtype = "float32" if name in ("linen", "nnx") else "bfloat16"
+                y = use(x[:, : widths[name]].astype(dtype), params[name].astype(dtype))
+                total += jnp.mean(y.astype("float32") ** 2)
+            return total, model_state
+
+        mesh, looped = mesh_of(kind), "a loop over layers"
+        specs = {name: P(None, "fsdp") if name == looped else P("fsdp") for name in uses}
+        shapes = {name: (LAYERS, n, n) if name == looped else (n, n) for name, n in widths.items()}
+        state = jaxmp.TrainState.create_sharded(
+            lambda: {name: jnp.ones(size) for name, size in shapes.items()}, tx_of(), Sharding(mesh, specs)
+        )
+        batch = jax.device_put(np.ones((8, max(widths.values())), np.float32), NamedSharding(mesh, P("fsdp")))
+        settings = ((1, "each"), (2, "once")) if kind is AUTO else ((2, "each"),)
+        for microbatches, reduce in settings:
+            step = jaxmp.make_train_step(
+                loss_fn, sharding=Sharding(mesh, specs, reduce=reduce), accumulate_steps=microbatches
+            )
+            with jax.set_mesh(mesh):
+                program = jax.make_jaxpr(step._step)(state, batch)
+            moved = [eqn for eqn in equations(program) if eqn.primitive.name == "sharding_constraint"]
+            moved = [eqn.outvars[0].aval for eqn in moved if not any(where(eqn))]
+            found = {
+                name: [aval.dtype.name for aval in moved if aval.shape == (size if reduce == "once" else size[-2:])]
+                for name, size in shapes.items()
+            }
+            expected = {name: (1 if reduce == "once" else count) * ["bfloat16"] for name, (_, count) in uses.items()}
+            assert found == expected, (microbatches, reduce)
+
+    def test_autocast_gathers_a_weight_of_two_uses_once_in_a_pass(self):
+        def loss_fn(params, model_state, x, rng):
+            return jnp.mean(jnp.sin(jnp.tanh(jnp.sin(jnp.tanh(x @ params["w"])) @ params["w"])) ** 2), model_state
+
+        mesh, specs = mesh_of(), {"w": P("fsdp")}
+        on_mesh = Sharding(mesh, specs)
+        state = jaxmp.TrainState.create_sharded(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), on_mesh)
+        step = jaxmp.make_train_step(loss_fn, sharding=on_mesh, policy="mixed_bfloat16")
+        with jax.set_mesh(mesh):
+            program = jax.make_jaxpr(step._step)(state, np.ones((BATCH, WIDTH), np.float32))
+        moved = [
+            eqn for eqn in equations(program) if eqn.primitive.name == "sharding_constraint" and not any(where(eqn))
+        ]
+        assert [eqn.outvars[0].aval.dtype.name for eqn in moved if eqn.outvars[0].aval.shape == (WIDTH, WIDTH)] == 2 * [
+            "bfloat16"
+        ]
+
+    @BOTH
+    def test_sums_of_gradients_are_those_of_float32(self, kind):
+        """Of integers, which bfloat16 does not hold from 257 on: what each device adds it does."""
+        eye = np.eye(4, dtype=np.float32)
+
+        def looped(turn, x, weight, half, turns=2):
+            """The sum of the products with what is carried."""
+
+            def added(carry, _):
+                total, weight = carry
+                return (total + (x @ weight.astype(half)).astype("float32"), turn(weight)), None
+
+            return jax.lax.scan(added, (jnp.zeros_like(x, "float32"), weight), None, length=turns)[0][0]
+
+        def convolution(groups, half):
+            def run(w, x):
+                x = x.reshape((-1, 2, 2, 1) if groups > 1 else (1, -1, 4, 1))
+                numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "batch_group_count": groups}
+                return jax.lax.conv_general_dilated(x, w.reshape(2, 2, 1, 4).astype(half), (1, 1), "SAME", **numbers)
+
+            return run
+
+        def ways(half, zeros):
+            def inner(w):
+                return lambda c: jax.lax.scan(lambda c, _: (c + w, None), c, None, length=1)[0]
+
+            def one_of_two(w, x):
+                return x @ jax.lax.cond(jnp.sum(x) > 0, lambda w: 1 * w, lambda w: 2 * w, w).astype(half)
+
+            return {
+                "a convolution of one example": convolution(1, half),
+                "a convolution of groups of examples": convolution(4, half),
+                "carried": lambda w, x: looped(lambda c: 2 * c, x, w, half),
+                "carried in half": lambda w, x: looped(lambda c: 2 * c, x, w.astype(half), half, 1),
+                "changed by what is carried": lambda w, x: looped(lambda c: eye @ c + w, x, zeros, half),
+                "from zeros": lambda w, x: looped(lambda c: c + w, x, zeros, half),
+                "in a loop in a loop": lambda w, x: looped(inner(w), x, zeros, half),
+                "times a constant": lambda w, x: x @ (eye @ w).astype(half),
+                "one of two": one_of_two,
+                "used in a branch": lambda w, x: jax.lax.cond(
+                    jnp.sum(x) > 0, lambda x: x @ w.astype(half), lambda x: x, x
+                ),
+            }
+
+        def loss_of(half):
+            def loss_fn(params, model_state, batch, rng):
+                results = [way(params[name], batch.astype(half)) for name, way in ways(half, jnp.zeros((4, 4))).items()]
+                return sum(jnp.sum(each.astype("float32")) for each in results), model_state
+
+            return loss_fn
+
+        names, mesh = list(ways("float32", None)), mesh_of(kind)
+        params, on_mesh = dict.fromkeys(names, jnp.zeros((4, 4))), Sharding(mesh, dict.fromkeys(names, P("fsdp")))
+        batch = np.random.default_rng(0).integers(0, 3, (512, 4)).astype(np.float32)
+        exact = jax.jit(jax.grad(lambda params: loss_of("float32")(params, None, batch, None)[0]))(params)
+        exact["carried in half"] = exact["carried in half"].astype("bfloat16").astype("float32")
+        state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(1.0), on_mesh)
+        state, _ = jaxmp.make_train_step(loss_of("bfloat16"), sharding=on_mesh)(state, batch)
+        for name in names:
+            np.testing.assert_array_equal(-np.asarray(state.params[name]), exact[name], err_msg=name)
+            assert exact[name].max() > 257, name
+
+    def test_rows_looked_up_for_each_example_are_no_weights(self):
+        """Positions and types of tokens, spread over the batch as the models of transformers do."""
+
+        def loss_of(half):
+            def loss_fn(params, model_state, batch, rng):
+                tables = {name: table.astype(half) for name, table in params.items()}
+                ids, places = batch["ids"], jnp.broadcast_to(jnp.arange(2), batch["ids"].shape)
+                h = tables["token"][ids] + tables["place"][places] + tables["type"][jnp.zeros_like(ids)]
+                return jnp.sum((h @ tables["w"]).astype("float32") * batch["times"]), model_state
+
+            return loss_fn
+
+        params = {name: jnp.ones((4, 4)) for name in ("token", "place", "type", "w")}
+        mesh, specs = mesh_of(), {name: P("fsdp") for name in params}
+        rng = np.random.default_rng(0)
+        batch = {"ids": rng.integers(0, 4, (516, 2)), "times": rng.integers(0, 3, (516, 2, 4)).astype(np.float32)}
+        exact = jax.grad(lambda params: loss_of("float32")(params, None, batch, None)[0])(params)
+        state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(1.0), Sharding(mesh, specs))
+        state, _ = jaxmp.make_train_step(untyped(loss_of("bfloat16")), sharding=Sharding(mesh, specs))(state, batch)
+        for name, gradient in exact.items():
+            np.testing.assert_array_equal(1 - np.asarray(state.params[name]), gradient)

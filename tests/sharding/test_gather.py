@@ -1,0 +1,185 @@
+"""Gathers in half, whose gradients are reduced in float32, and a training that is built on them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from recompiles import compiled_once
+from stacked_layers import SPECS, WHOLE, a_batch, loss_on, make_params, mesh_of
+
+import jaxmp
+from jaxmp import sharding
+from jaxmp.sharding import Sharding
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+
+
+def reshards(jaxpr):
+    """The dtypes of all reshards of a program that move data, bodies too."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "reshard" and eqn.invars[0].aval.ndim:
+            found.append((eqn.invars[0].aval.dtype.name, str(eqn.outvars[0].aval)))
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            found += reshards(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_weights_travel_in_half_and_gradients_in_what_was_asked(reduce_dtype):
+    mesh = mesh_of()
+    state = jaxmp.TrainState.create_sharded(make_params, optax.sgd(0.1), Sharding(mesh, SPECS))
+    loss_fn = loss_on(SPECS, reduce_dtype=reduce_dtype)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(a_batch(), P("fsdp"))
+        program = jax.make_jaxpr(jax.grad(lambda params: loss_fn(params, None, batch, None)[0]))(state.params)
+    found = reshards(program.jaxpr)
+    gathered = [dtype for dtype, to in found if "R:fsdp" in to]
+    scattered = [dtype for dtype, to in found if "@fsdp" in to]
+    assert set(gathered) == {"bfloat16"} and len(gathered) >= 2
+    assert scattered == [reduce_dtype] * 2
+
+
+@pytest.mark.parametrize(
+    ("route", "sizes"),
+    [
+        ("explicit", {"data": 2, "fsdp": 2}),
+        ("auto", {"fsdp": 4}),
+        ("shard_map", {"fsdp": 4}),
+        ("shard_map", {"data": 2, "fsdp": 2}),
+    ],
+)
+def test_gradients_are_those_of_one_device(route, sizes):
+    params, batch, axes = make_params(), a_batch(), tuple(sizes)
+    alone = jax.jit(jax.grad(lambda params: loss_on(WHOLE, axes=axes)(params, None, batch, None)[0]))
+    mesh = mesh_of(AxisType.Explicit if route == "explicit" else AxisType.Auto, **sizes)
+    reduce_dtype = "bfloat16" if route == "auto" else "float32"
+    loss_fn = loss_on(SPECS, axes=axes, reduce_dtype=reduce_dtype)
+    with jax.set_mesh(mesh):
+        expected = alone(params)
+        if route == "shard_map":
+
+            def gradient(params, batch):
+                return jax.grad(lambda params: loss_fn(params, None, batch, None)[0] / mesh.size)(params)
+
+            fun = jax.shard_map(gradient, in_specs=(SPECS, P(axes)), out_specs=SPECS)
+        else:
+            params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, SPECS)
+            batch = jax.device_put(batch, P(axes))
+            fun = jax.grad(lambda params, batch: loss_fn(params, None, batch, None)[0])
+        found = jax.jit(fun)(params, batch)
+    for name, leaf in found.items():
+        assert leaf.dtype == jnp.float32
+        error = np.linalg.norm(np.asarray(leaf) - np.asarray(expected[name])) / np.linalg.norm(expected[name])
+        assert error < 0.01, (name, error)
+
+
+def test_in_shard_map_small_leaves_are_summed_in_float32_too():
+    mesh, specs = mesh_of(AxisType.Auto), {"bias": P()}
+
+    def gradient(params, batch):
+        def loss(params):
+            bias = sharding.gather(params, specs, "bfloat16")["bias"].astype(jnp.bfloat16)
+            return jnp.sum((bias * batch).astype(jnp.float32))
+
+        return jax.grad(loss)(params)
+
+    fun = jax.shard_map(gradient, mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=specs)
+    params, parts = {"bias": jnp.ones(8)}, jnp.asarray([256.0, 1.0, 1.0, 1.0], jnp.bfloat16)[:, None]
+    assert jax.jit(fun)(params, parts)["bias"][0] == 259  # 256 or 260 in bfloat16
+
+
+def test_small_and_integer_leaves_are_left_alone():
+    with jax.set_mesh(mesh_of()):
+        tree = {"small": jnp.ones(3), "count": jnp.zeros((4,), jnp.int32)}
+        specs = {"small": P(), "count": P("fsdp")}
+        found = jax.jit(lambda tree: sharding.gather(tree, specs, "bfloat16"))(tree)
+    assert (found["small"].dtype, found["count"].dtype) == (jnp.float32, jnp.int32)
+
+
+@pytest.mark.parametrize("place", [P(), P(None, "fsdp")])
+def test_a_weight_that_lies_elsewhere_gets_its_gradient_there(place):
+    with jax.set_mesh(mesh_of()):
+        w, x = jax.device_put(jnp.ones((8, 8)), place), jax.device_put(jnp.ones((8, 8)), P("fsdp"))
+
+        def loss(w):
+            return jnp.sum(x @ sharding.gather({"w": w}, {"w": P("fsdp")}, "bf16", axes="fsdp")["w"].astype("f4"))
+
+        found = jax.jit(jax.grad(loss))(w)
+    assert found.sharding.is_equivalent_to(w.sharding, 2)
+    np.testing.assert_array_equal(np.asarray(found), 8.0)
+
+
+SPLIT, ALIKE = P("fsdp"), P()
+
+
+def gather_of_a(mesh, spec=SPLIT, dtype="bfloat16", **options):
+    with jax.set_mesh(mesh):
+        sharding.gather({"a": jnp.ones((8, 8))}, {"a": spec}, dtype, **options)
+
+
+def in_shard_map(mesh, spec=SPLIT, to=ALIKE, **options):
+    def gathered(tree):
+        return sharding.gather(tree, {"a": spec}, "bfloat16")
+
+    jax.shard_map(gathered, mesh=mesh, in_specs=({"a": spec},), out_specs={"a": to}, **options)({"a": jnp.ones(8)})
+
+
+def of_two_types():
+    return jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Explicit))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: gather_of_a(mesh_of(), dtype="int8"), "must be floating, got int8"),
+        (lambda: gather_of_a(mesh_of(), P(("fsdp", "tensor"))), "which has 'fsdp', got 'tensor'"),
+        (lambda: gather_of_a(mesh_of(data=4)), "axes must be of the mesh, which has 'data', got 'fsdp'"),
+        (
+            lambda: gather_of_a(mesh_of(AxisType.Auto)),
+            "got reduce_dtype 'float32' for 'a' gathered in 'bfloat16'; make the mesh with axis_types=.*Explicit",
+        ),
+        (lambda: gather_of_a(of_two_types(), axes=("data", "fsdp")), "of one type, got 'data' of type Auto, 'fsdp'"),
+        (lambda: gather_of_a(mesh_of(), axes=()), "of one type, got none"),
+        (lambda: gather_of_a(mesh_of(), reduce_dtype="float64"), "half dtype, got .*'float64'; pass"),
+        (lambda: sharding.gather({"a": jnp.ones(4)}, {"a": P("fsdp")}, "bfloat16"), "over a mesh, and none is set"),
+        (lambda: in_shard_map(mesh_of(AxisType.Auto), check_vma=False), "check_vma=False.* hides it; leave"),
+        (
+            lambda: in_shard_map(mesh_of(AxisType.Auto, fsdp=2, tensor=2), P(("fsdp", "tensor")), P("tensor")),
+            "over the last axes .* for 'a' .* put fsdp last",
+        ),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+def trained(state, loss_fn, batches):
+    step = jaxmp.make_train_step(loss_fn, donate=False)
+    for batch in batches:
+        state, _ = step(state, batch)
+    assert compiled_once(step)
+    return state
+
+
+def test_after_five_steps_in_float32_params_are_those_of_one_device():
+    mesh, batches = mesh_of(), [a_batch() * n for n in (1, 2, 3, 4, 5)]
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+    split = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, SPECS))
+    with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
+        on_mesh = [jax.device_put(batch, P("fsdp")) for batch in batches]
+        split = trained(split, loss_on(SPECS, "float32"), on_mesh)
+    with jax.default_matmul_precision("highest"), jax.set_mesh(jax.make_mesh((1,), ("fsdp",))):
+        alone = jaxmp.TrainState.create(params=make_params(), tx=tx)
+        alone = trained(alone, loss_on(WHOLE, "float32"), batches)
+    for name, leaf in split.params.items():
+        assert leaf.sharding.spec == SPECS[name] or leaf.sharding.is_fully_replicated
+        own, other = np.asarray(leaf), np.asarray(alone.params[name])
+        assert np.linalg.norm(own - other) / max(np.linalg.norm(other), 1e-3) < 2e-6, name

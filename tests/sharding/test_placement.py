@@ -1,0 +1,57 @@
+"""States that are made where they lie."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from stacked_layers import LAYERS, SPECS, WIDTH, make_params, mesh_of
+
+import jaxmp
+from jaxmp.sharding import Sharding
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+
+
+def test_a_state_has_shapes_without_being_made():
+    state = jax.eval_shape(
+        lambda: jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(mesh_of(), SPECS))
+    )
+    assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, jax.eval_shape(make_params))
+
+
+def test_a_state_is_that_of_one_device_in_its_place():
+    mesh = mesh_of()
+    fields = {
+        "rng": np.int64(1),
+        "ema": np.bool_(True),
+        "model_state": {"batch_stats": np.arange(3.0, dtype=np.float32)},
+    }
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+    state = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, SPECS), **fields)
+    alone = jaxmp.TrainState.create(params=make_params(), tx=tx, **fields)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(alone), strict=True):
+        assert leaf.sharding.mesh.shape == mesh.shape, path
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other), err_msg=str(path))
+    inner = state.opt_state.inner_state[0]
+    for tree in (state.params, state.ema_params, inner.mu, inner.nu):
+        assert tree["up"].addressable_shards[0].data.shape == (LAYERS, WIDTH, 2 * WIDTH // 4)
+        assert tree["bias"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        ({"w": P()}, "specs are a tree like the arrays"),
+        ({**SPECS, "up": P("tensor")}, "which has 'fsdp', got 'tensor'"),
+        ({**SPECS, "up": P("fsdp")}, r"got 3 over 4 \('fsdp'\) in 'up'"),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(specs, said):
+    with pytest.raises(ValueError, match=said):
+        jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(mesh_of(), specs))
