@@ -124,28 +124,18 @@ class Measurement:
         return summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
 
     def overrides(self, candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> dict[str, str]:
-        """Return overrides that give float32 to the chosen candidates, and the policy to products below them."""
-        half = str(self._half)
+        """Return overrides that give float32 to the chosen candidates, and the policy to their children."""
         overrides = {}
-        for candidate in candidates:  # those below a module come before it, and the first that matches wins
+        for candidate in candidates:  # children come before parents, and the first pattern that matches wins
             if candidate in chosen:
                 overrides[candidate.path] = "float32"
-            elif candidate.flops and _is_below_one_of(candidate, chosen):
-                overrides[candidate.path] = half
+            elif _parent(candidate, candidates) in chosen:
+                overrides[candidate.path] = str(self._half)
         return overrides
-
-    def in_float32(self, candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> list[Candidate]:
-        """Return the candidates that compute in float32 under :meth:`overrides`."""
-        overrides = self.overrides(candidates, chosen)
-        return [
-            candidate
-            for candidate in candidates
-            if candidate in chosen or (candidate.path not in overrides and _is_below_one_of(candidate, chosen))
-        ]
 
     def one_in_half(self, candidates: Sequence[Candidate], candidate: Candidate) -> dict[str, str]:
         """Return overrides under which a candidate alone is under the policy, and all else is float32."""
-        below = {other.path: "float32" for other in candidates if _is_below_one_of(other, [candidate])}
+        below = {other.path: "float32" for other in candidates if other.path.startswith(f"{candidate.path}/")}
         return {**below, candidate.path: str(self._half), EVERY: "float32"}
 
     def _run(
@@ -172,8 +162,10 @@ class Measurement:
         return results
 
 
-def _is_below_one_of(candidate: Candidate, parents: Collection[Candidate]) -> bool:
-    return any(candidate.path.startswith(f"{parent.path}/") for parent in parents)
+def _parent(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the nearest candidate above another one."""
+    above = [other for other in candidates if candidate.path.startswith(f"{other.path}/")]
+    return max(above, key=lambda other: len(other.path), default=None)
 
 
 def _relative(value: Any, true: Any, least: float = 0.0) -> float:

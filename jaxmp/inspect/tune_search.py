@@ -25,14 +25,14 @@ class Evaluator(Protocol):
 
 @dataclass
 class Result:
-    """The state of a search: the best choice so far, and each candidate's error alone.
+    """The state of a search: the best choice so far, and each candidate's effect.
 
     Attributes:
       candidates: all of them.
       chosen: those in float32.
       error: with this choice.
       error_before: with nothing in float32.
-      alone: the error of each candidate alone in half; empty if nothing needs float32.
+      errors: the error with one candidate in float32, beside those that overflow; empty if nothing needs float32.
       interrupted: whether the keyboard ended the search.
     """
 
@@ -40,56 +40,77 @@ class Result:
     chosen: frozenset[Candidate] = frozenset()
     error: float = math.inf
     error_before: float = math.inf
-    alone: dict[Candidate, float] = field(default_factory=dict)
+    errors: dict[Candidate, float] = field(default_factory=dict)
     interrupted: bool = False
 
 
-def search(candidates: Sequence[Candidate], errors: Evaluator, tolerance: float) -> Result:
-    """Return the fewest candidates in float32 that keep the error within the tolerance.
+def search(candidates: Sequence[Candidate], evaluator: Evaluator, tolerance: float) -> Result:
+    """Return few candidates in float32 that keep the error within the tolerance.
 
-    First each candidate is measured alone. Then the shortest prefix of the worst ones that meets the tolerance is found
-    by bisection. At last each of these is taken back if the tolerance holds without it, those with the most FLOPs
-    first. An interrupt from the keyboard ends the search with the best choice so far.
+    If the error is infinite, the candidates that overflow alone are chosen first. Then each other candidate is tried in
+    float32. The shortest list of the most helpful ones that meets the tolerance is found by bisection. At last each of
+    these is taken back if the tolerance holds without it, those with the most FLOPs first. An interrupt from the
+    keyboard ends the search with the best choice so far.
     """
     result = Result(candidates)
     try:
-        _search(result, errors, tolerance)
+        _search(result, evaluator, tolerance)
     except KeyboardInterrupt:
         result.interrupted = True
     return result
 
 
-def _search(result: Result, errors: Evaluator, tolerance: float) -> None:
-    def measure(chosen: frozenset[Candidate]) -> bool:
-        """Measure a choice, keep it if it is better, and return whether it meets the tolerance."""
-        error = errors.error(errors.overrides(result.candidates, chosen))
-        is_met = error <= tolerance
-        if is_met or error < result.error:
-            result.chosen, result.error = chosen, error
-        return is_met
+def _search(result: Result, evaluator: Evaluator, tolerance: float) -> None:
+    candidates = result.candidates
 
-    is_met = measure(frozenset())
-    result.error_before = result.error
-    if is_met:
+    def error_of(chosen: frozenset[Candidate]) -> float:
+        """Measure a choice, and keep it if it is better."""
+        error = evaluator.error(evaluator.overrides(candidates, chosen))
+        is_smaller = len(chosen) <= len(result.chosen) or result.error > tolerance
+        if (error <= tolerance and is_smaller) or error < result.error > tolerance:
+            result.chosen, result.error = chosen, error
+        return error
+
+    result.error_before = error_of(frozenset())
+    if result.error_before <= tolerance:
         return
-    progress = _progress(len(result.candidates))
+    overflowing: list[Candidate] = []
+    progress = _progress(len(candidates))
     with progress:
-        for candidate in progress.track(result.candidates, description="measuring modules"):
-            result.alone[candidate] = errors.error(errors.one_in_half(result.candidates, candidate))
-    worst_first = sorted(result.candidates, key=lambda candidate: -result.alone[candidate])
-    if not measure(frozenset(worst_first)):
+        if math.isinf(result.error_before):
+            for candidate in progress.track(candidates, description="looking for overflows"):
+                if math.isinf(evaluator.error(evaluator.one_in_half(candidates, candidate))):
+                    overflowing.append(candidate)
+        others = [candidate for candidate in candidates if candidate not in overflowing]
+        for candidate in progress.track(others, description="measuring modules"):
+            result.errors[candidate] = error_of(frozenset([*overflowing, candidate]))
+    most_helpful_first = [
+        *overflowing,
+        *sorted(others, key=lambda candidate: _usefulness(candidate, result.errors, tolerance)),
+    ]
+    if error_of(frozenset(most_helpful_first)) > tolerance:
         return
-    too_few, enough = 0, len(worst_first)
+    too_few, enough = 0, len(most_helpful_first)
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if measure(frozenset(worst_first[:middle])):
+        if error_of(frozenset(most_helpful_first[:middle])) <= tolerance:
             enough = middle
         else:
             too_few = middle
-    chosen = frozenset(worst_first[:enough])
+    chosen = frozenset(most_helpful_first[:enough])
     for candidate in sorted(chosen, key=lambda candidate: (-candidate.flops, candidate.path)):
-        if candidate != worst_first[enough - 1] and measure(chosen - {candidate}):
+        if candidate != most_helpful_first[enough - 1] and error_of(chosen - {candidate}) <= tolerance:
             chosen -= {candidate}
+
+
+def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[float, int, str]:
+    """Return the key for sorting: the smallest error first.
+
+    Errors within the tolerance count as equal, as do errors within about a tenth of each other; then fewer FLOPs win.
+    """
+    error = max(errors[candidate], tolerance)
+    size = round(math.log(error, 1.1)) if 0 < error < math.inf else error
+    return size, candidate.flops, candidate.path
 
 
 def _progress(total: int) -> Any:

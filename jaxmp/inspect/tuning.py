@@ -24,7 +24,7 @@ from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import write_policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
-_COLUMNS = ("path", "error alone", "FLOPs", "float32")
+_COLUMNS = ("path", "error if float32", "FLOPs", "float32")
 _FLOORS_ALLOWED = 2.0
 
 
@@ -34,7 +34,8 @@ class TunedRow:
 
     Attributes:
       path: the module or scope, as an override takes it.
-      error: the error of the function if only this candidate computes in half; NaN if it was not measured.
+      error: the error of the function with this candidate in float32, beside those that overflow in half; NaN if it
+        was not measured.
       flops: FLOPs of the products of the candidate, without those of modules below it.
       is_float32: whether it has to compute in float32.
     """
@@ -63,7 +64,7 @@ class Tuned(tables.Shown):
       interrupted: whether Ctrl-C ended the search.
       half_flops: the share of the products' FLOPs in half with the overrides, from 0 to 1.
       loss_scale: a good first loss scale in float16; None in bfloat16.
-      rows: the candidates, by error.
+      rows: the candidates, those in float32 first.
       evaluations: how often the function was compiled.
     """
 
@@ -127,9 +128,9 @@ def tune(
     """Find the modules that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
-    :func:`jaxmp.autocast` with ``policy``. It measures each module alone in half, gives float32 to the modules with the
-    largest errors until the tolerance holds, and takes back those that are not needed. That takes at most 2 evaluations
-    for each candidate and 20 more; each compiles the function once.
+    :func:`jaxmp.autocast` with ``policy``. It tries each module in float32, gives float32 to the most helpful ones
+    until the tolerance holds, and takes back those that are not needed. That takes about 2 evaluations for each
+    candidate, 3 if the program overflows; each compiles the function once.
 
     Args:
       fun: returns the loss, or a tuple that begins with it. Or a train step, called with its own arguments.
@@ -200,11 +201,12 @@ def tune(
 def _tuned(
     result: Result, half: Policy, floor: float, tolerance: float, scale: float | None, measurement: Measurement
 ) -> Tuned:
-    wide = measurement.in_float32(result.candidates, result.chosen)
     rows = []
     for candidate in result.candidates:
-        rows.append(TunedRow(candidate.path, result.alone.get(candidate, np.nan), candidate.flops, candidate in wide))
-    rows.sort(key=lambda row: -np.nan_to_num(row.error))
+        rows.append(
+            TunedRow(candidate.path, result.errors.get(candidate, np.nan), candidate.flops, candidate in result.chosen)
+        )
+    rows.sort(key=lambda row: (not row.is_float32, np.nan_to_num(row.error)))
     overrides = measurement.overrides(result.candidates, result.chosen)
     return Tuned(
         policy=PolicyMap(half, overrides),
