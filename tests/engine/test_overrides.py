@@ -137,9 +137,9 @@ def test_a_half_path_leaves_factorisations_float32_unless_they_are_named_as_half
         with jax.named_scope("head"):
             return jnp.sum(jax.lax.linalg.cholesky(w @ w.T + jnp.eye(8)))
 
-    for more in ({}, {"primitive:cholesky": "float32"}):
-        plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"**/head": "half", **more})(W)
-        assert [row.result for row in plan.rows if row.primitive == "cholesky"] == ["float32"]
+    for named, result in ({}, "float32"), ({"primitive:cholesky": "half"}, "bfloat16"):
+        plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"**/head": "half", **named})(W)
+        assert [row.result for row in plan.rows if row.primitive == "cholesky"] == [result]
     assert np.isfinite(jaxmp.autocast(fun, "mixed_bfloat16", {"**/head": "half"})(W))
 
 
