@@ -18,7 +18,7 @@ import jaxmp
 TURNS = 200
 X, B = normal(0, 4, 8), jnp.linspace(-1, 1, 8)
 PARAMS = {"w": normal(1, 8, 8, scale=0.3), "t": normal(2, 8, 8, scale=0.3), "dt": jnp.float32(1 / TURNS)}
-XS, TIMES = normal(3, TURNS, 4, 8), jnp.linspace(0, 1, TURNS + 1)
+XS = normal(3, TURNS, 4, 8)
 SPANS = jnp.linspace(0.5, 2, 4)  # of examples
 WITHIN = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}
 
@@ -142,8 +142,9 @@ STEPS = {
     "a rate that is carried": lambda p: (
         X @ turns(lambda c, x: (c[0] - c[1] * jax.grad(error)(c[0], x), 0.99 * c[1]), p["w"], p["dt"], xs=XS)[0]
     ),
-    "weights of the time": lambda p: turns(
-        lambda h, t: h + p["dt"] * layer({"w": p["w"] * jnp.cos(t)}, h), X, xs=TIMES[1:]
+    # A vector that is another one in each turn makes no layer of the weights.
+    "weights scaled by an input": lambda p: turns(
+        lambda h, u: h + p["dt"] * layer({"w": p["w"] * jnp.cos(u)}, h), X, xs=XS[:, 0]
     ),
     "attention": lambda p: turns(lambda h, _: h + p["dt"] * (jax.nn.softmax(h @ h.T) @ h), X),
     "weights of a call": lambda p: turns(lambda h, _: gated(*jax.jit(lambda h, w: (-h, -w))(h, p["w"])), X),
