@@ -253,7 +253,6 @@ def stacked(body, xs=None):
 
 LAYERS = {
     "masks of numbers": stacked(lambda p, h, m: h + m.astype(jnp.float32)[:, None] * layer(p, h), XS[:12, :, 0] > 0),
-    "a scale for each feature": stacked(lambda p, h, s: h + s * layer(p, h), XS[:12, 0]),
     "a mask that each layer makes": stacked(lambda p, h, _: h + jnp.tril(jnp.ones((4, 4))) @ layer(p, h)),
     "layers by their number": lambda p: jax.lax.fori_loop(
         0, 12, lambda n, h: h + layer({"w": jnp.stack([p["w"]] * 12)[n]}, h), X

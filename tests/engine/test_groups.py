@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, compiled, dtypes_of, half, normal, products
+from autocast_tools import HALVES, both, compiled, dtypes_of, half, normal, products
 
 import jaxmp
 
@@ -35,6 +35,16 @@ def test_a_softmax_is_rounded_where_it_ends():
     assert program.eqns[end + 1].params.get("new_dtype") == jnp.bfloat16
 
 
+def test_a_softmax_whose_logarithm_is_read_too_is_not_rounded():
+    def fun(x, w):
+        p = jax.nn.softmax(x @ w)
+        return p @ w, jnp.log(p + 1e-12)
+
+    x = 12 * jnp.eye(8)[:2]  # a probability so near 1 that bfloat16 has 1
+    result, expected = both(fun, "mixed_bfloat16", x, W)
+    np.testing.assert_allclose(result[1], expected[1], rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("loss", "policy"),
     [
@@ -47,9 +57,9 @@ def test_losses_have_the_accuracy_of_float32(loss, policy):
     x = (normal(1, 4, 8) * 5).astype(HALVES[policy]).astype(jnp.float32)
     exact = np.asarray(loss(x), np.float64)
     # The value beside a gradient: products follow, so that no operation is float32 for leading to none.
-    both = half(jax.value_and_grad(lambda w, x: jnp.sum(loss(x @ w))), policy)
-    assert set(products(both, W, x)) == {HALVES[policy]}
-    assert np.isclose(compiled(both)(W, x)[0], exact.sum(), rtol=1e-5, atol=1e-4)
+    with_gradient = half(jax.value_and_grad(lambda w, x: jnp.sum(loss(x @ w))), policy)
+    assert set(products(with_gradient, W, x)) == {HALVES[policy]}
+    assert np.isclose(compiled(with_gradient)(W, x)[0], exact.sum(), rtol=1e-5, atol=1e-4)
 
 
 def test_a_loss_of_a_product_and_its_target_does_not_round_the_target():
