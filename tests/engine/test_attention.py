@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, half, normal, products
+from autocast_tools import half, normal, products
 
 import jaxmp
 from jaxmp.inspect.program.targets import with_cudnn
@@ -73,18 +73,18 @@ def in_scope(q):
         return attend(q)
 
 
-@pytest.mark.parametrize(
-    ("fun", "overrides"),
-    [
+def test_regions_overrides_and_what_is_written_keep_a_call_in_float32(calls):
+    for fun, overrides in (
         (in_region, None),
         (in_scope, {"**/att": "float32"}),
         (attend, {"class:half": "float32"}),
         (attend, {"primitive:dot_general": "float32"}),
-    ],
-)
-def test_regions_and_overrides_keep_a_call_in_float32(calls, fun, overrides):
-    jax.make_jaxpr(half(lambda q: fun(q @ jnp.eye(8)), overrides=overrides))(QUERY)
-    assert {call[0] for call in calls} == {"float32"}
+        (lambda q: attend(q, implementation="xla"), None),
+        (half(attend, "float32"), None),
+    ):
+        calls.clear()
+        jax.make_jaxpr(half(lambda q, fun=fun: fun(q @ jnp.eye(8)) @ jnp.eye(8), overrides=overrides))(QUERY)
+        assert {call[0] for call in calls} == {"float32"} and "cudnn" not in {call[2] for call in calls}
 
 
 def test_a_bias_that_masks_stays_finite(monkeypatch, calls):
@@ -97,21 +97,14 @@ def test_a_bias_that_masks_stays_finite(monkeypatch, calls):
     assert biases[0].dtype == jnp.float16 and "65504" in str(program)
 
 
-@pytest.mark.parametrize("written", [lambda q: attend(q, implementation="xla"), half(attend, "float32")])
-def test_xla_and_float32_regions_stay_as_they_were_written(calls, written):
-    jax.make_jaxpr(half(lambda q: written(q) @ jnp.eye(8)))(QUERY)
-    assert {call[0] for call in calls} == {"float32"} and "cudnn" not in {call[2] for call in calls}
-
-
 def test_outside_of_autocast_nothing_is_changed(calls):
     attend(QUERY)
     assert calls == [("float32", "float32", None)]
 
 
-@pytest.mark.parametrize("policy", HALVES)
-def test_it_works_in_half_on_a_cpu(policy):
-    fun = half(lambda q: attend(q, is_causal=True), policy)
-    assert set(products(fun, QUERY)) == {HALVES[policy]}
+def test_it_works_in_half_on_a_cpu():
+    fun = half(lambda q: attend(q, is_causal=True), "mixed_float16")
+    assert set(products(fun, QUERY)) == {"float16"}
     assert np.allclose(jax.jit(fun)(QUERY), attend(QUERY, is_causal=True), atol=0.05)
     gradient = jax.jit(jax.grad(lambda q: fun(q).sum()))(QUERY)
     assert bool(jnp.isfinite(gradient).all())

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from autocast_tools import HALVES, compiled, cosine, half, in_turn, layer_norm, normal, products
 
-from jaxmp import cast_plan
 from jaxmp._internals.jax.equations import bodies_of
 from jaxmp._internals.jax.walk import equations
 
@@ -91,10 +90,8 @@ def test_weights_that_a_loop_only_carries_stay_float32():
 
 
 LOOPS = {
-    "scan": lambda w: jax.lax.scan(lambda c, _: (c + jnp.sum(HALVES_2X2 @ w), None), 0.0, None, length=4096)[0],
-    "scan's results": lambda w: jax.lax.scan(lambda c, _: (c, HALVES_2X2 @ w), 0.0, None, length=4096)[1].sum(),
     "fori": lambda w: jax.lax.fori_loop(0, 4096, lambda _, c: c + jnp.sum(HALVES_2X2 @ w), 0.0),
-    "map": lambda w: jax.lax.map(lambda x: (x @ w).sum(), jnp.full((4096, 2, 2), 0.5)).sum(),
+    "scan's results": lambda w: jax.lax.scan(lambda c, _: (c, HALVES_2X2 @ w), 0.0, None, length=4096)[1].sum(),
     "nested": lambda w: jax.lax.scan(
         lambda c, _: (
             c + jax.lax.scan(lambda d, _: (d + jnp.sum(HALVES_2X2 @ w), None), 0.0, None, length=64)[0],
@@ -109,44 +106,42 @@ LOOPS = {
 
 @pytest.mark.parametrize(("loop", "policy"), in_turn(LOOPS))
 def test_4096_uses_of_a_weight_have_a_gradient_of_4096(loop, policy):
-    for gradient in (jax.grad(half(LOOPS[loop], policy)), half(jax.grad(LOOPS[loop]), policy)):
+    gradients = jax.grad(half(LOOPS[loop], policy)), half(jax.grad(LOOPS[loop]), policy)
+    for gradient in gradients:
         assert set(products(gradient, ONES)) == {HALVES[policy]}
-        assert jnp.all(compiled(gradient)(ONES) == 4096)
+    np.testing.assert_array_equal(compiled(lambda w: [gradient(w) for gradient in gradients])(ONES), 4096)
 
 
-@pytest.mark.once
-def test_600_uses_without_a_loop_have_a_gradient_of_600():
-    def fun(w):
-        return sum(jnp.sum(HALVES_2X2 @ w) for _ in range(600))
-
-    assert set(products(half(fun), ONES)) == {"bfloat16"}
-    assert jnp.all(compiled(jax.grad(half(fun)))(ONES) == 600)
+def used_22_times(w):
+    """Its gradient is 277, which bfloat16 does not have: 256 of one use, and 1 of each other."""
+    return jnp.sum(256 * HALVES_2X2 @ w) + sum(jnp.sum(HALVES_2X2 @ w) for _ in range(21))
 
 
-@pytest.mark.once
+def test_22_uses_without_a_loop_have_the_gradient_of_float32():
+    assert set(products(half(used_22_times), ONES)) == {"bfloat16"}
+    assert jnp.all(compiled(jax.grad(half(used_22_times)))(ONES) == 277)
+
+
 def test_a_weight_and_an_activation_do_not_share_the_program_of_a_jitted_body():
-    uses = jax.jit(lambda w: sum(jnp.sum(HALVES_2X2 @ w) for _ in range(600)) + jnp.sum(jnp.exp(w)))
+    uses = jax.jit(lambda w: used_22_times(w) + jnp.sum(jnp.exp(w)))
 
     def fun(w, v):
         return uses(jax.lax.rsqrt(ONES * jnp.sum(HALVES_2X2 @ v))) * 0 + uses(w)
 
-    assert jnp.allclose(compiled(jax.grad(half(fun)))(ONES, ONES), 600 + jnp.exp(1.0))
+    np.testing.assert_allclose(compiled(jax.grad(half(fun)))(ONES, ONES), 277 + np.exp(1.0), rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", HALVES)
-def test_the_gradient_of_a_table_is_summed_in_float32(policy):
+def test_the_gradient_of_a_table_is_summed_in_float32():
     def fun(table):
         return jnp.sum(table[jnp.zeros(4096, int)] @ jnp.eye(4))
 
     table = jnp.zeros((10, 4))
-    for gradient in (jax.grad(half(fun, policy)), half(jax.grad(fun), policy)):
+    for gradient in (jax.grad(half(fun, "mixed_float16")), half(jax.grad(fun), "mixed_float16")):
         assert jnp.all(compiled(gradient)(table)[0] == 4096)
 
 
 FLOWS = {
-    "cond": lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda h: jnp.tanh(h @ w), lambda h: h, x @ w),
     "switch": lambda x, w: jax.lax.switch(1, [lambda h: h @ w, lambda h: jnp.exp(h), lambda h: h + 1], x @ w),
-    "fori": lambda x, w: jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ w), x),
     "map": lambda x, w: jax.lax.map(lambda row: jax.nn.softmax(row @ w), x),
     "associative_scan": lambda x, w: jax.lax.associative_scan(jnp.add, x @ w),
     "reverse, unrolled": lambda x, w: jax.lax.scan(
@@ -277,21 +272,21 @@ RESIDUALS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("until", "dtype"),
-    [*((until, "bfloat16") for until in TIMES.values()), *((until, "float32") for until in RESIDUALS.values())],
-    ids=[*(f"time: {name}" for name in TIMES), *(f"residual: {name}" for name in RESIDUALS)],
-)
-def test_a_loop_until_a_time_is_half_and_one_until_a_residual_is_small_is_float32(until, dtype):
-    def fun(x, w):
-        def turn(carry):
-            times, h, n = carry
-            h = jnp.tanh(h @ w)
-            return until(times, h), h, n + 1
+def test_a_loop_until_a_time_is_half_and_one_until_a_residual_is_small_is_float32():
+    def dtype_of_its_product(until):
+        def fun(x, w):
+            def turn(carry):
+                times, h, n = carry
+                h = jnp.tanh(h @ w)
+                return until(times, h), h, n + 1
 
-        return jax.lax.while_loop(lambda c: (c[0][0] < 0.9) & (c[2] < 20), turn, ((0.0, 0.1), x, 0))[1]
+            return jax.lax.while_loop(lambda c: (c[0][0] < 0.9) & (c[2] < 20), turn, ((0.0, 0.1), x, 0))[1]
 
-    assert products(half(fun), X, W) == [dtype]
+        return products(half(fun), X, W)
+
+    for untils, dtype in ((TIMES, "bfloat16"), (RESIDUALS, "float32")):
+        found = {name: dtype_of_its_product(until) for name, until in untils.items()}
+        assert found == {name: [dtype] for name in untils}
 
 
 @pytest.mark.parametrize("of_examples", ["the number of turns", "a residual"])
@@ -336,27 +331,3 @@ def test_an_activation_goes_into_a_loop_in_float32_if_its_turns_and_those_inside
     (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
     operands = [atom.aval.dtype.name for atom in loop.invars[: bodies_of(loop).start]]
     assert operands == ["float32"] * 2  # and w
-
-
-PAIRS = {
-    "as often": lambda w: (fori(3, w), fori(3, w)),
-    "more often": lambda w: (fori(3, w), fori(5, w)),
-    "backwards": lambda w: tuple(
-        jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), X, jnp.stack([X, W[:4]]), reverse=reverse)[0]
-        for reverse in (False, True)
-    ),
-    "until something else": lambda w: tuple(
-        jax.lax.while_loop(lambda h, most=most: jnp.sum(h[0]) < most, lambda h: jnp.tanh(h @ w) + 1, X)
-        for most in (3.0, 9.0)
-    ),
-}
-
-
-def fori(turns, w):
-    return jax.lax.fori_loop(0, turns, lambda _, h: jnp.tanh(h @ w), X)
-
-
-@pytest.mark.parametrize("case", PAIRS)
-def test_only_loops_that_turn_alike_give_equal_values(case):
-    plan = cast_plan(lambda w: jnp.sum(jnp.multiply(*PAIRS[case](w))), "mixed_bfloat16")(W)
-    assert plan.summary.groups.get("squares", 0) == (case == "as often")

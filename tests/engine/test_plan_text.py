@@ -16,7 +16,7 @@ import plan_block
 import pytest
 from jax import lax
 from places import ROOT, TOOLS
-from plan_tools import MLP, custom, looped, mlp, plan, shape
+from plan_tools import MLP, looped, mlp, plan, shape
 from rich.console import Console
 
 import jaxmp
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.once
 def test_the_text_of_a_transformer_block_is_the_one_kept():
     found = plan(plan_block.loss, *plan_block.example(), overrides={"**/head": "float32"})
     assert f"{found}\n" == (TOOLS / "plan_block.txt").read_text()
+    assert not re.search(r"0x[0-9a-f]+|\s/\w", str(found))  # no id, no absolute path
 
 
 def test_the_text_is_the_same_in_another_process_folder_and_hash_seed(tmp_path):
@@ -45,16 +46,10 @@ def test_one_change_of_precision_changes_its_line_and_the_totals():
     def lines(**overrides):
         return str(plan(mlp, *MLP, **overrides)).splitlines()[3:]
 
-    before, after = lines(), lines()
-    assert before == after
+    before = lines()
     after = [line for line in lines(overrides={"primitive:tanh": "float32"}) if not line.startswith("override")]
     changed = {line.split()[0] for line in set(after) - set(before)}
     assert "tanh" in changed and "exp" not in changed and "sub" not in changed
-
-
-def test_the_text_holds_no_absolute_path_and_no_id():
-    text = str(plan(custom, shape(4, 8), shape(8, 8)))
-    assert not re.search(r"0x[0-9a-f]+|\s/\w", text)
 
 
 def test_json_holds_all_that_the_plan_holds():

@@ -1,0 +1,167 @@
+"""What makes the low digits of a value high ones reads it in float32: places, phases, factorisations, logarithms."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import both, compiled, half, in_turn, normal, operations, products
+
+import jaxmp
+
+W = jnp.eye(8)
+
+
+def pixels():
+    rows, columns = jnp.meshgrid(jnp.arange(512.0), jnp.arange(512.0), indexing="ij")
+    return jnp.stack([rows.ravel(), columns.ravel(), jnp.ones(512 * 512)])
+
+
+def warp(affine):
+    at = affine @ pixels()
+    image = jnp.arange(512.0)[:, None] + jnp.arange(512.0)
+    return jax.scipy.ndimage.map_coordinates(image, [at[0], at[1]], order=1)
+
+
+AFFINE = jnp.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]])
+POINTS, ROTATION = 10 * normal(1, 1000, 3), jnp.linalg.qr(normal(2, 3, 3))[0]
+FREQUENCIES = 10 * normal(4, 3, 16)
+EDGES, THRESHOLDS = jnp.linspace(-30, 30, 600), jnp.linspace(-1, 1, 8)
+
+COORDINATES = {
+    "an affine warp": (warp, AFFINE),
+    "round": (lambda p, r: jnp.round(20 * (p @ r.T)), POINTS, ROTATION),
+    "astype(int)": (lambda p, r: ((p @ r.T + 10) / 0.1).astype(jnp.int32), POINTS, ROTATION),
+    "// and %": (lambda p, r: ((p @ r.T) // 0.1, (p @ r.T) % 0.1), POINTS, ROTATION),
+    "compared with positions": (lambda p, r: jnp.arange(32.0) < (p @ r.T)[..., None], POINTS, ROTATION),
+    "the edges of bins": (lambda p, e: jnp.searchsorted(e, p @ ROTATION), POINTS, EDGES),
+    "edges made here": (lambda p, r: jnp.histogram(p @ r, bins=300, range=(-30, 30))[0], POINTS, ROTATION),
+    "compared with a table": (lambda p, e: (p @ ROTATION)[..., None] > e, POINTS, EDGES),
+    "sin(exp(s) x b)": (lambda x, s: jnp.sin((x @ FREQUENCIES) * jnp.exp(s)), normal(5, 100, 3), normal(6, 16)),
+    "points on rays": (lambda t, r: jnp.sin(8 * (POINTS[0] + (POINTS[1] @ r) * t)), normal(5, 100, 1), ROTATION),
+}
+
+
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(COORDINATES))
+def test_coordinates_and_phases_are_float32(spelling, policy):
+    fun, *args = COORDINATES[spelling]
+    jax.tree.map(np.testing.assert_array_equal, *both(fun, policy, *args))
+    assert jaxmp.cast_plan(fun, policy)(*args).summary.groups["amplifier"] >= 1
+
+
+def rounded(x):
+    return x + jax.lax.stop_gradient(jnp.round(x) - x)
+
+
+NO_COORDINATES = {
+    "quantised activations": lambda x: jnp.clip(jnp.round((x @ W) / 0.1), -128, 127) @ W,
+    "a straight-through gradient": lambda x: (x @ W + jax.lax.stop_gradient(jnp.round(x @ W) - x @ W)) @ W,
+    "int8": lambda x: jnp.round((x @ W) / 0.1).astype(jnp.int8),
+    "a rotary embedding": lambda x: ((x @ W) * jnp.cos(jnp.arange(8.0))) @ W,
+    "the gradient of a clip": lambda x: jax.grad(lambda w: jnp.sum(jnp.clip(x @ w, 0, 6) @ w))(W),
+    "learned steps": lambda x: jax.grad(lambda w, s: jnp.sum(rounded(jnp.clip(x @ w / s, -8, 7)) * s @ w))(W, 0.1),
+    "a threshold": lambda x: jnp.where(x @ W > 0, x, 0.0) @ W,
+    "a threshold for each feature": lambda x: jnp.where(x @ W > THRESHOLDS, x, 0.0) @ W,
+    "a threshold for each example": lambda x: jnp.where(x @ W > THRESHOLDS[:4, None], x, 0.0) @ W,
+    "radial basis functions": lambda x: jnp.tanh((x @ W)[..., None] - THRESHOLDS).sum(-1) @ W,
+    "distances from labels": lambda x: (x @ W - jax.nn.one_hot(jnp.arange(4), 8)) ** 2,
+    "the largest": lambda x: jnp.argmax(x @ W, -1),
+    "a sine of an activation": lambda x: jnp.sin(jax.nn.gelu(x @ W)) @ W,
+    # a temperature: a logarithm, but no log-probability
+    "Gumbel noise": lambda x: (x @ W - jnp.log(jnp.arange(1.0, 9))) @ W,
+}
+
+
+def test_products_that_make_no_places_stay_half():
+    found = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in NO_COORDINATES.items()}
+    assert found == {name: {"bfloat16"} for name in NO_COORDINATES}
+
+
+ACTIVATIONS = {
+    "leaky ReLU": jax.nn.leaky_relu,
+    "ReLU": jax.nn.relu,
+    "a bent line": lambda h: jnp.where(h > 0, h, 0.25 * h),
+    "dropout": lambda h: jnp.where(jnp.arange(8) % 4 > 0, h / 0.75, 0.0),
+}
+
+
+def test_of_layers_that_make_places_the_last_is_float32():
+    def layers(activation, end):
+        def fun(x):
+            for _ in range(3):
+                x = activation(x @ W)
+            return end(x @ W)
+
+        return products(half(fun), normal(0, 4, 8))
+
+    found = {name: layers(activation, jnp.sin) for name, activation in ACTIVATIONS.items()}
+    assert found == {name: ["bfloat16"] * 3 + ["float32"] for name in ACTIVATIONS}
+    assert layers(jax.nn.relu, jnp.floor) == found["ReLU"]
+
+
+def test_what_feeds_a_factorisation_is_float32_although_a_product_reads_it_too():
+    def fun(x, w):
+        kernel = jnp.exp(-((x @ w) ** 2))
+        return jnp.linalg.cholesky(kernel @ w + 4.0 * w) @ w
+
+    program = operations(half(fun), jnp.eye(8), W)
+    assert ("cholesky", "float32") in program
+    assert {dtype for name, dtype in program if name == "add"} == {"float32"}  # the jitter, the symmetric part
+
+
+def test_a_product_that_is_only_factorised_is_float32():
+    a = 3 * normal(0, 64, 8)
+    result = half(lambda a: jnp.linalg.cholesky(a @ a.T + 1e-2 * jnp.eye(64)))(a)
+    np.testing.assert_array_equal(jnp.isfinite(result), True)
+
+
+def test_a_logarithm_near_a_bound_is_float32_although_a_product_reads_the_same():
+    def fun(x, w):
+        action = jnp.tanh(3 * (x @ w))
+        return jnp.sum(jnp.log(1 - action**2 + 1e-6), -1), action @ w
+
+    x = normal(0, 4, 8).astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(half(fun)(x, W)[0], fun(x, W)[0], rtol=0.02)
+
+
+def test_squares_under_a_root_do_not_overflow_and_epsilons_there_do_not_vanish():
+    def squareplus(x, w):
+        return jax.nn.squareplus(x @ w) @ w
+
+    def smooth(x, w):
+        return jnp.sqrt((x @ w) ** 2 + 1e-12) @ w
+
+    large = jnp.full((4, 8), 300.0)
+    np.testing.assert_allclose(*both(squareplus, "mixed_float16", large, W), rtol=1e-3)
+    gradient = compiled(jax.grad(lambda x: half(smooth, "mixed_float16")(x, W).sum()))(jnp.zeros((4, 8)))
+    np.testing.assert_array_equal(gradient, 0)
+
+
+CHAINS = {
+    "scaled": (lambda h: h * 1.001, 1000),
+    "logged": (lambda h: jnp.where(jnp.log(h) > 0, h, h * 1.01), 300),
+    "streamed": (lambda h: h + 0.1 * jnp.log(1 + h), 300),
+    "reduced": (lambda h: (h - h @ W) * 1.01, 300),
+    "squared": (jnp.square, 64),  # of a complex number each part would be counted 2**64 times
+}
+
+
+@pytest.mark.once
+@pytest.mark.slow("times the analysis of long chains")
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_time_to_find_what_is_amplified_is_linear(chain):
+    turn, count = CHAINS[chain]
+
+    def fun(x):
+        h = x @ W
+        h = h.astype(jnp.complex64) if chain == "squared" else h
+        for _ in range(count):
+            h = turn(h)
+        return jnp.floor(h.real)
+
+    start = time.process_time()
+    jaxmp.cast_plan(fun, "mixed_bfloat16")(normal(0, 4, 8))
+    assert time.process_time() - start < 10  # a second; a chain that each operation follows to its start takes 20

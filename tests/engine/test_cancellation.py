@@ -1,0 +1,209 @@
+"""Products of which a difference leaves the last digits are float32: distances, covariances, cosines near 1."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import HALVES, both, compiled, half, in_turn, normal, products
+
+import jaxmp
+
+W, X = jnp.eye(8), normal(9, 16, 8)
+
+
+# -- distances -------------------------------------------------------------------------------------------------------
+
+
+def of_the_diagonal(diagonal):
+    def squares(x):
+        product = x @ x.T
+        norms = diagonal(product)
+        return norms[:, None] + norms - 2 * product
+
+    return squares
+
+
+def of_norms(norms):
+    return lambda x: norms(x)[:, None] + norms(x) - 2 * x @ x.T
+
+
+def of_batches(x):
+    product = jnp.einsum("bid,bjd->bij", x.reshape(4, -1, 8), x.reshape(4, -1, 8))
+    norms = jnp.diagonal(product, axis1=1, axis2=2)
+    return norms[:, :, None] + norms[:, None] - 2 * product
+
+
+def to_a_codebook(x):
+    codes = 5 + normal(3, 16, 8)
+    return jnp.sum(x**2, 1, keepdims=True) - 2 * x @ codes.T + jnp.sum(codes**2, 1)
+
+
+def under_a_root(x):
+    squares = jnp.sum(x**2, -1)
+    return jnp.sqrt(squares[:, None] + squares[None] - 2 * x @ x.T + jnp.eye(len(x)))
+
+
+DISTANCES = {
+    "under a root": under_a_root,
+    "diagonal(G)": of_the_diagonal(jnp.diagonal),
+    "einsum('ii->i', G)": of_the_diagonal(functools.partial(jnp.einsum, "ii->i")),
+    "sum(G * eye)": of_the_diagonal(lambda g: jnp.sum(g * jnp.eye(len(g)), 1)),
+    "G[i, i]": of_the_diagonal(lambda g: g[jnp.arange(len(g)), jnp.arange(len(g))]),
+    "sum(abs(h)**2)": of_norms(lambda h: jnp.sum(jnp.abs(h) ** 2, -1)),
+    "sum(h * h)": of_norms(lambda h: jnp.sum(h * h, -1)),
+    "norm(h)**2": of_norms(lambda h: jnp.linalg.norm(h, axis=-1) ** 2),
+    "einsum('id,id->i', h, h)": of_norms(lambda h: jnp.einsum("id,id->i", h, h)),
+    "half of it": lambda h: jnp.sum(h**2, -1)[:, None] / 2 + jnp.sum(h**2, -1) / 2 - h @ h.T,
+    "(-2 h) @ h.T": lambda h: jnp.sum(h**2, -1)[:, None] + jnp.sum(h**2, -1) + (-2 * h) @ h.T,
+    "in batches": of_batches,
+    "to a codebook": to_a_codebook,
+}
+
+
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(DISTANCES))
+def test_distances_are_float32_in_every_spelling(spelling, policy):
+    def fun(x):
+        return DISTANCES[spelling](x @ W)
+
+    x = (5 + normal(0, 32, 8)).astype(HALVES[policy]).astype(jnp.float32)  # one rounding of which is an error of 30 %
+    np.testing.assert_allclose(*both(fun, policy, x), rtol=1e-5, atol=2e-4)
+    assert jaxmp.cast_plan(fun, policy)(x).summary.groups["cancellation"] >= 1
+
+
+def test_a_product_of_a_vector_with_itself_is_a_sum_of_squares():
+    v = jnp.full((1, 4096), 10.0)
+
+    def norms(v, w):
+        return jnp.vdot(v, v), jnp.einsum("bi,bi->b", v, v).sum(), w @ w
+
+    np.testing.assert_allclose(compiled(half(norms, "mixed_float16"))(v, W)[:2], 409600.0, rtol=1e-5)
+
+
+def test_a_gram_matrix_of_an_element_of_a_scan_is_no_sum_of_squares():
+    def scanned(x, kernels):
+        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ (kernel @ kernel.T)), None), x, kernels)[0]
+
+    assert products(half(scanned), normal(0, 4, 8), normal(1, 3, 8, 8)) == ["bfloat16", "bfloat16"]
+
+
+def test_a_product_divided_by_a_constant_is_cancelled_but_no_quotient_of_a_constant():
+    rests = {
+        "squares - dots / 0.5": lambda squares, dots: squares - dots / 0.5,
+        "squares - 0.5 / dots": lambda squares, dots: squares - 0.5 / dots,
+        "0.5 / squares - dots": lambda squares, dots: 0.5 / squares - dots,
+    }
+
+    def fun(rest):
+        return lambda x, w: rest(jnp.sum(x**2, -1, keepdims=True), x @ w)
+
+    found = {name: products(half(fun(rest)), normal(0, 4, 8), W) for name, rest in rests.items()}
+    assert found == dict(zip(rests, (["float32"], ["bfloat16"], ["bfloat16"]), strict=True))
+
+
+# -- moments ---------------------------------------------------------------------------------------------------------
+
+
+def test_means_of_products_by_a_filter_are_float32():
+    filter_ = jnp.full(32, 1 / 32)
+
+    def variances(x):
+        return jnp.stack([jnp.mean(x * x, 0), (x * x).T @ filter_ - (x.T @ filter_) ** 2])
+
+    x = (5 + normal(0, 32, 8)).astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(half(lambda x: variances(x @ W))(x), variances(x), rtol=1e-5)
+
+
+COVARIANCES = {
+    "sum": lambda x, y: (x.T @ y - len(x) * x.mean(0)[:, None] * y.mean(0)) / len(x),
+    "einsum": lambda x, y: jnp.einsum("ni,nj->ij", x, y) / len(x) - jnp.einsum("i,j->ij", x.mean(0), y.mean(0)),
+}
+
+
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(COVARIANCES))
+def test_covariances_as_a_difference_of_means_are_float32(spelling, policy):
+    covariance, x = COVARIANCES[spelling], normal(0, 128, 8) + 30.0
+    y = x @ normal(1, 8, 4)
+    expected = np.cov(np.asarray(x, np.float64), np.asarray(y, np.float64), rowvar=False, bias=True)[:8, 8:]
+    np.testing.assert_allclose(half(covariance, policy)(x, y), expected, rtol=0.02, atol=0.02)
+    assert "cancellation" in jaxmp.cast_plan(covariance, policy)(x, y).summary.groups
+
+
+# -- cosines ---------------------------------------------------------------------------------------------------------
+
+
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def times_one_over_norm(x):
+    return x * (1 / jnp.linalg.norm(x, axis=-1, keepdims=True))
+
+
+def times_rsqrt(x):
+    return jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-12) * x
+
+
+# The last digits of a cosine near 1 are all that these leave of it.
+COSINES = {
+    "1 - c": (unit, lambda u, v: 1 - u @ v.T),
+    "2 - (2 u) v": (times_one_over_norm, lambda u, v: 2 - 2 * u @ v.T),
+    "-c + 1": (times_rsqrt, lambda u, v: -(u @ v.T) + 1),
+    "(c - 1) / 0.01": (unit, lambda u, v: (u @ v.T - 1) / 0.01),
+    "of pairs": (times_one_over_norm, lambda u, v: 2 - 2 * jnp.einsum("nd,nd->n", u, v)),
+    "acos(c)": (times_rsqrt, lambda u, v: jnp.arccos(jnp.clip(u @ v.T, -0.99999, 0.99999))),
+    "log1p(-c)": (unit, lambda u, v: jnp.log1p(-0.9999 * (u @ v.T))),
+}
+
+
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(COSINES))
+def test_cosines_near_1_are_float32(spelling, policy):
+    normalised, read = COSINES[spelling]
+
+    def fun(x):
+        return read(normalised(x @ W), normalised(x[::-1] @ W))
+
+    x = (1 + 0.1 * X).astype(HALVES[policy]).astype(jnp.float32)
+    np.testing.assert_allclose(*both(fun, policy, x), rtol=0.02, atol=1e-5)
+    assert jaxmp.cast_plan(fun, policy)(x).summary.groups.keys() & {"cancellation", "amplifier"}
+
+
+@pytest.mark.parametrize(
+    ("distance", "policy"),
+    [
+        (lambda x: 1 - unit(x) @ unit(x).T, "mixed_float16"),
+        (lambda x: 1 - jax.vmap(jnp.dot)(unit(x), unit(x[::-1])), "mixed_bfloat16"),
+    ],
+)
+def test_distances_of_unit_vectors_that_are_near_are_float32(distance, policy):
+    x = 1 + 0.01 * normal(6, 16, 8)  # vectors so near that half's rounding is all that is left
+    np.testing.assert_allclose(*both(distance, policy, x), rtol=1e-5, atol=1e-7)
+    assert jaxmp.cast_plan(distance, policy)(x).summary.groups.keys() & {"cancellation", "amplifier"}
+
+
+def test_a_scale_that_is_no_number_is_no_error():
+    for scale in (0.0, np.nan, np.inf):
+        assert jax.eval_shape(half(lambda x, s=scale: 1 - (unit(x) @ unit(x).T) / s), X).shape == (16, 16)
+
+
+# -- what cancels nothing --------------------------------------------------------------------------------------------
+
+
+STAY_HALF = {
+    "a penalty": lambda x: jnp.sum((x @ W) * 0.5) + jnp.sum(W**2),
+    "a Gram matrix less an output": lambda x: x @ x.T - (x @ W)[:, :1],
+    "a network less an output": lambda x: jax.nn.relu(x @ W) ** 2 @ W - x @ W,
+    "logits": lambda x: 20 * unit(x) @ unit(W).T,
+    "logits with an argument": lambda x: unit(x) @ unit(W).T - x[:, :1],
+    "a cosine less another": lambda x: unit(x) @ unit(W).T - unit(x) @ unit(2 + W).T,
+    "1 less another product": lambda x: 1 - x @ W,
+    "distances from an identity": lambda x: ((x @ W).T @ (x @ W) - jnp.eye(8)) ** 2,
+}
+
+
+def test_products_that_nothing_cancels_stay_half():
+    found = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in STAY_HALF.items()}
+    assert found == {name: {"bfloat16"} for name in STAY_HALF}

@@ -1,0 +1,50 @@
+"""What autocast sees while it traces: special functions of JAX are marked by a scope, and only then."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._internals.jax.sources import names_of
+from jaxmp._internals.jax.walk import jaxprs_in
+from jaxmp.engine.marks import SPECIAL
+from jaxmp.engine.rules import Rules
+from jaxmp.engine.trace import tracing
+
+
+def scopes(fun, *args):
+    """The scopes of each equation of a function, traced as the engine traces it."""
+    with tracing(Rules(np.dtype("float16"))):
+        closed = jax.make_jaxpr(fun)(*args)
+
+    def below(jaxpr, around):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            yield (names := (*around, *names_of(eqn)))
+            for inner in jaxprs_in(eqn):
+                yield from below(inner, names)
+
+    return list(below(closed, ()))
+
+
+def test_special_functions_are_traced_in_a_scope():
+    counts = {"log_ndtr": 1, "betaln": 2, "gammainc": 2, "ndtr": 1, "ndtri": 1, "i0": 1}
+    for name, count in counts.items():
+
+        def fun(*args, name=name):
+            return getattr(jax.scipy.special, name)(*args)  # looked up while it is traced
+
+        found = scopes(fun, *[jnp.float32(0.5)] * count)
+        assert found and all(SPECIAL in names for names in found), name
+        inside = scopes(jax.grad(fun), *[jnp.float32(0.5)] * count)
+        assert sum(SPECIAL in names for names in inside) >= 0.8 * len(inside), name
+
+
+def test_a_density_is_traced_in_a_scope():
+    assert all(SPECIAL in names for names in scopes(lambda x: jax.scipy.stats.norm.logpdf(x), jnp.float32(1)))
+
+
+def test_a_function_of_the_users_is_no_special_one_and_none_is_outside_of_a_trace():
+    assert not any(SPECIAL in names for names in scopes(lambda x: jnp.tanh(x) * 2 + x, jnp.float32(1)))
+    jaxpr = jax.make_jaxpr(lambda x: jax.scipy.special.ndtr(x))(jnp.float32(1))
+    assert not any(SPECIAL in names_of(eqn) for eqn in jaxpr.eqns)
