@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-import jaxmp
-from jaxmp.base import tables
+from jaxmp.base import tables, versions
+from jaxmp.engine.plan import CastPlan
 
 COLUMNS = ("step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped")
 _WAITING = 20
@@ -54,7 +54,7 @@ class Record:
 
     def plan(self, plan: Any) -> None:
         """Keep what :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit` returned."""
-        name = "plan.json" if isinstance(plan, jaxmp.CastPlan) else "audit.json"
+        name = "plan.json" if isinstance(plan, CastPlan) else "audit.json"
         (self.folder / name).write_text(plan.to_json())
 
     def memory(self, plan: Any) -> None:
@@ -108,7 +108,7 @@ def record(folder: str | Path) -> Iterator[Record]:
 
 def _environment() -> dict[str, str]:
     device = jax.devices()[0]
-    versions = {"Python": platform.python_version(), "jaxmp": jaxmp.__version__, "jax": jax.__version__}
+    versions = {"Python": platform.python_version(), "jaxmp": versions.of("jaxmp"), "jax": jax.__version__}
     return {
         "device": f"{jax.device_count()} × {device.device_kind} ({device.platform})",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),

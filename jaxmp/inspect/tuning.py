@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import jaxmp
-from jaxmp.base import tables
+from jaxmp.base import tables, versions
 from jaxmp.base.dtypes import is_half
 from jaxmp.inspect.blame import first_nonfinite
 from jaxmp.inspect.comparing import loss_of
@@ -93,7 +92,7 @@ class Tuned(tables.Shown):
         comments = [
             f"error {self.error:.3g} (without overrides {self.error_before:.3g}, tolerance {self.tolerance:.3g})",
             f"{100 * self.half_flops:.1f} % of the products' FLOPs in half",
-            f"jaxmp {jaxmp.__version__}, jax {jax.__version__}, {datetime.date.today()}",
+            f"jaxmp {versions.of('jaxmp')}, jax {jax.__version__}, {datetime.date.today()}",
         ]
         write_policy(file, self.policy, loss_scale=self.loss_scale, comments=comments)
 

@@ -1,0 +1,13 @@
+"""Versions of installed packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+
+def of(package: str) -> str:
+    """Return the version of a package, or "not installed"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
