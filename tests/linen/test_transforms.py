@@ -75,17 +75,6 @@ class Calls(nn.Module):
         return self.call(self, x, self.hand)
 
 
-class Decorated(nn.Module):
-    transform: Any
-    hand: Any = None
-
-    def setup(self) -> None:
-        self.block = Block(self.hand)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.transform(lambda mdl, x: mdl.block(nn.tanh(x)))(self, x)
-
-
 class DecoratedMethod(nn.Module):
     hand: Any = None
 
