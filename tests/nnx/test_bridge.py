@@ -131,7 +131,7 @@ HALF, WIDE = "bfloat16", "float32"
 @pytest.mark.once
 def test_a_policy_on_an_nnx_model_around_a_linen_module_says_to_wrap_the_policy():
     for make, policy, at in ((to_nnx, "mixed_bfloat16", ""), (AroundLinen, "float32", "'wrapped', ")):
-        with pytest.raises(ValueError, match="a policy does not reach into nnx.bridge.ToNNX") as error:
+        with pytest.raises(ValueError, match=r"a policy does not reach into nnx\.bridge\.ToNNX") as error:
             jaxmp.nnx.apply_policy(make(), policy, {"wrapped": "float32"})
         rule, _, remedy = str(error.value).splitlines()
         assert f"got {at}ToNNX(Linen(...))" in rule

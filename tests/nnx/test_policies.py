@@ -36,9 +36,8 @@ def test_an_override_covers_what_lies_below_its_path_and_the_first_match_wins():
 
 
 def test_an_override_by_class_covers_its_instances_and_o2_the_norms():
-    models = [
-        apply_policy(Net(rngs()), "mixed_float16", {pattern: "float32"}) for pattern in (nnx.BatchNorm, "type:*Norm")
-    ]
+    by_class = [{pattern: "float32"} for pattern in (nnx.BatchNorm, "type:*Norm")]
+    models = [apply_policy(Net(rngs()), "mixed_float16", overrides) for overrides in by_class]
     for model in (*models, apply_policy(Net(rngs()), "O2")):
         found = dtypes(model)
         assert found.pop("norm") == "float32" and set(found.values()) == {"float16"}
