@@ -32,21 +32,20 @@ class Net(nn.Module):
 
 X = jnp.float32(np.random.default_rng(0).normal(size=(4, 3)))
 MIXED, FULL = "p=f32,c=f16,o=f32", "full"
-every_jmp = pytest.mark.parametrize("module", [real, jmp], ids=["jmp", "jaxmp.jmp"])
 
 
 # --- jmp's objects here -----------------------------------------------------------------------------------------------
 
 
-@every_jmp
-def test_a_policy_of_jmps_is_taken_by_get_policy_and_policy_map(module):
-    policy, full = module.get_policy(MIXED), module.get_policy(FULL)
-    assert jaxmp.get_policy(policy) == jaxmp.get_policy("mixed_float16")
-    policies = jaxmp.PolicyMap(policy, {"head": full})
-    assert policies == jaxmp.PolicyMap("mixed_float16", {"head": "p=f32"})
-    assert hash(policies) == hash(jaxmp.PolicyMap("mixed_float16", {"head": "p=f32"}))
-    assert jaxmp.get_policy(str(policies)) == policies
-    assert jaxmp.PolicyMap(policies, {"body": full}).resolve(("body",))[0] == jaxmp.get_policy("p=f32")
+def test_a_policy_of_jmps_is_taken_by_get_policy_and_policy_map():
+    for module in (real, jmp):
+        policy, full = module.get_policy(MIXED), module.get_policy(FULL)
+        assert jaxmp.get_policy(policy) == jaxmp.get_policy("mixed_float16")
+        policies = jaxmp.PolicyMap(policy, {"head": full})
+        assert policies == jaxmp.PolicyMap("mixed_float16", {"head": "p=f32"})
+        assert hash(policies) == hash(jaxmp.PolicyMap("mixed_float16", {"head": "p=f32"}))
+        assert jaxmp.get_policy(str(policies)) == policies
+        assert jaxmp.PolicyMap(policies, {"body": full}).resolve(("body",))[0] == jaxmp.get_policy("p=f32")
 
 
 def test_a_policy_of_jmps_is_taken_by_linen_as_policy_and_as_override():
@@ -87,13 +86,13 @@ def test_a_loss_scale_of_jmps_is_taken_by_the_optimizer_the_train_state_and_the_
     assert got[2] and got[3] == 1
 
 
-@every_jmp
-def test_a_loss_scale_of_jmps_scales_a_loss_through_the_state(module):
-    params, _ = train_problem()
-    for scale in (module.StaticLossScale(8), module.DynamicLossScale(jnp.float32(8.0))):
-        state = jaxmp.loss_scaling(standard(optax.sgd(1.0)), scale).init(params)
-        assert jaxmp.scale_loss(jnp.float32(2), state) == 16
-        assert jaxmp.unscale(jnp.float16(2), state) == 0.25
+def test_a_loss_scale_of_jmps_scales_a_loss_through_the_state():
+    for module in (real, jmp):
+        params, _ = train_problem()
+        for scale in (module.StaticLossScale(8), module.DynamicLossScale(jnp.float32(8.0))):
+            state = jaxmp.loss_scaling(standard(optax.sgd(1.0)), scale).init(params)
+            assert jaxmp.scale_loss(jnp.float32(2), state) == 16
+            assert jaxmp.unscale(jnp.float16(2), state) == 0.25
 
 
 # --- jaxmp's objects in Haiku -----------------------------------------------------------------------------------------

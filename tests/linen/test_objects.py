@@ -27,7 +27,6 @@ from linen_zoo import (
     same_bits,
     same_computation,
     shapes,
-    standard_promotion,
 )
 
 from jaxmp.engine import module_border
@@ -196,17 +195,6 @@ def test_a_module_shared_by_two_places_is_one_module_under_one_policy():
     assert model_products(model, ids) == ["float16", "float16"]
 
 
-def test_modules_in_lists_and_dicts_as_fields_are_under_the_policy():
-    class Holder(nn.Module):
-        parts: Any
-
-        def __call__(self, x):
-            return self.parts["b"](self.parts["a"][1](self.parts["a"][0](x)))
-
-    parts = {"a": [nn.Dense(4), Linear(4)], "b": nn.Dense(2)}
-    assert model_products(apply_policy(Holder(parts), "mixed_float16"), X) == ["float16"] * 3
-
-
 def test_a_model_applied_on_its_own_inside_a_model_is_not_its_submodule():
     teacher, embed = MLP(), Tied()
     knowledge = teacher.init(rngs(), X)
@@ -219,22 +207,6 @@ def test_a_model_applied_on_its_own_inside_a_model_is_not_its_submodule():
     model = apply_policy(Student(), "mixed_float16")
     assert products(model.apply, shapes(model, X), X)[0] == "float16"
     assert set(products(model.apply, shapes(model, X), X)[1:]) == {"float32"}
-
-
-def test_batch_statistics_of_a_part_of_a_bare_parent_stay_float32():
-    class Head(nn.Module):
-        part: Any
-
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(2)(self.part(x))
-
-    part = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=False)])
-    parent = Head(apply_policy(part, "mixed_bfloat16"))
-    with standard_promotion():
-        apply = functools.partial(parent.apply, mutable=["batch_stats"])
-        _, state = jax.eval_shape(apply, shapes(parent, X), X)
-    assert dtypes_of(state) == {"float32"}
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from flax import errors, serialization
 from jax import lax
 from linen_zoo import (
     HALVES,
-    MLP,
     Linear,
     Tied,
     data,
@@ -114,18 +113,13 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize(("leaf", "policy"), in_turn(LEAVES))
-def test_a_module_without_a_dtype_field_is_decided_as_autocast_decides(leaf, policy):
-    make, x = LEAVES[leaf]
-    model = apply_policy(make(), policy)
-    same_computation(model.init, make().init, rngs(), x)
-    same_computation(model.apply, jaxmp.autocast(make().apply, policy), shapes(model, x), x)
-    assert set(model_products(model, x)) <= {HALVES[policy]}
-
-
-@pytest.mark.once
-def test_a_norm_of_someones_own_behind_a_layer_errs_by_the_rounding_of_the_layer():
-    errs_by_rounding(nn.Sequential([nn.Dense(4), Norm(), nn.Dense(3)]), X, "mixed_bfloat16")
+def test_a_module_without_a_dtype_field_is_decided_as_autocast_decides():
+    for leaf, policy in in_turn(LEAVES):
+        make, x = LEAVES[leaf]
+        model = apply_policy(make(), policy)
+        same_computation(model.init, make().init, rngs(), x)
+        same_computation(model.apply, jaxmp.autocast(make().apply, policy), shapes(model, x), x)
+        assert set(model_products(model, x)) <= {HALVES[policy]}
 
 
 def errs_by_rounding(bare: nn.Module, x: Any, policy: str) -> None:
@@ -151,40 +145,44 @@ def gradients_of(model: nn.Module, variables: Any, x: Any) -> Any:
     return jax.grad(lambda params: jnp.sum(model.apply({**variables, "params": params}, x) ** 2))(variables["params"])
 
 
-@pytest.mark.parametrize(
-    ("policy", "dtype"),
-    [("mixed_float16", "int32"), ("mixed_bfloat16", "float16"), ("float32", "bfloat16"), ("bfloat16", "float32")],
-)
-def test_operations_of_lax_take_inputs_of_any_dtype_beside_params(policy, dtype):
-    class Scale(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            scale = self.param("scale", nn.initializers.ones, (4,))
-            x = x.astype(scale.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
-            return lax.mul(x, jnp.broadcast_to(scale, x.shape))
+def test_operations_of_lax_take_inputs_of_any_dtype_beside_params():
+    for policy, dtype in (
+        ("mixed_float16", "int32"),
+        ("mixed_bfloat16", "float16"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+    ):
 
-    model, x = apply_policy(nn.Sequential([Scale(), nn.Dense(3)]), policy), (10 * X).astype(dtype)
-    out = model.apply(model.init(rngs(), x), x)
-    assert out.dtype == ("bfloat16" if policy == "bfloat16" else "float32")
-    assert np.isfinite(out).all()
+        class Scale(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                scale = self.param("scale", nn.initializers.ones, (4,))
+                x = x.astype(scale.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
+                return lax.mul(x, jnp.broadcast_to(scale, x.shape))
+
+        model, x = apply_policy(nn.Sequential([Scale(), nn.Dense(3)]), policy), (10 * X).astype(dtype)
+        out = model.apply(model.init(rngs(), x), x)
+        assert out.dtype == ("bfloat16" if policy == "bfloat16" else "float32")
+        assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("how", ["fori_loop", "jit in scan"])
-def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call_gives(how):
-    class Square(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x * x * self.param("scale", nn.initializers.ones, ())
+def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call_gives():
+    for how in ("fori_loop", "jit in scan"):
 
-    model, x = apply_policy(Square(), "float32"), jnp.full((2,), 300, jnp.float16)  # 300² is infinite in float16
-    variables = model.init(rngs(), x)
-    call = jax.jit(model.apply) if how == "jit in scan" else model.apply
-    if how == "fori_loop":
-        out = lax.fori_loop(0, 2, lambda _, total: total + call(variables, x), jnp.zeros((2,)))
-    else:
-        out = lax.scan(lambda c, _: (c, call(variables, x)), x, None, length=2)[1].sum(0)
-    assert out.tolist() == [180_000, 180_000]
-    assert call(variables, x).tolist() == [90_000, 90_000]
+        class Square(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return x * x * self.param("scale", nn.initializers.ones, ())
+
+        model, x = apply_policy(Square(), "float32"), jnp.full((2,), 300, jnp.float16)  # 300² is infinite in float16
+        variables = model.init(rngs(), x)
+        call = jax.jit(model.apply) if how == "jit in scan" else model.apply
+        if how == "fori_loop":
+            out = lax.fori_loop(0, 2, lambda _, total: total + call(variables, x), jnp.zeros((2,)))
+        else:
+            out = lax.scan(lambda c, _: (c, call(variables, x)), x, None, length=2)[1].sum(0)
+        assert out.tolist() == [180_000, 180_000]
+        assert call(variables, x).tolist() == [90_000, 90_000]
 
 
 def test_a_pure_half_policy_stores_the_params_of_the_bare_module_rounded():
@@ -223,23 +221,26 @@ def test_a_vision_transformer_has_half_products_and_errs_by_their_rounding():
         assert set(model_products(apply_policy(ViT(), policy), IMAGE)) == {HALVES[policy]}
 
 
-@pytest.mark.parametrize("product", ["dot", "conv"])
-def test_the_product_of_an_input_and_a_param_beside_a_submodule_is_half(product):
-    class Mixed(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            w = self.param("w", normal, (4, 4))
-            if product == "dot":
-                y = x @ w
-            else:
-                y = lax.conv_general_dilated(x[None], w[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[0]
-            return nn.Dense(3)(y)
+def test_the_product_of_an_input_and_a_param_beside_a_submodule_is_half():
+    for product in ("dot", "conv"):
 
-    model = apply_policy(Mixed(), "mixed_float16")
-    variables = model.init(rngs(), X)
-    assert model_products(model, X) == ["float16", "float16"]
-    gradients = jax.grad(lambda v: model.apply(v, X).sum())(variables)
-    assert dtypes_of(gradients) == {"float32"}
+        class Mixed(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                w = self.param("w", normal, (4, 4))
+                if product == "dot":
+                    y = x @ w
+                else:
+                    y = lax.conv_general_dilated(
+                        x[None], w[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+                    )[0]
+                return nn.Dense(3)(y)
+
+        model = apply_policy(Mixed(), "mixed_float16")
+        variables = model.init(rngs(), X)
+        assert model_products(model, X) == ["float16", "float16"]
+        gradients = jax.grad(lambda v: model.apply(v, X).sum())(variables)
+        assert dtypes_of(gradients) == {"float32"}
 
 
 # --- inputs keep their digits -----------------------------------------------------------------------------------------
@@ -273,14 +274,14 @@ class Diffusion(nn.Module):
         return nn.Dense(4)(x), nn.Dense(4, name="time", use_bias=False, kernel_init=nn.initializers.ones)(time)
 
 
-@pytest.mark.parametrize(("mixed", "inline"), [(False, False), (True, True)])
-def test_a_timestep_reaches_a_float32_module_unrounded(mixed, inline):
-    model = apply_policy(Diffusion(mixed, inline), "mixed_bfloat16", {"time": "float32"})
-    variables = model.init(rngs(), X, TIMES)
-    with jax.default_matmul_precision("highest"):
-        want = wave(TIMES) @ jnp.ones((4, 4))
-    same_bits(model.apply(variables, X, TIMES)[1], want)
-    assert sorted(model_products(model, X, TIMES)) == ["bfloat16", "float32"]
+def test_a_timestep_reaches_a_float32_module_unrounded():
+    for mixed, inline in ((False, False), (True, True)):
+        model = apply_policy(Diffusion(mixed, inline), "mixed_bfloat16", {"time": "float32"})
+        variables = model.init(rngs(), X, TIMES)
+        with jax.default_matmul_precision("highest"):
+            want = wave(TIMES) @ jnp.ones((4, 4))
+        same_bits(model.apply(variables, X, TIMES)[1], want)
+        assert sorted(model_products(model, X, TIMES)) == ["bfloat16", "float32"]
 
 
 def test_a_timestep_that_a_half_layer_uses_is_rounded_after_plain_arithmetic_and_not_before():
@@ -347,39 +348,27 @@ def test_integers_bools_keys_and_other_things_reach_the_modules_as_they_are():
     assert seen == dict.fromkeys((False, True), ("int32", "bool", None, 0.1, "x", True))
 
 
-@pytest.mark.parametrize(
-    ("module", "dtype"), [(lambda: Linear(3), "float32"), (lambda: nn.Dense(3), "float16"), (ViT, "float64")]
-)
-def test_numpy_inputs_of_any_width_are_taken(module, dtype):
-    x = np.asarray(IMAGE if module is ViT else X, dtype)
-    model = apply_policy(module(), "mixed_bfloat16")
-    with standard_promotion():
-        assert set(model_products(model, x)) == {"bfloat16"}
+def test_numpy_inputs_of_any_width_are_taken():
+    for module, dtype in ((lambda: Linear(3), "float32"), (lambda: nn.Dense(3), "float16"), (ViT, "float64")):
+        x = np.asarray(IMAGE if module is ViT else X, dtype)
+        model = apply_policy(module(), "mixed_bfloat16")
+        with standard_promotion():
+            assert set(model_products(model, x)) == {"bfloat16"}
 
 
 # --- variables --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "args", "policy"),
-    [
+def test_init_makes_the_variables_of_the_bare_module():
+    for make, args, policy in (
         (lambda: nn.Sequential([Linear(), nn.BatchNorm(use_running_average=False)]), (X,), "O2"),
         (lambda: Tied(), (jnp.array([1, 2]),), "float32"),
         (lambda: ViT(), (IMAGE,), "mixed_bfloat16"),
         (lambda: nn.WeightNorm(nn.Dense(3)), (X,), "mixed_float16"),
         (lambda: nn.RNN(nn.OptimizedLSTMCell(3)), (data(2, 3, 4),), "float32"),
-    ],
-)
-def test_init_makes_the_variables_of_the_bare_module(make, args, policy):
-    with standard_promotion():
-        same_computation(apply_policy(make(), policy).init, make().init, rngs(), *args)
-
-
-def test_init_gives_the_same_bits_from_any_key_and_from_a_lone_key():
-    seed = 1
-    model = apply_policy(MLP(), "mixed_bfloat16")
-    same_bits(model.init(rngs(seed), X), MLP().init(rngs(seed), X))
-    same_bits(model.init(jax.random.key(seed), X), MLP().init(jax.random.key(seed), X))
+    ):
+        with standard_promotion():
+            same_computation(apply_policy(make(), policy).init, make().init, rngs(), *args)
 
 
 def test_checkpoints_are_interchangeable_both_ways():
@@ -423,25 +412,26 @@ def test_params_of_half_checkpoints_are_computed_with_as_they_are():
     np.testing.assert_allclose(model.apply(rounded, X), want, rtol=2e-3)  # whose last sum is rounded
 
 
-@pytest.mark.parametrize("module", ["norm", "ragged"])
-def test_a_product_beside_a_submodule_is_half_though_its_input_lost_its_weak_type(module):
-    class Mixed(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            if module == "norm":  # which returns a strongly typed array
-                w = self.param("w", normal, (4, 4))
-                return nn.Dense(3)((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w)
-            experts = nn.Dense(2)(x).argmax(-1)
-            w = self.param("w", normal, (2, 4, 3))
-            return lax.ragged_dot(x[jnp.argsort(experts)], w, jnp.bincount(experts, length=2))
+def test_a_product_beside_a_submodule_is_half_though_its_input_lost_its_weak_type():
+    for module in ("norm", "ragged"):
 
-    model = apply_policy(Mixed(), "mixed_float16")
-    with jax.numpy_dtype_promotion("standard"):
-        assert set(model_products(model, X)) == {"float16"}
-        assert jnp.isfinite(model.apply(model.init(rngs(), X), X)).all()
-        if module == "norm":
-            by_hand = jax.grad(lambda v: model.apply(v, X).sum())(model.init(rngs(), X))
-            assert dtypes_of(by_hand) == {"float32"}
+        class Mixed(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                if module == "norm":  # which returns a strongly typed array
+                    w = self.param("w", normal, (4, 4))
+                    return nn.Dense(3)((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w)
+                experts = nn.Dense(2)(x).argmax(-1)
+                w = self.param("w", normal, (2, 4, 3))
+                return lax.ragged_dot(x[jnp.argsort(experts)], w, jnp.bincount(experts, length=2))
+
+        model = apply_policy(Mixed(), "mixed_float16")
+        with jax.numpy_dtype_promotion("standard"):
+            assert set(model_products(model, X)) == {"float16"}
+            assert jnp.isfinite(model.apply(model.init(rngs(), X), X)).all()
+            if module == "norm":
+                by_hand = jax.grad(lambda v: model.apply(v, X).sum())(model.init(rngs(), X))
+                assert dtypes_of(by_hand) == {"float32"}
 
 
 class Halves(nn.Module):

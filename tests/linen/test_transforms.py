@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from autocast_tools import in_turn
 from linen_zoo import (
     HALVES,
@@ -20,11 +19,9 @@ from linen_zoo import (
     is_as_by_hand,
     model_products,
     products,
-    quick_jit,
     rngs,
     same_computation,
     shapes,
-    standard_promotion,
     zeros,
 )
 
@@ -87,17 +84,6 @@ class DecoratedMethod(nn.Module):
     @nn.compact
     def head(self, x: jax.Array) -> jax.Array:
         return nn.Dense(3, dtype=self.hand, name="head")(x)
-
-
-class DecoratedScan(nn.Module):
-    """The form in which Flax's own sequence examples write it."""
-
-    hand: Any = None
-
-    @functools.partial(nn.scan, variable_broadcast="params", in_axes=1, out_axes=1, split_rngs={"params": False})
-    @nn.compact
-    def __call__(self, carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return nn.GRUCell(4, dtype=self.hand)(carry, x)
 
 
 def functional_scan(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
@@ -168,38 +154,31 @@ MODELS: dict[str, Any] = {
 NOT_DIFFERENTIABLE = ("while_loop",)
 
 
-@pytest.mark.parametrize(("name", "policy"), in_turn(MODELS))
-def test_a_transformed_model_is_the_computation_that_dtype_written_by_hand_gives(name, policy):
-    make, half = MODELS[name], HALVES[policy]
-    model, by_hand = apply_policy(make(), policy), make(hand=half)
-    same_computation(model.init, make().init, rngs(), X)
-    assert set(model_products(model, X)) == {half}
-    if name == "vjp":  # in the block, which has no dtype field, the backward pass is decided on the graph
-        variables = zeros(shapes(make(), X))
-        got, want = (m.apply(jax.tree.map(lambda x: x + 0.1, variables), X) for m in (model, by_hand))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=1e-3), got, float32(want))
-    elif name in NOT_DIFFERENTIABLE:
-        variables = shapes(make(), X)
-        same_computation(model.apply, lambda v, x: by_hand.apply(v, x).astype(jnp.float32), variables, X)
-    else:
-        is_as_by_hand(model, by_hand, shapes(make(), X), X)
-
-
-def test_a_cell_scanned_by_a_decorated_method_is_the_computation_that_dtype_written_by_hand_gives():
-    carry, x = jnp.zeros((2, 4)), data(2, 3, 4)
-    with standard_promotion():
-        model, by_hand = apply_policy(DecoratedScan(), "mixed_bfloat16"), DecoratedScan("bfloat16")
-        is_as_by_hand(model, by_hand, shapes(DecoratedScan(), carry, x), carry, x)
+def test_a_transformed_model_is_the_computation_that_dtype_written_by_hand_gives():
+    for name, policy in in_turn(MODELS):
+        make, half = MODELS[name], HALVES[policy]
+        model, by_hand = apply_policy(make(), policy), make(hand=half)
+        same_computation(model.init, make().init, rngs(), X)
+        assert set(model_products(model, X)) == {half}
+        if name == "vjp":  # in the block, which has no dtype field, the backward pass is decided on the graph
+            variables = zeros(shapes(make(), X))
+            got, want = (m.apply(jax.tree.map(lambda x: x + 0.1, variables), X) for m in (model, by_hand))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=1e-3), got, float32(want))
+        elif name in NOT_DIFFERENTIABLE:
+            variables = shapes(make(), X)
+            same_computation(model.apply, lambda v, x: by_hand.apply(v, x).astype(jnp.float32), variables, X)
+        else:
+            is_as_by_hand(model, by_hand, shapes(make(), X), X)
 
 
 OVER_MEMBERS = functools.partial(nn.vmap, **ENSEMBLE, in_axes=None, axis_size=2)
 
 
-@pytest.mark.parametrize("transform", [nn.jit, OVER_MEMBERS])
-def test_a_layer_without_a_dtype_field_follows_the_policy_through_a_transform(transform):
-    model = apply_policy(transform(Linear)(), "mixed_float16")
-    assert model_products(model, X) == ["float16"]
-    same_computation(model.apply, jaxmp.autocast(transform(Linear)().apply, "mixed_float16"), shapes(model, X), X)
+def test_a_layer_without_a_dtype_field_follows_the_policy_through_a_transform():
+    for transform in (nn.jit, OVER_MEMBERS):
+        model = apply_policy(transform(Linear)(), "mixed_float16")
+        assert model_products(model, X) == ["float16"]
+        same_computation(model.apply, jaxmp.autocast(transform(Linear)().apply, "mixed_float16"), shapes(model, X), X)
 
 
 class Residual(nn.Module):
@@ -274,18 +253,16 @@ class Statistics(nn.Module):
         return y, None
 
 
-@pytest.mark.parametrize("how", [{"variable_carry": "batch_stats"}, {"variable_axes": {"params": 0, "batch_stats": 0}}])
-def test_statistics_written_in_half_by_a_scanned_layer_stay_float32(how):
-    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
-    model = apply_policy(nn.scan(Statistics, **{**options, **how})(), "mixed_float16")
-    variables = zeros(shapes(Statistics(), X))
-    for name in ["params"] if "variable_carry" in how else ["params", "batch_stats"]:
-        variables[name] = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), variables[name])
-    _, state = model.apply(variables, X, None, mutable="batch_stats")
-    assert jax.eval_shape(lambda: state["batch_stats"]) == jax.eval_shape(lambda: variables["batch_stats"])
+def test_statistics_written_in_half_by_a_scanned_layer_stay_float32():
+    for how in ({"variable_carry": "batch_stats"}, {"variable_axes": {"params": 0, "batch_stats": 0}}):
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+        model = apply_policy(nn.scan(Statistics, **{**options, **how})(), "mixed_float16")
+        variables = zeros(shapes(Statistics(), X))
+        for name in ["params"] if "variable_carry" in how else ["params", "batch_stats"]:
+            variables[name] = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), variables[name])
+        _, state = model.apply(variables, X, None, mutable="batch_stats")
+        assert jax.eval_shape(lambda: state["batch_stats"]) == jax.eval_shape(lambda: variables["batch_stats"])
 
-
-def test_statistics_that_begin_as_what_half_layers_gave_are_float32():
     assert dtypes_of(shapes(apply_policy(Statistics(), "mixed_float16"), X)) == {"float32"}
 
 
@@ -351,14 +328,3 @@ def test_nn_jit_shares_its_trace_between_siblings_under_one_policy():
     traces.clear()
     products(model.apply, variables, X.astype(jnp.float16))
     assert traces == [("JitCounted_0",)]
-
-
-def test_a_compiled_function_of_the_model_is_not_compiled_again():
-    traces: list[Any] = []
-    model = apply_policy(Stack(functools.partial(Counted, traces.append)), "mixed_float16")
-    variables = model.init(rngs(), X)
-    before = len(traces)
-    step = quick_jit(model.apply)
-    for _ in range(3):
-        step(variables, X)
-    assert len(traces) == before + 2

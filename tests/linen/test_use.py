@@ -62,22 +62,14 @@ METHODS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_is_under_the_policy_when_it_is_chosen_by(method):
+def test_a_method_is_under_the_policy_however_it_is_chosen():
     model, by_hand, variables = both()
-    apply = functools.partial(model.apply, method=METHODS[method])
-    same_computation(apply, lambda v, x: float32(by_hand.apply(v, x, method=METHODS[method])), variables, X)
-    assert set(products(apply, variables, X)) == {"float16"}
-
-
-def test_a_bound_method_of_the_model_itself_can_be_handed_to_apply():
-    model, by_hand, variables = both()
-    same_computation(
-        functools.partial(model.apply, method=model.encode),
-        lambda v, x: float32(by_hand.apply(v, x, method="encode")),
-        variables,
-        X,
-    )
+    for method in (*METHODS.values(), model.encode):
+        apply = functools.partial(model.apply, method=method)
+        method = "encode" if method == model.encode else method
+        by_method = functools.partial(by_hand.apply, method=method)
+        same_computation(apply, lambda v, x, by_method=by_method: float32(by_method(v, x)), variables, X)
+        assert set(products(apply, variables, X)) == {"float16"}
 
 
 def test_init_by_way_of_a_method_makes_the_variables_of_the_bare_module():
@@ -89,12 +81,6 @@ def test_an_override_reaches_a_submodule_that_only_a_function_calls():
     model = apply_policy(Coder(), "mixed_float16", {"heads_0": "float32", "table_a": "mixed_bfloat16"})
     apply = functools.partial(model.apply, method=METHODS["a function that calls submodules"])
     assert products(apply, shapes(Coder(), X), X) == ["float16", "float32", "bfloat16"]
-
-
-def test_attend_as_the_method_of_an_embedding_is_half():
-    model = apply_policy(nn.Embed(5, 4), "mixed_bfloat16")
-    variables = model.init(rngs(), jnp.array([1]))
-    assert products(functools.partial(model.apply, method="attend"), variables, X) == ["bfloat16"]
 
 
 def test_init_with_output_returns_what_apply_does():

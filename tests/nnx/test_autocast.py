@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from flax.errors import TraceContextError
 from linen_zoo import data, dtypes_of, same_bits
-from nnx_zoo import Net, Scale, outcome, rngs, values
+from nnx_zoo import Net, outcome, rngs, values
 
 import jaxmp
 from jaxmp._internals.jax.sources import names_of
@@ -82,16 +82,10 @@ def test_operations_are_overridden_under_autocast_and_refused_under_a_policy():
 
 
 def test_a_policy_map_says_which_classes_stay_float32():
-    policy = jaxmp.PolicyMap("mixed_bfloat16", {Scale: "float32"})
+    policy = jaxmp.PolicyMap("mixed_bfloat16", {"type:Scale": "float32"})
     dtypes = [dtype for _, dtype in found(autocast(Net(rngs()), policy, {"conv": "float32"}), X)]
     assert dtypes == ["float32", "bfloat16", "bfloat16", "float32", "bfloat16"]
     assert [dtype for _, dtype in found(autocast(Net(rngs()), "O2"), X)] == ["float16"] * 5
-
-
-def test_an_override_by_class_shows_in_the_program():
-    assert [dtype for path, dtype in found(autocast(Net(rngs()), "mixed_float16", {"type:Scale": "float32"}), X)] == [
-        "float16", "float16", "float16", "float32", "float16",
-    ]  # fmt: skip
 
 
 def test_it_computes_what_autocast_by_hand_computes_and_state_flows():

@@ -61,31 +61,15 @@ def in_a_scan(loss: Any) -> Callable[..., Any]:
     return lambda model, x: scan(model, jnp.stack([x, x + 1]))[1]
 
 
-def of_split_state(loss: Any) -> Callable[..., Any]:
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(graphdef: Any, state: Any, x: jax.Array) -> Any:
-        model = nnx.merge(graphdef, state)
-        return loss(model, x), nnx.state(model)
-
-    def call(model: Any, x: jax.Array) -> Any:
-        out, state = step(*nnx.split(model), x)
-        nnx.update(model, state)
-        return out
-
-    return call
-
-
 # What people put around a loss of a model and a batch.
 TRANSFORMS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "nothing": lambda loss: loss,
     "nnx.jit without updates of the graph": lambda loss: nnx.jit(loss, graph_updates=False),
-    "nnx.jit of trees": lambda loss: nnx.jit(loss, graph=False),
     "nnx.remat": nnx.remat,
     "nnx.grad of a filter": lambda loss: nnx.grad(loss, argnums=nnx.DiffState(0, nnx.PathContains("first"))),
     "nnx.jit of nnx.value_and_grad": lambda loss: nnx.jit(nnx.value_and_grad(loss)),
     "value_and_grad": by_optimizer,
     "nnx.scan": in_a_scan,
-    "jax.jit of split state": of_split_state,
 }
 
 

@@ -139,17 +139,19 @@ def test_a_policy_on_an_nnx_model_around_a_linen_module_says_to_wrap_the_policy(
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    ("make", "wrap", "at"), [(Nnx, bridge.ToLinen, ""), (lambda rngs: Nnx(rngs), AroundNnx, "'wrapped', ")]
-)
-def test_a_policy_on_a_linen_model_around_an_nnx_module_says_to_wrap_the_policy(make, wrap, at):
-    model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), wrap(make).init(rngs(), X)
-    for call in (lambda: model.init(rngs(), X), lambda: model.apply(variables, X), lambda: model.bind(variables)(X)):
-        with pytest.raises(ValueError) as error:
-            call()
-        rule, _, remedy, *_ = str(error.value).splitlines()
-        assert rule == f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of Nnx."
-        assert "ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy(Nnx(*args, **kw), policy), ...)" in remedy
+def test_a_policy_on_a_linen_model_around_an_nnx_module_says_to_wrap_the_policy():
+    for make, wrap, at in ((Nnx, bridge.ToLinen, ""), (lambda rngs: Nnx(rngs), AroundNnx, "'wrapped', ")):
+        model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), wrap(make).init(rngs(), X)
+        for call in (
+            lambda: model.init(rngs(), X),
+            lambda: model.apply(variables, X),
+            lambda: model.bind(variables)(X),
+        ):
+            with pytest.raises(ValueError) as error:
+                call()
+            rule, _, remedy, *_ = str(error.value).splitlines()
+            assert rule == f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of Nnx."
+            assert "ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy(Nnx(*args, **kw), policy), ...)" in remedy
 
 
 @pytest.mark.once

@@ -114,24 +114,6 @@ def test_over_several_microbatches_a_skipped_step_goes_back_to_before_the_first(
     assert int(optimizer.skipped) == 1
 
 
-def test_steps_in_a_scan_skip_whole():
-    model, optimizer = setup()
-
-    @nnx.jit
-    def steps(model: Any, optimizer: Any, xs: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-        def body(carry: Any, x: jax.Array) -> Any:
-            return carry, train(*carry, x)
-
-        _, losses = body((model, optimizer), xs)
-        return losses
-
-    losses = steps(model, optimizer, jnp.stack([IMAGE, BAD, IMAGE]))
-    assert np.isfinite(losses).tolist() == [True, False, True]
-    assert int(optimizer.skipped) == 1
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(values(model)))
-
-
 def test_with_a_power_of_two_the_scaled_run_is_bit_for_bit_the_unscaled_one_of_flax():
     tx = optax.adamw(1e-2)
     model, twin = Net(rngs()), Net(rngs())

@@ -255,31 +255,33 @@ class Table(nnx.Module):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("under", [apply_policy, autocast])
-def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program(under):
-    half, wide = ["bfloat16"] * 2, ["float32"]
-    for model in (Attends(rngs()), *([Attends(rngs(), jnp.float32)] if under is apply_policy else ())):
-        overrides = {"l": "float32"} if model.l.dtype is None else None
-        assert model_products(under(model, "mixed_bfloat16", overrides), VECTORS) == wide + half
+def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program():
+    for under in (apply_policy, autocast):
+        half, wide = ["bfloat16"] * 2, ["float32"]
+        for model in (Attends(rngs()), *([Attends(rngs(), jnp.float32)] if under is apply_policy else ())):
+            overrides = {"l": "float32"} if model.l.dtype is None else None
+            assert model_products(under(model, "mixed_bfloat16", overrides), VECTORS) == wide + half
 
-    with jax.numpy_dtype_promotion("standard"):
-        jax.eval_shape(under(ByKernel(rngs()), "mixed_bfloat16", {"l": "float32"}), VECTORS)  # it may multiply in half
+        with jax.numpy_dtype_promotion("standard"):
+            jax.eval_shape(
+                under(ByKernel(rngs()), "mixed_bfloat16", {"l": "float32"}), VECTORS
+            )  # it may multiply in half
 
-    def attend(_, x):
-        return jax.nn.softmax(x @ x.T) @ x
+        def attend(_, x):
+            return jax.nn.softmax(x @ x.T) @ x
 
-    model = under(Layers(rngs(), attend), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
-    assert model_products(model, VECTORS) == half  # though its norms, for three layers, have Params of two axes
+        model = under(Layers(rngs(), attend), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
+        assert model_products(model, VECTORS) == half  # though its norms, for three layers, have Params of two axes
 
-    def project(layers, x):
-        return layers["linear"](x)
+        def project(layers, x):
+            return layers["linear"](x)
 
-    model = under(Layers(rngs(), project, nnx.Linear), "mixed_bfloat16", {nnx.Linear: "float32"})
-    text = r"stays as it was: layers/linear \(override 'type:Linear'\)\.\nDrop the override, or narrow"
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=text):
-        model(VECTORS)
-    with pytest.raises(ValueError, match=r"every product stays as it was: l \(override 'l'\)\.\nDrop the override"):
-        under(Scaled(rngs()), "mixed_bfloat16", {"l": "float32"})(VECTORS)
+        model = under(Layers(rngs(), project, nnx.Linear), "mixed_bfloat16", {nnx.Linear: "float32"})
+        text = r"stays as it was: layers/linear \(override 'type:Linear'\)\.\nDrop the override, or narrow"
+        with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=text):
+            model(VECTORS)
+        with pytest.raises(ValueError, match=r"every product stays as it was: l \(override 'l'\)\.\nDrop the override"):
+            under(Scaled(rngs()), "mixed_bfloat16", {"l": "float32"})(VECTORS)
 
 
 class BodyAndHead(nnx.Module):

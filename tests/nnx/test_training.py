@@ -132,15 +132,6 @@ def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights():
     assert int(optimizer.skipped) == int(state.skipped) == 1
 
 
-@pytest.mark.once
-def test_microbatches_give_the_step_of_the_whole_batch():
-    got = []
-    for n in (1, 2):
-        model, optimizer = setup(mlp(), "float32", tx=optax.sgd(0.1))
-        got.append((make_train_step(loss_fn, accumulate_steps=n)(model, optimizer, ROWS), values(model)))
-    close(*got)
-
-
 def by_hand(model: Any, optimizer: Any, batch: Any, n: int) -> float:
     """A step of n microbatches, as NNX's own functions write it."""
     parts = [jax.tree.map(lambda leaf, k=k: leaf[k::n], batch) for k in range(n)]
@@ -187,15 +178,6 @@ def test_a_moving_average_and_a_mesh_hold_what_is_written_to_what_is_trained():
     close(got[2], got[0])
     with pytest.raises(AssertionError):
         close(got[0][2], nnx.as_pure(nnx.state(model, nnx.Param)))
-
-
-@pytest.mark.once
-def test_batch_statistics_go_on_from_microbatch_to_microbatch():
-    model = nnx.BatchNorm(3, momentum=0.5, rngs=rngs())
-    optimizer = Optimizer(model, optax.sgd(0.1))
-    x = np.arange(12, dtype=np.float32).reshape(4, 3)
-    make_train_step(lambda model, x: jnp.mean(model(x)), accumulate_steps=2)(model, optimizer, x)
-    np.testing.assert_allclose(model.mean[...], 0.25 * x[::2].mean(0) + 0.5 * x[1::2].mean(0), rtol=1e-6)
 
 
 @pytest.mark.once

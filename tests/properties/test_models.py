@@ -10,7 +10,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import pytest
 from linen_zoo import HALVES, products, quick_jit, rngs, same_bits, standard_promotion
-from properties_zoo import LAYERS, NNX, Linen, X, each_api, mixed, pure
+from properties_zoo import NNX, Linen, X, each_api, mixed, pure
 
 import jaxmp
 from jaxmp.linen import run as linen_run
@@ -19,11 +19,11 @@ from jaxmp.nnx import run as nnx_run
 # --- 1 ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("api", "layer"), [(api, layer) for layer, api in zip(LAYERS, itertools.cycle([Linen, NNX]))])
-def test_every_layer_computes_and_returns_in_the_dtypes_that_were_declared(api, layer):
-    model, x = api.layers()[layer]
+@each_api
+def test_every_layer_computes_and_returns_in_the_dtypes_that_were_declared(api):
+    names = itertools.cycle(["mixed_float16", "p=bf16,c=f16,o=f32", "float32", "p=bf16,c=f16,o=f32"])
     with standard_promotion():
-        for name in ("float32", "mixed_float16", "p=bf16,c=f16,o=f32"):
+        for (model, x), name in zip(api.layers().values(), names):
             policy = jaxmp.get_policy(name)
             apply, params = pure(mixed(model, policy), x, abstract=True)
             assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {policy.param_dtype}
