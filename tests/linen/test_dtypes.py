@@ -114,16 +114,21 @@ NORMS = {
 }
 
 
+def norm_is_as_by_hand(norm: Any) -> None:
+    """Asserts that a norm between layers computes what ``dtype=`` by hand gives."""
+
+    def make(**hand: Any) -> nn.Module:
+        return nn.Sequential([nn.Dense(4, **hand), norm(**hand), nn.Dense(3, **hand)])
+
+    x = data(*SEQUENCE)
+    with standard_promotion():
+        variables = shapes(make(), x)
+        is_as_by_hand(apply_policy(make(), "mixed_float16"), make(dtype=jnp.float16), variables, x)
+
+
 def test_a_norm_between_layers_computes_what_dtype_written_by_hand_gives():
     for norm in NORMS.values():
-
-        def make(**hand: Any) -> nn.Module:
-            return nn.Sequential([nn.Dense(4, **hand), norm(**hand), nn.Dense(3, **hand)])
-
-        x = data(*SEQUENCE)
-        with standard_promotion():
-            variables = shapes(make(), x)
-            is_as_by_hand(apply_policy(make(), "mixed_float16"), make(dtype=jnp.float16), variables, x)
+        norm_is_as_by_hand(norm)
 
 
 def test_attention_with_normalized_queries_and_float32_softmax_computes_what_dtype_written_by_hand_gives():

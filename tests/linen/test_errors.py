@@ -255,23 +255,21 @@ def test_a_model_and_a_policy_that_are_swapped_are_told_so_without_the_arrays_of
 
 
 def test_a_module_where_a_policy_or_a_pattern_is_meant_is_named_by_its_class():
-    for module in (nn.Dense(2), nnx.Linear(2, 2, rngs=nnx.Rngs(0))):
-        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-        calls = [
-            lambda: jaxmp.get_policy(module),
-            lambda: jaxmp.nnx.apply_policy(model, "mixed_float16", {module: "float32"}),
-            lambda: jaxmp.nnx.autocast(model, "mixed_float16", {"**": module}),
-            lambda: jaxmp.autocast(jnp.sin, "mixed_float16", {module: "float32"}),
-            lambda: jaxmp.autocast(jnp.sin, "mixed_float16", {"**": module}),
-        ]
-        for call in calls:
-            with pytest.raises(
-                (TypeError, ValueError), match=f", got an instance of {type(module).__name__}[;:]"
-            ) as error:
-                call()
-            assert "\n" not in str(error.value)
-        with pytest.raises(TypeError, match="got an instance of list; write"):
-            jaxmp.nnx.apply_policy(model, "mixed_float16", [module])
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    calls = [
+        jaxmp.get_policy,
+        lambda module: jaxmp.nnx.apply_policy(model, "mixed_float16", {module: "float32"}),
+        lambda module: jaxmp.nnx.autocast(model, "mixed_float16", {"**": module}),
+        lambda module: jaxmp.autocast(jnp.sin, "mixed_float16", {module: "float32"}),
+        lambda module: jaxmp.autocast(jnp.sin, "mixed_float16", {"**": module}),
+    ]
+    for call, module in itertools.product(calls, (nn.Dense(2), nnx.Linear(2, 2, rngs=nnx.Rngs(0)))):
+        text = f", got an instance of {type(module).__name__}[;:]"
+        with pytest.raises((TypeError, ValueError), match=text) as error:
+            call(module)
+        assert "\n" not in str(error.value)
+    with pytest.raises(TypeError, match="got an instance of list; write"):
+        jaxmp.nnx.apply_policy(model, "mixed_float16", [nn.Dense(2)])
 
 
 def test_an_unknown_policy_an_unknown_override_and_a_map_as_override_raise_at_once():

@@ -41,39 +41,49 @@ INSIDE = {
 }
 
 
+def product_is_half_inside(inside: Any) -> None:
+    """Asserts that products inside a transformation are half, forward and backward."""
+    mixed = inside in ("lax.fori_loop", "jax.grad")
+
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if mixed:
+                nn.Dense(2)(x)
+            return INSIDE[inside](x, self.param("w", kernel, (4, 4)))
+
+    model = apply_policy(Own(), "mixed_float16")
+    assert set(model_products(model, X)) == {"float16"}
+    gradient = jax.grad(lambda variables: jnp.sum(model.apply(variables, X)))
+    if inside != "lax.fori_loop":
+        assert set(products(gradient, shapes(model, X))) == {"float16"}
+
+
 def test_a_product_of_input_and_param_is_half_inside():
     for inside in INSIDE:
-        mixed = inside in ("lax.fori_loop", "jax.grad")
+        product_is_half_inside(inside)
 
-        class Own(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                if mixed:
-                    nn.Dense(2)(x)
-                return INSIDE[inside](x, self.param("w", kernel, (4, 4)))
 
-        model = apply_policy(Own(), "mixed_float16")
-        assert set(model_products(model, X)) == {"float16"}
-        gradient = jax.grad(lambda variables: jnp.sum(model.apply(variables, X)))
-        if inside != "lax.fori_loop":
-            assert set(products(gradient, shapes(model, X))) == {"float16"}
+def maps_and_loops_give_the_bits_of_calls(inputs: Any) -> None:
+    """Asserts that a model gives in maps and loops of inputs of a dtype what it gives alone."""
+    model, batches = apply_policy(MLP(), "mixed_float16"), of_dtype(data(3, 2, 4), inputs)
+    variables = model.init(rngs(), X)
+
+    def add(total, batch):
+        out = model.apply(variables, batch)
+        return total + out, out
+
+    want = jnp.stack([model.apply(variables, batch) for batch in batches])
+    same_bits(jax.vmap(model.apply, in_axes=(None, 0))(variables, batches), want)
+    same_bits(lax.map(lambda batch: model.apply(variables, batch), batches), want)
+    total, outs = lax.scan(add, jnp.zeros_like(want[0]), batches)
+    same_bits((total, outs), (want[0] + want[1] + want[2], want))
+    same_bits(lax.fori_loop(0, 3, lambda i, total: add(total, batches[i])[0], jnp.zeros_like(total)), total)
 
 
 def test_a_model_is_mapped_and_scanned_over_from_outside():
     for inputs in ("float16", "int32"):
-        model, batches = apply_policy(MLP(), "mixed_float16"), of_dtype(data(3, 2, 4), inputs)
-        variables = model.init(rngs(), X)
-
-        def add(total, batch):
-            out = model.apply(variables, batch)
-            return total + out, out
-
-        want = jnp.stack([model.apply(variables, batch) for batch in batches])
-        same_bits(jax.vmap(model.apply, in_axes=(None, 0))(variables, batches), want)
-        same_bits(lax.map(lambda batch: model.apply(variables, batch), batches), want)
-        total, outs = lax.scan(add, jnp.zeros_like(want[0]), batches)
-        same_bits((total, outs), (want[0] + want[1] + want[2], want))
-        same_bits(lax.fori_loop(0, 3, lambda i, total: add(total, batches[i])[0], jnp.zeros_like(total)), total)
+        maps_and_loops_give_the_bits_of_calls(inputs)
 
 
 def test_no_tracer_is_leaked():

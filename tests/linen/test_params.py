@@ -166,23 +166,28 @@ def test_operations_of_lax_take_inputs_of_any_dtype_beside_params():
         assert np.isfinite(out).all()
 
 
+def loop_gives_what_a_call_gives(how: Any) -> None:
+    """Asserts that a float32 model keeps its range in a loop."""
+
+    class Square(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * x * self.param("scale", nn.initializers.ones, ())
+
+    model, x = apply_policy(Square(), "float32"), jnp.full((2,), 300, jnp.float16)  # 300² is infinite in float16
+    variables = model.init(rngs(), x)
+    call = jax.jit(model.apply) if how == "jit in scan" else model.apply
+    if how == "fori_loop":
+        out = lax.fori_loop(0, 2, lambda _, total: total + call(variables, x), jnp.zeros((2,)))
+    else:
+        out = lax.scan(lambda c, _: (c, call(variables, x)), x, None, length=2)[1].sum(0)
+    assert out.tolist() == [180_000, 180_000]
+    assert call(variables, x).tolist() == [90_000, 90_000]
+
+
 def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call_gives():
     for how in ("fori_loop", "jit in scan"):
-
-        class Square(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return x * x * self.param("scale", nn.initializers.ones, ())
-
-        model, x = apply_policy(Square(), "float32"), jnp.full((2,), 300, jnp.float16)  # 300² is infinite in float16
-        variables = model.init(rngs(), x)
-        call = jax.jit(model.apply) if how == "jit in scan" else model.apply
-        if how == "fori_loop":
-            out = lax.fori_loop(0, 2, lambda _, total: total + call(variables, x), jnp.zeros((2,)))
-        else:
-            out = lax.scan(lambda c, _: (c, call(variables, x)), x, None, length=2)[1].sum(0)
-        assert out.tolist() == [180_000, 180_000]
-        assert call(variables, x).tolist() == [90_000, 90_000]
+        loop_gives_what_a_call_gives(how)
 
 
 def test_a_pure_half_policy_stores_the_params_of_the_bare_module_rounded():
@@ -221,26 +226,29 @@ def test_a_vision_transformer_has_half_products_and_errs_by_their_rounding():
         assert set(model_products(apply_policy(ViT(), policy), IMAGE)) == {HALVES[policy]}
 
 
+def product_beside_a_submodule_is_half(product: Any) -> None:
+    """Asserts that an operation on a param is half, its gradient float32."""
+
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", normal, (4, 4))
+            if product == "dot":
+                y = x @ w
+            else:
+                y = lax.conv_general_dilated(x[None], w[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[0]
+            return nn.Dense(3)(y)
+
+    model = apply_policy(Mixed(), "mixed_float16")
+    variables = model.init(rngs(), X)
+    assert model_products(model, X) == ["float16", "float16"]
+    gradients = jax.grad(lambda v: model.apply(v, X).sum())(variables)
+    assert dtypes_of(gradients) == {"float32"}
+
+
 def test_the_product_of_an_input_and_a_param_beside_a_submodule_is_half():
     for product in ("dot", "conv"):
-
-        class Mixed(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                w = self.param("w", normal, (4, 4))
-                if product == "dot":
-                    y = x @ w
-                else:
-                    y = lax.conv_general_dilated(
-                        x[None], w[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-                    )[0]
-                return nn.Dense(3)(y)
-
-        model = apply_policy(Mixed(), "mixed_float16")
-        variables = model.init(rngs(), X)
-        assert model_products(model, X) == ["float16", "float16"]
-        gradients = jax.grad(lambda v: model.apply(v, X).sum())(variables)
-        assert dtypes_of(gradients) == {"float32"}
+        product_beside_a_submodule_is_half(product)
 
 
 # --- inputs keep their digits -----------------------------------------------------------------------------------------
@@ -412,26 +420,31 @@ def test_params_of_half_checkpoints_are_computed_with_as_they_are():
     np.testing.assert_allclose(model.apply(rounded, X), want, rtol=2e-3)  # whose last sum is rounded
 
 
+def product_of_a_strong_type_is_half(module: Any) -> None:
+    """Asserts that a product is half whose input came from a norm or a sort."""
+
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if module == "norm":  # which returns a strongly typed array
+                w = self.param("w", normal, (4, 4))
+                return nn.Dense(3)((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w)
+            experts = nn.Dense(2)(x).argmax(-1)
+            w = self.param("w", normal, (2, 4, 3))
+            return lax.ragged_dot(x[jnp.argsort(experts)], w, jnp.bincount(experts, length=2))
+
+    model = apply_policy(Mixed(), "mixed_float16")
+    with jax.numpy_dtype_promotion("standard"):
+        assert set(model_products(model, X)) == {"float16"}
+        assert jnp.isfinite(model.apply(model.init(rngs(), X), X)).all()
+        if module == "norm":
+            by_hand = jax.grad(lambda v: model.apply(v, X).sum())(model.init(rngs(), X))
+            assert dtypes_of(by_hand) == {"float32"}
+
+
 def test_a_product_beside_a_submodule_is_half_though_its_input_lost_its_weak_type():
     for module in ("norm", "ragged"):
-
-        class Mixed(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                if module == "norm":  # which returns a strongly typed array
-                    w = self.param("w", normal, (4, 4))
-                    return nn.Dense(3)((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w)
-                experts = nn.Dense(2)(x).argmax(-1)
-                w = self.param("w", normal, (2, 4, 3))
-                return lax.ragged_dot(x[jnp.argsort(experts)], w, jnp.bincount(experts, length=2))
-
-        model = apply_policy(Mixed(), "mixed_float16")
-        with jax.numpy_dtype_promotion("standard"):
-            assert set(model_products(model, X)) == {"float16"}
-            assert jnp.isfinite(model.apply(model.init(rngs(), X), X)).all()
-            if module == "norm":
-                by_hand = jax.grad(lambda v: model.apply(v, X).sum())(model.init(rngs(), X))
-                assert dtypes_of(by_hand) == {"float32"}
+        product_of_a_strong_type_is_half(module)
 
 
 class Halves(nn.Module):

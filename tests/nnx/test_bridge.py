@@ -138,20 +138,25 @@ def test_a_policy_on_an_nnx_model_around_a_linen_module_says_to_wrap_the_policy(
         assert remedy == "nnx.bridge.ToNNX(jaxmp.linen.apply_policy(Linen(...), policy), rngs=rngs)"
 
 
+def says_to_wrap(make: Any, wrap: Any, at: Any) -> None:
+    """Asserts that every way to call a Linen model around an NNX module says where the policy belongs."""
+    model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), wrap(make).init(rngs(), X)
+    for call in (
+        lambda: model.init(rngs(), X),
+        lambda: model.apply(variables, X),
+        lambda: model.bind(variables)(X),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        rule, _, remedy, *_ = str(error.value).splitlines()
+        assert rule == f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of Nnx."
+        assert "ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy(Nnx(*args, **kw), policy), ...)" in remedy
+
+
 @pytest.mark.once
 def test_a_policy_on_a_linen_model_around_an_nnx_module_says_to_wrap_the_policy():
     for make, wrap, at in ((Nnx, bridge.ToLinen, ""), (lambda rngs: Nnx(rngs), AroundNnx, "'wrapped', ")):
-        model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), wrap(make).init(rngs(), X)
-        for call in (
-            lambda: model.init(rngs(), X),
-            lambda: model.apply(variables, X),
-            lambda: model.bind(variables)(X),
-        ):
-            with pytest.raises(ValueError) as error:
-                call()
-            rule, _, remedy, *_ = str(error.value).splitlines()
-            assert rule == f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of Nnx."
-            assert "ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy(Nnx(*args, **kw), policy), ...)" in remedy
+        says_to_wrap(make, wrap, at)
 
 
 @pytest.mark.once

@@ -76,24 +76,29 @@ def test_a_model_of_all_kinds_of_modules_is_as_by_hand_its_products_half_its_var
     assert {leaf.dtype for leaf in jax.tree.leaves(values(model))} == {jnp.dtype("float32")}
 
 
+def loop_gives_what_a_call_gives(how: Any) -> None:
+    """Asserts that a float32 model keeps its range in a loop."""
+
+    class Square(nnx.Module):
+        def __init__(self) -> None:
+            self.scale = nnx.Param(jnp.ones(()))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * x * self.scale
+
+    model, x = apply_policy(Square(), "float32"), jnp.full((2,), 300, jnp.float16)  # 300² is infinite in float16
+    call = jax.jit(lambda x: model(x)) if how == "jit in scan" else model
+    if how == "fori_loop":
+        out = lax.fori_loop(0, 2, lambda _, total: total + call(x), jnp.zeros((2,)))
+    else:
+        out = lax.scan(lambda c, _: (c, call(x)), x, None, length=2)[1].sum(0)
+    assert out.tolist() == [180_000, 180_000]
+    assert call(x).tolist() == [90_000, 90_000]
+
+
 def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call_gives():
     for how in ("fori_loop", "jit in scan"):
-
-        class Square(nnx.Module):
-            def __init__(self) -> None:
-                self.scale = nnx.Param(jnp.ones(()))
-
-            def __call__(self, x: jax.Array) -> jax.Array:
-                return x * x * self.scale
-
-        model, x = apply_policy(Square(), "float32"), jnp.full((2,), 300, jnp.float16)  # 300² is infinite in float16
-        call = jax.jit(lambda x: model(x)) if how == "jit in scan" else model
-        if how == "fori_loop":
-            out = lax.fori_loop(0, 2, lambda _, total: total + call(x), jnp.zeros((2,)))
-        else:
-            out = lax.scan(lambda c, _: (c, call(x)), x, None, length=2)[1].sum(0)
-        assert out.tolist() == [180_000, 180_000]
-        assert call(x).tolist() == [90_000, 90_000]
+        loop_gives_what_a_call_gives(how)
 
 
 def test_without_a_half_dtype_the_model_computes_what_the_bare_one_does():

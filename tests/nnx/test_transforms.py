@@ -151,21 +151,26 @@ class Looped(nnx.Module):
         return h, total + self.head(h)
 
 
+def head_keeps_its_digits(loop: Any) -> None:
+    """Asserts that a loop gives what float64 gives for a float32 head."""
+    bare = Looped(rngs(), loop)
+    model, (layer, head) = apply_policy(bare, "mixed_bfloat16", {"head": "float32"}), (bare.layer, bare.head)
+
+    def half_layer(h):
+        kernel, bias = (param[...].astype("bfloat16") for param in (layer.kernel, layer.bias))
+        return (h.astype("bfloat16") @ kernel + bias).astype("float32")
+
+    def float32_head(h):
+        return np.asarray(h, np.float64) @ np.asarray(head.kernel[...], np.float64) + np.asarray(head.bias[...])
+
+    first = half_layer(VECTORS)
+    want = float32_head(first) if loop == "scan" else float32_head(first) + float32_head(half_layer(first))
+    np.testing.assert_allclose(model(VECTORS), want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_float32_head_in_a_loop_keeps_its_digits_and_the_carry_its_dtype():
     for loop in ("scan", "while_loop"):
-        bare = Looped(rngs(), loop)
-        model, (layer, head) = apply_policy(bare, "mixed_bfloat16", {"head": "float32"}), (bare.layer, bare.head)
-
-        def half_layer(h):
-            kernel, bias = (param[...].astype("bfloat16") for param in (layer.kernel, layer.bias))
-            return (h.astype("bfloat16") @ kernel + bias).astype("float32")
-
-        def float32_head(h):
-            return np.asarray(h, np.float64) @ np.asarray(head.kernel[...], np.float64) + np.asarray(head.bias[...])
-
-        first = half_layer(VECTORS)
-        want = float32_head(first) if loop == "scan" else float32_head(first) + float32_head(half_layer(first))
-        np.testing.assert_allclose(model(VECTORS), want, rtol=1e-5, atol=1e-5)
+        head_keeps_its_digits(loop)
 
 
 def test_a_float32_head_called_in_the_loop_of_a_loss_keeps_its_digits():

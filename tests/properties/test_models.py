@@ -23,7 +23,7 @@ from jaxmp.nnx import run as nnx_run
 def test_every_layer_computes_and_returns_in_the_dtypes_that_were_declared(api):
     names = itertools.cycle(["mixed_float16", "p=bf16,c=f16,o=f32", "float32", "p=bf16,c=f16,o=f32"])
     with standard_promotion():
-        for (model, x), name in zip(api.layers().values(), names):
+        for (model, x), name in zip(api.layers().values(), names, strict=False):
             policy = jaxmp.get_policy(name)
             apply, params = pure(mixed(model, policy), x, abstract=True)
             assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {policy.param_dtype}
