@@ -41,7 +41,7 @@ INSIDE = {
 }
 
 
-def product_is_half_inside(inside: Any) -> None:
+def product_is_half_inside(inside: str) -> None:
     """Asserts that products inside a transformation are half, forward and backward."""
     mixed = inside in ("lax.fori_loop", "jax.grad")
 
@@ -64,7 +64,7 @@ def test_a_product_of_input_and_param_is_half_inside():
         product_is_half_inside(inside)
 
 
-def maps_and_loops_give_the_bits_of_calls(inputs: Any) -> None:
+def maps_and_loops_give_the_bits_of_calls(inputs: str) -> None:
     """Asserts that a model gives in maps and loops of inputs of a dtype what it gives alone."""
     model, batches = apply_policy(MLP(), "mixed_float16"), of_dtype(data(3, 2, 4), inputs)
     variables = model.init(rngs(), X)
