@@ -45,12 +45,19 @@ def dtypes(policy: Any) -> tuple[np.dtype, ...]:
 # --- the surface ------------------------------------------------------------------------------------------------------
 
 
-def test_every_public_name_of_jmp_is_there():
+def test_every_public_name_of_jmp_is_there_and_its_classes_are_jaxmps():
     public = {name for name in dir(real) if not name.startswith("_")}
     assert public == set(real.__all__)
     assert set(jmp.__all__) == public | {"dtype_to_names"}
     assert all(hasattr(jmp, name) for name in jmp.__all__)
     assert jmp.__version__ == real.__version__
+
+    assert issubclass(jmp.Policy, jaxmp.Policy)
+    for name in ("NoOpLossScale", "StaticLossScale", "DynamicLossScale"):
+        assert issubclass(getattr(jmp, name), getattr(jaxmp, name))
+    for scale in (jmp.NoOpLossScale(), jmp.StaticLossScale(2), jmp.DynamicLossScale(2.0)):
+        assert isinstance(scale, jmp.LossScale)
+        assert as_loss_scale(scale) is scale
 
 
 def test_importing_it_does_not_import_jmp_and_star_brings_its_names():
@@ -58,15 +65,6 @@ def test_importing_it_does_not_import_jmp_and_star_brings_its_names():
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "p=f16,c=f16,o=f16"]
-
-
-def test_its_classes_are_jaxmps():
-    assert issubclass(jmp.Policy, jaxmp.Policy)
-    for name in ("NoOpLossScale", "StaticLossScale", "DynamicLossScale"):
-        assert issubclass(getattr(jmp, name), getattr(jaxmp, name))
-    for scale in (jmp.NoOpLossScale(), jmp.StaticLossScale(2), jmp.DynamicLossScale(2.0)):
-        assert isinstance(scale, jmp.LossScale)
-        assert as_loss_scale(scale) is scale
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------

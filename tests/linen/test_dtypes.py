@@ -280,7 +280,7 @@ def test_a_param_dtype_that_the_author_gave_stays_unless_an_override_covers_it()
     assert dtypes_of(params) == {"float32"}
 
 
-def test_a_default_is_recognised_however_the_dtype_is_spelled():
+def test_a_default_is_recognised_however_the_dtype_is_spelled_and_an_integer_is_none():
     class Model(nn.Module):
         dtype: Any = jnp.float32
 
@@ -292,8 +292,6 @@ def test_a_default_is_recognised_however_the_dtype_is_spelled():
     for default in (jnp.float32, "float32", jnp.dtype("float32")):
         assert model_products(apply_policy(Model(default), "mixed_float16"), x) == ["float16"]
 
-
-def test_an_integer_dtype_field_is_no_compute_dtype():
     class Tokens(nn.Module):
         dtype: Any = jnp.int32
 

@@ -80,6 +80,9 @@ def test_a_pattern_on_a_module_that_this_method_does_not_call_is_let_pass():
     apply = functools.partial(model.apply, method="decode")
     assert products(apply, shapes(Two(), ids), X) == ["float16"]
 
+    model = apply_policy(BodyAndHead(), "mixed_float16", {"body": "mixed_bfloat16"})
+    assert shapes(model, X, method="logits")["params"].keys() == {"head"}
+
 
 class BodyAndHead(nn.Module):
     def setup(self):
@@ -90,11 +93,6 @@ class BodyAndHead(nn.Module):
 
     def logits(self, x):
         return self.head(x)
-
-
-def test_init_by_a_method_that_makes_a_part_of_the_variables_raises_for_nothing_about_the_rest():
-    model = apply_policy(BodyAndHead(), "mixed_float16", {"body": "mixed_bfloat16"})
-    assert shapes(model, X, method="logits")["params"].keys() == {"head"}
 
 
 def test_a_pattern_is_held_against_the_whole_model_and_not_against_a_part_that_is_bound():
@@ -168,13 +166,17 @@ def test_a_lookup_is_no_product_and_a_single_layer_is_named_by_its_class():
     assert "Dense (its own dtype=float32)" in refusal(apply_policy(nn.Dense(3, dtype="float32"), "mixed_float16"))
 
 
-def test_a_model_with_a_half_product_or_without_any_is_let_pass():
+def test_a_model_with_a_half_product_or_without_any_is_let_pass_and_so_is_a_call_of_its_float32_part():
     wide, part = nn.Dense(4, dtype="float32"), apply_policy(MLP(), "mixed_float16")
     with_half = [nn.Sequential([wide, half]) for half in (nn.Dense(4), Linear(), part)]
     for bare in (nn.LayerNorm(), nn.Dropout(0.5, deterministic=True), *with_half):
         with jax.numpy_dtype_promotion("standard"):
             model = apply_policy(bare, "mixed_bfloat16")
             assert jax.eval_shape(model.apply, shapes(model, X), X).dtype == jnp.float32
+
+    model = apply_policy(BodyAndHead(), "mixed_float16")
+    apply = functools.partial(model.apply, method="logits")
+    assert products(apply, shapes(BodyAndHead(), X), X) == ["float32"]
 
 
 class Attends(nn.Module):
@@ -224,16 +226,10 @@ def test_a_model_without_a_half_product_is_let_pass_as_a_part_of_another():
             Around(part).apply(variables, X)
 
 
-def test_a_method_that_calls_only_the_float32_part_is_let_pass():
-    model = apply_policy(BodyAndHead(), "mixed_float16")
-    apply = functools.partial(model.apply, method="logits")
-    assert products(apply, shapes(BodyAndHead(), X), X) == ["float32"]
-
-
 # --- what is no Linen module, no policy, no pattern -------------------------------------------------------------------
 
 
-def test_only_an_instance_of_a_linen_module_takes_a_policy():
+def test_what_is_no_linen_module_no_policy_and_no_override_is_refused_at_once():
     for model, text in (
         (nn.Dense, r"got the class Dense; make an instance: Dense\(...\)"),
         ("model", "got builtins.str; jaxmp.nnx.apply_policy takes modules of flax.nnx"),
@@ -241,6 +237,17 @@ def test_only_an_instance_of_a_linen_module_takes_a_policy():
     ):
         with pytest.raises(TypeError, match=f"jaxmp.linen.apply_policy takes a flax.linen.Module, {text}"):
             apply_policy(model, "mixed_float16")
+
+    with pytest.raises(ValueError, match=r"unknown policy 'mixed_float17'.*nearest first: 'mixed_float16'"):
+        apply_policy(MLP(), "mixed_float17")
+    with pytest.raises(ValueError, match="unknown policy 'halfish'"):
+        apply_policy(MLP(), "mixed_float16", {"Dense_0": "halfish"})
+    with pytest.raises(TypeError, match="an override names one policy"):
+        apply_policy(MLP(), "mixed_float16", {"Dense_0": "O2"})
+    with pytest.raises(
+        TypeError, match=r"a pattern is a glob on the module path.*or a module class, got an instance of Dense; for"
+    ):
+        apply_policy(MLP(), "mixed_float16", {nn.Dense(3): "float32"})
 
 
 def test_a_model_and_a_policy_that_are_swapped_are_told_so_without_the_arrays_of_the_model():
@@ -270,19 +277,6 @@ def test_a_module_where_a_policy_or_a_pattern_is_meant_is_named_by_its_class():
         assert "\n" not in str(error.value)
     with pytest.raises(TypeError, match="got an instance of list; write"):
         jaxmp.nnx.apply_policy(model, "mixed_float16", [nn.Dense(2)])
-
-
-def test_an_unknown_policy_an_unknown_override_and_a_map_as_override_raise_at_once():
-    with pytest.raises(ValueError, match=r"unknown policy 'mixed_float17'.*nearest first: 'mixed_float16'"):
-        apply_policy(MLP(), "mixed_float17")
-    with pytest.raises(ValueError, match="unknown policy 'halfish'"):
-        apply_policy(MLP(), "mixed_float16", {"Dense_0": "halfish"})
-    with pytest.raises(TypeError, match="an override names one policy"):
-        apply_policy(MLP(), "mixed_float16", {"Dense_0": "O2"})
-    with pytest.raises(
-        TypeError, match=r"a pattern is a glob on the module path.*or a module class, got an instance of Dense; for"
-    ):
-        apply_policy(MLP(), "mixed_float16", {nn.Dense(3): "float32"})
 
 
 # --- the user's own errors --------------------------------------------------------------------------------------------

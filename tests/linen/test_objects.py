@@ -96,14 +96,12 @@ def test_models_under_different_policies_are_different():
     assert apply_policy(MLP(), "mixed_float16") == apply_policy(MLP(), "p=f32,c=f16,o=f32")
 
 
-def test_a_model_looks_like_the_bare_one():
+def test_a_model_looks_like_the_bare_one_which_stays_as_it_was():
     model = apply_policy(MLP(), "mixed_float16")
     assert isinstance(model, MLP)
     assert (repr(model), type(model).__name__, type(model).__doc__) == (repr(MLP()), "MLP", MLP.__doc__)
     assert (type(model).__module__, model.features) == (MLP.__module__, MLP().features)
 
-
-def test_the_bare_module_stays_as_it_was():
     inner = nn.Dense(3)
     bare = nn.Sequential([inner])
     model = apply_policy(bare, "mixed_float16")

@@ -282,7 +282,7 @@ class Diffusion(nn.Module):
         return nn.Dense(4)(x), nn.Dense(4, name="time", use_bias=False, kernel_init=nn.initializers.ones)(time)
 
 
-def test_a_timestep_reaches_a_float32_module_unrounded():
+def test_a_timestep_reaches_a_float32_module_unrounded_and_a_half_one_rounded_after_plain_arithmetic():
     for mixed, inline in ((False, False), (True, True)):
         model = apply_policy(Diffusion(mixed, inline), "mixed_bfloat16", {"time": "float32"})
         variables = model.init(rngs(), X, TIMES)
@@ -291,8 +291,6 @@ def test_a_timestep_reaches_a_float32_module_unrounded():
         same_bits(model.apply(variables, X, TIMES)[1], want)
         assert sorted(model_products(model, X, TIMES)) == ["bfloat16", "float32"]
 
-
-def test_a_timestep_that_a_half_layer_uses_is_rounded_after_plain_arithmetic_and_not_before():
     model = apply_policy(Diffusion(True, True), "mixed_bfloat16")
     variables = model.init(rngs(), X, TIMES)
     want = wave(TIMES).astype(jnp.bfloat16) @ jnp.ones((4, 4), jnp.bfloat16)

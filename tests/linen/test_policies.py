@@ -107,7 +107,7 @@ def test_an_override_covers_everything_below():
     assert model_products(model, IMAGE) == ["float16"] * 5 + ["float32"] * 4 + ["float16"]
 
 
-def test_a_pattern_on_a_class_covers_everything_below_and_its_subclasses():
+def test_a_pattern_on_a_class_covers_everything_below_its_subclasses_and_what_transforms_make_of_it():
     class Special(MLP):
         pass
 
@@ -116,8 +116,6 @@ def test_a_pattern_on_a_class_covers_everything_below_and_its_subclasses():
     model = apply_policy(nn.Sequential([MLP(), Special(), nn.Dense(3)]), "mixed_float16", {MLP: "float32"})
     assert model_products(model, X) == ["float32"] * 4 + ["float16"]
 
-
-def test_a_pattern_on_a_class_reaches_the_modules_that_transforms_make_of_it():
     bare = nn.Sequential([nn.remat(MLP)(), nn.Dense(3)])
     assert model_products(apply_policy(bare, "mixed_float16", {MLP: "float32"}), X) == ["float32", "float32", "float16"]
 

@@ -120,8 +120,6 @@ def test_captured_intermediates_have_the_tree_of_the_bare_module_and_the_dtypes_
     same_bits(got, want)
     assert got["intermediates"]["encoder"]["__call__"][0].dtype == jnp.float16
 
-
-def test_a_filter_of_intermediates_sees_the_modules_it_asks_for():
     model, by_hand, variables = both()
     options: dict[str, Any] = {"capture_intermediates": lambda mdl, name: isinstance(mdl, Coder), "mutable": True}
     got, want = (m.apply(variables, X, **options)[1]["intermediates"] for m in (model, by_hand))
@@ -181,7 +179,7 @@ def test_tabulate_and_paths_list_the_rows_of_the_bare_module():
 # --- bound modules ----------------------------------------------------------------------------------------------------
 
 
-def test_a_bound_model_and_its_submodules_are_under_the_policy():
+def test_a_bound_model_its_submodules_and_what_is_unbound_of_them_are_under_the_policy():
     model, by_hand, variables = both(overrides={"table_a": "float32"})
     bound, hand = model.bind(variables), by_hand.bind(variables)
     same_bits(bound.encode(X), float32(hand.encode(X)))
@@ -190,8 +188,6 @@ def test_a_bound_model_and_its_submodules_are_under_the_policy():
     assert bound.table["a"](data(1, 2)).dtype == jnp.float32
     assert bound(X).dtype == jnp.float32
 
-
-def test_a_model_is_unbound_again_and_a_submodule_taken_out_keeps_its_policy():
     model, _, variables = both()
     again, same = model.bind(variables).unbind()
     assert again == model

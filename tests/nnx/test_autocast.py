@@ -165,25 +165,31 @@ def test_overrides_hold_in_the_transforms_of_nnx():
     assert dtypes_of(nnx.as_pure(grads)) == {"float32"}
 
 
-def test_the_argument_stays_as_it_was_and_shares_its_variables():
+def test_the_argument_stays_as_it_was_and_another_policy_is_replaced():
     bare = Mlp(rngs())
     model = autocast(bare, "mixed_float16")
     assert type(bare) is Mlp and isinstance(model, Mlp) and model.head.kernel is bare.head.kernel
     assert [dtype for _, dtype in found(bare, data(2, 4))] == ["float32"] * 3
 
-
-def test_another_policy_replaces_it_and_it_replaces_another():
     model = autocast(apply_policy(Mlp(rngs()), "mixed_bfloat16"), "mixed_float16")
     assert model.head.dtype is None
     assert [dtype for _, dtype in found(model, data(2, 4))] == ["float16"] * 3
     assert [dtype for _, dtype in found(apply_policy(model, "mixed_bfloat16"), data(2, 4))] == ["bfloat16"] * 3
 
 
-def test_nested_in_a_bare_model_only_it_is_under_autocast_and_other_methods_are_too():
+def test_nested_in_a_bare_model_or_in_another_autocast_it_keeps_its_own_dtype_in_every_method():
     model = Outer(autocast(Mlp(rngs()), "mixed_float16"), rngs())
     assert [dtype for _, dtype in found(model, data(2, 4))] == ["float32", "float16", "float16", "float16"]
     jaxpr = jax.make_jaxpr(lambda x: model.inner.encode(x))(data(2, 4))
     assert product_dtypes(jaxpr) == {"float16"}
+
+    model = Outer(autocast(Mlp(rngs()), "mixed_float16", {"head": "float32"}), rngs())
+    graphdef, state = nnx.split(model)
+    run = jaxmp.autocast(lambda model: model(data(2, 4)), "mixed_bfloat16")
+    jaxpr = jax.make_jaxpr(lambda state: run(nnx.merge(graphdef, state)))(state)
+    assert [eqn.invars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS] == [
+        "bfloat16", "float16", "float16", "float32",
+    ]  # fmt: skip
 
 
 def test_a_model_from_outside_of_a_transformation_is_read_there_and_not_changed():
@@ -217,16 +223,6 @@ def test_what_autocast_cannot_take_is_refused():
         autocast(nnx.Linear, "mixed_bfloat16")
     with pytest.raises(ValueError, match="a half compute dtype, got float64; use 'mixed_bfloat16' or 'mixed_float16'"):
         autocast(Mlp(rngs()), "p=f32, c=f64")
-
-
-def test_inside_another_autocast_it_keeps_its_own_dtype():
-    model = Outer(autocast(Mlp(rngs()), "mixed_float16", {"head": "float32"}), rngs())
-    graphdef, state = nnx.split(model)
-    run = jaxmp.autocast(lambda model: model(data(2, 4)), "mixed_bfloat16")
-    jaxpr = jax.make_jaxpr(lambda state: run(nnx.merge(graphdef, state)))(state)
-    assert [eqn.invars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS] == [
-        "bfloat16", "float16", "float16", "float32",
-    ]  # fmt: skip
 
 
 def test_a_module_below_the_root_that_is_called_by_itself_runs_under_autocast():

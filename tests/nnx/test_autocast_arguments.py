@@ -280,7 +280,7 @@ def test_a_pure_policy_casts_results_and_no_variable_of_an_argument():
     assert dtypes_of(arrays(model, (nnx.Param, nnx.BatchStat))) == {"float32"}
 
 
-def test_variables_of_half_precision_keep_it_and_those_that_are_not_written_keep_their_arrays():
+def test_variables_of_half_precision_keep_it_and_those_that_are_not_written_or_no_arrays_are_handed_on():
     model = Net(rngs())
     model.half, kernel = nnx.Variable(jnp.zeros(8, "bfloat16")), model.head.kernel[...]
 
@@ -293,8 +293,6 @@ def test_variables_of_half_precision_keep_it_and_those_that_are_not_written_keep
     assert model.half.dtype == jnp.bfloat16 and np.any(model.half[...] != 0)
     assert model.head.kernel[...] is kernel
 
-
-def test_what_is_no_array_in_a_variable_is_handed_on():
     model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()))
     model.steps, model.tree = nnx.Variable(1), nnx.Variable({"a": jnp.zeros(()), "b": None})
 

@@ -137,6 +137,10 @@ def test_a_policy_on_an_nnx_model_around_a_linen_module_says_to_wrap_the_policy(
         assert f"got {at}ToNNX(Linen(...))" in rule
         assert remedy == "nnx.bridge.ToNNX(jaxmp.linen.apply_policy(Linen(...), policy), rngs=rngs)"
 
+    part = nn.Sequential([jaxmp.linen.apply_policy(nn.Dense(4), "mixed_bfloat16"), nn.Dense(4)])
+    with pytest.raises(ValueError, match=r"does not reach into nnx\.bridge\.ToNNX, got ToNNX\(Sequential"):
+        jaxmp.nnx.apply_policy(to_nnx(part), "mixed_bfloat16")
+
 
 def says_to_wrap(make: Any, wrap: Any, at: Any) -> None:
     """Asserts that every way to call a Linen model around an NNX module says where the policy belongs."""
@@ -157,13 +161,6 @@ def says_to_wrap(make: Any, wrap: Any, at: Any) -> None:
 def test_a_policy_on_a_linen_model_around_an_nnx_module_says_to_wrap_the_policy():
     for make, wrap, at in ((Nnx, bridge.ToLinen, ""), (lambda rngs: Nnx(rngs), AroundNnx, "'wrapped', ")):
         says_to_wrap(make, wrap, at)
-
-
-@pytest.mark.once
-def test_a_policy_on_a_part_of_the_wrapped_module_is_not_enough():
-    part = nn.Sequential([jaxmp.linen.apply_policy(nn.Dense(4), "mixed_bfloat16"), nn.Dense(4)])
-    with pytest.raises(ValueError, match=r"does not reach into nnx\.bridge\.ToNNX, got ToNNX\(Sequential"):
-        jaxmp.nnx.apply_policy(to_nnx(part), "mixed_bfloat16")
 
 
 # --- a module under a policy, then wrapped ----------------------------------------------------------------------------

@@ -190,6 +190,17 @@ def test_bad_input_is_refused():
     with pytest.raises(TypeError, match=r"returns \(loss, aux\)"):
         value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer, has_aux=True)(model)
 
+    model = nnx.Linear(8, 8, rngs=rngs())
+    optimizer = Optimizer(model, optax.sgd(0.1))
+    for result, text in (
+        (lambda loss: jnp.stack([loss, loss]), r"got float32 of shape \(2,\); take its mean: jnp.mean\(loss\)"),
+        (lambda loss: loss.astype(jnp.int32), r"got int32 of shape \(\); compute it from floating values"),
+        (lambda loss: (loss, loss), r"got tuple of 2; pass has_aux=True to return \(loss, aux\)"),
+    ):
+        gradient = value_and_grad(lambda model, result=result: result(jnp.mean(model(TARGET))), optimizer)
+        with pytest.raises(TypeError, match=f"a loss must be a floating scalar, {text}"):
+            gradient(model)
+
 
 def test_an_update_whose_arguments_are_swapped_is_refused():
     model = nnx.Linear(8, 8, rngs=rngs())
@@ -345,16 +356,3 @@ def test_models_in_a_tree_are_put_back_as_those_that_are_arguments():
     optimizer.update(trained, grads)
     same_bits((values(trained[0]), values(other["other"])), before)
     assert int(optimizer.skipped) == 1
-
-
-def test_a_loss_that_is_no_floating_scalar_is_described():
-    model = nnx.Linear(8, 8, rngs=rngs())
-    optimizer = Optimizer(model, optax.sgd(0.1))
-    for result, text in (
-        (lambda loss: jnp.stack([loss, loss]), r"got float32 of shape \(2,\); take its mean: jnp.mean\(loss\)"),
-        (lambda loss: loss.astype(jnp.int32), r"got int32 of shape \(\); compute it from floating values"),
-        (lambda loss: (loss, loss), r"got tuple of 2; pass has_aux=True to return \(loss, aux\)"),
-    ):
-        gradient = value_and_grad(lambda model, result=result: result(jnp.mean(model(TARGET))), optimizer)
-        with pytest.raises(TypeError, match=f"a loss must be a floating scalar, {text}"):
-            gradient(model)

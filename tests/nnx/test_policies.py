@@ -153,26 +153,31 @@ def test_another_policy_takes_the_place_of_the_first():
         apply_policy(kept, "mixed_float16")(VECTORS)
 
 
-def test_a_part_with_a_policy_of_its_own_keeps_it_inside_another():
+def test_a_part_with_a_policy_of_its_own_keeps_it_inside_another_and_alone():
     part = apply_policy(nnx.Linear(8, 8, rngs=rngs()), "mixed_bfloat16")
     model = apply_policy(nnx.Sequential(part, nnx.Linear(8, 8, rngs=rngs())), "mixed_float16")
     assert model_products(model, VECTORS) == ["bfloat16", "float16"]
 
-
-def test_a_part_of_a_model_under_a_policy_runs_alone_under_its_own():
     model = apply_policy(Net(rngs()), "mixed_float16")
     assert model.layers[0](VECTORS).dtype == jnp.float16
     assert apply_policy(nnx.Sequential(model.layers[0]), "mixed_bfloat16")(VECTORS).dtype == jnp.float32
 
 
 @pytest.mark.once
-def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_at_once():
+def test_a_pattern_that_matches_nothing_and_what_is_no_nnx_module_are_refused_at_once():
     with pytest.raises(ValueError, match=r"'layers/7' matched none; nearest paths: .*layers/1"):
         apply_policy(Net(rngs()), "mixed_float16", {"layers/7": "float32"})
     with pytest.raises(ValueError, match=r"'conv/kernel' matched the variable 'conv/kernel', .* write 'conv'"):
         apply_policy(Net(rngs()), "mixed_float16", {"conv/kernel": "float32"})
     with pytest.raises(ValueError, match=r"'type:LayerNorm' matched none; nearest classes: .*BatchNorm"):
         apply_policy(Net(rngs()), "mixed_float16", {nnx.LayerNorm: "float32"})
+
+    for model, text in (
+        (nn.Dense(2), "got flax.linen.linear.Dense; jaxmp.linen.apply_policy takes modules of flax.linen"),
+        (nnx.Linear, "got the class Linear; make an instance"),
+    ):
+        with pytest.raises(TypeError, match=rf"jaxmp.nnx.apply_policy takes a flax.nnx.Module, {text}"):
+            apply_policy(model, "mixed_float16")
 
 
 @pytest.mark.once
@@ -313,16 +318,6 @@ def test_a_call_of_only_the_float32_part_is_let_pass_and_so_is_a_model_that_is_a
         around(VECTORS)
     with pytest.raises(ValueError, match=r"stays as it was: body \(override '\*\*'\), head \(override '\*\*'\)"):
         nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), part)(VECTORS)
-
-
-@pytest.mark.once
-def test_only_an_instance_of_an_nnx_module_takes_a_policy():
-    for model, text in (
-        (nn.Dense(2), "got flax.linen.linear.Dense; jaxmp.linen.apply_policy takes modules of flax.linen"),
-        (nnx.Linear, "got the class Linear; make an instance"),
-    ):
-        with pytest.raises(TypeError, match=rf"jaxmp.nnx.apply_policy takes a flax.nnx.Module, {text}"):
-            apply_policy(model, "mixed_float16")
 
 
 class Student(nnx.Module):

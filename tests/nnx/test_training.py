@@ -470,9 +470,6 @@ def test_arguments_that_do_not_fit_are_told():
     with pytest.raises(TypeError, match="with an NNX model, got the class Linear; "):
         jaxmp.nnx.Optimizer(nnx.Linear, optax.sgd(0.1))
 
-
-@pytest.mark.once
-def test_the_step_has_the_options_of_the_step_for_trees():
     own, others = (inspect.signature(make).parameters for make in (make_train_step, jaxmp.make_train_step))
     assert list(own) == list(others) and "sharding" in own
     assert all(own[name] == others[name] for name in others if name != "loss_fn")
@@ -532,22 +529,19 @@ def test_a_model_with_a_copy_for_evaluation_trains_in_float32_where_that_is_writ
 
 
 @pytest.mark.once
-def test_a_step_refuses_a_model_that_got_a_copy_after_its_optimizer_was_made():
-    net = mlp()
-    optimizer = Optimizer(net, optax.sgd(0.1))
-    apply_policy(net, "mixed_bfloat16")
-    with pytest.raises(ValueError, match="training needs the model that apply_policy or autocast returned"):
-        make_train_step(loss_fn)(net, optimizer, ROWS)
-
-
-@pytest.mark.once
-def test_a_step_that_has_a_policy_itself_takes_a_model_with_a_copy_under_another():
+def test_a_model_with_a_copy_under_another_policy_is_taken_by_a_step_with_a_policy_and_refused_without():
     net = mlp()
     apply_policy(net, "bfloat16")
     optimizer, step = Optimizer(net, optax.sgd(0.1)), make_train_step(loss_fn, policy="mixed_bfloat16")
     assert np.isfinite(step(net, optimizer, ROWS)["loss"])
     clone = nnx.clone(net)  # has arrays of its own
     assert np.isfinite(make_train_step(loss_fn)(clone, Optimizer(clone, optax.sgd(0.1)), ROWS)["loss"])
+
+    net = mlp()
+    optimizer = Optimizer(net, optax.sgd(0.1))
+    apply_policy(net, "mixed_bfloat16")
+    with pytest.raises(ValueError, match="training needs the model that apply_policy or autocast returned"):
+        make_train_step(loss_fn)(net, optimizer, ROWS)
 
 
 @pytest.mark.once

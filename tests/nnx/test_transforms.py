@@ -376,14 +376,7 @@ class Owner(nnx.Module):
         return loss
 
 
-def test_a_context_manager_and_a_generator_act_on_the_model_itself():
-    model = apply_policy(Owner(rngs()), "mixed_float16")
-    with model.evaluating():
-        assert float(model(VECTORS).max()) < 50 and not model.training
-    assert model.training
-
-
-def test_what_a_method_stores_or_returns_is_the_param_and_never_its_cast():
+def test_methods_store_and_return_the_params_and_never_their_casts_and_context_managers_act_on_the_model():
     bare = Owner(rngs())
     model = apply_policy(bare, "mixed_float16")
     returned, params = model.alias()
@@ -392,6 +385,11 @@ def test_what_a_method_stores_or_returns_is_the_param_and_never_its_cast():
     assert model.kernel is bare.other and model.other is bare.kernel
     model.reset()
     assert model.kernel.dtype == jnp.float32 and model.other.dtype == jnp.float32
+
+    model = apply_policy(Owner(rngs()), "mixed_float16")
+    with model.evaluating():
+        assert float(model(VECTORS).max()) < 50 and not model.training
+    assert model.training
 
 
 def test_a_train_step_that_is_a_method_trains_the_params():
