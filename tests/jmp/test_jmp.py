@@ -326,7 +326,7 @@ def test_a_static_scale_of_zero_can_be_made_but_not_used():
     for zero in (0, 0.0, np.float32(0), jnp.float32(0)):
         scale = jmp.StaticLossScale(zero)
         assert not jax.tree.leaves(scale)
-        for use in (scale.scale, scale.unscale, jax.jit(scale.scale), as_loss_scale(scale).scale):
+        for use in (scale.scale, scale.unscale, jax.jit(scale.scale), lambda x, own=scale: as_loss_scale(own).scale(x)):
             with pytest.raises(ValueError, match=r"loss_scale must be positive and finite.*, got 0"):
                 use(jnp.ones(2))
     with pytest.raises(ZeroDivisionError):
