@@ -50,8 +50,8 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_paths_or_class
         "mlp/Dense_0": "'mlp/Dense_0' matched none",
         "dense_0": "'dense_0' matched none",
     }.items():
-        for rules in ({pattern: "float32"}, {"Dense_0": "float32", pattern: "float32"}):
-            assert text in message(apply_policy(MLP(), "mixed_float16", rules))
+        rules: dict[Any, str] = {"Dense_0": "float32", pattern: "float32"}
+        assert text in message(apply_policy(MLP(), "mixed_float16", rules))
     for root in ("", "/"):
         assert set(model_products(apply_policy(MLP(), "mixed_float16", {root: "mixed_bfloat16"}), X)) == {"bfloat16"}
 

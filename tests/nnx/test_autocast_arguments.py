@@ -112,7 +112,7 @@ def test_an_ensemble_in_vmap_has_the_statistics_and_masks_of_its_members():
         return nnx.vmap(lambda key: Net(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
 
     model, bare = make(), make()
-    for x in BATCHES:
+    for x in BATCHES[:2]:
         nnx.vmap(half(loss_fn), in_axes=(0, None))(model, x)
         nnx.vmap(loss_fn, in_axes=(0, None))(bare, x)
     (statistics, rest), (wanted_statistics, wanted_rest) = state_of(model), state_of(bare)
