@@ -45,12 +45,19 @@ def dtypes(policy: Any) -> tuple[np.dtype, ...]:
 # --- the surface ------------------------------------------------------------------------------------------------------
 
 
-def test_every_public_name_of_jmp_is_there():
+def test_every_public_name_of_jmp_is_there_and_its_classes_are_jaxmps():
     public = {name for name in dir(real) if not name.startswith("_")}
     assert public == set(real.__all__)
     assert set(jmp.__all__) == public | {"dtype_to_names"}
     assert all(hasattr(jmp, name) for name in jmp.__all__)
     assert jmp.__version__ == real.__version__
+
+    assert issubclass(jmp.Policy, jaxmp.Policy)
+    for name in ("NoOpLossScale", "StaticLossScale", "DynamicLossScale"):
+        assert issubclass(getattr(jmp, name), getattr(jaxmp, name))
+    for scale in (jmp.NoOpLossScale(), jmp.StaticLossScale(2), jmp.DynamicLossScale(2.0)):
+        assert isinstance(scale, jmp.LossScale)
+        assert as_loss_scale(scale) is scale
 
 
 def test_importing_it_does_not_import_jmp_and_star_brings_its_names():
@@ -58,15 +65,6 @@ def test_importing_it_does_not_import_jmp_and_star_brings_its_names():
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "p=f16,c=f16,o=f16"]
-
-
-def test_its_classes_are_jaxmps():
-    assert issubclass(jmp.Policy, jaxmp.Policy)
-    for name in ("NoOpLossScale", "StaticLossScale", "DynamicLossScale"):
-        assert issubclass(getattr(jmp, name), getattr(jaxmp, name))
-    for scale in (jmp.NoOpLossScale(), jmp.StaticLossScale(2), jmp.DynamicLossScale(2.0)):
-        assert isinstance(scale, jmp.LossScale)
-        assert as_loss_scale(scale) is scale
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------
@@ -78,36 +76,30 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_string_means_what_it_means_to_jmp_and_is_written_as_jmp_writes_it(text):
-    ours, theirs = jmp.get_policy(text), real.get_policy(text)
-    assert dtypes(ours) == dtypes(theirs)
-    assert str(ours) == str(theirs)
-    assert ours.matmul_precision is None  # jaxmp.get_policy's float32 is true float32, jmp's is JAX's own
-    assert type(ours) is jmp.Policy
-    for read in (jmp.get_policy(str(ours)), jaxmp.get_policy(str(ours))):
-        assert dtypes(read) == dtypes(ours)
-    assert dtypes(real.get_policy(str(ours))) == dtypes(ours)
-    assert dtypes(jaxmp.get_policy(ours)) == dtypes(ours)
+def test_a_string_means_what_it_means_to_jmp_and_is_written_as_jmp_writes_it():
+    for text in TEXTS:
+        ours, theirs = jmp.get_policy(text), real.get_policy(text)
+        assert dtypes(ours) == dtypes(theirs)
+        assert str(ours) == str(theirs)
+        assert ours.matmul_precision is None  # jaxmp.get_policy's float32 is true float32, jmp's is JAX's own
+        assert type(ours) is jmp.Policy
+        for read in (jmp.get_policy(str(ours)), jaxmp.get_policy(str(ours))):
+            assert dtypes(read) == dtypes(ours)
+        assert dtypes(real.get_policy(str(ours))) == dtypes(ours)
+        assert dtypes(jaxmp.get_policy(ours)) == dtypes(ours)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_what_jmp_cannot_read_is_refused_as_jmp_does_and_with_what_can_be_read():
+    for text, said in (
         ("mixed_float16", "Unknown dtype 'mixed_float16'"),
         ("", "Unknown dtype ''"),
         ("c=f17", "Unknown dtype 'f17'"),
         ("z=f16", "Unknown key 'z'"),
-    ],
-)
-def test_what_jmp_cannot_read_is_refused_as_jmp_does_and_with_what_can_be_read(text, said):
-    with pytest.raises(ValueError, match=said):
-        real.get_policy(text)
-    with pytest.raises(ValueError, match=f"{said}.*known (names|keys), nearest first: "):
-        jmp.get_policy(text)
-
-
-def test_rules_by_path_are_jaxmps():
+    ):
+        with pytest.raises(ValueError, match=said):
+            real.get_policy(text)
+        with pytest.raises(ValueError, match=f"{said}.*known (names|keys), nearest first: "):
+            jmp.get_policy(text)
     with pytest.raises(ValueError, match=r"A policy of jmp's has no rules, got 'c=f16; a -> f32': jaxmp\.get_policy"):
         jmp.get_policy("c=f16; a -> f32")
 
@@ -144,20 +136,19 @@ def test_a_policy_with_a_field_more_can_be_made_of_it():
     assert policy != jmp.get_policy("c=f16,o=f32")
 
 
-@pytest.mark.parametrize("name", ["cast_to_param", "cast_to_compute", "cast_to_output", "cast_to_full", "cast_to_half"])
-def test_casts_are_those_of_jmp(name):
+def test_casts_are_those_of_jmp():
     tree: Any = {"jax": jnp.ones(2), "half": jnp.ones(2, jnp.bfloat16), "numpy": np.ones(2), "int": jnp.arange(2)}
     tree |= {"rest": [None, 1.5, np.ones(2, bool), "a"]}
     text = "p=f16,c=bf16,o=f32"
-    ours, theirs = (
-        getattr(module.get_policy(text) if hasattr(jmp.Policy, name) else module, name)(tree) for module in (jmp, real)
-    )
-    assert jax.tree.map(lambda x: (type(x), getattr(x, "dtype", x)), ours) == jax.tree.map(
-        lambda x: (type(x), getattr(x, "dtype", x)), theirs
-    )
+    for name in ("cast_to_param", "cast_to_compute", "cast_to_output", "cast_to_full", "cast_to_half"):
+        ours, theirs = (
+            getattr(module.get_policy(text) if hasattr(jmp.Policy, name) else module, name)(tree)
+            for module in (jmp, real)
+        )
+        assert jax.tree.map(lambda x: (type(x), getattr(x, "dtype", x)), ours) == jax.tree.map(
+            lambda x: (type(x), getattr(x, "dtype", x)), theirs
+        )
 
-
-def test_half_is_a_scalar_type_as_in_jmp():
     assert jmp.half_dtype() is real.half_dtype()
     assert jmp.half_dtype()(2).dtype == jmp.half_dtype()
 
@@ -215,9 +206,9 @@ def training(module: Any, policy: str, scale: Any, steps: int = 12) -> Any:
     return params, scale
 
 
-@pytest.mark.parametrize("kind", ["NoOpLossScale", "StaticLossScale", "DynamicLossScale"])
+@pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
 def test_a_step_written_for_jmp_gives_the_same_bits(kind, jmps_promotion):
-    arguments = {"NoOpLossScale": (), "StaticLossScale": (2.0**10,), "DynamicLossScale": (jnp.float32(2.0**16), 0, 3)}
+    arguments = {"StaticLossScale": (2.0**10,), "DynamicLossScale": (jnp.float32(2.0**16), 0, 3)}
     (ours, scale), (theirs, their_scale) = (
         training(module, "c=f16,o=f32", getattr(module, kind)(*arguments[kind])) for module in (jmp, real)
     )
@@ -228,25 +219,17 @@ def test_a_step_written_for_jmp_gives_the_same_bits(kind, jmps_promotion):
     assert kind != "DynamicLossScale" or scale.loss_scale != 2.0**16
 
 
-def test_params_kept_in_half_stay_half_through_a_step(jmps_promotion):
-    params, scale = training(jmp, "half", jmp.DynamicLossScale(jmp.half_dtype()(2.0**8), period=4), steps=4)
-    assert {param.dtype for param in params.values()} == {F16}
-    assert jmp.all_finite(params) and scale.loss_scale == 2.0**9
-
-
-@pytest.mark.parametrize("how", ["pickle", "copy", "replace", "flax", "jit"])
-@pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
-def test_loss_scales_are_kept_whole(kind, how):
-    scale = jmp.StaticLossScale(3) if kind == "StaticLossScale" else jmp.DynamicLossScale(2.0**70, 3, 7, 4, 0.5)
-    kept = {
-        "pickle": lambda: pickle.loads(pickle.dumps(scale)),
-        "copy": lambda: copy.deepcopy(scale),
-        "replace": lambda: dataclasses.replace(scale),
-        "flax": lambda: flax.serialization.from_state_dict(scale, flax.serialization.to_state_dict(scale)),
-        "jit": lambda: jax.jit(lambda scale: scale)(scale),
-    }[how]()
-    assert kept == scale and type(kept) is type(scale)
-    assert jax.tree.structure(kept) == jax.tree.structure(scale)
+def test_loss_scales_are_kept_whole():
+    for scale in (jmp.StaticLossScale(3), jmp.DynamicLossScale(2.0**70, 3, 7, 4, 0.5)):
+        for kept in (
+            pickle.loads(pickle.dumps(scale)),
+            copy.deepcopy(scale),
+            dataclasses.replace(scale),
+            flax.serialization.from_state_dict(scale, flax.serialization.to_state_dict(scale)),
+            jax.jit(lambda scale: scale)(scale),
+        ):
+            assert kept == scale and type(kept) is type(scale)
+            assert jax.tree.structure(kept) == jax.tree.structure(scale)
 
 
 def test_selection_asks_for_a_boolean_scalar_and_says_what_came():
@@ -286,22 +269,16 @@ def test_a_scale_made_as_in_jmps_readme_can_be_adjusted_where_jmp_raises(jmps_pr
     assert ours.adjust(TRUE).loss_scale.dtype == F32
 
 
-@pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
-def test_a_small_half_gradient_is_unscaled_into_float32_where_jmp_loses_it(kind, jmps_promotion):
-    grad = jnp.float16(2.0**-12)
-    theirs, ours = (getattr(module, kind)(jnp.float16(2.0**15)).unscale(grad) for module in (real, jmp))
-    assert theirs == 0 and theirs.dtype == F16
-    assert ours == 2.0**-27 and ours.dtype == F32
-
-
-@pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
-def test_a_half_loss_is_scaled_into_float32_where_jmp_overflows(kind, jmps_promotion):
-    loss = jnp.float16(3)
-    theirs, ours = (getattr(module, kind)(jnp.float16(2.0**15)).scale(loss) for module in (real, jmp))
-    assert theirs == jnp.inf
-    assert ours == 3 * 2.0**15 and ours.dtype == F32
-    gradient = jax.grad(lambda x: getattr(jmp, kind)(2.0**15).scale(x))(loss)
-    assert gradient == 2.0**15 and gradient.dtype == F16
+def test_half_losses_and_gradients_are_scaled_into_float32_where_jmp_overflows_and_underflows(jmps_promotion):
+    for kind in ("StaticLossScale", "DynamicLossScale"):
+        grad, loss = jnp.float16(2.0**-12), jnp.float16(3)
+        theirs, ours = (getattr(module, kind)(jnp.float16(2.0**15)) for module in (real, jmp))
+        assert theirs.unscale(grad) == 0 and theirs.unscale(grad).dtype == F16
+        assert ours.unscale(grad) == 2.0**-27 and ours.unscale(grad).dtype == F32
+        assert theirs.scale(loss) == jnp.inf
+        assert ours.scale(loss) == 3 * 2.0**15 and ours.scale(loss).dtype == F32
+        gradient = jax.grad(ours.scale)(loss)
+        assert gradient == 2.0**15 and gradient.dtype == F16
 
 
 def test_a_period_lowered_below_the_counter_grows_at_once_where_jmp_counts_anew(jmps_promotion):
@@ -345,26 +322,23 @@ def test_keys_and_integers_pass_through_a_scale_where_jmp_raises_or_makes_them_f
     assert scaled["key"] is tree["key"] and scaled["n"] is tree["n"]
 
 
-@pytest.mark.parametrize("zero", [0, 0.0, np.float32(0), jnp.float32(0)])
-def test_a_static_scale_of_zero_can_be_made_but_not_used(zero):
-    scale = jmp.StaticLossScale(zero)
-    assert not jax.tree.leaves(scale)
-    for use in (scale.scale, scale.unscale, jax.jit(scale.scale), lambda x: as_loss_scale(scale).scale(x)):
-        with pytest.raises(ValueError, match=r"loss_scale must be positive and finite.*, got 0"):
-            use(jnp.ones(2))
+def test_a_static_scale_of_zero_can_be_made_but_not_used():
+    for zero in (0, 0.0, np.float32(0), jnp.float32(0)):
+        scale = jmp.StaticLossScale(zero)
+        assert not jax.tree.leaves(scale)
+        for use in (scale.scale, scale.unscale, jax.jit(scale.scale), lambda x, own=scale: as_loss_scale(own).scale(x)):
+            with pytest.raises(ValueError, match=r"loss_scale must be positive and finite.*, got 0"):
+                use(jnp.ones(2))
     with pytest.raises(ZeroDivisionError):
         real.StaticLossScale(0).unscale(jnp.ones(2))
     with pytest.raises(ValueError, match="loss_scale must be positive and finite"):
         as_loss_scale(real.StaticLossScale(0))
 
 
-@pytest.mark.parametrize("bad", [-1, np.inf, np.nan, None, "big", np.zeros(2)])
-def test_any_other_scale_that_is_none_is_refused(bad):
-    with pytest.raises(ValueError, match="loss_scale must be positive and finite"):
-        jmp.StaticLossScale(bad)
-
-
-def test_a_traced_static_scale_is_refused():
+def test_any_other_scale_that_is_none_is_refused():
+    for bad in (-1, np.inf, np.nan, None, "big", np.zeros(2)):
+        with pytest.raises(ValueError, match="loss_scale must be positive and finite"):
+            jmp.StaticLossScale(bad)
     with pytest.raises(ValueError, match=r"loss_scale must be positive and finite.*got .*Tracer"):
         jax.jit(lambda x: jmp.StaticLossScale(x).scale(x))(2.0)
 

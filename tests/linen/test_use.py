@@ -57,49 +57,30 @@ def both(policy: Any = "mixed_float16", overrides: Any = None) -> tuple[nn.Modul
 
 METHODS: dict[str, Any] = {
     "its name": "encode",
-    "a function of the class": Coder.encode,
     "a function that calls methods": lambda mdl, x: mdl.decode(mdl.encode(x)),
-    "a function that calls a submodule": lambda mdl, x: mdl.encoder(x),
-    "a function that calls submodules in a list": lambda mdl, x: mdl.heads[1](mdl.encoder(x)),
-    "a function that calls a submodule in a dict": lambda mdl, x: mdl.table["a"](mdl.heads[0](mdl.encoder(x))),
+    "a function that calls submodules": lambda mdl, x: mdl.table["a"](mdl.heads[0](mdl.encoder(x))),
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_is_under_the_policy_when_it_is_chosen_by(method):
+def test_a_method_is_under_the_policy_however_it_is_chosen():
     model, by_hand, variables = both()
-    apply = functools.partial(model.apply, method=METHODS[method])
-    same_computation(apply, lambda v, x: float32(by_hand.apply(v, x, method=METHODS[method])), variables, X)
-    assert set(products(apply, variables, X)) == {"float16"}
+    for method in (*METHODS.values(), model.encode):
+        apply = functools.partial(model.apply, method=method)
+        method = "encode" if method == model.encode else method
+        by_method = functools.partial(by_hand.apply, method=method)
+        same_computation(apply, lambda v, x, by_method=by_method: float32(by_method(v, x)), variables, X)
+        assert set(products(apply, variables, X)) == {"float16"}
 
 
-def test_a_bound_method_of_the_model_itself_can_be_handed_to_apply():
-    model, by_hand, variables = both()
-    same_computation(
-        functools.partial(model.apply, method=model.encode),
-        lambda v, x: float32(by_hand.apply(v, x, method="encode")),
-        variables,
-        X,
-    )
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_init_by_way_of_a_method_makes_the_variables_of_the_bare_module(method):
-    make = functools.partial(jax.eval_shape, functools.partial(Coder().init, method=METHODS[method]))
-    mine = functools.partial(apply_policy(Coder(), "mixed_float16").init, method=METHODS[method])
-    assert jax.eval_shape(mine, rngs(), X) == make(rngs(), X)
+def test_init_by_way_of_a_method_makes_the_variables_of_the_bare_module():
+    for method in METHODS.values():
+        assert shapes(apply_policy(Coder(), "mixed_float16"), X, method=method) == shapes(Coder(), X, method=method)
 
 
 def test_an_override_reaches_a_submodule_that_only_a_function_calls():
-    model = apply_policy(Coder(), "mixed_float16", {"heads_1": "float32", "table_a": "mixed_bfloat16"})
-    apply = functools.partial(model.apply, method=METHODS["a function that calls submodules in a list"])
-    assert products(apply, shapes(Coder(), X), X) == ["float16", "float32"]
-
-
-def test_attend_as_the_method_of_an_embedding_is_half():
-    model = apply_policy(nn.Embed(5, 4), "mixed_bfloat16")
-    variables = model.init(rngs(), jnp.array([1]))
-    assert products(functools.partial(model.apply, method="attend"), variables, X) == ["bfloat16"]
+    model = apply_policy(Coder(), "mixed_float16", {"heads_0": "float32", "table_a": "mixed_bfloat16"})
+    apply = functools.partial(model.apply, method=METHODS["a function that calls submodules"])
+    assert products(apply, shapes(Coder(), X), X) == ["float16", "float32", "bfloat16"]
 
 
 def test_init_with_output_returns_what_apply_does():
@@ -139,8 +120,6 @@ def test_captured_intermediates_have_the_tree_of_the_bare_module_and_the_dtypes_
     same_bits(got, want)
     assert got["intermediates"]["encoder"]["__call__"][0].dtype == jnp.float16
 
-
-def test_a_filter_of_intermediates_sees_the_modules_it_asks_for():
     model, by_hand, variables = both()
     options: dict[str, Any] = {"capture_intermediates": lambda mdl, name: isinstance(mdl, Coder), "mutable": True}
     got, want = (m.apply(variables, X, **options)[1]["intermediates"] for m in (model, by_hand))
@@ -170,37 +149,37 @@ def test_sown_values_and_perturbations_are_those_of_the_computation_and_strongly
     assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves((variables, out, state)))
 
 
-@pytest.mark.parametrize("mutable", [False, [], "batch_stats", ["batch_stats"], True, nn.DenyList("params")])
-def test_mutable_returns_what_it_returns_for_the_bare_module(mutable):
-    bare = nn.Sequential([nn.Dense(3), nn.BatchNorm(use_running_average=False)])
-    with standard_promotion():
-        variables = bare.init(rngs(), X)
-        if mutable in (False, []):
-            variables["batch_stats"] = {}
-            bare = nn.Dense(3)
-            variables = bare.init(rngs(), X)
-        got = jax.eval_shape(
-            functools.partial(apply_policy(bare, "mixed_float16").apply, mutable=mutable), variables, X
-        )
-        assert got == jax.eval_shape(functools.partial(bare.apply, mutable=mutable), variables, X)
+def test_mutable_returns_what_it_returns_for_the_bare_module():
+    for mutable in (False, [], "batch_stats", ["batch_stats"], True, nn.DenyList("params")):
+        with_statistics = nn.Sequential([nn.Dense(3), nn.BatchNorm(use_running_average=False)])
+        bare = nn.Dense(3) if mutable in (False, []) else with_statistics
+        with standard_promotion():
+            got, want = (
+                jax.eval_shape(functools.partial(each.apply, mutable=mutable), shapes(bare, X), X)
+                for each in (apply_policy(bare, "mixed_float16"), bare)
+            )
+        assert got == want
 
 
-def test_tabulate_lists_the_rows_of_the_bare_module():
+def test_tabulate_and_paths_list_the_rows_of_the_bare_module():
     def rows(table: str) -> list[list[str]]:
         cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in table.splitlines() if "│" in line]
         return [cell for cell in cells if any(cell)]
 
     options: dict[str, Any] = {"console_kwargs": {"width": 200}}
-    got = apply_policy(Coder(), "mixed_float16").tabulate(jax.random.key(0), X, **options)
+    model = apply_policy(Coder(), "mixed_float16")
+    got = model.tabulate(jax.random.key(0), X, **options)
     want = Coder().tabulate(jax.random.key(0), X, **options)
     assert rows(got) == rows(want)
     assert "float16" in got
+    key = jax.random.key(0)
+    assert model.module_paths(key, X).keys() == Coder().module_paths(key, X).keys()
 
 
 # --- bound modules ----------------------------------------------------------------------------------------------------
 
 
-def test_a_bound_model_and_its_submodules_are_under_the_policy():
+def test_a_bound_model_its_submodules_and_what_is_unbound_of_them_are_under_the_policy():
     model, by_hand, variables = both(overrides={"table_a": "float32"})
     bound, hand = model.bind(variables), by_hand.bind(variables)
     same_bits(bound.encode(X), float32(hand.encode(X)))
@@ -209,8 +188,6 @@ def test_a_bound_model_and_its_submodules_are_under_the_policy():
     assert bound.table["a"](data(1, 2)).dtype == jnp.float32
     assert bound(X).dtype == jnp.float32
 
-
-def test_a_model_is_unbound_again_and_a_submodule_taken_out_keeps_its_policy():
     model, _, variables = both()
     again, same = model.bind(variables).unbind()
     assert again == model
@@ -229,10 +206,3 @@ def test_methods_have_the_signatures_of_the_bare_module_and_calls_outside_apply_
         assert inspect.signature(getattr(model, name)) == inspect.signature(getattr(Coder(), name))
     with pytest.raises(CallCompactUnboundModuleError):
         apply_policy(MLP(), "mixed_float16")(X)
-
-
-def test_paths_and_operation_counts_are_those_of_the_bare_module():
-    model, key = apply_policy(MLP(), "mixed_float16"), jax.random.key(0)
-    assert model.module_paths(key, X).keys() == MLP().module_paths(key, X).keys()
-    flops = {"compute_flops": True, "compute_vjp_flops": True}
-    assert len(model.tabulate(key, X, **flops)) == len(MLP().tabulate(key, X, **flops))

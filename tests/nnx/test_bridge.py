@@ -119,10 +119,8 @@ def rngs():
 
 
 POLICIES = [
-    ("mixed_float16", {"**/b": "float32"}),
     ("mixed_bfloat16", {"exact": "half"}),  # the layer that its author made float32
     ("float16", {"b": "float32"}),
-    ("float32", None),
 ]
 HALF, WIDE = "bfloat16", "float32"
 
@@ -131,22 +129,27 @@ HALF, WIDE = "bfloat16", "float32"
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
-@pytest.mark.parametrize(("make", "at"), [(to_nnx, ""), (AroundLinen, "'wrapped', ")])
-def test_a_policy_on_an_nnx_model_around_a_linen_module_says_to_wrap_the_policy(make, at, policy):
-    with pytest.raises(ValueError) as error:
-        jaxmp.nnx.apply_policy(make(), policy, {"wrapped": "float32"})
-    rule, _, remedy = str(error.value).splitlines()
-    assert rule == f"a policy does not reach into nnx.bridge.ToNNX, got {at}ToNNX(Linen(...))."
-    assert remedy == "nnx.bridge.ToNNX(jaxmp.linen.apply_policy(Linen(...), policy), rngs=rngs)"
+def test_a_policy_on_an_nnx_model_around_a_linen_module_says_to_wrap_the_policy():
+    for make, policy, at in ((to_nnx, "mixed_bfloat16", ""), (AroundLinen, "float32", "'wrapped', ")):
+        with pytest.raises(ValueError, match=r"a policy does not reach into nnx\.bridge\.ToNNX") as error:
+            jaxmp.nnx.apply_policy(make(), policy, {"wrapped": "float32"})
+        rule, _, remedy = str(error.value).splitlines()
+        assert f"got {at}ToNNX(Linen(...))" in rule
+        assert remedy == "nnx.bridge.ToNNX(jaxmp.linen.apply_policy(Linen(...), policy), rngs=rngs)"
+
+    part = nn.Sequential([jaxmp.linen.apply_policy(nn.Dense(4), "mixed_bfloat16"), nn.Dense(4)])
+    with pytest.raises(ValueError, match=r"does not reach into nnx\.bridge\.ToNNX, got ToNNX\(Sequential"):
+        jaxmp.nnx.apply_policy(to_nnx(part), "mixed_bfloat16")
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("make", [Nnx, lambda rngs: Nnx(rngs)], ids=["class", "function"])
-@pytest.mark.parametrize(("wrap", "at"), [(bridge.ToLinen, ""), (AroundNnx, "'wrapped', ")])
-def test_a_policy_on_a_linen_model_around_an_nnx_module_says_to_wrap_the_policy(make, wrap, at):
+def says_to_wrap(make: Any, wrap: Any, at: Any) -> None:
+    """Asserts that every way to call a Linen model around an NNX module says where the policy belongs."""
     model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), wrap(make).init(rngs(), X)
-    for call in (lambda: model.init(rngs(), X), lambda: model.apply(variables, X), lambda: model.bind(variables)(X)):
+    for call in (
+        lambda: model.init(rngs(), X),
+        lambda: model.apply(variables, X),
+        lambda: model.bind(variables)(X),
+    ):
         with pytest.raises(ValueError) as error:
             call()
         rule, _, remedy, *_ = str(error.value).splitlines()
@@ -155,10 +158,9 @@ def test_a_policy_on_a_linen_model_around_an_nnx_module_says_to_wrap_the_policy(
 
 
 @pytest.mark.once
-def test_a_policy_on_a_part_of_the_wrapped_module_is_not_enough():
-    part = nn.Sequential([jaxmp.linen.apply_policy(nn.Dense(4), "mixed_bfloat16"), nn.Dense(4)])
-    with pytest.raises(ValueError, match=r"does not reach into nnx\.bridge\.ToNNX, got ToNNX\(Sequential"):
-        jaxmp.nnx.apply_policy(to_nnx(part), "mixed_bfloat16")
+def test_a_policy_on_a_linen_model_around_an_nnx_module_says_to_wrap_the_policy():
+    for make, wrap, at in ((Nnx, bridge.ToLinen, ""), (lambda rngs: Nnx(rngs), AroundNnx, "'wrapped', ")):
+        says_to_wrap(make, wrap, at)
 
 
 # --- a module under a policy, then wrapped ----------------------------------------------------------------------------
@@ -212,16 +214,8 @@ def test_a_wrapped_module_keeps_its_policy_inside_a_model_under_another(adapter)
     assert model_products(copy, X) == [HALF, "float16", "float16", WIDE, WIDE]
 
 
-@pytest.mark.parametrize(
-    ("make", "bare"),
-    [
-        (lambda: jaxmp.nnx.autocast(AroundLinen(), "mixed_bfloat16"), AroundLinen),
-        (lambda: to_nnx(jaxmp.linen.apply_policy(Linen(), "mixed_bfloat16")), to_nnx),
-    ],
-    ids=["autocast", "apply_policy"],
-)
-def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its_mask(make, bare):
-    model, bare, before = make(), bare(), bare()
+def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its_mask():
+    model, bare, before = jaxmp.nnx.autocast(AroundLinen(), "mixed_bfloat16"), AroundLinen(), AroundLinen()
     seen = [m(X, train=True, mutable=["batch_stats", "intermediates"]) for m in (bare, model)]
     np.testing.assert_allclose(seen[1], seen[0], rtol=0.1, atol=0.1)
     stats, want = (values(m, nnx.BatchStat) for m in (model, bare))
@@ -231,16 +225,9 @@ def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its
         np.testing.assert_allclose(got, wanted, rtol=0.02, atol=0.01)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        jaxmp.linen.autocast(bridge.ToLinen(Nnx), "mixed_bfloat16"),
-        bridge.ToLinen(lambda rngs: jaxmp.nnx.apply_policy(Nnx(rngs), "mixed_bfloat16")),
-    ],
-    ids=["autocast", "apply_policy"],
-)
-def test_statistics_of_a_wrapped_nnx_module_stay_float32_and_dropout_keeps_its_mask(model):
+def test_statistics_of_a_wrapped_nnx_module_stay_float32_and_dropout_keeps_its_mask():
     bare = bridge.ToLinen(Nnx)
+    model = bridge.ToLinen(lambda rngs: jaxmp.nnx.apply_policy(Nnx(rngs), "mixed_bfloat16"))
     variables = bare.init(rngs(), X)
     same_bits(model.init(rngs(), X), variables)
     seen = [m.apply(variables, X, train=True, rngs=rngs(), mutable=["batch_stats"]) for m in (model, bare)]
@@ -273,8 +260,8 @@ def test_autocast_of_a_bridged_model_rounds_the_operands_of_its_products():
         assert np.any(got != bridged(X))
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast(policy):
+def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
+    policy = "mixed_float16"
     model, linen = jaxmp.nnx.autocast(to_nnx(), policy), jaxmp.linen.autocast(Linen(), policy)
     (out, grads), (want, want_grads) = of_nnx(model), of_linen(linen, linen_variables(model))
     same_bits(out, want)
@@ -289,23 +276,19 @@ def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast(po
     same_bits(grads, want_grads)
 
 
-@pytest.mark.parametrize(("pattern", "bridged"), [("wrapped", True), ("type:To*", True), ("first", False)])
-def test_an_override_of_autocast_covers_a_wrapped_module_whole(pattern, bridged):
-    want = [HALF, *[WIDE] * 4] if bridged else [WIDE, *[HALF] * 4]
-    model = jaxmp.nnx.autocast(AroundLinen(), "mixed_bfloat16", {pattern: "float32"})
-    assert model_products(model, X) == want
-    model = jaxmp.linen.autocast(AroundNnx(), "mixed_bfloat16", {pattern: "float32"})
-    assert products(model.apply, AroundNnx().init(rngs(), X), X) == want
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("pattern", ["wrapped/b", "wrapped/b/*", "wrapped/*/kernel", "type:Bat*"])
-def test_an_override_of_autocast_that_points_into_a_wrapped_module_matches_nothing(pattern):
-    with pytest.raises(ValueError, match="every pattern of a policy must match a module"):
-        jaxmp.nnx.autocast(AroundLinen(), "mixed_bfloat16", {pattern: "float32"})
-    model = jaxmp.linen.autocast(AroundNnx(), "mixed_bfloat16", {pattern: "float32"})
-    with pytest.raises(ValueError, match="every pattern of a policy must match a module"):
-        model.apply(AroundNnx().init(rngs(), X), X)
+def test_an_override_of_autocast_covers_a_wrapped_module_whole_and_one_into_it_matches_nothing():
+    nnx_model, linen_model = AroundLinen(), AroundNnx()
+    variables = linen_model.init(rngs(), X)
+    for pattern, bridged in (("wrapped", True), ("type:To*", True), ("first", False)):
+        want = [HALF, *[WIDE] * 4] if bridged else [WIDE, *[HALF] * 4]
+        assert model_products(jaxmp.nnx.autocast(nnx_model, "mixed_bfloat16", {pattern: "float32"}), X) == want
+        model = jaxmp.linen.autocast(linen_model, "mixed_bfloat16", {pattern: "float32"})
+        assert products(model.apply, variables, X) == want
+    for pattern in ("wrapped/b", "wrapped/*/kernel", "type:Bat*"):
+        with pytest.raises(ValueError, match="every pattern of a policy must match a module"):
+            jaxmp.nnx.autocast(nnx_model, "mixed_bfloat16", {pattern: "float32"})
+        with pytest.raises(ValueError, match="every pattern of a policy must match a module"):
+            jaxmp.linen.autocast(linen_model, "mixed_bfloat16", {pattern: "float32"}).apply(variables, X)
 
 
 @pytest.mark.once

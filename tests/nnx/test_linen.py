@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from linen_zoo import HALVES, data, same_bits
+from linen_zoo import data, same_bits
 from nnx_zoo import rngs, values
 
 import jaxmp
@@ -44,7 +44,7 @@ def usual_promotion():
         yield
 
 
-@pytest.mark.parametrize("policy", [*HALVES, "O2", "float16", "float32"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2"])
 def test_linen_and_nnx_give_the_same_outputs_gradients_and_statistics(policy):
     linen = jaxmp.linen.apply_policy(Linen(), policy)
     variables = linen.init(jax.random.key(0), IMAGE)

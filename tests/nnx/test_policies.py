@@ -35,16 +35,12 @@ def test_an_override_covers_what_lies_below_its_path_and_the_first_match_wins():
     assert found == {"conv": "float16", "layers/1": "bfloat16", "norm": "float32"}
 
 
-@pytest.mark.parametrize("pattern", [nnx.BatchNorm, "type:*Norm"])
-def test_an_override_by_class_covers_its_instances(pattern):
-    found = dtypes(apply_policy(Net(rngs()), "mixed_float16", {pattern: "float32"}))
-    assert found.pop("norm") == "float32" and set(found.values()) == {"float16"}
-
-
-def test_o2_leaves_norms_in_float32():
-    assert dtypes(apply_policy(Net(rngs()), "O2")) == dtypes(
-        apply_policy(Net(rngs()), "mixed_float16", {"norm": "float32"})
-    )
+def test_an_override_by_class_covers_its_instances_and_o2_the_norms():
+    by_class = [{pattern: "float32"} for pattern in (nnx.BatchNorm, "type:*Norm")]
+    models = [apply_policy(Net(rngs()), "mixed_float16", overrides) for overrides in by_class]
+    for model in (*models, apply_policy(Net(rngs()), "O2")):
+        found = dtypes(model)
+        assert found.pop("norm") == "float32" and set(found.values()) == {"float16"}
 
 
 @pytest.mark.once
@@ -61,8 +57,8 @@ def test_an_override_reaches_a_module_without_a_dtype_attribute():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("put", [apply_policy, jaxmp.nnx.autocast])
-def test_values_reach_the_copy_but_modules_and_variables_that_are_put_in_afterwards_do_not_until_it_is_made_anew(put):
+def test_values_reach_the_copy_but_modules_and_variables_that_are_put_in_afterwards_do_not_until_it_is_made_anew():
+    put = apply_policy
     model = nnx.Sequential(nnx.Linear(8, 3, rngs=rngs()))
     policied = put(model, "mixed_bfloat16")
     model.layers[0].bias[...] = jnp.ones(3)
@@ -157,34 +153,31 @@ def test_another_policy_takes_the_place_of_the_first():
         apply_policy(kept, "mixed_float16")(VECTORS)
 
 
-def test_a_part_with_a_policy_of_its_own_keeps_it_inside_another():
+def test_a_part_with_a_policy_of_its_own_keeps_it_inside_another_and_alone():
     part = apply_policy(nnx.Linear(8, 8, rngs=rngs()), "mixed_bfloat16")
     model = apply_policy(nnx.Sequential(part, nnx.Linear(8, 8, rngs=rngs())), "mixed_float16")
     assert model_products(model, VECTORS) == ["bfloat16", "float16"]
 
-
-def test_a_part_of_a_model_under_a_policy_runs_alone_under_its_own():
     model = apply_policy(Net(rngs()), "mixed_float16")
     assert model.layers[0](VECTORS).dtype == jnp.float16
     assert apply_policy(nnx.Sequential(model.layers[0]), "mixed_bfloat16")(VECTORS).dtype == jnp.float32
 
 
 @pytest.mark.once
-def test_policies_of_jmp_and_strings_are_read():
-    import jmp
-
-    for policy in (jmp.get_policy("p=f32,c=bf16,o=f32"), "params=float32, compute=bfloat16, output=float32"):
-        assert dtypes(apply_policy(Net(rngs()), policy))["conv"] == "bfloat16"
-
-
-@pytest.mark.once
-def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_at_once():
+def test_a_pattern_that_matches_nothing_and_what_is_no_nnx_module_are_refused_at_once():
     with pytest.raises(ValueError, match=r"'layers/7' matched none; nearest paths: .*layers/1"):
         apply_policy(Net(rngs()), "mixed_float16", {"layers/7": "float32"})
     with pytest.raises(ValueError, match=r"'conv/kernel' matched the variable 'conv/kernel', .* write 'conv'"):
         apply_policy(Net(rngs()), "mixed_float16", {"conv/kernel": "float32"})
     with pytest.raises(ValueError, match=r"'type:LayerNorm' matched none; nearest classes: .*BatchNorm"):
         apply_policy(Net(rngs()), "mixed_float16", {nnx.LayerNorm: "float32"})
+
+    for model, text in (
+        (nn.Dense(2), "got flax.linen.linear.Dense; jaxmp.linen.apply_policy takes modules of flax.linen"),
+        (nnx.Linear, "got the class Linear; make an instance"),
+    ):
+        with pytest.raises(TypeError, match=rf"jaxmp.nnx.apply_policy takes a flax.nnx.Module, {text}"):
+            apply_policy(model, "mixed_float16")
 
 
 @pytest.mark.once
@@ -267,31 +260,33 @@ class Table(nnx.Module):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("under", [apply_policy, autocast])
-def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program(under):
-    half, wide = ["bfloat16"] * 2, ["float32"]
-    for model in (Attends(rngs()), *([Attends(rngs(), jnp.float32)] if under is apply_policy else ())):
-        overrides = {"l": "float32"} if model.l.dtype is None else None
-        assert model_products(under(model, "mixed_bfloat16", overrides), VECTORS) == wide + half
+def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program():
+    for under in (apply_policy, autocast):
+        half, wide = ["bfloat16"] * 2, ["float32"]
+        for model in (Attends(rngs()), *([Attends(rngs(), jnp.float32)] if under is apply_policy else ())):
+            overrides = {"l": "float32"} if model.l.dtype is None else None
+            assert model_products(under(model, "mixed_bfloat16", overrides), VECTORS) == wide + half
 
-    with jax.numpy_dtype_promotion("standard"):
-        jax.eval_shape(under(ByKernel(rngs()), "mixed_bfloat16", {"l": "float32"}), VECTORS)  # it may multiply in half
+        with jax.numpy_dtype_promotion("standard"):
+            jax.eval_shape(
+                under(ByKernel(rngs()), "mixed_bfloat16", {"l": "float32"}), VECTORS
+            )  # it may multiply in half
 
-    def attend(_, x):
-        return jax.nn.softmax(x @ x.T) @ x
+        def attend(_, x):
+            return jax.nn.softmax(x @ x.T) @ x
 
-    model = under(Layers(rngs(), attend), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
-    assert model_products(model, VECTORS) == half  # though its norms, for three layers, have Params of two axes
+        model = under(Layers(rngs(), attend), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
+        assert model_products(model, VECTORS) == half  # though its norms, for three layers, have Params of two axes
 
-    def project(layers, x):
-        return layers["linear"](x)
+        def project(layers, x):
+            return layers["linear"](x)
 
-    model = under(Layers(rngs(), project, nnx.Linear), "mixed_bfloat16", {nnx.Linear: "float32"})
-    text = r"stays as it was: layers/linear \(override 'type:Linear'\)\.\nDrop the override, or narrow"
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=text):
-        model(VECTORS)
-    with pytest.raises(ValueError, match=r"every product stays as it was: l \(override 'l'\)\.\nDrop the override"):
-        under(Scaled(rngs()), "mixed_bfloat16", {"l": "float32"})(VECTORS)
+        model = under(Layers(rngs(), project, nnx.Linear), "mixed_bfloat16", {nnx.Linear: "float32"})
+        text = r"stays as it was: layers/linear \(override 'type:Linear'\)\.\nDrop the override, or narrow"
+        with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=text):
+            model(VECTORS)
+        with pytest.raises(ValueError, match=r"every product stays as it was: l \(override 'l'\)\.\nDrop the override"):
+            under(Scaled(rngs()), "mixed_bfloat16", {"l": "float32"})(VECTORS)
 
 
 class BodyAndHead(nnx.Module):
@@ -306,8 +301,9 @@ class BodyAndHead(nnx.Module):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("under", [apply_policy, autocast])
-def test_a_call_of_only_the_float32_part_is_let_pass_and_so_is_a_model_that_is_a_part_of_another(under):
+def test_a_call_of_only_the_float32_part_is_let_pass_and_so_is_a_model_that_is_a_part_of_another():
+    under = autocast
+
     def logits(model, x):
         return model.logits(x)
 
@@ -322,20 +318,6 @@ def test_a_call_of_only_the_float32_part_is_let_pass_and_so_is_a_model_that_is_a
         around(VECTORS)
     with pytest.raises(ValueError, match=r"stays as it was: body \(override '\*\*'\), head \(override '\*\*'\)"):
         nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), part)(VECTORS)
-
-
-@pytest.mark.once
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        (nn.Dense(2), "got flax.linen.linear.Dense; jaxmp.linen.apply_policy takes modules of flax.linen"),
-        (nnx.Linear, "got the class Linear; make an instance: Linear(...)"),
-    ],
-)
-def test_only_an_instance_of_an_nnx_module_takes_a_policy(model, text):
-    with pytest.raises(TypeError) as error:
-        apply_policy(model, "mixed_float16")
-    assert str(error.value) == f"jaxmp.nnx.apply_policy takes a flax.nnx.Module, {text}"
 
 
 class Student(nnx.Module):
@@ -433,8 +415,7 @@ def decoded(model: Any, x: jax.Array) -> jax.Array:
         return jnp.concatenate([step(model, x[:, n : n + 1]) for n in range(x.shape[1])], axis=1)
 
 
-@pytest.mark.parametrize("overrides", [None, {"layers/0": "float32"}])
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize(("policy", "overrides"), [("mixed_float16", None), ("bfloat16", {"layers/0": "float32"})])
 def test_a_cache_that_is_made_under_a_policy_is_in_the_dtype_that_its_layer_computes_in(policy, overrides):
     bare, x = Decoder(rngs()), jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 8)), jnp.float32)
     model = apply_policy(bare, policy, overrides)

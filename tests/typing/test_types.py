@@ -21,6 +21,7 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow("mypy reads all of JAX and Flax")
 def test_mypy_in_strict_mode_finds_no_error_in_a_users_program(tmp_path):
     config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\nstrict = True\n")
@@ -29,6 +30,7 @@ def test_mypy_in_strict_mode_finds_no_error_in_a_users_program(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow("pyright reads all of JAX and Flax")
 def test_pyright_finds_no_error_in_a_users_program(tmp_path):
     pytest.importorskip("basedpyright")
     settings = {"include": [str(PROGRAM)], "extraPaths": [str(ROOT)], "typeCheckingMode": "standard"}
