@@ -87,14 +87,13 @@ def summed(api: str, case: str, params: Any, policy: str | None) -> jax.Array:
     return (model if policy is None else jaxmp.nnx.apply_policy(model, policy))()
 
 
-EACH = [(case, ("Linen", "NNX")[n % 2], list(HALVES)[n // 2 % 2]) for n, case in enumerate(AS_WRITTEN)]
-
-
-@pytest.mark.parametrize(("case", "api", "policy"), EACH)
-def test_what_code_between_layers_repeats_has_its_gradient_summed_in_float32(case, api, policy):
+@pytest.mark.parametrize("api", ["Linen", "NNX"])
+@pytest.mark.parametrize("policy", HALVES)
+def test_what_code_between_layers_repeats_has_its_gradient_summed_in_float32(policy, api):
     params = {"kernel": jnp.full((8, 1), 0.125), "bias": jnp.zeros(1)}
-    exact, half = (jax.grad(functools.partial(summed, api, case, policy=each)) for each in (None, policy))
-    assert not half_sums(jax.make_jaxpr(half)(params))
-    true, got = compiled(lambda params: (exact(params), half(params)))(params)
-    for name, value in true.items():
-        assert np.linalg.norm(got[name] - value) <= LIMITS[HALVES[policy]] * np.linalg.norm(value), name
+    for case in list(AS_WRITTEN)[list(HALVES).index(policy) + 2 * (api == "NNX") :: 4]:
+        exact, half = (jax.grad(functools.partial(summed, api, case, policy=each)) for each in (None, policy))
+        assert not half_sums(jax.make_jaxpr(half)(params)), case
+        true, got = compiled(lambda params, both=(exact, half): [fun(params) for fun in both])(params)
+        for name, value in true.items():
+            assert np.linalg.norm(got[name] - value) <= LIMITS[HALVES[policy]] * np.linalg.norm(value), (case, name)
