@@ -73,6 +73,10 @@ def cde(w, t, y):
     return jnp.tanh(jax.nn.softplus(y @ w[0]) @ w[2]).reshape(*y.shape, 4) @ slope
 
 
+SLOW = pytest.mark.slow("compiles a real program in three ways")
+
+
+@SLOW
 @pytest.mark.parametrize(("field", "policy"), [(ode, "mixed_bfloat16"), (cde, "mixed_float16")])
 def test_the_replay_of_an_adaptive_integrator_takes_the_steps_of_its_forward_pass(field, policy):
     w, y = (normal(0, 16, 32) / 4, normal(1, 32, 16) / 5, normal(2, 32, 64) / 6), normal(3, 8, 16)
@@ -107,7 +111,9 @@ def test_the_slopes_of_a_flow_of_splines_are_float32_and_cancel_near_the_identit
     assert ours < max(3 * of_half_products, 0.01)
 
 
-@pytest.mark.parametrize(("is_parallel", "policy"), [(False, "mixed_bfloat16"), (True, "mixed_float16")])
+@pytest.mark.parametrize(
+    ("is_parallel", "policy"), [pytest.param(False, "mixed_bfloat16", marks=SLOW), (True, "mixed_float16")]
+)
 def test_mambas_products_are_half_and_its_state_is_float32(is_parallel, policy):
     def turn(state, now):
         decay, added = now
