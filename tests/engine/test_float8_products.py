@@ -116,33 +116,32 @@ class TestNumbers:
         assert jax.eval_shape(functools.partial(dot, preferred_element_type=jnp.bfloat16), x, w).dtype == jnp.bfloat16
 
     @pytest.mark.once
-    @pytest.mark.parametrize(("left", "right", "dimensions"), [
-        ((16, 4, 16), (4, 16, 32), (((1, 2), (0, 1)), ((), ()))),
-        ((3, 16, 64), (3, 64, 32), (((2,), (1,)), ((0,), (0,)))),
-        ((64, 32), (48, 64), (((0,), (1,)), ((), ()))),
-    ])  # fmt: skip
-    def test_any_dimension_numbers_do(self, left, right, dimensions):
-        x, w = drawn(*left), drawn(*right, seed=1)
-
-        def wide(x, w):
-            return jax.lax.dot_general(x, w, dimensions, precision="highest", preferred_element_type=jnp.float32)
-
-        stands = [jnp.asarray(by_hand(value), jnp.float32) for value in (x, w)]
-        g = drawn(*jax.eval_shape(wide, x, w).shape, seed=2)
-        wanted, wants = with_cotangents(wide, stands, jnp.asarray(by_hand(g, E5M2), jnp.float32))
-        found, own = with_cotangents(functools.partial(dot, dimensions=dimensions), (x, w), g)
-        assert off(found, wanted) < ROUNDED
-        for got, want in zip(own, wants, strict=True):
-            assert off(got, want) < ROUNDED
+    def test_any_dimension_numbers_do(self):
+        highest = functools.partial(jax.lax.dot_general, precision="highest", preferred_element_type=jnp.float32)
+        for left, right, dimensions in (
+            ((16, 4, 16), (4, 16, 32), (((1, 2), (0, 1)), ((), ()))),
+            ((3, 16, 64), (3, 64, 32), (((2,), (1,)), ((0,), (0,)))),
+            ((64, 32), (48, 64), (((0,), (1,)), ((), ()))),
+        ):
+            x, w = drawn(*left), drawn(*right, seed=1)
+            wide = functools.partial(highest, dimension_numbers=dimensions)
+            stands = [jnp.asarray(by_hand(value), jnp.float32) for value in (x, w)]
+            g = drawn(*jax.eval_shape(wide, x, w).shape, seed=2)
+            wanted, wants = with_cotangents(wide, stands, jnp.asarray(by_hand(g, E5M2), jnp.float32))
+            found, own = with_cotangents(functools.partial(dot, dimensions=dimensions), (x, w), g)
+            assert off(found, wanted) < ROUNDED
+            for got, want in zip(own, wants, strict=True):
+                assert off(got, want) < ROUNDED
 
     @pytest.mark.once
-    @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-    def test_scales_are_bfloat16_numbers_with_which_the_largest_just_fits(self, dtype):
+    def test_scales_are_bfloat16_numbers_with_which_the_largest_just_fits(self):
         largest = np.exp2(np.random.default_rng(0).uniform(-80, 120, 500)).astype(np.float32)
-        scales = np.array(jax.lax.map(lambda x: float8_product._scale(x, np.dtype(dtype).name), largest[:, None]))
-        assert np.array_equal(scales, scales.astype(ml_dtypes.bfloat16).astype(np.float32))
-        ratio = largest.astype(np.float64) / float(ml_dtypes.finfo(dtype).max) / scales
-        assert ratio.min() > 1 - 2**-7 and ratio.max() <= 1
+        for dtype in (E4M3, E5M2):
+            scale = functools.partial(float8_product._scale, dtype=np.dtype(dtype).name)
+            scales = np.array(jax.lax.map(scale, largest[:, None]))
+            assert np.array_equal(scales, scales.astype(ml_dtypes.bfloat16).astype(np.float32))
+            ratio = largest.astype(np.float64) / float(ml_dtypes.finfo(dtype).max) / scales
+            assert ratio.min() > 1 - 2**-7 and ratio.max() <= 1
 
     @pytest.mark.once
     def test_tiny_and_huge_values_neither_vanish_nor_overflow(self):

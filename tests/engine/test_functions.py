@@ -161,14 +161,14 @@ def described(jaxpr: Any) -> list[tuple[str, ...]]:
     return [*kept, *(("result", str(aval)) for aval in jaxpr.out_avals)]
 
 
-@pytest.mark.parametrize("part", ["softmaxes", "sums", "log_densities", "linear_algebra"])
-def test_a_function_without_a_product_is_left_alone(part: str) -> None:
-    cases = without_a_product(part).values()
-    assert cases
-    for case, program in cases:
-        with naming(case):
-            traced = jax.make_jaxpr(jaxmp.autocast(case.fun, "mixed_float16"))(*map(jnp.asarray, arguments(case)))
-            assert described(traced) == program
+def test_a_function_without_a_product_is_left_alone() -> None:
+    for part in ("softmaxes", "sums", "log_densities", "linear_algebra"):
+        cases = without_a_product(part).values()
+        assert cases
+        for case, program in cases:
+            with naming(case):
+                traced = jax.make_jaxpr(jaxmp.autocast(case.fun, "mixed_float16"))(*map(jnp.asarray, arguments(case)))
+                assert described(traced) == program
 
 
 def test_the_table_has_at_least_180_functions_each_with_a_reason() -> None:

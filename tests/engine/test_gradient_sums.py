@@ -533,22 +533,22 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize(("name", "half"), halves_in_turn(EXTREMES))
-def test_equal_messages_of_which_a_graph_takes_an_extreme_are_counted_in_float32(name, half):
-    def loss(w, x, extreme=EXTREMES[name]):
-        return jnp.sum((extreme(x @ w) @ w) ** 2)
-
-    def in_float32(w, x):
-        return loss(w, x, smallest_of_messages if name == "smallest" else largest_of_messages)
-
+def test_equal_messages_of_which_a_graph_takes_an_extreme_are_counted_in_float32():
     rng = np.random.default_rng(0)  # the nodes of a graph without features are equal
     x = jnp.asarray(np.repeat(rng.standard_normal((1, 8), np.float32), 4096, 0))
     w = jnp.asarray(rng.standard_normal((8, 8), np.float32))
-    true = compiled(jax.grad(in_float32))(w, x)
-    gradient = jax.grad(jaxmp.autocast(loss, f"mixed_{half}"))
-    assert np.linalg.norm(compiled(gradient)(w, x) - true) < 0.02 * np.linalg.norm(true)
-    counts = [eqn for eqn in equations(jax.make_jaxpr(gradient)(w, x)) if eqn.primitive.name == "scatter-add"]
-    assert {eqn.outvars[0].aval.dtype.name for eqn in counts} == {"float32"}
+
+    def loss(w, x, extreme):
+        return jnp.sum((extreme(x @ w) @ w) ** 2)
+
+    for name, half in halves_in_turn(EXTREMES):
+        in_float32 = smallest_of_messages if name == "smallest" else largest_of_messages
+        exact = jax.grad(functools.partial(loss, extreme=in_float32))
+        gradient = jax.grad(jaxmp.autocast(functools.partial(loss, extreme=EXTREMES[name]), f"mixed_{half}"))
+        true, got = compiled(lambda *args, both=(exact, gradient): [fun(*args) for fun in both])(w, x)
+        assert np.linalg.norm(got - true) < 0.02 * np.linalg.norm(true), name
+        counts = [eqn for eqn in equations(jax.make_jaxpr(gradient)(w, x)) if eqn.primitive.name == "scatter-add"]
+        assert {eqn.outvars[0].aval.dtype.name for eqn in counts} == {"float32"}, name
 
 
 def test_extremes_of_few_messages_are_half():
@@ -558,22 +558,21 @@ def test_extremes_of_few_messages_are_half():
         assert [eqn.outvars[0].aval.dtype.name for eqn in found if eqn.primitive.name == "scatter-max"] == [dtype]
 
 
-@pytest.mark.parametrize(
-    ("name", "transform", "way"),
-    [
-        ("Linen: MLP", "jit", "autocast"),
-        ("NNX: CNN", "vmap over examples", "apply_policy"),
-        ("Linen: NextToken", "vmap over examples", "autocast"),
-        ("Linen: norm by hand", "checkpoint", "apply_policy"),
-        ("NNX: lookup", "scan over microbatches", "autocast"),
-        ("Linen: MLP", "scan over microbatches", "apply_policy"),
-    ],
-)
-def test_nor_does_one_where_the_loss_transforms_the_model(name, transform, way):
-    case, (policy, _) = CASES[name], half_of_case(name, way)
-    gradient = half_gradient(case, way, policy, TRANSFORMS[transform])
-    sums = half_sums(jax.make_jaxpr(gradient)(*case()[1:]))
-    assert not sums, "\n".join(map(str, sums))
+TRANSFORMED = [
+    ("Linen: MLP", "jit", "autocast"),
+    ("NNX: CNN", "vmap over examples", "apply_policy"),
+    ("Linen: NextToken", "vmap over examples", "autocast"),
+    ("Linen: norm by hand", "checkpoint", "apply_policy"),
+    ("NNX: lookup", "scan over microbatches", "autocast"),
+    ("Linen: MLP", "scan over microbatches", "apply_policy"),
+]
+
+
+def test_nor_does_one_where_the_loss_transforms_the_model():
+    for name, transform, way in TRANSFORMED:
+        case, (policy, _) = CASES[name], half_of_case(name, way)
+        gradient = half_gradient(case, way, policy, TRANSFORMS[transform])
+        assert not half_sums(jax.make_jaxpr(gradient)(*case()[1:])), (name, transform, way)
 
 
 @pytest.mark.parametrize(
