@@ -156,6 +156,11 @@ def test_integer_products_are_left_alone():
     n = jnp.arange(4).reshape(2, 2)
     assert products(half(lambda x, n: (x @ W, n @ n)), X, n) == ["bfloat16", "int32"]
 
+    def masked(x, mask):  # a product of floats with integers
+        return jax.lax.dot_general(x @ W, mask, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    assert products(half(masked), X, jnp.eye(8, dtype=jnp.int32)) == ["bfloat16", "float32+int32"]
+
 
 def test_callbacks_see_the_dtypes_that_the_author_wrote():
     seen = []

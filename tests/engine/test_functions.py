@@ -122,7 +122,6 @@ def test_what_is_returned_and_not_multiplied_has_float32_accuracy(part: str) -> 
 GRADIENT_EPSILONS = 2
 GRADIENT_COSINE = {jnp.bfloat16: 0.9999, jnp.float16: 0.999999}
 ALL_BUT: dict[str, set[str]] = {
-    "activations": set(),
     # Differentiated as the associative scan that it is, it errs by 3.2 epsilons.
     "softmaxes": {"cumlogsumexp"},
     "sums": {"sum of all", "mean of 4096", "4096 ones scattered", "convolve", "segment_sum", "scatter-add"},
@@ -246,13 +245,13 @@ def test_standardize_errs_below_0_012_where_bfloat16_errs_by_more_than_100() -> 
 
 
 @pytest.mark.once
-def test_the_gradients_of_300_uses_in_a_row_are_summed_in_float32() -> None:
+def test_the_gradients_of_270_uses_in_a_row_are_summed_in_float32() -> None:
     x = jnp.ones((1, 1))
 
     def fun(w: jax.Array) -> jax.Array:
-        return sum((x.astype(w.dtype) @ w).sum() for _ in range(300))  # bfloat16 counts to 256
+        return sum((x.astype(w.dtype) @ w).sum() for _ in range(270))  # bfloat16 counts to 256
 
-    assert half_sums(jax.make_jaxpr(jax.grad(lambda w: fun(w.astype(jnp.bfloat16)).astype(jnp.float32)))(x), 299)
+    assert half_sums(jax.make_jaxpr(jax.grad(lambda w: fun(w.astype(jnp.bfloat16)).astype(jnp.float32)))(x))
     for gradient in (jax.grad(jaxmp.autocast(fun, "mixed_bfloat16")), jaxmp.autocast(jax.grad(fun), "mixed_bfloat16")):
         assert not half_sums(jax.make_jaxpr(gradient)(x))
 

@@ -177,7 +177,7 @@ def test_sums_are_found_behind_moves_casts_branches_custom_rules_and_uses_one_af
     assert found(lambda w: used(w, lambda w: zoo.doubled(repeat(w))), w) == one
     assert found(lambda w: used(w, lambda w: repeat(w) * -0.5), w) == one
     assert found(lambda w: used(w, lambda w: jnp.sin(jnp.cumsum(jnp.pad(w, (0, 300))))), w)[0][0] == "cumsum"
-    assert found(lambda w: used(w, jnp.sin, 300), w) == [("add_any", "bfloat16", 300)]
+    assert found(lambda w: used(w, jnp.sin, 270), w) == [("add_any", "bfloat16", 270)]
     assert found(lambda w: used(w, jnp.sin, 200), w) == []
     assert found(lambda w: used(w, jnp.sin, 200), w, least=2) == [("add_any", "bfloat16", 200)]
 
@@ -210,18 +210,22 @@ def rows_of(group: str) -> list[tuple[str, str]]:
         pairs = [(f"{('Linen', 'NNX')[n % 2]}: {name}", WAYS[n // 2 % 2]) for n, name in enumerate(WRITTEN)]
         return [*pairs, ("Linen: behind a custom rule", "apply_policy"), ("NNX: norm by hand", "autocast")]
     if group == "cells":
-        cells = ["RNN of MGUCell", "RNN of ConvLSTMCell"]
-        in_nnx = ["RNN of SimpleCell, many turns", "Bidirectional of LSTMCell and GRUCell"]
-        return [(f"Linen: {name}", "apply_policy") for name in cells] + [
-            (f"NNX: {name}", "autocast") for name in in_nnx
-        ]
+        in_linen = [("Linen: RNN of MGUCell", "apply_policy"), ("Linen: RNN of ConvLSTMCell", "autocast")]
+        return [*in_linen, ("NNX: RNN of SimpleCell, many turns", "apply_policy")]
     if group == "language models":
-        return [("Linen: GPT2", "autocast"), ("Linen: GPT2 with remat", "apply_policy")]
+        return [
+            ("Linen: GPT2", "autocast"),
+            ("Linen: GPT2 with remat", "apply_policy"),
+            ("Linen: BERT", "apply_policy"),
+        ]
     names = [f"{api}: {name}" for api in ("Linen", "NNX") for name in MEETS[group] if f"{api}: {name}" in CASES]
     return [(name, WAYS[(n % 4) == 3]) for n, name in enumerate(names)]
 
 
-@pytest.mark.parametrize("group", MEETS)
+SLOW = pytest.mark.slow("whole models")
+
+
+@pytest.mark.parametrize("group", [pytest.param(group, marks=[SLOW] * ("language" in group)) for group in MEETS])
 def test_no_sum_of_more_than_256_terms_in_half_leads_to_the_gradient_of_a_param(group):
     wrong = {f"{name}, {way}": half_sums(traced(name, way).jaxpr) for name, way in rows_of(group)}
     assert wrong and not {name: sums for name, sums in wrong.items() if sums}
@@ -273,7 +277,6 @@ COMPUTED = {
     "a row of each image": lambda p, x: jnp.sum(x @ p["w"] * jnp.tanh(x.mean((1, 2)) @ p["w"])[:, None, None] @ p["w"]),
     "a number": lambda p, x: jnp.sum((p["w"][0] @ p["w"] @ p["v"]) * jnp.tanh(x @ p["w"]) @ p["w"]),
     "table looked up": lambda p, x: jnp.sum((p["w"] @ p["w"])[jnp.arange(4096) % 8] @ p["w"]),
-    "nodes of a graph": lambda p, x: jnp.sum((x[0, 0] @ p["w"])[jnp.zeros(4096, int)] @ p["w"]),
 }
 
 
@@ -489,8 +492,8 @@ def test_nor_does_one_where_each_has_what_a_collective_made_for_all():
     args = {"w": jnp.eye(8) / 2 + 0.01}, jnp.asarray(np.random.default_rng(0).uniform(size=(512, 8, 8)), jnp.float32)
     program = gradient(jaxmp.autocast(fun, "mixed_bfloat16"))
     assert not long_half_sums(jax.make_jaxpr(program)(*args))
-    true = gradient(fun)(*args)["w"]
-    assert np.linalg.norm(program(*args)["w"] - true) < 0.02 * np.linalg.norm(true)
+    true, got = compiled(lambda *args: (gradient(fun)(*args), program(*args)))(*args)
+    assert not wrong_params(got, true, "bfloat16")
 
 
 def test_nor_does_one_where_what_all_examples_share_meets_what_those_of_a_group_do():

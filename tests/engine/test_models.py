@@ -63,23 +63,10 @@ class Scanned(nn.Module):
         return nn.Dense(4)(layers()(x, None)[0])
 
 
-class ResNet(nn.Module):
-    """Convolutions, batch norms and a shortcut."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        norm = functools.partial(nn.BatchNorm, use_running_average=False)
-        x = nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
-        y = nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
-        x = nn.relu(x + norm()(nn.Conv(8, (3, 3), use_bias=False)(y)))
-        return nn.Dense(5)(x.mean((1, 2)))
-
-
 IMAGES, SEQUENCE = data(4, 6, 6, 3), data(2, 5, 16)
 CAUSAL = nn.make_causal_mask(jnp.ones((2, 5)))
 
 LINEN: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
-    "BatchNorm": (ResNet(), (IMAGES,)),
     "scanned remat blocks": (Scanned(), (SEQUENCE,)),
 }
 

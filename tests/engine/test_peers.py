@@ -62,23 +62,8 @@ def equinox_attention(eqx: Any) -> tuple[Any, Any]:
     return Block(eqx.nn.LayerNorm(16), attention, eqx.nn.MLP(16, 16, 32, 1, jax.nn.gelu, key=second)), data(2, 5, 16)
 
 
-def equinox_recurrence(eqx: Any) -> tuple[Any, Any]:
-    class Recurrent(eqx.Module):
-        cell: Any
-        head: Any
-
-        def __call__(self, xs: jax.Array) -> jax.Array:
-            start = (jnp.zeros(8), jnp.zeros(8))
-            (hidden, _), _ = jax.lax.scan(lambda carry, x: (self.cell(x, carry), None), start, xs)
-            return self.head(hidden)
-
-    first, second = jax.random.split(jax.random.key(0))
-    return Recurrent(eqx.nn.LSTMCell(4, 8, key=first), eqx.nn.Linear(8, 3, key=second)), data(2, 7, 4)
-
-
 EQUINOX = {
     "attention": equinox_attention,
-    "LSTM": equinox_recurrence,
 }
 
 
