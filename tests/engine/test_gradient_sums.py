@@ -196,6 +196,7 @@ MEETS = {
     "tables and attention": ["Embed", "Embed.attend", "MultiHeadDotProductAttention", "MultiHeadAttention"],
     "norms": ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "InstanceNorm", "WeightNorm", "SpectralNorm"],
     "cells": [],
+    "other cells": [name for name in {**zoo.LINEN, **zoo.NNX} if "RNN" in name or "Bidirectional" in name],
     "written": [],
     "lifted": ["nn.scan over layers", "nn.scan of one layer", "nn.vmap", "nn.remat", "nn.jit"],
     "lifted by NNX": ["nnx.scan", "nnx.vmap", "nnx.remat", "nnx.jit"],
@@ -215,17 +216,18 @@ def rows_of(group: str) -> list[tuple[str, str]]:
     if group == "language models":
         return [
             ("Linen: GPT2", "autocast"),
-            ("Linen: GPT2 with remat", "apply_policy"),
-            ("Linen: BERT", "apply_policy"),
+            *((f"Linen: {name}", "apply_policy") for name in ("GPT2 with remat", "BERT")),
         ]
     names = [f"{api}: {name}" for api in ("Linen", "NNX") for name in MEETS[group] if f"{api}: {name}" in CASES]
     return [(name, WAYS[(n % 4) == 3]) for n, name in enumerate(names)]
 
 
-SLOW = pytest.mark.slow("whole models")
+SLOW = pytest.mark.slow("whole models and many recurrent cells")
 
 
-@pytest.mark.parametrize("group", [pytest.param(group, marks=[SLOW] * ("language" in group)) for group in MEETS])
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=[SLOW] * (group in ("other cells", "language models"))) for group in MEETS]
+)
 def test_no_sum_of_more_than_256_terms_in_half_leads_to_the_gradient_of_a_param(group):
     wrong = {f"{name}, {way}": half_sums(traced(name, way).jaxpr) for name, way in rows_of(group)}
     assert wrong and not {name: sums for name, sums in wrong.items() if sums}
@@ -623,6 +625,7 @@ def test_the_table_has_every_layer_of_flax_that_has_params():
         text = " ".join(named)
         layers = {name for name, c in vars(module).items() if isinstance(c, type) and issubclass(c, module.Module)}
         assert {name for name in layers - left_out if name not in text} == set(), api
+    assert {name for group in MEETS for name, _ in rows_of(group)} >= set(LAYERS)
 
 
 INNER = {"jit": jax.jit, "checkpoint": jax.checkpoint}
