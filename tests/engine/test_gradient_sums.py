@@ -189,47 +189,44 @@ def test_an_operation_that_the_walk_does_not_know_is_named():
 
 # --- every layer and every model, under a policy and under autocast ---------------------------------------------------
 
-WRITTEN = list(zoo.WRITTEN)
-MEETS = {
-    "products": ["Dense", "DenseGeneral", "Einsum", "Conv", "ConvLocal", "ConvTranspose", "PReLU"],
-    "products of NNX": ["Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose", "PReLU", "LoRA", "LoRALinear"],
+CELLS = [name for name in {**zoo.LINEN, **zoo.NNX} if "RNN" in name or "Bidirectional" in name]
+NAMES = {
+    "sums over rows": ["Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum", "LoRA", "LoRALinear", "PReLU"],
+    "sums over pixels": ["Conv", "ConvLocal", "ConvTranspose"],
     "tables and attention": ["Embed", "Embed.attend", "MultiHeadDotProductAttention", "MultiHeadAttention"],
     "norms": ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "InstanceNorm", "WeightNorm", "SpectralNorm"],
-    "cells": [],
-    "other cells": [name for name in {**zoo.LINEN, **zoo.NNX} if "RNN" in name or "Bidirectional" in name],
-    "written": [],
     "lifted": ["nn.scan over layers", "nn.scan of one layer", "nn.vmap", "nn.remat", "nn.jit"],
     "lifted by NNX": ["nnx.scan", "nnx.vmap", "nnx.remat", "nnx.jit"],
     "models": ["Linear of the zoo", "Tied of the zoo", "NextToken", "Scale of the zoo", "CNN"],
-    "language models": ["GPT2", "GPT2 with remat"],
+    "all cells": CELLS,
 }
-
-
-def rows_of(group: str) -> list[tuple[str, str]]:
-    """The cases of a group in both interfaces, each in one of the ways; what people write in both, in turn."""
-    if group == "written":
-        pairs = [(f"{('Linen', 'NNX')[n % 2]}: {name}", WAYS[n // 2 % 2]) for n, name in enumerate(WRITTEN)]
-        return [*pairs, ("Linen: behind a custom rule", "apply_policy"), ("NNX: norm by hand", "autocast")]
-    if group == "cells":
-        in_linen = [("Linen: RNN of MGUCell", "apply_policy"), ("Linen: RNN of ConvLSTMCell", "autocast")]
-        return [*in_linen, ("NNX: RNN of SimpleCell, many turns", "apply_policy")]
-    if group == "language models":
-        return [
-            ("Linen: GPT2", "autocast"),
-            *((f"Linen: {name}", "apply_policy") for name in ("GPT2 with remat", "BERT")),
-        ]
-    names = [f"{api}: {name}" for api in ("Linen", "NNX") for name in MEETS[group] if f"{api}: {name}" in CASES]
-    return [(name, WAYS[(n % 4) == 3]) for n, name in enumerate(names)]
-
-
+# Names of both interfaces, each in one of the ways.
+GROUPS = {
+    group: [
+        (name, WAYS[n % 4 == 3])
+        for n, name in enumerate(f"{api}: {name}" for api in ("Linen", "NNX") for name in names)
+        if name in CASES
+    ]
+    for group, names in NAMES.items()
+}
+GROUPS["cells"] = [
+    *(("Linen: RNN of MGUCell", "apply_policy"), ("Linen: RNN of ConvLSTMCell", "autocast")),
+    ("NNX: RNN of SimpleCell, many turns", "apply_policy"),
+]
+GROUPS["what people write"] = [
+    *((f"{('Linen', 'NNX')[n % 2]}: {name}", WAYS[n // 2 % 2]) for n, name in enumerate(zoo.WRITTEN)),
+    *(("Linen: behind a custom rule", "apply_policy"), ("NNX: norm by hand", "autocast")),
+]
+GROUPS["language models"] = [
+    *(("Linen: GPT2", "autocast"), ("Linen: GPT2 with remat", "apply_policy"), ("Linen: BERT", "apply_policy")),
+]
 SLOW = pytest.mark.slow("whole models and many recurrent cells")
+EACH = [pytest.param(group, marks=[SLOW] * (group in ("all cells", "language models"))) for group in GROUPS]
 
 
-@pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=[SLOW] * (group in ("other cells", "language models"))) for group in MEETS]
-)
+@pytest.mark.parametrize("group", EACH)
 def test_no_sum_of_more_than_256_terms_in_half_leads_to_the_gradient_of_a_param(group):
-    wrong = {f"{name}, {way}": half_sums(traced(name, way).jaxpr) for name, way in rows_of(group)}
+    wrong = {f"{name}, {way}": half_sums(traced(name, way).jaxpr) for name, way in GROUPS[group]}
     assert wrong and not {name: sums for name, sums in wrong.items() if sums}
 
 
@@ -625,7 +622,7 @@ def test_the_table_has_every_layer_of_flax_that_has_params():
         text = " ".join(named)
         layers = {name for name, c in vars(module).items() if isinstance(c, type) and issubclass(c, module.Module)}
         assert {name for name in layers - left_out if name not in text} == set(), api
-    assert {name for group in MEETS for name, _ in rows_of(group)} >= set(LAYERS)
+    assert {name for group in GROUPS.values() for name, _ in group} >= set(LAYERS)
 
 
 INNER = {"jit": jax.jit, "checkpoint": jax.checkpoint}

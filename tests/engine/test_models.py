@@ -108,7 +108,6 @@ def nnx_network(rngs: nnx.Rngs) -> Any:
 NNX: dict[str, tuple[Callable[[nnx.Rngs], Any], Any]] = {
     "block": (NNXBlock, SEQUENCE),
     "convolutions and statistics": (nnx_network, IMAGES),
-    "LSTM": (lambda rngs: nnx.RNN(nnx.LSTMCell(16, 8, rngs=rngs)), SEQUENCE),
 }
 
 
@@ -150,7 +149,6 @@ def haiku_program(name: str) -> tuple[Loss, Any, Any]:
 
 X, TARGETS = data(6, 8), tokens(6) % 5
 OPTAX: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "sigmoid_focal_loss": lambda y: optax.losses.sigmoid_focal_loss(y, jax.nn.one_hot(TARGETS, 5)),
     "kl_divergence": lambda y: optax.losses.kl_divergence(jax.nn.log_softmax(y), jnp.full((6, 5), 0.2)),
     "ntxent": lambda y: optax.losses.ntxent(y, jnp.array([0, 1, 2, 0, 1, 2])),
 }

@@ -119,11 +119,8 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 
-SLOW = pytest.mark.slow("a model of another library")
-EACH = [pytest.param(name, marks=[SLOW] * (name != "equinox attention")) for name in MODELS]
-
-
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.slow("models of other libraries")
+@pytest.mark.parametrize("name", MODELS)
 def test_a_peer_s_model_computes_in_half_what_it_computes_in_float32(name: str) -> None:
     loss, params = MODELS[name]()
     policy, half = list(POLICIES.items())[list(MODELS).index(name) % 2]
