@@ -112,16 +112,10 @@ def test_arguments_that_are_no_arrays_stay_python_values():
             x = getattr(jnp, name)(x @ W) * options["scale"]
         return {"x": x, "name": name, "depth": depth}
 
+    fun.__doc__ = "One step."
+    assert (half(fun).__name__, half(fun).__doc__) == ("fun", "One step.")
     result = half(fun)(X, True, name="tanh", depth=2, options={"scale": 0.5, "none": None})
     assert (result["name"], result["depth"], result["x"].shape) == ("tanh", 2, X.shape)
-
-
-def test_the_name_and_documentation_of_the_function_are_kept():
-    def step(x):
-        """One step."""
-        return x
-
-    assert (half(step).__name__, half(step).__doc__) == ("step", "One step.")
 
 
 def test_numpy_arguments_and_results_of_every_kind():
@@ -136,8 +130,9 @@ def test_random_numbers_and_dropout_masks_are_those_of_the_unchanged_function():
         keep = jax.random.bernoulli(key, 0.7, h.shape)
         return jnp.where(keep, h / 0.7, 0) @ w, keep, jax.random.normal(key, (3,)), jax.random.split(key)
 
-    for policy in HALVES:
-        result, expected = half(fun, policy)(jax.random.key(3), X, W), fun(jax.random.key(3), X, W)
+    args = jax.random.key(3), X, W
+    expected, *results = compiled(lambda *args: [each(*args) for each in (fun, *(half(fun, p) for p in HALVES))])(*args)
+    for result in results:
         assert jnp.array_equal(result[1], expected[1]) and jnp.array_equal(result[2], expected[2])
         assert result[3].dtype == expected[3].dtype
 
@@ -160,6 +155,11 @@ def test_float64_complex_and_fp8_are_left_alone():
 def test_integer_products_are_left_alone():
     n = jnp.arange(4).reshape(2, 2)
     assert products(half(lambda x, n: (x @ W, n @ n)), X, n) == ["bfloat16", "int32"]
+
+    def masked(x, mask):  # a product of floats with integers
+        return jax.lax.dot_general(x @ W, mask, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    assert products(half(masked), X, jnp.eye(8, dtype=jnp.int32)) == ["bfloat16", "float32+int32"]
 
 
 def test_callbacks_see_the_dtypes_that_the_author_wrote():
@@ -189,12 +189,13 @@ def test_shard_map_inside_and_around():
     def body(x, w):
         return jax.lax.psum(jnp.sum(jax.nn.relu(x @ w) @ w), "batch")
 
-    outer, inner = half(sharded(body)), sharded(half(body))
-    expected = sharded(body)
-    for fun in (outer, inner):
-        assert np.isclose(jax.jit(fun)(X, W), expected(X, W), rtol=0.02, atol=0.02)
-        assert cosine(jax.jit(jax.grad(fun, 1))(X, W), jax.grad(expected, 1)(X, W)) > 0.999
-        assert set(products(jax.grad(fun, 1), X, W)) == {"bfloat16"}
+    gradients = [jax.value_and_grad(fun, 1) for fun in (sharded(body), half(sharded(body)), sharded(half(body)))]
+    (value, gradient), *found = compiled(lambda x, w: [each(x, w) for each in gradients])(X, W)
+    for got, of in found:
+        assert np.isclose(got, value, rtol=0.02, atol=0.02)
+        assert cosine(of, gradient) > 0.999
+    for each in gradients[1:]:
+        assert set(products(each, X, W)) == {"bfloat16"}
 
 
 def test_shardings_of_arguments_are_kept():
@@ -214,8 +215,8 @@ def test_functions_may_close_over_what_is_being_differentiated():
     def expected(w):
         return jnp.sum(jnp.tanh(jnp.tanh(X @ w) @ w))
 
+    assert cosine(*compiled(lambda w: (jax.grad(loss)(w), jax.grad(expected)(w)))(W)) > 0.999
     assert cosine(jax.grad(loss)(W), jax.grad(expected)(W)) > 0.999
-    assert cosine(jax.jit(jax.grad(loss))(W), jax.grad(expected)(W)) > 0.999
 
 
 def body(h, _):
@@ -269,21 +270,16 @@ def test_auto_on_a_device_without_fast_half_precision_changes_nothing(monkeypatc
     assert jnp.array_equal(half(network, "auto")(X, W), network(X, W))
 
 
-@pytest.mark.parametrize("default", ["highest", "float32", "BF16_BF16_F32", "tensorfloat32"])
-def test_a_default_precision_is_not_the_authors_word(default):
-    with jax.default_matmul_precision(default):
-        assert products(half(network), X, W) == ["bfloat16"] * 3
-
-
-@pytest.mark.parametrize("default", ["bfloat16", "tensorfloat32", "highest"])
-def test_a_float32_region_is_true_float32_under_any_default_precision(default):
+def test_a_default_precision_is_not_the_authors_word_and_a_float32_region_is_true_float32():
     def fun(x, w):
         with jaxmp.precision("float32"):
             return x @ w
 
-    with jax.default_matmul_precision(default):
-        (eqn,) = jax.make_jaxpr(half(fun))(X, W).eqns
-    assert eqn.params["precision"] == (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    for default in ("highest", "BF16_BF16_F32", "tensorfloat32", "bfloat16"):
+        with jax.default_matmul_precision(default):
+            assert products(half(network), X, W) == ["bfloat16"] * 3, default
+            (eqn,) = jax.make_jaxpr(half(fun))(X, W).eqns
+        assert eqn.params["precision"] == (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST), default
 
 
 def test_a_constant_of_the_host_is_cast_once():
@@ -301,18 +297,18 @@ def test_what_it_keeps_between_calls_goes_with_the_function():
     assert gone() is None
 
 
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda x, w: jnp.zeros((8, 8)).at[jnp.array([0, 1, 1, 3])].max(x @ w) @ w,
-        lambda x, w: jax.ops.segment_min(x @ w, jnp.array([0, 1, 2, 2]), 3) @ w,
-        lambda x, w: (x @ w).at[0].apply(lambda v: jnp.tanh(v) * 2) @ w,
-        lambda x, w: jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh(), PartitionSpec("batch")))(x, w) @ w,
-        lambda x, w: jax.new_ref(x @ w)[...] @ w,
-    ],
-)
-def test_parameters_that_speak_of_dtypes_and_places_are_right_after_it(fun):
-    assert np.allclose(compiled(half(fun))(X, W), fun(X, W), atol=0.05)
+SPEAKING = [
+    lambda x, w: jnp.zeros((8, 8)).at[jnp.array([0, 1, 1, 3])].max(x @ w) @ w,
+    lambda x, w: jax.ops.segment_min(x @ w, jnp.array([0, 1, 2, 2]), 3) @ w,
+    lambda x, w: (x @ w).at[0].apply(lambda v: jnp.tanh(v) * 2) @ w,
+    lambda x, w: jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh(), PartitionSpec("batch")))(x, w) @ w,
+    lambda x, w: jax.new_ref(x @ w)[...] @ w,
+]
+
+
+def test_parameters_that_speak_of_dtypes_and_places_are_right_after_it():
+    for number, (got, want) in enumerate(compiled(lambda *xw: [(half(fun)(*xw), fun(*xw)) for fun in SPEAKING])(X, W)):
+        np.testing.assert_allclose(got, want, atol=0.05, err_msg=str(number))
 
 
 def test_a_jit_with_shardings_keeps_them_where_examples_are_mapped_from_outside():

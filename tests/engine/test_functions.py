@@ -1,19 +1,22 @@
-"""Functions between two products under both half policies, against float64 on the same numbers."""
+"""Functions between two products under a half policy, against float64 on the same numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import autocast_zoo as zoo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_cases import Case
 from autocast_tools import compiled
-from autocast_zoo import PARTS, after_a_product, arguments, between_products, float64, gradient, table, ulps
+from autocast_zoo import PARTS, after_a_product, arguments, between_products, float64, table, ulps
+from program_tools import half_sums
 
 import jaxmp
 from jaxmp._internals.jax.walk import PRODUCTS, equations
@@ -40,20 +43,19 @@ def naming(case: Case) -> Iterator[None]:
 
 
 def in_half(function: Function, cases: Iterable[Case]) -> Iterator[tuple[Case, Any, list[jax.Array]]]:
-    """Each case with a half dtype and its results under that policy; one program, which compiles in a fraction."""
-    cases = list(cases)
+    """Each case with a half dtype, one and the other in turn, and its results; one program, as it compiles sooner."""
+    cases = list(zip(cases, itertools.cycle(POLICIES)))
 
-    def program(args: dict[str, tuple[jax.Array, ...]]) -> dict[str, list[Any]]:
+    def program(args: dict[str, tuple[jax.Array, ...]]) -> dict[str, Any]:
         results = {}
-        for case in cases:
+        for case, policy in cases:
             with naming(case):
-                results[case.name] = [jaxmp.autocast(function(case), policy)(*args[case.name]) for policy in POLICIES]
+                results[case.name] = jaxmp.autocast(function(case), policy)(*args[case.name])
         return results
 
-    results = compiled(program)({case.name: tuple(map(jnp.asarray, arguments(case))) for case in cases})
-    for case in cases:
-        for half, result in zip(POLICIES.values(), results[case.name], strict=True):
-            yield case, half, jax.tree.leaves(result)
+    results = compiled(program)({case.name: tuple(map(jnp.asarray, arguments(case))) for case, _ in cases})
+    for case, policy in cases:
+        yield case, POLICIES[policy], jax.tree.leaves(results[case.name])
 
 
 def floats(leaves: list[Any]) -> list[Any]:
@@ -68,8 +70,10 @@ def error(got: list[Any], want: list[np.ndarray], half: Any, of: str) -> float:
     return max((ulps(a, b, half, of) for a, b in zip(floats(got), floats(want), strict=True)), default=0.0)
 
 
-# Which class a primitive has the tests of classes say on both Pythons, newer ones included; here are the usual ones.
-EACH = [pytest.param(part, marks=[pytest.mark.once] * (part not in ("activations", "softmaxes"))) for part in PARTS]
+# Which class each primitive has the tests of classes say.
+USUAL = ("float32_functions", "softmaxes", "sums")
+SLOW = pytest.mark.slow("compiles a program of many functions in half and in float64")
+EACH = [pytest.param(part, marks=[SLOW] * (part not in USUAL)) for part in PARTS]
 
 
 @pytest.mark.parametrize("part", EACH)
@@ -86,24 +90,28 @@ def test_functions_between_two_products_err_no_more_than_the_table_says(part: st
 
 
 @functools.cache
-def without_a_product(part: str) -> dict[str, Case]:
-    def has_product(case: Case) -> bool:
-        jaxpr = jax.make_jaxpr(case.fun)(*map(jnp.asarray, arguments(case)))
-        return any(eqn.primitive.name in PRODUCTS for eqn in equations(jaxpr))
-
-    return {name: case for name, case in table(part).items() if not has_product(case)}
+def without_a_product(part: str) -> dict[str, tuple[Case, list[tuple[str, ...]]]]:
+    """The cases of a part that have no product, with their programs."""
+    traced = {
+        name: (case, jax.make_jaxpr(case.fun)(*map(jnp.asarray, arguments(case)))) for name, case in table(part).items()
+    }
+    return {
+        name: (case, described(jaxpr))
+        for name, (case, jaxpr) in traced.items()
+        if not any(eqn.primitive.name in PRODUCTS for eqn in equations(jaxpr))
+    }
 
 
 # float32's own error, and where a difference cancels what is left of it.
 FLOAT32_ULPS = 16
-RETURNED = ("softmaxes", "optax_losses", "log_densities")
+RETURNED = ("softmaxes", "optax_losses")
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("part", RETURNED)
 def test_what_is_returned_and_not_multiplied_has_float32_accuracy(part: str) -> None:
     wrong = []
-    for case, half, got in in_half(after_a_product, without_a_product(part).values()):
+    for case, half, got in in_half(after_a_product, (case for case, _ in without_a_product(part).values())):
         found = error(got, reference(part)[case.name], np.float32, "largest")
         if not found <= FLOAT32_ULPS:
             wrong.append(f"{case.name} in {half.__name__}: {found:.3g} ulp of float32")
@@ -114,7 +122,6 @@ def test_what_is_returned_and_not_multiplied_has_float32_accuracy(part: str) -> 
 GRADIENT_EPSILONS = 2
 GRADIENT_COSINE = {jnp.bfloat16: 0.9999, jnp.float16: 0.999999}
 ALL_BUT: dict[str, set[str]] = {
-    "activations": set(),
     # Differentiated as the associative scan that it is, it errs by 3.2 epsilons.
     "softmaxes": {"cumlogsumexp"},
     "sums": {"sum of all", "mean of 4096", "4096 ones scattered", "convolve", "segment_sum", "scatter-add"},
@@ -122,12 +129,12 @@ ALL_BUT: dict[str, set[str]] = {
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("part", ALL_BUT)
+@pytest.mark.parametrize("part", [pytest.param(part, marks=[SLOW] * (part != "softmaxes")) for part in ALL_BUT])
 def test_gradients_of_functions_between_two_products_are_those_of_float64(part: str) -> None:
     cases = [case for name, case in table(part).items() if name not in ALL_BUT[part]]
-    want = float64(gradient, cases)
+    want = float64(zoo.gradient, cases)
     wrong = []
-    for case, half, got in in_half(gradient, cases):
+    for case, half, got in in_half(zoo.gradient, cases):
         a, b = (
             np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in leaves])
             for leaves in (got, want[case.name])
@@ -139,12 +146,11 @@ def test_gradients_of_functions_between_two_products_are_those_of_float64(part: 
     assert not wrong, "\n".join(wrong)
 
 
-def program(fun: Any, *args: Any) -> list[tuple[str, ...]]:
+def described(jaxpr: Any) -> list[tuple[str, ...]]:
     """The primitive of each equation that has to do with floats, with the types of its operands and results.
 
     Whether a number inside is weakly typed says nothing about precision; nor does its conversion to the same dtype.
     """
-    jaxpr = jax.make_jaxpr(fun)(*args)
     found = [
         (eqn.primitive.name, *(atom.aval.str_short().replace("~", "") for atom in (*eqn.invars, *eqn.outvars)))
         for eqn in equations(jaxpr)
@@ -154,14 +160,14 @@ def program(fun: Any, *args: Any) -> list[tuple[str, ...]]:
     return [*kept, *(("result", str(aval)) for aval in jaxpr.out_avals)]
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_function_without_a_product_is_left_alone(part: str) -> None:
-    cases = without_a_product(part).values()
-    assert cases
-    for case in cases:
-        args = [jnp.asarray(x) for x in arguments(case)]
-        with naming(case):
-            assert program(jaxmp.autocast(case.fun, "mixed_float16"), *args) == program(case.fun, *args)
+def test_a_function_without_a_product_is_left_alone() -> None:
+    for part in ("softmaxes", "sums", "log_densities"):
+        cases = without_a_product(part).values()
+        assert cases
+        for case, program in cases:
+            with naming(case):
+                traced = jax.make_jaxpr(jaxmp.autocast(case.fun, "mixed_float16"))(*map(jnp.asarray, arguments(case)))
+                assert described(traced) == program
 
 
 def test_the_table_has_at_least_180_functions_each_with_a_reason() -> None:
@@ -173,8 +179,14 @@ def test_the_table_has_at_least_180_functions_each_with_a_reason() -> None:
 # The specification's own figures.
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_weight_of_4096_uses_has_a_gradient_of_4096(policy: str) -> None:
+def ones_counted(half: Any, fun: Any) -> list[float]:
+    """The gradient in both orders and the value, of a weight of one."""
+    policy = f"mixed_{jnp.dtype(half).name}"
+    ways = jax.grad(jaxmp.autocast(fun, policy)), jaxmp.autocast(jax.grad(fun), policy), jaxmp.autocast(fun, policy)
+    return [each.item() for each in compiled(lambda w: [way(w) for way in ways])(jnp.ones((1, 1)))]
+
+
+def test_a_weight_of_4096_uses_has_a_gradient_of_4096() -> None:
     x = jnp.ones((1, 1))
 
     def inside(w: jax.Array) -> jax.Array:
@@ -183,24 +195,19 @@ def test_a_weight_of_4096_uses_has_a_gradient_of_4096(policy: str) -> None:
     def stacked(w: jax.Array) -> jax.Array:
         return jax.lax.map(lambda row: (row[None] @ w)[0, 0], jnp.ones((4096, 1))).sum()
 
-    for fun in (inside, stacked):
-        assert jax.grad(jaxmp.autocast(fun, policy))(x).item() == 4096
-        assert jaxmp.autocast(jax.grad(fun), policy)(x).item() == 4096
-        assert jaxmp.autocast(fun, policy)(x).item() == 4096
+    assert ones_counted(jnp.bfloat16, inside) == [4096] * 3
+    assert ones_counted(jnp.float16, stacked) == [4096] * 3
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_weight_that_the_author_casts_outside_the_loop_is_cast_in_each_turn(policy: str) -> None:
-    half = POLICIES[policy]
+def test_a_weight_that_the_author_casts_outside_the_loop_is_cast_in_each_turn() -> None:
+    half = jnp.bfloat16
 
     def outside(w: jax.Array) -> jax.Array:
         x, cast = jnp.ones((1, 1), half), w.astype(half)
         return jax.lax.scan(lambda c, _: (c + (x @ cast)[0, 0].astype(jnp.float32), None), 0.0, None, length=4096)[0]
 
-    w = jnp.ones((1, 1))
-    assert jax.grad(outside)(w).item() < 4096  # summed in half
-    under = jaxmp.autocast(outside, policy)
-    assert under(w).item() == jax.grad(under)(w).item() == 4096
+    assert compiled(jax.grad(outside))(jnp.ones((1, 1))).item() < 4096  # summed in half
+    assert ones_counted(half, outside)[::2] == [4096] * 2
 
 
 def between(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -225,43 +232,37 @@ def mean_of_squares(x: Any) -> Any:
     return (x * x).mean(-1) - x.mean(-1) ** 2
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_mean_of_squares_less_square_of_mean_errs_below_1_percent_where_bfloat16_errs_by_more_than_all_of_it(
-    policy: str,
-) -> None:
+def test_mean_of_squares_less_square_of_mean_errs_below_1_percent_where_bfloat16_errs_by_more_than_all_of_it() -> None:
     fun, want = between(mean_of_squares), FAR.var(-1)
     assert error_at_100(fun, jnp.bfloat16, want) > want.max()
-    assert error_at_100(jaxmp.autocast(fun, policy), jnp.float32, want) < 0.01 * want.min()
+    assert error_at_100(jaxmp.autocast(fun, "mixed_bfloat16"), jnp.float32, want) < 0.01 * want.min()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_standardize_errs_below_0_012_where_bfloat16_errs_by_more_than_100(policy: str) -> None:
+def test_standardize_errs_below_0_012_where_bfloat16_errs_by_more_than_100() -> None:
     fun, want = between(jax.nn.standardize), (FAR - FAR.mean(-1, keepdims=True)) / FAR.std(-1, keepdims=True)
     assert error_at_100(fun, jnp.bfloat16, want) > 100
-    assert error_at_100(jaxmp.autocast(fun, policy), jnp.float32, want) < 0.012
+    assert error_at_100(jaxmp.autocast(fun, "mixed_bfloat16"), jnp.float32, want) < 0.012
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_weight_of_600_uses_in_a_row_has_a_gradient_of_600(policy: str) -> None:
-    x = jnp.ones((1, 1))
+def test_the_gradients_of_many_uses_in_a_row_are_summed_in_float32() -> None:
+    x, many = jnp.ones((1, 1)), 12  # where so few are, so are 300, of which bfloat16 counts 256
 
     def fun(w: jax.Array) -> jax.Array:
-        return sum((x @ w).sum() for _ in range(600))
+        return sum((x.astype(w.dtype) @ w).sum() for _ in range(many))
 
-    assert jax.eval_shape(jaxmp.autocast(fun, policy), x).dtype == jnp.float32
-    assert compiled(jax.grad(jaxmp.autocast(fun, policy)))(x).item() == 600
-    assert compiled(jaxmp.autocast(jax.grad(fun), policy))(x).item() == 600
+    by_hand = jax.make_jaxpr(jax.grad(lambda w: fun(w.astype(jnp.bfloat16)).astype(jnp.float32)))(x)
+    assert half_sums(by_hand, many)
+    for gradient in (jax.grad(jaxmp.autocast(fun, "mixed_bfloat16")), jaxmp.autocast(jax.grad(fun), "mixed_bfloat16")):
+        assert not half_sums(jax.make_jaxpr(gradient)(x), 2)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_gradient_of_an_embedding_used_4096_times_is_4096(policy: str) -> None:
+def test_the_gradient_of_an_embedding_used_4096_times_is_4096() -> None:
     def fun(table: jax.Array, w: jax.Array) -> jax.Array:
         return (table[jnp.zeros(4096, int)] @ w).sum()
 
-    table, w = jnp.ones((2, 1)), jnp.ones((1, 1))
-    for grad in (jax.grad(jaxmp.autocast(fun, policy)), jaxmp.autocast(jax.grad(fun), policy)):
-        assert grad(table, w).tolist() == [[4096.0], [0.0]]
+    ways = jax.grad(jaxmp.autocast(fun, "mixed_bfloat16")), jaxmp.autocast(jax.grad(fun), "mixed_bfloat16")
+    for each in compiled(lambda *args: [way(*args) for way in ways])(jnp.ones((2, 1)), jnp.ones((1, 1))):
+        assert each.tolist() == [[4096.0], [0.0]]
 
 
 def masks(fill: float) -> Any:
@@ -274,18 +275,23 @@ def masks(fill: float) -> Any:
     }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("where", masks(0))
-def test_a_mask_of_float32_s_smallest_number_makes_no_nan(where: str, policy: str) -> None:
-    masked = masks(float(jnp.finfo(jnp.float32).min))[where]
-
-    def attend(x: jax.Array, w: jax.Array) -> jax.Array:
+def test_a_mask_of_float32_s_smallest_number_makes_no_nan() -> None:
+    def attend(x: jax.Array, w: jax.Array, masked: Any) -> jax.Array:
         return jax.nn.softmax(masked(x @ w)) @ w
 
+    def value_and_gradient(fun: Any, x: jax.Array) -> Any:
+        return fun(x, w), jax.grad(lambda x: fun(x, w)[:, 0].sum())(x)
+
+    def program(x: jax.Array) -> Any:
+        funs = {n: functools.partial(attend, masked=m) for n, m in masks(float(jnp.finfo(jnp.float32).min)).items()}
+        return {
+            (name, policy): (value_and_gradient(jaxmp.autocast(fun, policy), x), value_and_gradient(fun, x))
+            for name, fun in funs.items()
+            for policy in POLICIES
+        }
+
     x, w = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32), jnp.eye(8)
-    got, want = jaxmp.autocast(attend, policy)(x, w), attend(x, w)
-    if where != "added twice":  # whose sum is -inf in float32 too
-        np.testing.assert_allclose(got, want, rtol=0.02, atol=1e-4)
-    grads = jax.grad(lambda x: jaxmp.autocast(attend, policy)(x, w)[:, 0].sum())(x)
-    expected = jax.grad(lambda x: attend(x, w)[:, 0].sum())(x)
-    assert np.array_equal(np.isnan(grads), np.isnan(expected))
+    for (where, policy), ((got, grads), (want, expected)) in compiled(program)(x).items():
+        if where != "added twice":  # whose sum is -inf in float32 too
+            np.testing.assert_allclose(got, want, rtol=0.02, atol=1e-4, err_msg=f"{where}, {policy}")
+        assert np.array_equal(np.isnan(grads), np.isnan(expected)), (where, policy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -18,9 +17,7 @@ def turned(carry, xs, **options):
     return lax.scan(lambda c, x: ((c[0], c[1] + x), (x, 2 * x)), (carry, carry), xs, **options)
 
 
-@pytest.mark.parametrize(
-    "fun, ends",
-    [
+KNOWN = [
         (lambda a, b: (b, a, a + b, 1.0), [1, 0, None, None]),
         (jax.checkpoint(lambda a, b: (jnp.sin(a), b, a)), [None, 1, 0]),
         (jax.checkpoint(jax.jit(lambda a, b: (b, b * a, a))), [1, None, 0]),
@@ -31,11 +28,13 @@ def turned(carry, xs, **options):
         (lambda a, b: lax.scan(lambda c, _: ((c[1], c[0]), None), (a, b), length=2)[0], [None, None]),
         (lambda a, b: lax.cond(a[0, 0] > 0, lambda: (a, b, b), lambda: (a, a, 2 * b)), [0, None, None]),
         (lambda a, b: lax.while_loop(lambda c: c[0].sum() < b.sum(), lambda c: (c[0] + a, c[1]), (a, b)), [None, 1]),
-    ],
-)  # fmt: skip
-def test_results_are_known_as_arguments_through_calls_loops_and_branches(fun, ends):
-    assert passed_on(jax.make_jaxpr(fun)(A, B)) == ends
-    assert passed_on(jax.make_jaxpr(jax.jit(fun))(A, B)) == ends
+    ]  # fmt: skip
+
+
+def test_results_are_known_as_arguments_through_calls_loops_and_branches():
+    for number, (fun, ends) in enumerate(KNOWN):
+        assert passed_on(jax.make_jaxpr(fun)(A, B)) == ends, number
+        assert passed_on(jax.make_jaxpr(jax.jit(fun))(A, B)) == ends, number
 
 
 def test_what_prints_does_so_in_each_turn_and_not_before(capfd):

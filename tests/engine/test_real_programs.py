@@ -73,8 +73,11 @@ def cde(w, t, y):
     return jnp.tanh(jax.nn.softplus(y @ w[0]) @ w[2]).reshape(*y.shape, 4) @ slope
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("field", [ode, cde])
+SLOW = pytest.mark.slow("compiles a real program in three ways")
+
+
+@SLOW
+@pytest.mark.parametrize(("field", "policy"), [(ode, "mixed_bfloat16"), (cde, "mixed_float16")])
 def test_the_replay_of_an_adaptive_integrator_takes_the_steps_of_its_forward_pass(field, policy):
     w, y = (normal(0, 16, 32) / 4, normal(1, 32, 16) / 5, normal(2, 32, 64) / 6), normal(3, 8, 16)
 
@@ -87,8 +90,7 @@ def test_the_replay_of_an_adaptive_integrator_takes_the_steps_of_its_forward_pas
     assert set(products(half(loss, policy), w)) == {HALVES[policy]}
 
 
-@pytest.mark.parametrize("policy", HALVES)
-def test_the_slopes_of_a_flow_of_splines_are_float32_and_cancel_near_the_identity(policy):
+def test_the_slopes_of_a_flow_of_splines_are_float32_and_cancel_near_the_identity():
     rows, knots = 256, 8
     x, bins = jax.random.uniform(jax.random.key(0), (rows,)), jnp.arange(rows)[:, None] % knots
 
@@ -105,35 +107,25 @@ def test_the_slopes_of_a_flow_of_splines_are_float32_and_cancel_near_the_identit
         return jnp.mean((moved[:, None] @ w[2]) ** 2)
 
     w = (normal(2, 8, 32) / 3, 0.01 * normal(3, 32, 3 * knots + 1), normal(4, 1, 8))
-    ours, of_half_products = gradient_errors(loss, policy, w)
+    ours, of_half_products = gradient_errors(loss, "mixed_float16", w)
     assert ours < max(3 * of_half_products, 0.01)
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("is_parallel", [False, True])
-def test_mambas_products_are_half_and_its_state_is_float32(is_parallel, policy):
-    def turn(state, now):
-        decay, added = now
-        state = decay * state + added
-        return state, state
-
+def test_mambas_products_are_half_and_its_state_is_float32():
     def loss(w, x):
         u = jax.nn.silu(x @ w["in"])
         delta, b, c = jnp.split(u @ w["split"], [2, 6], axis=-1)
         delta = jax.nn.softplus(delta @ w["delta"])
         decay = jnp.exp(jnp.einsum("tbd,dn->tbdn", delta, -jnp.exp(w["log_a"])))
         added = jnp.einsum("tbd,tbn,tbd->tbdn", delta, b, u)
-        if is_parallel:
-            states = lax.associative_scan(lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]), (decay, added))[1]
-        else:
-            states = lax.scan(turn, added[0] * 0, (decay, added))[1]
+        states = lax.associative_scan(lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]), (decay, added))[1]
         return jnp.mean((jnp.einsum("tbdn,tbn->tbd", states, c) @ w["out"]) ** 2)
 
     shapes = {"in": (8, 16), "split": (16, 10), "delta": (2, 16), "log_a": (16, 4), "out": (16, 8)}
     w = {name: normal(n, *shape) / shape[0] ** 0.5 for n, (name, shape) in enumerate(shapes.items())}
     x = normal(9, 12, 3, 8)
-    plan = jaxmp.cast_plan(loss, policy)(w, x)
+    plan = jaxmp.cast_plan(loss, "mixed_float16")(w, x)
     assert not plan.summary.full_products
     assert {row.result for row in plan.rows if row.primitive == "exp"} == {"float32"}
-    ours, of_half_products = gradient_errors(lambda w: loss(w, x), policy, w)
+    ours, of_half_products = gradient_errors(lambda w: loss(w, x), "mixed_float16", w)
     assert ours < 3 * of_half_products

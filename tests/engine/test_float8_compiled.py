@@ -21,7 +21,10 @@ from jaxmp.sharding import Sharding
 from jaxmp.training import loss_function
 
 RECIPE = Float8()
-pytestmark = pytest.mark.skipif(targets.missing() is not None, reason="what compiles for a GPU is not installed")
+pytestmark = [
+    pytest.mark.slow("compiles for a GPU that is not there"),
+    pytest.mark.skipif(targets.missing() is not None, reason="what compiles for a GPU is not installed"),
+]
 T, K, N = 4096, 2048, 8192
 
 

@@ -1,0 +1,434 @@
+"""Products in float8 against casts by hand and float64."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Float8
+from jaxmp.policy import float8_product
+from jaxmp.sharding import Sharding
+from jaxmp.training import loss_function
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+PLAIN = (((1,), (0,)), ((), ()))
+RECIPE = Float8()
+
+
+def drawn(*shape, seed=0, dtype=jnp.bfloat16, spread=1.0):
+    rng = np.random.default_rng([seed, *shape])
+    return jnp.asarray(rng.normal(size=shape) * np.exp(spread * rng.normal(size=shape)), dtype)
+
+
+def dot(x, w, recipe=RECIPE, dimensions=PLAIN, **options):
+    return float8_product.dot_general(x, w, dimensions, recipe, **options)
+
+
+def exact(x):
+    return np.asarray(x, np.float64)
+
+
+def by_hand(x, dtype=E4M3):
+    """What stands for ``x``: the smallest bfloat16 scale with which its largest fits, and a cast."""
+    x = np.asarray(x, np.float32)
+    scale = np.float32(np.max(np.abs(x))) / np.float32(ml_dtypes.finfo(dtype).max)
+    rounded = np.asarray(scale, ml_dtypes.bfloat16)
+    if np.float32(rounded) < scale:
+        rounded = np.nextafter(rounded, np.asarray(np.inf, ml_dtypes.bfloat16))
+    quantised = (x / np.float32(rounded)).astype(dtype)
+    return exact(quantised.astype(ml_dtypes.bfloat16) * rounded)  # 4 bits times 8 are rounded once more, as on a TPU
+
+
+def with_cotangents(fun, operands, cotangent):
+    """The result of a function, and the cotangents of its operands; one program."""
+    return _with_cotangents(fun, tuple(operands), cotangent)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _with_cotangents(fun, operands, cotangent):
+    result, pull = jax.vjp(fun, *operands)
+    return result, pull(cotangent)
+
+
+def off(found, wanted):
+    """The relative error of an array, by its norm."""
+    wanted = exact(wanted)
+    return np.linalg.norm(exact(found) - wanted) / np.linalg.norm(wanted)
+
+
+ROUNDED = 0.004
+"""Of a bfloat16 result."""
+
+
+@pytest.fixture(scope="module")
+def operands():
+    return drawn(48, 64), drawn(64, 32, seed=1), drawn(48, 32, seed=2, spread=2.0)
+
+
+class TestNumbers:
+    def test_a_product_is_that_of_operands_cast_by_hand(self, operands):
+        x, w, _ = operands
+        found = dot(x, w)
+        assert found.dtype == jnp.bfloat16
+        assert off(found, by_hand(x) @ by_hand(w)) < ROUNDED
+        assert 0.01 < off(found, exact(x) @ exact(w)) < 0.06
+
+    @pytest.mark.once
+    def test_gradients_are_products_of_what_was_cast_and_cotangents_cast_by_hand(self, operands):
+        x, w, g = operands
+        stands = by_hand(x), by_hand(w)
+        for recipe in (
+            RECIPE,
+            Float8(gradient="e4m3", accumulate="fast"),
+            Float8(accumulate="precise", keep="compute"),
+        ):
+            _, (dx, dw) = with_cotangents(functools.partial(dot, recipe=recipe), (x, w), g)
+            rounded = by_hand(g, E4M3 if recipe.gradient == "float8_e4m3fn" else E5M2)
+            assert off(dx, rounded @ stands[1].T) < ROUNDED, recipe
+            assert off(dw, stands[0].T @ rounded) < ROUNDED, recipe
+
+    @pytest.mark.once
+    def test_the_gradient_of_a_weight_may_be_computed_in_bfloat16(self, operands):
+        x, w, g = operands
+        recipe, rounded = Float8(weight_gradient="compute"), by_hand(g, E5M2)
+        for weight in ("lhs", "rhs"):
+            _, (dx, dw) = with_cotangents(functools.partial(dot, recipe=recipe, weight=weight), (x, w), g)
+            of_x, of_w = (g, rounded) if weight == "lhs" else (rounded, g)
+            assert off(dx, exact(of_x) @ (exact(w) if weight == "lhs" else by_hand(w)).T) < ROUNDED, weight
+            assert off(dw, (exact(x) if weight == "rhs" else by_hand(x)).T @ exact(of_w)) < ROUNDED, weight
+
+    def test_float32_operands_are_rounded_once_and_results_are_float32(self):
+        x, w = drawn(48, 64, dtype=jnp.float32), drawn(64, 32, seed=1, dtype=jnp.float32)
+        g = drawn(48, 32, seed=2, dtype=jnp.float32)
+        found, (dx, dw) = with_cotangents(dot, (x, w), g)
+        assert found.dtype == jnp.float32 and off(found, by_hand(x) @ by_hand(w)) < 1e-6
+        assert dx.dtype == dw.dtype == jnp.float32 and off(dw, by_hand(x).T @ by_hand(g, E5M2)) < ROUNDED
+        assert jax.eval_shape(functools.partial(dot, preferred_element_type=jnp.bfloat16), x, w).dtype == jnp.bfloat16
+
+    @pytest.mark.once
+    def test_any_dimension_numbers_do(self):
+        highest = functools.partial(jax.lax.dot_general, precision="highest", preferred_element_type=jnp.float32)
+        for left, right, dimensions in (
+            ((16, 4, 16), (4, 16, 32), (((1, 2), (0, 1)), ((), ()))),
+            ((3, 16, 64), (3, 64, 32), (((2,), (1,)), ((0,), (0,)))),
+            ((64, 32), (48, 64), (((0,), (1,)), ((), ()))),
+        ):
+            x, w = drawn(*left), drawn(*right, seed=1)
+            wide = functools.partial(highest, dimension_numbers=dimensions)
+            stands = [jnp.asarray(by_hand(value), jnp.float32) for value in (x, w)]
+            g = drawn(*jax.eval_shape(wide, x, w).shape, seed=2)
+            wanted, wants = with_cotangents(wide, stands, jnp.asarray(by_hand(g, E5M2), jnp.float32))
+            found, own = with_cotangents(functools.partial(dot, dimensions=dimensions), (x, w), g)
+            assert off(found, wanted) < ROUNDED
+            for got, want in zip(own, wants, strict=True):
+                assert off(got, want) < ROUNDED
+
+    @pytest.mark.once
+    def test_scales_are_bfloat16_numbers_with_which_the_largest_just_fits(self):
+        largest = np.exp2(np.random.default_rng(0).uniform(-80, 120, 500)).astype(np.float32)
+        for dtype in (E4M3, E5M2):
+            scale = functools.partial(float8_product._scale, dtype=np.dtype(dtype).name)
+            scales = np.array(jax.lax.map(scale, largest[:, None]))
+            assert np.array_equal(scales, scales.astype(ml_dtypes.bfloat16).astype(np.float32))
+            ratio = largest.astype(np.float64) / float(ml_dtypes.finfo(dtype).max) / scales
+            assert ratio.min() > 1 - 2**-7 and ratio.max() <= 1
+
+    @pytest.mark.once
+    def test_tiny_and_huge_values_neither_vanish_nor_overflow(self):
+        product = jax.jit(dot)
+        for size in (1e-40, 1e-37, 1e-20, 1e20, 3e38):
+            x = jnp.asarray(np.diag(np.full(16, size)), jnp.float32)
+            found = product(x, jnp.eye(16))
+            assert np.all(np.isfinite(found)), size
+            if size > 1e-38:  # below, XLA's CPU takes numbers for zero
+                assert off(found, x) < (0.1 if size < 1e-35 else 2 * 2**-7), size  # of both scales, rounded up
+
+    @pytest.mark.once
+    def test_zeros_are_finite_with_finite_gradients(self):
+        def all_of(rows):
+            x, g = jnp.zeros((rows, 32), jnp.bfloat16), jnp.zeros((rows, 16), jnp.bfloat16)
+            return with_cotangents(dot, (x, drawn(32, 16)), g)
+
+        for rows in (16, 0):
+            found, of = all_of(rows)
+            assert found.shape == (rows, 16) and not np.any(found)
+            assert not np.any(of[0]) and not np.any(of[1])
+
+    def test_what_is_not_finite_stays_so(self):
+        whole = {"x": drawn(16, 32), "w": drawn(32, 48, seed=1), "gradient": drawn(16, 48, seed=2)}
+        expected = {"x": [False, True, False], "w": [False, False, True], "gradient": [True, False, False]}
+        for where in whole:
+            for bad in (np.nan, np.inf, -np.inf):
+                values = whole | {where: whole[where].at[3, 5].set(bad)}
+                found, of = with_cotangents(dot, (values["x"], values["w"]), values["gradient"])
+                is_finite = [bool(np.all(np.isfinite(exact(each)))) for each in (found, *of)]
+                assert is_finite == expected[where], (where, bad)
+                if where == "x" and np.isnan(bad):  # it stays in its row
+                    assert np.isnan(exact(found)).any(axis=1).nonzero()[0].tolist() == [3]
+
+
+def loss(x, w, recipe=RECIPE):
+    return jnp.sum(jnp.square(dot(x, w, recipe).astype(jnp.float32)))
+
+
+class TestTransformations:
+    def test_members_of_a_vmap_share_a_scale(self, operands):
+        _, w, _ = operands
+        xs = drawn(3, 48, 64, spread=1.5)
+        whole = by_hand(xs)
+        ws = drawn(3, 64, 32, seed=5)
+
+        def all_of(xs, w, ws):
+            nested = jax.vmap(jax.vmap(dot, (0, None)), (0, None))(xs.reshape(3, 2, 24, 64), w)
+            return jax.vmap(dot, (0, None))(xs, w), jax.vmap(dot)(xs, ws), nested.reshape(3, 48, 32)
+
+        for found, wanted in zip(jax.jit(all_of)(xs, w, ws), (by_hand(w), by_hand(ws), by_hand(w)), strict=True):
+            assert off(found, whole @ wanted) < ROUNDED
+
+    def test_gradients_of_a_vmap_and_a_vmap_of_gradients_share_scales(self, operands):
+        _, w, _ = operands
+        xs, gs = drawn(3, 48, 64), drawn(3, 48, 32, seed=3)
+        wanted = by_hand(xs).transpose(0, 2, 1) @ by_hand(gs, E5M2)
+
+        of_all = jax.jit(lambda x, w, g: jax.vjp(jax.vmap(dot, (0, None)), x, w)[1](g)[1])
+        assert off(of_all(xs, w, gs), wanted.sum(0)) < 0.02  # XLA's CPU sums some products in bfloat16
+        each = jax.vmap(lambda x, g: jax.vjp(dot, x, w)[1](g)[1])
+        assert off(jax.jit(each)(xs, gs), wanted) < ROUNDED
+
+    def test_a_scan_over_layers_gives_what_a_loop_gives(self):
+        x, ws = drawn(32, 32), drawn(3, 32, 32, seed=1, spread=0.0) / 8
+
+        def scanned(x, ws):
+            return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(dot(x, w)), None), x, ws)[0].astype(jnp.float32))
+
+        def looped(x, ws):
+            for w in ws:
+                x = jnp.tanh(dot(x, w))
+            return jnp.sum(x.astype(jnp.float32))
+
+        both = jax.jit(lambda x, ws: [jax.grad(fun, (0, 1))(x, ws) for fun in (scanned, looped)])(x, ws)
+        for got, want in zip(*both, strict=True):
+            assert off(got, want) < 0.06  # what XLA rounds differently may be quantised differently
+
+    def test_remat_changes_no_bit(self, operands):
+        x, w, _ = operands
+        wanted = jax.jit(jax.grad(loss, (0, 1)))(x, w)
+        for policy in (None, jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)):
+            found = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1)))(x, w)
+            assert all(np.array_equal(got, want) for got, want in zip(found, wanted, strict=True))
+
+    def test_remat_by_name_keeps_the_operands_in_float8_and_quantises_once(self, operands):
+        x, w, _ = operands
+        policy = loss_function.REMAT["float8"]
+        kept = jax.make_jaxpr(jax.grad(jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy), (0, 1)))(x, w)
+        again = next(eqn for eqn in reversed(kept.eqns) if eqn.primitive.name == "remat2")
+        sizes = [atom.aval for atom in again.invars if atom.aval.size > 1]
+        assert sorted(f"{aval.dtype}{aval.shape}" for aval in sizes if aval.dtype.itemsize == 1) == [
+            "uint8(48, 64)", "uint8(64, 32)",
+        ]  # fmt: skip
+        assert len(sizes) == 4  # and the arguments
+
+    def test_tangents_are_those_of_the_operands_that_were_cast(self, operands):
+        x, w, _ = operands
+        dx, dw = drawn(48, 64, seed=7), drawn(64, 32, seed=8)
+        found, tangent = jax.jit(lambda *primals: jax.jvp(dot, primals, (dx, dw)))(x, w)
+        assert np.array_equal(found, jax.jit(dot)(x, w))
+        assert off(tangent, exact(dx) @ by_hand(w) + by_hand(x) @ exact(dw)) < 2 * ROUNDED
+        assert off(jax.jvp(lambda w: dot(x, w), (w,), (dw,))[1], by_hand(x) @ exact(dw)) < ROUNDED
+
+    @pytest.mark.parametrize(
+        ("forward_over", "recipe"),
+        [(False, RECIPE), (True, Float8(keep="compute")), (True, Float8(weight_gradient="compute"))],
+        ids=str,
+    )
+    def test_second_derivatives_are_float64s_but_for_the_rounding(self, forward_over, recipe, operands):
+        x, w, _ = operands
+        vx, vw = drawn(48, 64, seed=7), drawn(64, 32, seed=8)
+        gradient = jax.grad(functools.partial(loss, recipe=recipe), (0, 1))
+
+        def along(scale):
+            v = (vx * scale, vw * scale)
+            if forward_over:
+                return jax.jit(lambda v: jax.jvp(gradient, (x, w), v)[1])(v)
+
+            def inner(x, w):
+                return sum(jnp.sum((g * d).astype(jnp.float32)) for g, d in zip(gradient(x, w), v, strict=True))
+
+            return jax.jit(jax.grad(inner, (0, 1)))(x, w)
+
+        x64, w64, vx64, vw64 = map(exact, (x, w, vx, vw))
+        y, dy = x64 @ w64, vx64 @ w64 + x64 @ vw64
+        wanted = 2 * (dy @ w64.T + y @ vw64.T), 2 * (vx64.T @ y + x64.T @ dy)
+        for got, want in zip(along(1), wanted, strict=True):
+            assert off(got, want) < 0.1
+        for got, want in zip(along(2.0**-40), wanted, strict=True):  # in float8 without a scale it would vanish
+            assert off(exact(got) * 2.0**40, want) < 0.1
+
+    def test_what_is_not_differentiated_costs_no_product(self, operands):
+        x, w, _ = operands
+        for argument in (0, 1):
+            program = str(jax.make_jaxpr(jax.grad(loss, argument))(x, w))
+            assert len(re.findall(r"\bdot_general\b", program)) == 2
+
+    def test_precise_sums_are_asked_for_where_the_recipe_says(self, operands):
+        x, w, _ = operands
+
+        def precisions(accumulate):
+            fun = functools.partial(loss, recipe=Float8(accumulate=accumulate))
+            programs = [str(jax.make_jaxpr(each)(x, w)) for each in (fun, jax.grad(fun))]
+            return [sorted(re.findall(r"precision=\(?\w*\.?(DEFAULT|HIGHEST)", program)) for program in programs]
+
+        assert precisions("fast") == [["DEFAULT"], ["DEFAULT", "DEFAULT"]]
+        assert precisions("precise") == [["HIGHEST"], ["HIGHEST", "HIGHEST"]]
+        assert precisions("fast_forward") == [["DEFAULT"], ["DEFAULT", "HIGHEST"]]
+
+
+class TestShards:
+    def test_shards_of_an_array_have_one_scale(self, operands):
+        x, w, g = operands
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+        of_both = jax.jit(lambda x, w, g: jax.vjp(dot, x, w)[1](g))
+        wanted = of_both(x, w, g)
+        for spec in (P("d"), P(None, "d")):
+            specs = spec, P(), P("d")
+            placed = [jax.device_put(each, NamedSharding(mesh, at)) for each, at in zip(operands, specs, strict=True)]
+            for got, want in zip(of_both(*placed), wanted, strict=True):
+                assert off(got, exact(want)) < ROUNDED
+
+    @pytest.mark.parametrize("check", [True, False])
+    def test_in_shard_map_the_scale_is_that_of_all_shards(self, check, operands):
+        x, w, g = operands
+        x = x.at[0, 0].set(40)  # so that the other shards' own scales would be smaller
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P("d"), P(), P("d")),
+            out_specs=(P("d"), P("d"), P("d")),
+            check_vma=check,
+        )
+        def local(x, w, g):
+            w = jax.lax.pcast(w, "d", to="varying") if check else w
+            y, pull = jax.vjp(dot, x, w)
+            dx, dw = pull(g)
+            return y, dx, dw[None]
+
+        y, dx, dw = jax.jit(local)(x, w, g)
+        assert off(y, by_hand(x) @ by_hand(w)) < ROUNDED
+        assert off(dx, by_hand(g, E5M2) @ by_hand(w).T) < ROUNDED
+        assert off(exact(dw).sum(0), by_hand(x).T @ by_hand(g, E5M2)) < ROUNDED
+
+    @pytest.mark.parametrize(("kind", "check"), [("cond", True), ("switch", False), ("while", True)])
+    def test_where_one_shard_alone_computes_it_has_a_scale_of_its_own(self, kind, check, operands):
+        x, w, g = operands
+        x *= jnp.repeat(jnp.asarray([1, 3, 5, 7], x.dtype), 12)[:, None]
+        w, g = (jnp.pad(each, ((0, 0), (0, 32))) for each in (w, g))
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check)
+        def local(x, w):
+            w = jax.lax.pcast(w, "d", to="varying") if check else w
+            first = jax.lax.axis_index("d") == 0
+            if kind == "cond":
+                return jax.lax.cond(first, dot, lambda x, w: x, x, w)
+            if kind == "switch":
+                return jax.lax.switch(first.astype(int), [lambda x, w: x, dot], x, w)
+            turns = first.astype(int)
+            return jax.lax.while_loop(lambda turn: turn[0] < turns, lambda turn: (turn[0] + 1, dot(turn[1], w)),
+                                      (turns * 0, x))[1]  # fmt: skip
+
+        assert "pmax" not in str(jax.make_jaxpr(local)(x, w))  # for which the first would wait forever
+        expected = np.concatenate([by_hand(x[:12]) @ by_hand(w), exact(x[12:])])
+        assert off(jax.jit(local)(x, w), expected) < ROUNDED
+        if kind != "while":
+            dx, _ = jax.jit(lambda x, w: jax.vjp(local, x, w)[1](g))(x, w)
+            assert off(dx, np.concatenate([by_hand(g[:12], E5M2) @ by_hand(w).T, exact(g[12:])])) < ROUNDED
+
+    def test_of_a_replicated_weight_the_gradient_is_summed_over_shards(self, operands):
+        x, w, g = operands
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+        local = jax.shard_map(lambda x, w, g: jax.vjp(lambda w: dot(x, w), w)[1](g)[0], mesh=mesh,
+                              in_specs=(P("d"), P(), P("d")), out_specs=P())  # fmt: skip
+        assert off(jax.jit(local)(x, w, g), by_hand(x).T @ by_hand(g, E5M2)) < 2 * ROUNDED
+
+    def test_on_a_mesh_with_explicit_axes_results_say_where_they_are(self, operands):
+        x, w, g = operands
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(each, spec) for each, spec in ((x, P("d")), (w, P()), (g, P("d")))]
+            y, pull = jax.vjp(jax.jit(dot), *placed[:2])
+            assert jax.typeof(y).sharding.spec == P("d", None)
+            dx, _ = pull(placed[2])
+            assert off(dx, by_hand(g, E5M2) @ by_hand(w).T) < ROUNDED
+
+
+SMALL = "compute=bfloat16,output=float32,float8(min_dim=16,min_tokens=16,weight_gradient={})"
+
+
+class TestTrainSteps:
+    """On a mesh each device has some rows, and part of a weight."""
+
+    @staticmethod
+    def loss(params, model_state, batch, rng):
+        """One whose gradient by the product is given."""
+        return jnp.sum((batch["x"] @ params["w"].T).astype(jnp.float32) * batch["g"]), model_state
+
+    @pytest.mark.parametrize(("weight_gradient", "kind"), [("float8", AxisType.Auto), ("compute", AxisType.Explicit)])
+    def test_gradients_are_those_of_one_scale_summed_in_float32(self, weight_gradient, kind, operands, monkeypatch):
+        monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+        mesh, specs = jax.make_mesh((4,), ("fsdp",), axis_types=(kind,)), {"w": P(None, "fsdp")}
+        # Of one device alone the scale would be another.
+        sizes = np.repeat(np.array([1.0, 3.0, 11.0, 50.0], np.float32), 12)[:, None]
+        x, g = (np.asarray((each * sizes).astype(jnp.bfloat16), np.float32) for each in map(np.float32, operands[::2]))
+        tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
+        state = jaxmp.TrainState.create_sharded(lambda: {"w": jnp.zeros((32, 64))}, tx, Sharding(mesh, specs))
+        policy = SMALL.format(weight_gradient)
+        step = jaxmp.make_train_step(self.loss, policy=policy, sharding=Sharding(mesh, specs))
+        new, _ = step(state, {"x": x, "g": g})
+        is_exact = weight_gradient == "compute"
+        wanted = exact(g).T @ exact(x) if is_exact else by_hand(g, E5M2).T @ by_hand(x)
+        assert off(new.params["w"], -wanted) < (1e-6 if is_exact else ROUNDED)  # XLA's CPU rounds no stand-ins
+
+    @pytest.mark.parametrize(
+        ("options", "reduce"),
+        [({"accumulate_steps": 2}, "each"), ({"remat": "full", "accumulate_steps": 2}, "once")],
+        ids=str,
+    )
+    def test_layers_in_a_scan_give_what_one_device_gives(self, options, reduce, monkeypatch):
+        monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+
+        def loss(params, model_state, x, rng):
+            x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0]
+            return jnp.mean(jnp.square(x @ params["out"])), model_state
+
+        params = {
+            name: 0.1 * drawn(*sizes, 32, 32, dtype=jnp.float32) for name, sizes in (("layers", (3,)), ("out", ()))
+        }
+        mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+        specs = {"layers": P(None, "fsdp"), "out": P("fsdp")}
+        tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
+        x, found = np.asarray(drawn(128, 32, dtype=jnp.float32)), []
+        policy = SMALL.format("float8")
+        for where in ({}, {"sharding": Sharding(mesh, specs, reduce=reduce)}):
+            state = jaxmp.TrainState.create(params=jax.tree.map(jnp.copy, params), tx=tx)
+            if where:
+                state = jaxmp.TrainState.create_sharded(
+                    lambda: jax.tree.map(jnp.copy, params), tx, Sharding(mesh, specs)
+                )
+            new, metrics = jaxmp.make_train_step(loss, policy=policy, **where, **options)(state, x)
+            found.append((jax.tree.map(lambda a, b: exact(a) - exact(b), new.params, params), metrics["loss"]))
+        (one, loss_of_one), (many, loss_of_many) = found
+        assert abs(float(loss_of_one) / float(loss_of_many) - 1) < 1e-3
+        for name in params:
+            assert off(many[name], one[name]) < ROUNDED  # the gradients of one device are

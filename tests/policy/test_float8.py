@@ -1,0 +1,168 @@
+"""The recipe of float8 products, the policies that have one, and the devices that can."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import jaxmp
+from jaxmp import Float8, Policy, PolicyMap, get_policy, hardware
+from jaxmp.inspect.program import targets
+from jaxmp.policy import float8
+
+PLAIN = (((1,), (0,)), ((), ()))
+RECIPE = Float8()
+pytestmark = pytest.mark.once
+
+
+class TestRecipe:
+    def test_its_text_reads_back(self):
+        for recipe, text in (
+            (Float8(), "float8"),
+            (Float8(min_dim=1024), "float8(min_dim=1024)"),
+            (Float8(gradient="e4m3", keep="compute"), "float8(gradient=float8_e4m3fn,keep=compute)"),
+        ):
+            assert str(recipe) == text and float8.get_recipe(text) == recipe and float8.get_recipe("None") is None
+            assert float8.get_recipe(text.replace(",", " , ").upper()) == recipe
+
+    def test_errors_name_the_field_what_came_and_what_may(self):
+        for name, value, words in (
+            ("forward", "e5m2", "leave it 'float8_e4m3fn'"),
+            ("forward", "bfloat16", "got 'bfloat16'; nearest: 'float8_"),
+            ("gradient", "int8", "'float8_e4m3fn' or 'float8_e5m2', got 'int8'"),
+            ("weight_gradient", "bf16", "'float8' or 'compute', got 'bf16'"),
+            ("accumulate", "quick", "got 'quick'; nearest: "),
+            ("keep", None, "got None"),
+            ("min_dim", 0, "got 0; 1 takes every size"),
+            ("min_tokens", 2.5, "got 2.5"),
+            ("min_dim", True, "got True"),
+        ):
+            with pytest.raises(ValueError, match=f"{name}.*{re.escape(words)}"):
+                Float8(**{name: value})
+        with pytest.raises(ValueError, match="no GPU multiplies two of float8_e5m2"):
+            Float8(forward="e5m2", gradient="e5m2")
+
+    def test_errors_of_texts_name_what_is_wrong_in_them(self):
+        for text, words in {
+            "float7": "got 'float7'",
+            "float8(": "got 'float8('",
+            "float8(min_dim=16))": "got 'float8(min_dim=16))'; write e.g.",
+            "float8(min_dims=3)": "fields, nearest first: 'min_dim'",
+            "float8(min_dim)": "got 'min_dim' in",
+            "float8(min_dim=1,min_dim=2)": "each field once, got 'min_dim=2'",
+            "float8(min_dim=-1)": "got -1",
+            "float8(min_dim=x)": "got 'x'",
+        }.items():
+            with pytest.raises(ValueError, match=re.escape(words)):
+                float8.get_recipe(text)
+        with pytest.raises(TypeError, match=r"a text such as .* got 8"):
+            float8.get_recipe(8)
+
+    def test_sizes_may_be_numpys(self):
+        recipe = Float8(min_dim=np.int64(16), min_tokens=np.uint8(32))
+        assert recipe == Float8(min_dim=16, min_tokens=32) and type(recipe.min_dim) is int
+
+    def test_products_that_are_too_small_or_not_aligned_are_refused(self):
+        def why(tokens, inner, outer, recipe=RECIPE, **options):
+            shapes = jax.ShapeDtypeStruct((tokens, inner), "bfloat16"), jax.ShapeDtypeStruct((inner, outer), "bfloat16")
+            return float8.refusal(*shapes, PLAIN, recipe, **options)
+
+        assert why(1024, 1536, 1536) is None
+        assert why(1024, 768, 3072) == why(1024, 3072, 768) == "768 < 1536"
+        assert why(1024, 2048, 50257) == "50257 % 16" and why(1032, 2048, 2048) == "1032 % 16"
+        assert why(512, 2048, 2048) == "512 tokens < 1024"
+        assert why(512, 768, 768, Float8(min_dim=512, min_tokens=256)) is None
+        assert why(2048, 2048, 1024, weight="lhs") is None and why(1024, 2048, 512, weight="lhs") == "1024 < 1536"
+        batched = jax.ShapeDtypeStruct((4, 2048, 2048), "bfloat16")
+        assert float8.refusal(batched, batched, (((2,), (1,)), ((0,), (0,))), RECIPE) == "batched"
+        heads = jax.ShapeDtypeStruct((8, 256, 16, 128), "bfloat16"), jax.ShapeDtypeStruct((16, 128, 2048), "bfloat16")
+        assert float8.refusal(*heads, (((2, 3), (0, 1)), ((), ())), RECIPE) is None
+
+
+class TestPolicy:
+    def test_its_text_reads_back(self):
+        policy = get_policy("mixed_float8")
+        assert policy == Policy("float32", "bfloat16", "float32", float8=Float8()) == get_policy("mixed_fp8")
+        text = "params=float32,compute=bfloat16,output=float32,float8"
+        assert str(policy) == text and get_policy(text) == policy
+        own = Policy("f32", "bf16", "f32", matmul_precision="highest", float8="float8(min_dim=1024, gradient=e4m3)")
+        assert str(own).endswith(",matmul_precision=highest,float8(gradient=float8_e4m3fn,min_dim=1024)")
+        assert get_policy(str(own)) == own == get_policy(str(own).replace(",", " , "))
+        assert get_policy("c=bf16,float8(min_dim=1024,keep=compute),o=f32").output_dtype == np.float32
+        assert str(jaxmp.jmp.Policy("f32", "bf16", "f32", float8="float8")) == "p=full,c=bf16,o=full,float8"
+
+    def test_maps_carry_it(self):
+        policies = PolicyMap(
+            "mixed_float8", {"**/head": "mixed_bfloat16", "**/up": "c=bf16,float8(min_dim=1,keep=compute)"}
+        )
+        assert policies.float8 == Float8() and policies.resolve(("head",))[0].float8 is None
+        assert policies.resolve(("up",))[0].float8 == Float8(min_dim=1, keep="compute")
+        assert get_policy(str(policies)) == policies
+        assert str(PolicyMap("mixed_float8", {"head": "half"}).resolve(("head",))[0]) == str(get_policy("mixed_float8"))
+
+    def test_it_survives_copies(self):
+        policy = get_policy("mixed_float8")
+        assert pickle.loads(pickle.dumps(policy)) == policy and hash(policy) == hash(get_policy("mixed_float8"))
+        assert policy.with_output_dtype("bfloat16").float8 == Float8()
+        assert dataclasses.replace(policy, param_dtype="bfloat16").float8 == Float8()
+        assert policy != get_policy("mixed_bfloat16") == dataclasses.replace(policy, float8=None)
+
+    def test_float8_products_go_with_bfloat16_only_and_float8_is_no_dtype(self):
+        for call in (
+            lambda: Policy("float32", "float16", "float32", float8="float8"),
+            lambda: get_policy("compute=float32,float8"),
+        ):
+            with pytest.raises(ValueError, match="float8 goes with compute=bfloat16, got compute=float"):
+                call()
+        with pytest.raises(ValueError, match="use bfloat16, with float8='float8' for such products"):
+            Policy("float32", "float8_e4m3fn", "float32")
+
+    def test_auto_never_picks_it(self):
+        for name in hardware.GPUS:
+            with hardware.assumed(name):
+                assert get_policy("auto").float8 is None
+
+
+class TestDevice:
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch):
+        monkeypatch.delenv("JAXMP_FLOAT8", raising=False)
+        monkeypatch.setattr(float8, "_warned", [])
+
+    def test_a_device_without_float8_products_is_warned_of_once(self):
+        with pytest.warns(UserWarning, match="and cpu has none: .* JAXMP_FLOAT8=emulate"):
+            assert float8.available() == "no"
+        assert float8.available() == "no"  # warnings are errors here
+
+    def test_emulation_is_asked_for_by_a_variable(self, monkeypatch):
+        monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+        assert float8.available() == "emulate"
+        monkeypatch.setenv("JAXMP_FLOAT8", "1")
+        with pytest.raises(ValueError, match=r"JAXMP_FLOAT8 must be 'emulate', .* or unset, got '1'; unset it"):
+            float8.available()
+
+    def test_an_assumed_gpu_is_the_device_while_a_function_is_traced(self):
+        seen = []
+        traced = jax.jit(lambda x: (seen.append(hardware.detect().name), x)[1])
+        traced(1.0)
+        with hardware.assumed("h200"):
+            assert float8.available() == "native"
+            traced(1.0)
+            with hardware.assumed("l4"):
+                assert hardware.detect().name == "NVIDIA L4"
+            assert hardware.detect().name == "NVIDIA H200"
+        traced(1.0)
+        assert seen == ["cpu", "NVIDIA H200"]
+        with pytest.raises(ValueError, match=r"one of h200, .*, got 'h20'; nearest: 'h200'"), hardware.assumed("h20"):
+            pass
+
+    def test_names_of_gpus_mean_the_same_everywhere(self):
+        assert list(hardware.GPUS) == list(targets.TARGETS)
+        for name, target in targets.TARGETS.items():
+            assert hardware.detect(name).compute_capability == "{}.{}".format(*target.capability)
+            assert hardware.detect(name).peak_tflops
