@@ -1,4 +1,4 @@
-"""The table of docs/properties.md is whole, and every test that it names exists."""
+"""The table of tests/README.md is whole, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LATER = "comes with autocast"
 
 def rows() -> dict[int, tuple[str, str, str]]:
     """For each number of the table: the property, and what is said of the explicit path and of autocast."""
-    section = (ROOT / "docs" / "properties.md").read_text()
+    section = (TESTS / "README.md").read_text()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {int(number): tuple(rest) for number, *rest in cells[2:]}
 
