@@ -286,6 +286,8 @@ def test_a_constant_of_the_host_is_cast_once():
     weight = np.asarray(W)
     program = jax.make_jaxpr(half(lambda x: sum(x @ weight for _ in range(10)) @ W))(X)
     assert sum(const.dtype == jnp.bfloat16 for const in program.consts) <= 1
+    many = np.ones((8, 9000), np.float32)  # too many to look at their numbers
+    assert products(half(lambda x: x @ many @ many.T), X) == ["bfloat16"] * 2
 
 
 def test_what_it_keeps_between_calls_goes_with_the_function():

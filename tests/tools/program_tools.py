@@ -184,13 +184,21 @@ def _terms(place: _Place, eqn: Any) -> float | None:
         indices = math.prod(eqn.invars[1].aval.shape[:-1])
         return 1 if params["unique_indices"] else indices
     if name == "add_any":
-        return sum(_uses(place, atom) for atom in eqn.invars)
+        return _operands(place, eqn)
     return None
 
 
-def _uses(place: _Place, atom: Any) -> float:
-    eqn = None if is_literal(atom) else place.made.get(atom, (None,))[0]
-    return _terms(place, eqn) if eqn is not None and eqn.primitive.name == "add_any" else 1
+def _operands(place: _Place, eqn: Any) -> int:
+    """How many are added up by an addition and those that made its operands."""
+    count, additions = 0, [eqn]
+    while additions:
+        for atom in additions.pop().invars:
+            made = None if is_literal(atom) else place.made.get(atom, (None,))[0]
+            if made is not None and made.primitive.name == "add_any":
+                additions.append(made)
+            else:
+                count += 1
+    return count
 
 
 def has_loops(jaxpr: Any) -> bool:
