@@ -32,6 +32,7 @@ class Region(NamedTuple):
     half: np.dtype | None = None  # the half dtype of the module around it; None for that of the whole program
     asked_by: str = ""  # who asked for the level, in words
     products: str = ""  # the matmul_precision of the module's policy, for derivative rules that are traced later
+    is_policy: bool = False  # an override puts the code under a half policy: the rules decide, whatever others ask
 
 
 def precision(level: str) -> contextlib.AbstractContextManager[None]:
@@ -85,8 +86,8 @@ def region_of(names: Names) -> Region:
     region = Region(products=next((products for kind, _, products in marks if kind == "compute"), ""))
     for kind, text, _ in marks:
         if kind == "precision" and region.level is None:
-            if text == "policy":  # it has the last word
-                return region
+            if text == "policy":
+                return region._replace(is_policy=True)
             region = region._replace(level=text, asked_by=f"region jaxmp.precision({text!r})")
         elif kind == "compute" and region.half is None:
             if text in ("written", "float32"):

@@ -127,8 +127,8 @@ class Rules:
         region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:
             return region.level, region.asked_by
-        if not keys or self.overrides[keys[0]].startswith("policy;"):  # under a policy the rules decide
-            return None
+        if region.is_policy or not keys or self.overrides[keys[0]].startswith("policy;"):
+            return None  # under a policy the rules decide
         return self.overrides[keys[0]], f"override {keys[0]!r}"
 
     def keys_of(self, name: str, names: Names) -> list[str]:

@@ -235,7 +235,7 @@ class Run:
         return _LinenDecision(
             policy=policy,
             mode=mode,
-            override=level_of(policy, self.policies.root.float8) if self.autocast and is_overridden else None,
+            override=level_of(policy) if self.autocast and is_overridden else None,
             not_half=reason_not_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
             param_dtype=None if keeps_params else dtypes.get("param_dtype", policy.param_dtype),

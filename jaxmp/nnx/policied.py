@@ -175,7 +175,7 @@ def _decide(
     return NnxDecision(
         policy=policies.root if by_autocast else policy,
         mode=mode,
-        override=level_of(policy, policies.root.float8) if by_autocast and overridden else None,
+        override=level_of(policy) if by_autocast and overridden else None,
         not_half=reason_not_half(policy, computes, pattern, operations),
         is_root=node is graph.nodes[0],
         replaced=tuple((name, node.dtypes[name]) for name in filled),

@@ -178,8 +178,8 @@ def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path
     )  # fmt: skip
     compare.main(chosen)
     assert sorted(path.name for path in folder.iterdir()) == ["compare.json", "compare.md", "compare.png"]
-    *_, conclusion, picture = capsys.readouterr().out.strip().splitlines()
-    assert picture == f"Picture: {folder / 'compare.png'}"
+    *_, conclusion, picture, lesson = capsys.readouterr().out.strip().splitlines()
+    assert picture == f"Picture: {folder / 'compare.png'}" and "Run it on a GPU" in lesson
     assert (folder / "compare.png").stat().st_size < 300_000
 
     result = json.loads((folder / "compare.json").read_text())

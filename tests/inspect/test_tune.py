@@ -24,8 +24,8 @@ X = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
 
 
 def _flow(x, weight):
-    for _ in range(8):
-        x = x + 0.01 * jnp.tanh(x @ weight)
+    for _ in range(6):
+        x = x + 0.004 * jnp.tanh(x @ weight)
     return x
 
 
@@ -99,6 +99,7 @@ def _linen_step(policy):
     return jaxmp.make_train_step(loss_fn), state
 
 
+@pytest.mark.slow("compiles sixteen steps many times")
 def test_a_train_step_is_tuned_and_its_overrides_help_the_model_under_a_policy(tmp_path):
     step, state = _linen_step("mixed_float16")
     tuned = tune(step, "mixed_float16", batches=[(2 * X,)])(state, X)
@@ -117,8 +118,8 @@ class NNXNet(nnx.Module):
     def __call__(self, x):
         x = self.encoder(x)
         with jax.named_scope("flow"):
-            for _ in range(8):
-                x = x + 0.01 * nnx.tanh(self.field(x))
+            for _ in range(6):
+                x = x + 0.004 * nnx.tanh(self.field(x))
         return x
 
 
@@ -138,6 +139,7 @@ class Block(nn.Module):
         return Flow(name="flow")(16 * x)
 
 
+@pytest.mark.slow("compiles sixteen steps many times")
 def test_a_half_child_of_a_float32_module_is_decided_by_the_rules_and_dropout_is_drawn_alike():
     model = Block()
 
