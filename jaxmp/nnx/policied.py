@@ -61,8 +61,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     Raises:
       TypeError: ``model`` is not an NNX module.
       ValueError: a pattern matched no module; an ``nnx.bridge.ToNNX`` in the model wraps a Linen module without a
-        policy of its own; or, in the first call that runs all of the model, every product stays float32 under a half
-        policy, by overrides or by the dtypes of its modules.
+        policy of its own; or the half policy has no effect, because overrides or dtypes keep every product in
+        float32 (seen in the first call that runs all of the model).
 
     >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype

@@ -74,8 +74,8 @@ def low_precision(
 
     Args:
       inner: any optax transform.
-      rounding: how bfloat16 params are rounded: ``"stochastic"``; ``"kahan"``, with 16 bits more a param for what was
-        lost; ``"nearest"``, which loses updates below half a unit in the last place.
+      rounding: how bfloat16 params are rounded: ``"stochastic"``; ``"kahan"``, which stores the rounding error in 16
+        more bits per param; ``"nearest"``, which loses updates below half a unit in the last place.
       moments: how moments are stored between steps.
       seed: of the rounding.
       block: numbers along the last axis that share a scale.

@@ -80,7 +80,7 @@ def make_train_step(
         products), ``"dots_no_batch"``; ``"float8"`` (all but operands of float8 products); or a policy of
         ``jax.checkpoint_policies``, by name or itself.
       donate: reuses the state's memory; the state that was passed in is then deleted.
-      max_consecutive_skips: the run ends after so many skipped steps in a row with a loss scale that cannot fall.
+      max_consecutive_skips: the run ends after so many skipped steps in a row with the loss scale at its minimum.
       sharding: a :class:`jaxmp.sharding.Sharding`. State and batch move to its mesh. Each weight is gathered where the
         loss uses it, in the dtype in which it is used.
 
