@@ -87,8 +87,8 @@ def _is_scale_of(step: Step, place: Node, other: Node) -> bool:
     """Return whether ``place`` is compared with positions, or with each element of a table."""
     if place is other or other.after_product:
         return False
-    if other.is_constant and other.const is None:  # made of integers
-        return True
+    if other.is_constant and other.const is None:  # made of integers: positions, or a single bound
+        return size_of(other.origin.shape) > 1
     size = size_of(step.eqn.outvars[0].aval.shape)
     is_table = 1 < size_of(other.origin.shape) < size and size_of(place.origin.shape) < size
     return is_table or other.is_looked_up
