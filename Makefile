@@ -80,8 +80,8 @@ newest: .venv/installed ## the tests on the newest Python and JAX that this mach
 	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
 	else \
 	  $(SELF) --no-print-directory .venv-newest/installed && \
-	  echo ".venv-newest/bin/python $(PYTEST) -m 'not slow and not once' $(ARGS)" && \
-	  .venv-newest/bin/python $(PYTEST) -m "not slow and not once" $(ARGS); \
+	  echo ".venv-newest/bin/python $(PYTEST) -m 'not slow and not once' $(or $(ARGS),tests)" && \
+	  .venv-newest/bin/python $(PYTEST) -m "not slow and not once" $(or $(ARGS),tests); \
 	fi
 
 docs: .venv/installed ## the site, as HTML in build/site

@@ -10,6 +10,8 @@ import pytest
 from pages import blocks
 from places import ROOT
 
+pytestmark = pytest.mark.once
+
 README = ROOT / "README.md"
 
 

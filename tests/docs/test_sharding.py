@@ -9,6 +9,8 @@ import jax
 import pytest
 from recompiles import compiled_once
 
+pytestmark = pytest.mark.once
+
 PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 
 

@@ -17,6 +17,8 @@ import jaxmp
 from jaxmp.inspect import numerics
 from jaxmp.inspect.program.statistics import statistics_of
 
+pytestmark = pytest.mark.once
+
 X = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
 
 

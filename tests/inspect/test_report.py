@@ -18,6 +18,8 @@ from jaxmp.cli import main
 from jaxmp.inspect import Watch, audit, memory, record, write_report
 from jaxmp.inspect.watch import line
 
+pytestmark = pytest.mark.once
+
 pytest.importorskip("jinja2")
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")

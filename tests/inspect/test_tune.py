@@ -20,6 +20,8 @@ from jaxmp.inspect import compare, tune
 from jaxmp.inspect.tune_measure import Candidate
 from jaxmp.inspect.tune_search import search
 
+pytestmark = pytest.mark.once
+
 X = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
 
 

@@ -14,6 +14,8 @@ import jaxmp
 from jaxmp.inspect import Watch, audit, compare, first_nonfinite, memory, numerics
 from jaxmp.sharding import Sharding
 
+pytestmark = pytest.mark.once
+
 X = np.asarray(jax.random.normal(jax.random.key(0), (16, 8)))
 Y = np.asarray(jax.random.normal(jax.random.key(1), (16, 4)))
 W = np.asarray(jax.random.normal(jax.random.key(2), (8, 4)) / 3)
