@@ -80,8 +80,8 @@ newest: .venv/installed ## the tests on the newest Python and JAX that this mach
 	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
 	else \
 	  $(SELF) --no-print-directory .venv-newest/installed && \
-	  echo ".venv-newest/bin/python $(PYTEST) -m 'not slow and not once' --cases 2 $(or $(ARGS),tests)" && \
-	  .venv-newest/bin/python $(PYTEST) -m "not slow and not once" --cases 2 $(or $(ARGS),tests) && \
+	  echo ".venv-newest/bin/python $(PYTEST) -m 'not slow and not once' --cases 1 $(or $(ARGS),tests)" && \
+	  .venv-newest/bin/python $(PYTEST) -m "not slow and not once" --cases 1 $(or $(ARGS),tests) && \
 	  .venv-newest/bin/python $(PYTEST) -m slow tests/engine/test_float8_compiled.py tests/inspect/test_memory.py \
 	    tests/inspect/test_roofline.py; \
 	fi
