@@ -1,4 +1,4 @@
-"""An extension of griffe that turns jaxmp's docstrings into Markdown: roles into code, doctests into blocks."""
+"""Turn jaxmp's docstrings into Markdown for griffe: roles and doctests become code."""
 
 from __future__ import annotations
 
@@ -29,4 +29,5 @@ def _fenced(paragraph: str) -> str:
     lines = paragraph.splitlines()
     if not lines or not lines[0].lstrip().startswith(">>>"):
         return paragraph
-    return "\n".join(["```pycon", *lines, "```"])
+    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+    return "\n".join([f"{indent}```pycon", *lines, f"{indent}```"])

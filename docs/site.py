@@ -1,4 +1,4 @@
-"""Build hooks of the site: the pages of the reference, the notebooks, and links to files outside of docs/.
+"""Build hooks of the site: the reference, the notebooks, links out of docs/.
 
 `make docs` builds the site with mkdocs, which calls these functions by their names.
 """
@@ -61,7 +61,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point pictures outside of docs/ at their copies, and turn links to other files there into their names."""
+    """Point pictures outside of docs/ at their copies, and name other files there."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def replace(match: re.Match[str]) -> str:

@@ -185,13 +185,21 @@ ROWS = (
 )
 
 
+def _filled_table(sources: Sources) -> list[str]:
+    """Return the table in lines of Markdown, without the rows that have no figure."""
+    rows = []
+    for row in ROWS:
+        cells = [row.cell(sources, model) for model in MODELS]
+        if not set(cells) <= {"", "–"}:
+            rows.append((row.name, *cells))
+    markdown = Table("", ("", *MODELS.values()), rows).markdown()
+    return [line for line in markdown.splitlines() if line.startswith("|")]
+
+
 def filled(results: Path) -> list[str]:
-    """The rows that have a figure, in Markdown, and what the marks of their figures mean."""
-    sources = Sources(results)
-    cells = {row.name: [row.cell(sources, model) for model in MODELS] for row in ROWS}
-    rows = [(name, *own) for name, own in cells.items() if any(cell not in ("", "–") for cell in own)]
-    table = [line for line in Table("", ("", *MODELS.values()), rows).markdown().splitlines() if line.startswith("|")]
-    text = "".join(cell for own in cells.values() for cell in own)
+    """Return the rows that have a figure, in Markdown, and the meaning of their marks."""
+    table = _filled_table(Sources(results))
+    text = "".join(table)
     notes = {
         COMPILED: "compiled for an H200 that was not there, not run",
         TYPED: "relative to a peak typed in from one run on an H200",
@@ -201,20 +209,17 @@ def filled(results: Path) -> list[str]:
 
 
 def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
-    """Return the table in Markdown, and the lines on where its figures come from. Rows without a figure are left out.
+    """Return the filled rows in Markdown, and the lines on the origin of their figures.
 
     Args:
       results: the folder of results.
       root: what links are relative to.
     """
     sources = Sources(results)
-    cells = {row: [row.cell(sources, model) for model in MODELS] for row in ROWS}
-    filled_rows = [(row.name, *own) for row, own in cells.items() if any(cell not in ("", "–") for cell in own)]
-    table = Table("", ("", *MODELS.values()), filled_rows)
-    found = [line for line in table.markdown().splitlines() if line.startswith("|")]
+    table = _filled_table(sources)
+    text = "".join(table)
     notes = [source.line(root) for source in sources.all()]
-    shown = [cell for own in cells.values() for cell in own]
-    if any(TYPED in cell for cell in shown):
+    if TYPED in text:
         peaks = ", ".join(
             f"{MODELS[model].split(',')[0]} {each.torch:,} and {each.float32:,}" for model, each in RECORDED.items()
         )
@@ -230,9 +235,9 @@ def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
             notes.insert(
                 1, f"Saved against float32 that is compiled as well, without cuDNN's workspaces: {', '.join(shares)}."
             )
-    if any(COMPILED in cell for cell in shown):
+    if COMPILED in text:
         notes.insert(0, f"{COMPILED} compiled, not run.")
-    shown = ["Goals in brackets, ✓ where they are met.", "", *found, ""]
-    if len(filled_rows) < len(ROWS):
+    shown = ["Goals in brackets, ✓ where they are met.", "", *table, ""]
+    if len(table) - 2 < len(ROWS):  # the first two lines are headings
         shown += ["`make gpu` measures the times and the accuracies, which are not on record yet.", ""]
     return shown, [f"{note}\n" for note in notes]

@@ -93,8 +93,8 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
                 f"{value!r}; make a half policy the default, and the rest float32 by overrides"
             )
-        is_named = ":" in key.split("/")[0] and key != EVERY
-        named = primitives_named_by(key) if is_named else ()
+        names_operations = ":" in key.split("/")[0] and key != EVERY  # rightly or wrongly: errors list what there is
+        named = primitives_named_by(key) if names_operations else ()
         if fixed := sorted(name for name in named if classify(name) in _FIXED):
             raise ValueError(
                 f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "

@@ -45,7 +45,7 @@ def candidates_of(plain: Callable[..., Any], args: Sequence[Any], half: Policy) 
     """Return the modules and scopes with half operations, children before parents.
 
     Raises:
-      ValueError: there are none.
+      ValueError: no operation in a module or scope is half.
     """
     flops: dict[str, int] = {}
     for row in cast_plan(plain, half)(*args).rows:
@@ -169,7 +169,7 @@ def _parent(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate 
 
 
 def _relative(value: Any, true: Any, least: float = 0.0) -> float:
-    """Return the L2 norm of the difference over that of the truth, at least ``least``; infinite if not finite."""
+    """Return the L2 norm of the difference over the larger of the truth's and ``least``."""
     difference, size = float(np.linalg.norm(np.subtract(value, true))), max(float(np.linalg.norm(true)), least)
     if difference == 0:
         return 0.0

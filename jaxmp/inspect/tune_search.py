@@ -81,12 +81,12 @@ def _search(result: Result, evaluator: Evaluator, tolerance: float) -> None:
             for candidate in progress.track(candidates, description="looking for overflows"):
                 if math.isinf(evaluator.error(evaluator.one_in_half(candidates, candidate))):
                     overflowing.append(candidate)
-        others = [candidate for candidate in candidates if candidate not in overflowing]
-        for candidate in progress.track(others, description="measuring modules"):
+        remaining = [candidate for candidate in candidates if candidate not in overflowing]
+        for candidate in progress.track(remaining, description="measuring modules"):
             result.errors[candidate] = error_of(frozenset([*overflowing, candidate]))
     most_helpful_first = [
         *overflowing,
-        *sorted(others, key=lambda candidate: _usefulness(candidate, result.errors, tolerance)),
+        *sorted(remaining, key=lambda candidate: _usefulness(candidate, result.errors, tolerance)),
     ]
     if error_of(frozenset(most_helpful_first)) > tolerance:
         return

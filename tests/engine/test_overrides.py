@@ -383,3 +383,15 @@ def test_what_needs_numbers_under_autocast_has_a_note_of_what_to_write_unless_th
             assert note.startswith(rule + remedy)
         for call in (jax.jit(half), jaxmp.autocast(jax.jit(fun), "mixed_bfloat16")):
             assert notes_of(call, x) == []
+
+
+@pytest.mark.parametrize(("override", "dtype"), [("mixed_bfloat16", "float32"), ("half", "bfloat16")])
+def test_under_a_half_policy_on_a_path_the_rules_decide_and_half_forces(override, dtype):
+    def fun(w, x):
+        with jax.named_scope("head"):
+            return jax.nn.softmax(x @ w) @ w
+
+    square = jnp.ones((4, 4))
+    plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"head": override})(square, square)
+    assert [row.result for row in plan.rows if row.primitive == "exp"] == [dtype]
+    assert {row.result for row in plan.rows if row.primitive == "dot_general"} == {"bfloat16"}

@@ -84,13 +84,13 @@ def svg(page: Any) -> str:
 
 
 def _line(axes: Any, rows: Sequence[Row], value: Callable[[Row], float], color: str, label: str) -> None:
-    """Draw a line of at most twice ``_POINTS`` points: the smallest and the largest value of each span of steps."""
+    """Draw a line through the smallest and the largest value of each of ``_POINTS`` spans."""
     points = [(row.step, value(row)) for row in rows if math.isfinite(value(row))]
     length = max(1, math.ceil(len(points) / _POINTS))
-    kept = []
+    extremes: list[tuple[int, float]] = []
     for start in range(0, len(points), length):
         span = points[start : start + length]
-        extremes = {min(span, key=lambda point: point[1]), max(span, key=lambda point: point[1])}
-        kept += sorted(extremes)
-    steps, values = [step for step, _ in kept], [number for _, number in kept]
+        smallest, largest = min(span, key=lambda point: point[1]), max(span, key=lambda point: point[1])
+        extremes += sorted({smallest, largest})
+    steps, values = [step for step, _ in extremes], [number for _, number in extremes]
     axes.plot(steps, values, color=color, linewidth=1.3, label=label, marker="o" if len(steps) == 1 else None)

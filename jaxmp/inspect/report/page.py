@@ -32,12 +32,12 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
     """
     from jinja2 import Environment, PackageLoader, select_autoescape
 
-    main, others = read_run(Path(run)), [read_run(Path(folder)) for folder in against]
+    main, references = read_run(Path(run)), [read_run(Path(folder)) for folder in against]
     environment = Environment(loader=PackageLoader("jaxmp.inspect.report", "."), autoescape=select_autoescape())
     text = environment.get_template("page.html").render(
         run=main,
-        verdict=verdict(main, others),
-        losses=charts.losses([main, *others]),
+        verdict=verdict(main, references),
+        losses=charts.losses([main, *references]),
         scales=charts.scales(main),
         underflow=charts.underflow(main) if main.watched else None,
         columns=PLAN_COLUMNS,
@@ -56,7 +56,7 @@ PLAN_COLUMNS = ("path", "operation", "dtypes", "FLOPs", "reason", "source")
 
 
 def plan_rows(run: Run) -> list[tuple[Any, ...]]:
-    """Return the products of the audit, or else the operations of the plan, as cells under ``PLAN_COLUMNS``."""
+    """Return the products of the audit, or the operations of the plan, as table cells."""
     rows: list[tuple[Any, ...]] = []
     if run.audit:
         for product in run.audit["products"]:
@@ -69,24 +69,24 @@ def plan_rows(run: Run) -> list[tuple[Any, ...]]:
     return rows
 
 
-def verdict(run: Run, others: Sequence[Run]) -> str:
-    """Return a sentence: whether the run reached the loss of the first other run, and its gains."""
+def verdict(run: Run, references: Sequence[Run]) -> str:
+    """Return a sentence on the run's loss and gains beside the first reference run."""
     steps = f"{len(run.train)} steps, {run.skipped} of them skipped, end at a loss of {run.final_loss:.4g}"
-    if not others:
+    if not references:
         return f"{steps}. Name a float32 run with --against to compare."
-    other = others[0]
-    change = run.final_loss / other.final_loss - 1
+    reference = references[0]
+    change = run.final_loss / reference.final_loss - 1
     if not math.isfinite(change):
-        return f"{steps}; it cannot be compared with {other.name}, which ends at {other.final_loss:.4g}."
+        return f"{steps}; it cannot be compared with {reference.name}, which ends at {reference.final_loss:.4g}."
     reached = "reaches" if change <= TOLERANCE else "does not reach"
     parts = [
-        f"{run.name} {reached} the loss of {other.name}: {run.final_loss:.4g} and {other.final_loss:.4g} "
+        f"{run.name} {reached} the loss of {reference.name}: {run.final_loss:.4g} and {reference.final_loss:.4g} "
         f"({100 * change:+.1f} %; at most {100 * TOLERANCE:+.0f} % counts as reached)"
     ]
-    times = run.summary.get("ms_per_step"), other.summary.get("ms_per_step")
+    times = run.summary.get("ms_per_step"), reference.summary.get("ms_per_step")
     if all(times):
         parts.append(f"a step takes {times[0]:.3g} ms and {times[1]:.3g} ms")
-    if run.memory and other.memory and run.memory["device"] != "cpu":  # XLA widens half arrays on a CPU
-        saved = 1 - run.memory["peak"] / other.memory["peak"]
+    if run.memory and reference.memory and run.memory["device"] != "cpu":  # XLA widens half arrays on a CPU
+        saved = 1 - run.memory["peak"] / reference.memory["peak"]
         parts.append(f"its peak memory is {100 * abs(saved):.0f} % {'lower' if saved >= 0 else 'higher'}")
     return f"{'; '.join(parts)}."

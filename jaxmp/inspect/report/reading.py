@@ -113,5 +113,5 @@ def _number(text: str | None) -> float:
 def _json(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
