@@ -254,6 +254,7 @@ for name in {names}:
     python(code)
 
 
+@pytest.mark.slow("starts a process for each benchmark")
 def test_every_benchmark_helps_with_jax_flax_optax_rich_and_tyro_only():
     folder = ROOT / "experiments" / "benchmarks"
     names = [file.stem for file in folder.glob("[a-z]*.py")] + [

@@ -50,7 +50,7 @@ from readme_tools import (
 import jaxmp
 from jaxmp._internals.jax.walk import equations
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.slow("runs the code of the docs")]
 
 # torch: autocast and GradScaler.
 

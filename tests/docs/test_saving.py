@@ -16,7 +16,7 @@ from places import ROOT
 
 import jaxmp
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.slow("runs the code of the docs")]
 
 pytest.importorskip("orbax.checkpoint")
 

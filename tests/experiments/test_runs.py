@@ -140,6 +140,7 @@ def test_a_script_started_as_a_file_finds_its_packages_and_ends_bad_values_with_
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_the_benchmark_times_every_variant_and_writes_what_it_found(tmp_path, capsys):
     config = loss_scaling.Config(models=("mlp",), rounds=2, block_ms=1, batch_size=2, layers=1, width=8)
     folder = tmp_path / "run"

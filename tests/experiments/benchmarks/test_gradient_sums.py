@@ -66,6 +66,7 @@ def test_pytorch_sums_the_uses_of_a_weight_in_a_loop_in_half_and_a_bias_in_float
     assert errors["bias"] < 0.005 and errors["weight in a loop"] > 0.05
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_a_run_leaves_tables_a_picture_and_what_the_readme_says(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gradient_sums, "cases", lambda smoke: [CASES["embedding"], CASES["scale of a norm by hand"]])
     gradient_sums.main(gradient_sums.Config(halves=("bfloat16",), smoke=True, run_dir=tmp_path))
@@ -88,6 +89,7 @@ def test_a_run_leaves_tables_a_picture_and_what_the_readme_says(tmp_path, monkey
     )
 
 
+@pytest.mark.slow("runs the code of the docs")
 def test_the_code_of_the_page_shows_the_fault_and_that_jaxmp_has_it_not(capsys):
     page = ROOT / "docs" / "gradient_sums.md"
     scope = {}
