@@ -64,7 +64,7 @@ class Config(cli.Training):
     weight_decay: float = 1e-4
     """The optimizer's."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Of the learning rate; cosine rises for a twentieth of the steps and then falls to zero."""
+    """Schedule of the learning rate; cosine rises for a twentieth of the steps and then falls to zero."""
     shift: int = 0
     """Augmentation: largest number of pixels that an image is moved each way, on the device; as many as random crops
     have for padding."""

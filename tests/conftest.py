@@ -61,7 +61,7 @@ collect_ignore = ["tools"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What was compiled is kept for later runs, up to a gigabyte; a whole run leaves a tenth of that."""
+    """Remove compiled programs of earlier runs above a gigabyte; a whole run leaves a tenth of that."""
     compiled, is_worker = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), hasattr(config, "workerinput")
     if not is_worker and sum(path.stat().st_size for path in compiled.glob("*-cache")) > 1e9:
         shutil.rmtree(compiled, ignore_errors=True)
@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def no_module_pays_for_those_before():
-    """What JAX has cached by now is not looked through by every later collection, which took minutes of the suite."""
+    """Freeze the objects that JAX has cached by now: to look through them again and again took minutes of the suite."""
     yield
     gc.collect()
     gc.freeze()

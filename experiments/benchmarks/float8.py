@@ -83,7 +83,7 @@ class Config(records.Timed, records.Pieces, records.Small, records.Absent):
     """Flags of the benchmark."""
 
     parts: tuple[Part, ...] = get_args(Part)
-    """What to measure."""
+    """Parts to measure."""
     routes: tuple[Route, ...] = get_args(Route)
     """A policy on the model, autocast, and torch with torchao and Transformer Engine where they are installed."""
 

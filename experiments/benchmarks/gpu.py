@@ -37,7 +37,7 @@ RESULTS = ROOT / "experiments" / "results"
 LEAST = 1.0
 """Minutes that must be left for a piece to start: compiling takes the first of them."""
 TO_REPORT = 0.1
-"""Of a piece's minutes, those in which it starts nothing new and writes what it has."""
+"""The last minutes of a piece, in which it only writes its results."""
 CUT = 124
 """The exit code of `timeout` when it has ended a command."""
 
@@ -149,7 +149,7 @@ class Config(records.Small):
     """Flags of the run. With --smoke nothing is copied."""
 
     minutes: float = 9.0
-    """What this command may take; the same command goes on from there. 0 is no limit."""
+    """Minutes for this command; run it again to go on from there. 0 is no limit."""
     pieces: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PIECE [PIECE ...]", help_behavior_hint="")] = ()
     """Pieces to run, among those that --list prints, in that order. (default: all)"""
     list: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -40,7 +40,7 @@ class Config(records.Timed, records.Small, records.Absent):
     """Flags of the benchmark."""
 
     rows: int = 8192
-    """Of the matrix of 2048 columns."""
+    """Rows of the matrix of 2048 columns."""
 
 
 def optimizer(params: Any, moments: Any) -> optax.GradientTransformation:

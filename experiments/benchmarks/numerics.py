@@ -46,7 +46,7 @@ class Config(records.Absent):
     layers: int = 12
     """Blocks of GPT-2; 12 of width 768 are its small one."""
     width: int = 768
-    """Of the residual stream; heads are 64 wide."""
+    """Width of the residual stream; heads are 64 wide."""
     vocabulary: int = 50257
     """Tokens."""
     batch: int = 2
@@ -54,7 +54,7 @@ class Config(records.Absent):
     context: int = 256
     """Tokens in each."""
     policy: str = "float32"
-    """Of autocast."""
+    """Policy of autocast."""
     rounds: int = 3
     """Rounds of timing."""
 

@@ -52,7 +52,7 @@ class Config(records.Pieces, records.Small):
     policies: tuple[Policy, ...] = ("mixed_bfloat16", "mixed_float16")
     """Policies of the models; mixed_float16 has dynamic loss scaling."""
     remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
-    """What the blocks compute again."""
+    """Recomputation of the blocks in the backward pass."""
     batch_size: int = 0
     """Sequences a step; 0 for 16 (gpt2) and 64 (bert)."""
     layers: int = 0

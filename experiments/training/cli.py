@@ -24,7 +24,7 @@ from experiments.training.allocator import keep_freed_memory
 C = TypeVar("C")
 T = TypeVar("T")
 GPU_SHARE = 0.95
-"""Of a GPU's memory, what JAX may take in a script; it would leave a quarter unused by itself."""
+"""The share of a GPU's memory that a script may take; JAX's default leaves a quarter unused."""
 BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))]
 
 
@@ -63,17 +63,16 @@ class Training:
     """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast paths begin with
     the model's own name."""
     remat: str = "none"
-    """What the backward pass computes again in place of keeping it: none, full, dots, dots_no_batch, float8, which
-    keeps only what mixed_float8 multiplies, or the name of a policy of jax.checkpoint_policies. Transformers have
-    attention too, which keeps attention's results and computes the rest of each block again: the most memory for the
-    least time."""
+    """Recomputation in the backward pass, to save memory: none, full, dots, dots_no_batch, float8 (keeps only the
+    operands of mixed_float8), or the name of a policy of jax.checkpoint_policies. Transformers also have attention: it
+    keeps the results of attention, recomputes the rest of each block, and saves the most memory for the least time."""
     accumulate: int = 1
     """Microbatches a step; must divide the batch."""
     ema: float = 0.0
     """Decay of a moving average of the params, 0.99 say, with which to evaluate; 0 keeps none."""
     memory_limit: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")] = None
-    """What --batch-size auto may fill, 20GB or 512MiB say. (default: nine tenths of what is free of the 95 % of a GPU's
-    memory that JAX takes, or of the memory of a machine without one)"""
+    """Memory for --batch-size auto, such as 20GB or 512MiB. (default: nine tenths of the free part of the 95 % of a
+    GPU's memory that JAX takes, or of the memory of a machine without a GPU)"""
     seed: int = 0
     """Seed of the params and of the order of the examples."""
     low_precision: Literal["none", "nearest", "kahan", "stochastic", "bfloat16", "float8"] = "none"
@@ -108,8 +107,8 @@ class Training:
     process_id: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Which of them this is, from 0. (default: see --coordinator)"""
     stall_seconds: int = 40
-    """Of several processes, one that makes no step for so long ends itself and says where it hangs, for the others wait
-    for it; what is not a step (compiling, evaluating, saving) may take 20 times as long. 0 waits for ever."""
+    """With several processes: a process without a step for so many seconds ends itself and says where it hangs, because
+    the others wait for it. Compiling, evaluating and saving may take 20 times as long. 0 waits for ever."""
     data_dir: Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: Folder = None

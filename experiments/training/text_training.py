@@ -66,7 +66,7 @@ class TextTraining(cli.Training):
     heads: Number = None
     """Attention heads in each."""
     width: Number = None
-    """Of the residual stream, a multiple of --heads."""
+    """Width of the residual stream, a multiple of --heads."""
     context: Number = None
     """Tokens that the model sees."""
     vocabulary: Number = None
@@ -82,7 +82,7 @@ class TextTraining(cli.Training):
     learning_rate: Real = None
     """AdamW's, or the largest one of the schedule."""
     schedule: Annotated[Literal["constant", "cosine"] | None, _HINT, tyro.conf.arg(metavar="{constant,cosine}")] = None
-    """Of the learning rate; cosine rises for a twentieth of the steps and then falls to a tenth."""
+    """Schedule of the learning rate; cosine rises for a twentieth of the steps and then falls to a tenth."""
     weight_decay: Real = None
     """AdamW's, for params of more than one dimension."""
     clip: Real = None

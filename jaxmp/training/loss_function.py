@@ -27,7 +27,7 @@ from jaxmp.policy.policies import check_backend
 LossFn = Callable[[Any, Any, Any, Any], Any]
 """``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""
 OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
-"""What a step reports itself."""
+"""Metrics that a step adds itself."""
 
 REMAT: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,

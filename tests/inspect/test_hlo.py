@@ -1,4 +1,4 @@
-"""What is read from XLA's programs for GPUs: kernels, attentions, products in loops, and what fills the memory."""
+"""Facts from XLA's programs for GPUs: kernels, attentions, products in loops, memory."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ TRUE, FALSE = jnp.bool_(True), jnp.bool_(False)
 
 @pytest.fixture
 def jmps_promotion():
-    """What jmp itself needs: it multiplies int32 by bool and float16 by float32."""
+    """Allow the promotions of jmp itself: it multiplies int32 by bool and float16 by float32."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

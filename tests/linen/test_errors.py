@@ -1,4 +1,4 @@
-"""What a wrong use of policies on Linen modules says, and that it leaves nothing behind."""
+"""Errors of policies on Linen modules; none leaves a change behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = data(2, 4)
 
 
 def message(model: nn.Module, *args: Any, error: type[Exception] = ValueError) -> str:
-    """What tracing ``model`` says, which is the same from ``init`` as from ``apply``."""
+    """Return the error of tracing ``model``, which is the same from ``init`` as from ``apply``."""
     args = args or (X,)
     bare = shapes(MLP(), X) if isinstance(model, MLP) else None
     with pytest.raises(error) as raised:

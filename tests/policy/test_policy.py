@@ -384,7 +384,7 @@ def test_casting_is_differentiated_and_batched():
 def test_wrap_casts_arguments_to_the_compute_dtype_and_results_to_the_output_dtype():
     @get_policy("p=f32,c=f16,o=bf16").wrap
     def dot(params, x, n, nothing=None, *, scale, flag):
-        """Of its own."""
+        """Multiply, with a docstring of its own."""
         assert (params["w"].dtype, x.dtype, scale.dtype) == (F16, F16, F16)
         assert (params["n"].dtype, n, nothing, flag) == (jnp.int32, 3, None, True)
         return {"y": x @ params["w"] * scale, "n": params["n"], "none": None}

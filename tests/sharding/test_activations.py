@@ -58,7 +58,7 @@ PAIRS = {
 
 @on_both_axes
 def test_products_of_computed_weights_sum_in_float32_and_round_once(kind):
-    """Of integers: bfloat16 holds no sum of a device from 257 on, and float32 each of them."""
+    """Sums of integers: bfloat16 has no sum of a device above 256, float32 has each of them."""
 
     def loss_fn(params, model_state, batch, rng):
         total = 0.0

@@ -218,7 +218,7 @@ class TestDtypes:
 
     @BOTH
     def test_sums_of_gradients_are_those_of_float32(self, kind):
-        """Of integers, which bfloat16 does not hold from 257 on: what each device adds it does."""
+        """Sums of integers: bfloat16 does not have all integers above 256, but has the sum of each device."""
         eye = np.eye(4, dtype=np.float32)
 
         def looped(turn, x, weight, half, turns=2):

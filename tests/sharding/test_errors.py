@@ -1,4 +1,4 @@
-"""What a train step on a mesh cannot do is an error that says what to do."""
+"""Train steps on a mesh refuse what they cannot do, and say what to write."""
 
 from __future__ import annotations
 

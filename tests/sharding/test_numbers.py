@@ -47,7 +47,7 @@ class TestNumbers:
     """In float32 those of one device."""
 
     def require_one_devices(self, mesh, specs, model=MODEL, more=(), **options):
-        """Of a small GPT-2, and each param lies where its spec says."""
+        """A small GPT-2; each param lies where its spec says."""
         steps, states = pair(lambda: linen_params(model), untyped(linen_loss(model)), mesh, specs, more, **options)
         one, many = after_five(steps, states, tokens())
         assert differences(one.params, many.params) <= 2e-6

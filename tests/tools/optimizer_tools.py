@@ -1,4 +1,4 @@
-"""What the tests of the optimizer and of the train step share: a small problem, and comparison bit by bit."""
+"""Tools for tests of the optimizer and of the train step: a small problem, and comparison bit by bit."""
 
 from __future__ import annotations
 

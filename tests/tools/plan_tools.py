@@ -1,4 +1,4 @@
-"""What the tests of the plan share."""
+"""Tools for tests of the plan."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LIMITS = {
     "gpt2": Limits(0.93, 0.82, 0.62, 10, 3.2, 0.75),
 }
 REMAT_TIME, SCALING, AUTOCAST, TENSOR_FLOPS = 1.08, 1.005, 1.01, 0.99
-"""Of every model: the time that remat may cost, that loss scaling may, that autocast may; the share in half."""
+"""Limits for every model: the time ratio of remat, of loss scaling, of autocast; the share of FLOPs in half."""
 
 
 class Recorded(NamedTuple):

@@ -35,7 +35,7 @@ from jaxmp.base.dtypes import is_castable
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 64
-"""Of a sum in half: in bfloat16 it is some 1 % off then, and of 256 ones one more changes nothing."""
+"""The most terms of a sum in half: a bfloat16 sum of so many is about 1 % off, and 256 + 1 is 256."""
 _SCATTERED = frozenset({"scatter-max", "scatter-min"})
 REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile", *_SCATTERED})
 """Equations that repeat an operand or look it up, or take extremes of updates, of which several may be equal."""

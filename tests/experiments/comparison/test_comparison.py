@@ -1,4 +1,4 @@
-"""What a comparison says about numbers that are known: the acceptance rule, the tables, the sentence, the picture."""
+"""A comparison of known numbers: the acceptance rule, the tables, the sentence, the picture."""
 
 from __future__ import annotations
 
