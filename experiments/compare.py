@@ -76,7 +76,7 @@ class Config:
     override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
     """Another policy for the modules whose path matches, in all but float32."""
     remat: str = "none"
-    """Recomputation in the backward pass, for all policies: none, full, dots, dots_no_batch; attention in gpt2 and bert."""
+    """Recomputation in the backward pass, in all: none, full, dots, dots_no_batch; attention in gpt2 and bert."""
     rounds: int = 7
     """Rounds of timing."""
     demo: tyro.conf.FlagCreatePairsOff[bool] = False
