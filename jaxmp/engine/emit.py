@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.bodies import Rule, bound, linear_solve, params_in_dtype, rebuilt
+from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, linear_solve, params_in_dtype, rebuilt
 from jaxmp._internals.jax.equations import (
     Bodies,
     Literal,
@@ -97,7 +97,7 @@ class _Evaluation:
             values = self.read(eqn.invars)
             stands = step.stands and not self.examples.are_many
             with in_place_of(eqn):
-                results = bound(eqn, values, eqn.params) if stands else self.results_of(step, values)
+                results = bind_equation(eqn, values, eqn.params) if stands else self.results_of(step, values)
             for var, value in zip(eqn.outvars, results, strict=True):
                 self.env[var] = value
             if eqn.primitive.name == _CAST and _is_widening(step):
@@ -156,13 +156,13 @@ class _Evaluation:
         eqn, node = step.eqn, step.node
         operands = self.operands_of(step, values)
         if self.is_noted:
-            step.bound = [jax.typeof(operand) for operand in operands]
+            step.operand_types = [jax.typeof(operand) for operand in operands]
         if eqn.primitive.name == _CAST and node is not None and node.kind is not KEPT:
             return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
             return self.results_of_bodies(step, values, operands)
         if step.float8:
-            results, step.bound = step.float8.emit(operands)
+            results, step.operand_types = step.float8.emit(operands)
             return results
         if node and eqn.primitive.name in MAY_SUM and must_sum(eqn, operands[0], self.examples):
             return summed_in_float32(eqn, operands)
@@ -175,7 +175,7 @@ class _Evaluation:
             params = params_in_dtype(eqn, dtype, is_exact)
         if "precision" in params and asks_for_what_is_missing(params):
             params = {**params, "precision": None}
-        results = bound(eqn, operands, params)
+        results = bind_equation(eqn, operands, params)
         return results if node is None or dtype in (None, node.dtype) else [self.cast(results[0], node.dtype)]
 
     def operands_of(self, step: Step, values: list[Any]) -> list[Any]:
@@ -195,7 +195,7 @@ class _Evaluation:
     def cast_by_author(self, step: Step, node: Node, value: Any, operand: Any) -> Any:
         """Return the result of a cast of the program, from ``value`` in the dtype it reads."""
         if self.is_noted and not _is_widening(step):
-            step.bound = [jax.typeof(value)]
+            step.operand_types = [jax.typeof(value)]
         result = self.cast(operand, node.dtype)
         if step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype:
             del self.casts[-1:]  # this one is not added
@@ -206,9 +206,9 @@ class _Evaluation:
         name, same = step.eqn.primitive.name, self.examples.same
         make = functools.partial(_program, self.rules, step, same)
         if name == "jit":  # layers that share a jitted body share its program: JAX traces it for the first
-            return list(_shared(self.rules, step, same, make)(*operands))
+            return list(_result_of_equal_step(self.rules, step, same, make)(*operands))
         is_jitted = name in _LOOPS and not is_tracing()
-        run = _shared(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
+        run = _result_of_equal_step(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
         results = list(run(*operands))
         for number in step.unchanged:
             assert step.bodies is not None
@@ -220,8 +220,10 @@ def _program(rules: Rules, step: Step, same: Same) -> Callable[..., list[Any]]:
     """An equation that has bodies, written anew, as a function of its operands."""
     assert step.bodies is not None
     inside = enumerate(same_in_bodies(step.bodies, same))
-    functions = [functools.partial(_run, rules, step, position, own) for position, own in inside]
-    rule = Rule(functools.partial(_derived, rules, step), functools.partial(tracing, rules, step.region.products))
+    functions = [functools.partial(_run_body, rules, step, position, own) for position, own in inside]
+    rule = RuleEvaluation(
+        functools.partial(_derived, rules, step), functools.partial(tracing, rules, step.region.products)
+    )
     return rebuilt(step.eqn, step.bodies, functions, rule)
 
 
@@ -243,7 +245,7 @@ def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node)
     return [value for value, each in pairs if each and each.is_cast_once and is_staged(value)][:1]
 
 
-def _run(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
+def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
     """The results of a body of ``step``; those that go into joins in the dtypes of these."""
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
@@ -265,7 +267,9 @@ def _run(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> lis
     return results
 
 
-def _shared(rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def _result_of_equal_step(
+    rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
     """Return the result of an equal earlier step, or else of ``make``."""
     if rules.programs is None:
         return make()

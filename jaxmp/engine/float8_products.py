@@ -25,7 +25,7 @@ _MOVES = primitives_of(Class.CLEAR) | {"convert_element_type", "concatenate", "s
 _MASKING = _MOVES | {"select_n"}
 
 
-class Asked:
+class Float8Question:
     """A product in code whose policy has a recipe; true if it is float8.
 
     Args:
@@ -88,8 +88,8 @@ class Asked:
         if any(eqn.params["dimension_numbers"][1]):
             return None, "batched"
         # Of two that may be the weight, in a function's first product say, it is the second, as most write it.
-        weight = "rhs" if (origins := _origins(step.operands[1])) else "lhs"
-        if not (origins := origins or _origins(step.operands[0])):
+        weight = "rhs" if (origins := _weight_and_sources(step.operands[1])) else "lhs"
+        if not (origins := origins or _weight_and_sources(step.operands[0])):
             return None, "two activations"
         if _is_mask(step.operands[0 if weight == "rhs" else 1]):
             return None, "a mask or integers"
@@ -102,7 +102,7 @@ class Asked:
         return (None, reason) if reason else (weight, "")
 
 
-def asked(step: Any, rules: Any) -> Asked | None:
+def float8_question(step: Any, rules: Any) -> Float8Question | None:
     """The question whether a product is float8; None in code whose policy has no recipe.
 
     Args:
@@ -117,7 +117,7 @@ def asked(step: Any, rules: Any) -> Asked | None:
         marked = next((level.partition("=")[2] for level in levels if "=" in level), None)
     if marked is not None:
         recipe = None if marked == "None" else _recipe(marked)
-    return None if recipe is None else Asked(step, recipe)
+    return None if recipe is None else Float8Question(step, recipe)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,7 +127,7 @@ def _marked(names: Names) -> str | None:
     return next((mark[2] or "None" for mark in marks if mark[1] == "compute" or mark[2]), None)
 
 
-def _origins(node: Any) -> set[Any]:
+def _weight_and_sources(node: Any) -> set[Any]:
     """Return a value and its sources through moves and casts of arguments and constants."""
 
     def is_moved(each: Any) -> bool:

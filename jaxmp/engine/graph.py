@@ -50,7 +50,7 @@ class Node:
     step: Step | None = None  # the equation that it is a result of; None for arguments, constants and joins
     is_constant: bool = False  # made of constants and integers only
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
-    float8: float8_products.Asked | None = None  # of a product, as its step has it
+    float8: float8_products.Float8Question | None = None  # of a product, as its step has it
 
     # What jaxmp.engine.decide finds out.
     after_product: bool = False  # a product, or a half argument, lies upstream
@@ -114,13 +114,15 @@ class Step:
     kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
-    float8: float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
+    float8: float8_products.Float8Question | None = (
+        None  # of a product in code whose policy has a recipe: true if it is float8
+    )
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # what no turn of a scan changes of what it carries, by number
     is_fixed: bool = False  # it is made of constants only, as the positions of a sequence: the same for every example
     stands: bool = False  # whether it is bound as it is
-    bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
+    operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
     node: Node | None = None  # that of the first floating result
     loops: range = range(0)  # of a loop the numbers of its body and of the loops in it
@@ -153,7 +155,9 @@ class Graph:
     body: Body
     steps: list[Step]  # all equations, each after those inside of it
     sources: list[Node | None]
-    patterns: list[Any] = dataclasses.field(default_factory=list)  # what jaxmp.engine.patterns names for readers
+    patterns: list[Any] = dataclasses.field(
+        default_factory=list
+    )  # what jaxmp.engine.operation_patterns names for readers
     wanted: Collection[Node] = ()  # the results that are wanted in half
     changes: bool = False  # whether anything is computed in another dtype than it was written in
 
@@ -374,7 +378,7 @@ class _Builder:
             decision = form.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
         kind, reason, asked = decision
         step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is CLEAR
-        step.float8 = float8_products.asked(step, self.rules) if name in PRODUCTS else None
+        step.float8 = float8_products.float8_question(step, self.rules) if name in PRODUCTS else None
         for position, is_float in enumerate(form.are_floats):
             node: Any = None
             if is_float:

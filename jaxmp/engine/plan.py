@@ -35,7 +35,7 @@ _LINE = "{:<24} {:<36} {:>8} {:>8}  {:<12} {} | {} | {}"  # no width depends on 
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One equation of the plan.
 
     Attributes:
@@ -158,7 +158,7 @@ class CastPlan:
 
     policy: str
     overrides: Mapping[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     summary: Summary
 
     def __str__(self) -> str:
@@ -237,14 +237,14 @@ def cast_plan(
         jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
         reasons, uncounted = Reasons(graph), set[str]()
         rows = tuple(_rows(graph.body.steps, reasons, uncounted, {}, itertools.count()))
-        return CastPlan(str(one_policy), rules.overrides, rows, _summary(rows, uncounted, reasons, graph.body.casts))
+        return CastPlan(str(one_policy), rules.overrides, rows, _totals(rows, uncounted, reasons, graph.body.casts))
 
     return planned
 
 
 def _rows(
     steps: Iterable[Step], reasons: Reasons, uncounted: set[str], made: dict[Node, int], numbers: Iterator[int]
-) -> Iterator[Row]:
+) -> Iterator[PlanRow]:
     """Yield a row for each equation, before the rows of its bodies."""
     for step in steps:
         number = last = next(numbers)
@@ -254,11 +254,11 @@ def _rows(
         casts = [*step.casts, *(turns * size for body in step.inner for size in body.casts)]
         flops = 0 if bodies_of(eqn) is not None else flops_of(eqn)
         uncounted |= {name} if flops is None else set()
-        row = Row(
+        row = PlanRow(
             path="/".join(path_of(step.names)),
             primitive=name,
             cls=str(classify(name) or "unknown"),
-            operands=tuple(map(name_of, step.bound or (atom.aval for atom in eqn.invars))),
+            operands=tuple(map(name_of, step.operand_types or (atom.aval for atom in eqn.invars))),
             result=", ".join(name_of(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
             why=reasons.of(step) + (step.float8.why if step.float8 is not None else ""),
             source=source_of(eqn),
@@ -291,7 +291,7 @@ def _inside(step: Step) -> Iterator[Step]:
             yield Step(eqn, (*step.names, *names_of(eqn)), step.operands, [], Kind.KEPT, step.reason)
 
 
-def _summary(rows: Sequence[Row], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
+def _totals(rows: Sequence[PlanRow], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
     """The totals; ``of_results`` are the bytes of the casts of the function's results."""
     half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
     full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]

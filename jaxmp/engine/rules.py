@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._internals.jax.equations import asks_for_highest, names_a_dtype
 from jaxmp._internals.jax.primitives import PICKS
 from jaxmp._internals.jax.sources import Names
-from jaxmp.base.dtypes import CASTABLE, is_castable, is_other_float, nearest, range_of
+from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_float, range_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.policy.patterns import EVERY, OPERATIONS, matches
@@ -65,9 +65,9 @@ class Rules:
         for key in [key for key in self.overrides if key not in self.matched]:
             if key in self.paths:
                 known = sorted({glob.escape("/".join(names)) for names, _ in self.visited} - {""})
-                what = f"paths: {nearest(key, known) or _NO_SCOPES}"
+                what = f"paths: {closest_names(key, known) or _NO_SCOPES}"
             else:
-                what = f"primitives: {nearest(key.partition(':')[2], sorted({name for _, name in self.visited}))}"
+                what = f"primitives: {closest_names(key.partition(':')[2], sorted({name for _, name in self.visited}))}"
             raise UnmatchedOverrideError(
                 f"every override must match an operation of the function, but {key!r} matched none; nearest {what}. "
                 "Operations of its derivative are seen in autocast(grad(f)) only"

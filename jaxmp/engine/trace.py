@@ -67,7 +67,7 @@ def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[
     avals = [atom.aval for atom in program.jaxpr[0].outvars]
     dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
     if policy is not None and policy.output_dtype.itemsize == 2:
-        dtypes[: program.returned] = [dtype and policy.output_dtype for dtype in dtypes[: program.returned]]
+        dtypes[: program.result_count] = [dtype and policy.output_dtype for dtype in dtypes[: program.result_count]]
     return dtypes
 
 

@@ -228,10 +228,10 @@ def _require_some(params: Any, model: Any, wrt: Any) -> None:
 def _values(model: Any) -> dict[str, Any]:
     """Return the arrays of ``model`` by path, without random number generators."""
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
-    return {_name(path): value_of(leaf) for path, leaf in leaves}
+    return {_path_text(path): value_of(leaf) for path, leaf in leaves}
 
 
-def _name(path: Any) -> str:
+def _path_text(path: Any) -> str:
     return json.dumps(path, default=str)
 
 
@@ -245,8 +245,8 @@ def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
     """Gives ``model`` the values ``before`` unless ``finite``."""
     arrays = []
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
-        old, new = before.get(_name(path)), value_of(leaf)
-        if _name(path) not in before or not _is_alike(new, old):
+        old, new = before.get(_path_text(path)), value_of(leaf)
+        if _path_text(path) not in before or not _is_alike(new, old):
             continue  # made by the step, or of another shape by now, as an intermediate may be
         value = _tree.select_tree(finite, new, old)
         if isinstance(leaf, nnx.Variable):

@@ -59,16 +59,16 @@ def at_home(leaf: Any, home: Any) -> jax.Array:
     """Return ``leaf``, moved to ``home`` if it is uncommitted."""
     if is_put(leaf):
         return leaf
-    return jax.device_put(leaf, home) if home.is_fully_addressable else _spread(home)(leaf)
+    return jax.device_put(leaf, home) if home.is_fully_addressable else _copier_to_all_devices(home)(leaf)
 
 
 @functools.cache
-def _spread(home: Any) -> Any:
+def _copier_to_all_devices(home: Any) -> Any:
     """Return a function that copies a process's array to all devices, keys included."""
     return jax.jit(lambda leaf: leaf, out_shardings=home)
 
 
-def at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
+def placed_by_specs(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
     """Return ``leaf`` where the specs of a step say.
 
     Raises:

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.bodies import bound, params_in_dtype
+from jaxmp._internals.jax.bodies import bind_equation, params_in_dtype
 from jaxmp._internals.jax.equations import names_a_dtype, opened
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
 from jaxmp.policy import float8_product
-from jaxmp.sharding.plan import Plan, wide
+from jaxmp.sharding.mesh_plan import Plan, sum_dtype
 from jaxmp.sharding.weights import Use, anywhere
 
 _FLOAT32 = np.dtype(np.float32)
@@ -79,7 +79,7 @@ class _RowProduct:
 
     def _bound(self, weight: Any, others: Sequence[Any], params: Any) -> Any:
         operands = [*others[: self.position], weight, *others[self.position :]]
-        return bound(self.eqn, operands, params)[0]
+        return bind_equation(self.eqn, operands, params)[0]
 
     def _forward(self, half: Any, others: Sequence[Any]) -> Any:
         dtype = (
@@ -114,7 +114,7 @@ class _RowProduct:
         return cotangents
 
 
-def in_float8(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
+def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
     """Return a float8 product; each device sums its rows of the gradient in float32.
 
     None where there are two weights, or nothing that the devices divide.
@@ -147,7 +147,7 @@ def in_float8(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
 
         def multiplied(weight: Any) -> Any:
             factors[side] = weight
-            return bound(product, factors, params)[0]
+            return bind_equation(product, factors, params)[0]
 
         pull = jax.linear_transpose(multiplied, jax.ShapeDtypeStruct(product.invars[side].aval.shape, other.dtype))
         return use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, use.source.wide))
@@ -164,7 +164,7 @@ def in_float8(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
 
     adding.defvjp(lambda result, tap, *kept: (result, kept), backward)
     kept = jax.lax.stop_gradient((other, cast[1]) if is_exact else tuple(cast))
-    return adding(bound(eqn, operands, eqn.params)[0], use.source.gathered()[1], *kept)
+    return adding(bind_equation(eqn, operands, eqn.params)[0], use.source.gathered()[1], *kept)
 
 
 def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
@@ -201,7 +201,7 @@ def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
         shape += [value.shape[dim] for dim in kept]
         matrices.append(value.transpose(*summed, *kept).reshape(math.prod(value.shape[dim] for dim in summed), -1))
     params = {**eqn.params, "dimension_numbers": (((0,), (0,)), ((), ())), "preferred_element_type": dtype}
-    return bound(eqn, matrices, params)[0].reshape(shape)
+    return bind_equation(eqn, matrices, params)[0].reshape(shape)
 
 
 def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole: bool = False) -> Any:
@@ -219,10 +219,10 @@ def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole:
         if name == "conv_general_dilated" and is_whole:
             operands = [value.astype(dtype) for value in operands]
         elif name != "dot_general":
-            return bound(eqn, operands, eqn.params)
+            return bind_equation(eqn, operands, eqn.params)
         elif len((dims := eqn.params["dimension_numbers"])[0][0]) > 1 and not dims[1][0]:
             return [_of_matrices(eqn, operands, dtype)]
-        return bound(eqn, operands, {**eqn.params, "preferred_element_type": dtype})
+        return bind_equation(eqn, operands, {**eqn.params, "preferred_element_type": dtype})
 
     return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(dtype)
 
@@ -239,15 +239,15 @@ def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     A product is computed in half, the products of its derivative have results in float32.
     """
     avals, name = [atom.aval for atom in eqn.invars], eqn.primitive.name
-    dtypes = [wide(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype for aval in avals]
+    dtypes = [sum_dtype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype for aval in avals]
     operands = [jnp.asarray(value, dtype) for value, dtype in zip(operands, dtypes, strict=True)]
     if name not in PRODUCTS:
-        return bound(eqn, operands, params_in_dtype(eqn, _FLOAT32, False))
+        return bind_equation(eqn, operands, params_in_dtype(eqn, _FLOAT32, False))
 
     @jax.custom_vjp
     def product(*operands: Any) -> Any:
         halves = [value.astype(aval.dtype) for value, aval in zip(operands, avals, strict=True)]
-        return bound(eqn, halves, eqn.params)[0].astype(dtypes[0])
+        return bind_equation(eqn, halves, eqn.params)[0].astype(dtypes[0])
 
     def forward(*operands: Any) -> tuple[Any, Any]:
         return product(*operands), [value.astype(aval.dtype) for value, aval in zip(operands, avals, strict=True)]
@@ -255,7 +255,7 @@ def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     def backward(kept: list[Any], cotangent: Any) -> tuple[Any, ...]:
         def of_operand(n: int) -> Any:
             def computed(value: Any) -> Any:
-                return bound(eqn, [*kept[:n], value, *kept[n + 1 :]], anywhere(eqn.params))[0]
+                return bind_equation(eqn, [*kept[:n], value, *kept[n + 1 :]], anywhere(eqn.params))[0]
 
             pull = jax.linear_transpose(computed, avals[n])
             half = cotangent.astype(eqn.outvars[0].aval.dtype)

@@ -13,11 +13,11 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
-from jaxmp._internals.jax.bodies import bound
+from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp.base.trees import is_float_array
-from jaxmp.sharding.plan import Plan, wide
+from jaxmp.sharding.mesh_plan import Plan, sum_dtype
 
-Value = tuple[Any, bool]
+RewrittenValue = tuple[Any, bool]
 """An array, or the use of a weight, and whether it is common. Uses always are."""
 
 
@@ -58,7 +58,7 @@ class Source:
     @property
     def wide(self) -> np.dtype:
         """Return the dtype of its cotangents."""
-        return wide(self.param.dtype)
+        return sum_dtype(self.param.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class Use:
         """Return ``value`` after the moves of the weight, without names of the author's if not ``is_named``."""
         for eqn, number in self.moves:
             if is_named or eqn.primitive.name != "name":
-                value = bound(eqn, [value], anywhere(eqn.params))[number]
+                value = bind_equation(eqn, [value], anywhere(eqn.params))[number]
         return value
 
     def cast(self, value: Any, dtype: Any) -> Any:
@@ -139,18 +139,18 @@ def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
       value: the array.
       dtype: the dtype that the program has it in.
     """
-    value = value.astype(wide(value.dtype))
+    value = value.astype(sum_dtype(value.dtype))
     source = Source(origin.plan, origin.name, value, PartitionSpec(), dtype, False, False, is_computed=True)
     return Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None)
 
 
-def as_value(use: Use, array: Any, is_common: bool) -> Value:
+def as_value(use: Use, array: Any, is_common: bool) -> RewrittenValue:
     """Return an array that was computed from a weight: a weight again if it is common."""
     is_weight = is_common and is_float_array(array)
     return (weight_of(use.source, array, array.dtype), True) if is_weight else (array, is_common)
 
 
-def arrays_of(values: Sequence[Value], jaxpr: Any) -> list[Any]:
+def results_as_arrays(values: Sequence[RewrittenValue], jaxpr: Any) -> list[Any]:
     """Return the results of a body as arrays."""
     arrays = []
     for (value, _), atom in zip(values, jaxpr.outvars, strict=True):

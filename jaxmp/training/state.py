@@ -19,11 +19,11 @@ from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.loss_scaling import Derived, in_precision_of, loss_scaling, require_outermost, take_step
 from jaxmp.optim.low_precision import in_dtype_of, with_compensation
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state, has_loss_scale
+from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import (
     require_params,
     settled,
 )
-from jaxmp.sharding.plan import Sharding
 from jaxmp.training.loss_function import (
     as_key,
     require_same_structure,

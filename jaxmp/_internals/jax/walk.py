@@ -96,7 +96,7 @@ def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[li
     return [cycle for cycle in found.values() if len(cycle) > 1]
 
 
-def nearest(
+def nearest_ends(
     nodes: Sequence[T],
     beside: Callable[[T], Iterable[T]],
     is_end: Callable[[T], bool],

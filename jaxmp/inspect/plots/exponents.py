@@ -87,7 +87,7 @@ def _tensors(found: Any, dtype: Any, loss_scale: float) -> list[_Tensor]:
             by_path = getattr(found, kind)
             if by_path:
                 scale = loss_scale if kind.endswith("gradients") else 1.0
-                together = statistics.merged(list(by_path.values()))
+                together = statistics.merged_statistics(list(by_path.values()))
                 tensors.append(_Tensor(kind.replace("_", " "), together, together.under(dtype, scale), scale))
         return tensors
     by_name = {"values": found} if isinstance(found, Statistics) else found
@@ -127,7 +127,7 @@ def _draw_histogram(axes: Any, tensor: _Tensor, form: Any) -> None:
         axes.bar(exponent, height, width=1, align="edge", color=colors[fate], linewidth=0)
     for border in (smallest, form.min_exponent, form.max_exponent + 1):
         axes.axvline(border, color=BORDER, linewidth=0.8, linestyle=DASHED, zorder=0)
-    axes.text(1.01, 0.5, _shares(tensor.in_format), transform=axes.transAxes, va="center", fontsize=8, color=BLACK)
+    axes.text(1.01, 0.5, _fate_lines(tensor.in_format), transform=axes.transAxes, va="center", fontsize=8, color=BLACK)
     axes.yaxis.set_major_formatter("{x:g}%")
     axes.locator_params(axis="y", nbins=2)
 
@@ -139,7 +139,7 @@ def _draw_unscaled(axes: Any, unscaled: Statistics, low: int, high: int) -> None
     axes.legend(frameon=False, fontsize=7, loc="upper right", labelcolor=GREY)
 
 
-def _shares(in_format: Statistics) -> str:
+def _fate_lines(in_format: Statistics) -> str:
     counts = {
         "become 0": in_format.vanished,
         "subnormal": in_format.below_normal,

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._internals.jax import equations
-from jaxmp._internals.jax.bodies import Rule, bound, rebuilt
+from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, rebuilt
 from jaxmp._internals.jax.equations import RESHARDS, Bodies, bodies_of, is_literal
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
-from jaxmp.inspect.program.equations import Key
+from jaxmp.inspect.program.equation_places import Key
 
 Records = dict[Key, Any]
-_RULE = Rule(lambda traced, args, dtypes: equations.evaluate(*traced, args), contextlib.nullcontext)
+_RULE = RuleEvaluation(lambda traced, args, dtypes: equations.evaluate(*traced, args), contextlib.nullcontext)
 
 
 class Recorder(Protocol):
@@ -32,18 +32,18 @@ class Recorder(Protocol):
         """Return the results to go on with, and a record: arrays in a pytree, or None.
 
         Args:
-          key: the key of the equation's :class:`jaxmp.inspect.program.equations.EquationPlace`.
+          key: the key of the equation's :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
           eqn: the equation.
           operands: its operands, traced.
           results: its results, traced.
-          given: the arrays that :func:`evaluate` was given for the key; in a loop those of this turn.
+          given: the arrays that :func:`evaluate_and_record` was given for the key; in a loop those of this turn.
         """
 
     def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
         """Return the record of a while loop after a turn; the first turn finds zeros."""
 
 
-def evaluate(
+def evaluate_and_record(
     jaxpr: Any,
     consts: Sequence[Any],
     args: Sequence[Any],
@@ -74,7 +74,7 @@ def evaluate(
 
 
 def is_whole(eqn: Any, keeps_rules: bool = False) -> bool:
-    """Return whether :func:`evaluate` takes an equation with bodies for one operation."""
+    """Return whether :func:`evaluate_and_record` takes an equation with bodies for one operation."""
     return eqn.primitive.name == "shard_map" or (keeps_rules and eqn.primitive.name.startswith("custom_"))
 
 
@@ -100,7 +100,7 @@ class _RecordedEvaluation:
     def equation(self, eqn: Any, operands: list[Any], key: Key, given: Records, records: Records) -> list[Any]:
         bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn, self.keeps_rules):
-            results = bound(eqn, operands, eqn.params)
+            results = bind_equation(eqn, operands, eqn.params)
             # A reshard keeps the numbers, and those of the result have the type that the recorder can use there.
             operands = results if eqn.primitive.name in RESHARDS else operands
         elif bodies.kind == "call" and not (self.keeps_rules and eqn.primitive.name == "remat2"):
