@@ -43,7 +43,9 @@ def require_flag(name: str, value: Any, remedy: str) -> None:
 def require_whole_number(name: str, value: Any, least: int = 1) -> None:
     """Raise a ValueError if a ``value`` is no integer of at least ``least``."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}; {least} is the least")
+        raise ValueError(
+            f"{name} must be a whole number of at least {least}, got {value!r}; write {name}={least} or more"
+        )
 
 
 def require_function(fun: Any, name: str) -> None:

@@ -93,6 +93,11 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
                 f"{value!r}; make a half policy the default, and the rest float32 by overrides"
             )
+        if key == f"class:{Class.LINALG}" and levels[key] == "half":
+            raise ValueError(
+                f"{key!r} stays float32, as few of its kernels exist in half precision, got 'half'; leave it out, or "
+                "write 'primitive:<name>' for one that does"
+            )
         names_operations = ":" in key.split("/")[0] and key != EVERY  # rightly or wrongly: errors list what there is
         named = primitives_named_by(key) if names_operations else ()
         if fixed := sorted(name for name in named if classify(name) in _FIXED):

@@ -63,7 +63,9 @@ class Rules:
     def check(self) -> None:
         """Raises an UnmatchedOverrideError if one matched nothing, with the nearest paths or primitives."""
         for key in [key for key in self.overrides if key not in self.matched]:
-            if key in self.paths:
+            if key in {name for _, name in self.visited}:
+                what = f"key: 'primitive:{key}'"
+            elif key in self.paths:
                 known = sorted({glob.escape("/".join(names)) for names, _ in self.visited} - {""})
                 what = f"paths: {closest_names(key, known) or _NO_SCOPES}"
             else:

@@ -96,6 +96,7 @@ class Optimizer(_Object):
         get_loss_scale(self.opt_state)  # raises if there are several
         require_outermost(tx, self.opt_state)
         self._needs_policy = needs_policy(model)
+        self._structure: Any = jax.tree.structure(nnx.as_pure(params))
         self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
         # None of the model's own arrays: two that jax.device_put makes of one may share a buffer, which no step can
@@ -150,7 +151,8 @@ class Optimizer(_Object):
 
         Raises:
           TypeError: ``model`` is no NNX model: the gradients, say, where the two are swapped.
-          ValueError: ``model`` is the one that ``apply_policy`` was called with, not the one it returned; the optimizer
+          ValueError: ``model`` is the one that ``apply_policy`` was called with, not the one it returned; its params
+            have another structure than those of the model that the optimizer was made with; the optimizer
             keeps a moving average, of which only a train step has the decay.
         """
         require_model(model, "optimizer.update", "(model, grads)")
@@ -161,6 +163,7 @@ class Optimizer(_Object):
                 "jaxmp.nnx.make_train_step(loss_fn, ema_decay=0.999), or leave ema=True out"
             )
         params = nnx.as_pure(nnx.state(model, self.wrt))
+        self._require_structure(params)
         grads, opt_state, kwargs = map(nnx.as_pure, (nnx.state(grads, self.wrt), self.opt_state, kwargs))
         updates, opt_state, skipped = take_step(self.tx, grads, opt_state, params, kwargs)
         new_params = optax.apply_updates(_tree.widen(params), updates)
@@ -172,6 +175,15 @@ class Optimizer(_Object):
             _put_back(skipped == 0, model, self._before)
             self._before = nnx.data(None)
         return updates
+
+    def _require_structure(self, params: Any) -> None:
+        """Raise a ValueError if the optimizer was made with a model of other params."""
+        structure: Any = jax.tree.structure(params)
+        if structure != self._structure:
+            raise ValueError(
+                f"the optimizer was made with a model of {self._structure.num_leaves} params in another structure, got "
+                f"one of {structure.num_leaves};\nwrite optimizer = jaxmp.nnx.Optimizer(model, tx) with this model"
+            )
 
     def _take(self, state: TrainState) -> None:
         """Takes over what a train step made of this optimizer's state."""

@@ -200,6 +200,7 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
     require_optimizer(optimizer, "a train step")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
     params, *others = map(nnx.as_pure, parts)
+    optimizer._require_structure(params)
     return _State(
         step=optimizer.step.get_raw_value(),
         skipped=optimizer._skipped.get_raw_value(),

@@ -410,6 +410,6 @@ def _flag(grads_finite: ArrayLike) -> jax.Array:
     if flag.dtype != jnp.bool_ or flag.ndim:
         raise ValueError(
             f"grads_finite must be a boolean scalar, got {flag.dtype} of shape {flag.shape}; pass "
-            "jaxmp.all_finite(grads)"
+            "jaxmp.jmp.all_finite(grads)"
         )
     return flag

@@ -81,6 +81,7 @@ class TrainState(flax.struct.PyTreeNode):
             device.
 
         Raises:
+          TypeError: ``make_params`` is no function.
           ValueError: the specs are of another tree than the params, or do not fit them.
 
         >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
@@ -248,6 +249,11 @@ def created_sharded(
     cls: type[S], make_params: Callable[[], Any], tx: Any, sharding: Sharding, fields: Mapping[str, Any]
 ) -> S:
     """See :meth:`TrainState.create_sharded`."""
+    if not callable(make_params):
+        raise TypeError(
+            f"create_sharded takes a function that makes the params, got {type(make_params).__name__}; write "
+            "lambda: params"
+        )
     arrays: dict[str, Any] = {}
     static: dict[str, Any] = {}
     for name, value in fields.items():
