@@ -74,7 +74,7 @@ class EnteredBodies:
         if position in self._carry:
             return read_whole(use, self._eqn, position + len(self._index))
         if position in self._whole_stacks:
-            return use.read(source.wide)
+            return use.read(source.sum_dtype)
         if self._is_sliced(position):
             if not source.is_gathered:
                 return source.param
@@ -104,7 +104,7 @@ class EnteredBodies:
             return arg
         use = self._uses[position]
         if position in self._whole_stacks:
-            return dataclasses.replace(weight_of(use.source, arg, use.source.wide), rounded=use.rounded)
+            return dataclasses.replace(weight_of(use.source, arg, use.source.sum_dtype), rounded=use.rounded)
         inner = self._use_inside(position, arg, jaxpr)
         self._outer_sources[inner.source] = use.source
         return inner

@@ -278,13 +278,13 @@ def to_reduce_in(dtype: Any) -> np.dtype:
     Raises:
       ValueError: it is neither float32 nor half.
     """
-    sum_dtype = canonical_dtype(dtype)
-    if sum_dtype not in _REDUCES:
+    checked = canonical_dtype(dtype)
+    if checked not in _REDUCES:
         raise ValueError(
-            f"gradients are reduced in float32 or in a half dtype, got reduce_dtype={sum_dtype.name!r}; pass "
+            f"gradients are reduced in float32 or in a half dtype, got reduce_dtype={checked.name!r}; pass "
             "reduce_dtype='float32'"
         )
-    return sum_dtype
+    return checked
 
 
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:

@@ -56,7 +56,7 @@ class Source:
         return self.half, self.tap
 
     @property
-    def wide(self) -> np.dtype:
+    def sum_dtype(self) -> np.dtype:
         """Return the dtype of its cotangents."""
         return sum_dtype(self.param.dtype)
 
@@ -73,7 +73,7 @@ class Use:
         """Return the results of an equation that only moves the weight."""
         if eqn.primitive.name == "convert_element_type":
             new = np.dtype(eqn.params["new_dtype"])
-            is_rounding = new.itemsize < (self.rounded or self.source.wide).itemsize
+            is_rounding = new.itemsize < (self.rounded or self.source.sum_dtype).itemsize
             return [dataclasses.replace(self, rounded=new) if is_rounding else self]
         return [dataclasses.replace(self, moves=(*self.moves, (eqn, number))) for number, _ in enumerate(eqn.outvars)]
 
@@ -103,7 +103,7 @@ class Use:
 
         @jax.custom_vjp
         def value(param: Any, half: Any) -> Any:
-            return self.cast(half, source.wide)  # which rounds no cotangent
+            return self.cast(half, source.sum_dtype)  # which rounds no cotangent
 
         def backward(_: None, cotangent: Any) -> tuple[Any, None]:
             # XLA reduces the cotangent of a computed weight where it reaches a split one.
@@ -125,7 +125,7 @@ class Use:
             return plan.by_rows(jnp.broadcast_to(weight, (plan.devices, *weight.shape)))
 
         def backward(_: None, parts: Any) -> tuple[None, Any]:
-            return None, plan.of_parts(jax.vmap(self.moved_back)(parts.astype(self.source.wide)), self.source.spec)
+            return None, plan.of_parts(jax.vmap(self.moved_back)(parts.astype(self.source.sum_dtype)), self.source.spec)
 
         copies.defvjp(lambda half, tap: (copies(half, tap), None), backward)
         return copies(half, tap)
