@@ -126,8 +126,8 @@ def _are_same(product: Node, sums: Vectors) -> bool:
     for squares, weights in (vectors, vectors[::-1]):
         factors = _factors(squares)
         wanted = [{factor, weights} for factor in factors or ()]
-        found = [set(pair) for pair in pairs if pair is not None]
-        if wanted and (found == wanted or found == wanted[::-1]):
+        pairs_of_vectors = [set(pair) for pair in pairs if pair is not None]
+        if wanted and (pairs_of_vectors == wanted or pairs_of_vectors == wanted[::-1]):
             return True
     return False
 

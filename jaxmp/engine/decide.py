@@ -233,7 +233,9 @@ def _lower(nodes: Sequence[Node], halves: Sequence[Node]) -> None:
     for node in nodes:
         if node.kind is INFER and node.state is State.UNDECIDED and is_stream(node):
             node.state = State.HALF
-    starts = [node for node in nodes if node.state is State.HALF or node.late is not None or _has_rounded_copy(node)]
+    starts = [
+        node for node in nodes if node.state is State.HALF or node.deferred_cast is not None or _has_rounded_copy(node)
+    ]
 
     def undecided(node: Node) -> list[Node]:
         return [user for user in node.users if user.state < State.FLOAT32 and user.kind in (INFER, CLEAR, JOIN)]
@@ -251,8 +253,8 @@ def _dtypes(node: Node) -> tuple[np.dtype | None, np.dtype]:
     """Return the dtype that an operation computes in (None: as written), and its result's."""
     if node.kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
-        is_cast = node.late is not None or node.name == _CAST  # which readers make, or see through
-        return None, below.dtype if is_cast else below.late or below.dtype
+        is_cast = node.deferred_cast is not None or node.name == _CAST  # which readers make, or see through
+        return None, below.dtype if is_cast else below.deferred_cast or below.dtype
     if node.kind is KEPT:
         return None, node.written
     half = node.written if node.written.itemsize == 2 or node.half is None else node.half

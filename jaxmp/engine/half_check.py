@@ -105,7 +105,7 @@ def _has_no_half_product(graph: Graph) -> bool:
     closed = [step for step in graph.steps if step.bodies is None]  # what the engine does not look into
     inside = [(step, eqn) for step in closed for jaxpr in jaxprs_in(step.eqn) for eqn in equations(jaxpr)]
     products += [(step, eqn) for step, eqn in inside if eqn.primitive.name in PRODUCTS]
-    are_asked = any(step.region.level or (step.node and step.node.asked) for step, _ in products)
+    are_asked = any(step.region.level or (step.node and step.node.requested) for step, _ in products)
     are_half = any(_is_half_product(*product) for product in products) or any(
         _may_multiply(step.eqn) for step in closed
     )

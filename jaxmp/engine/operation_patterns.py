@@ -31,14 +31,14 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
     """Return the patterns of a decided graph, and mark the softmaxes that are rounded."""
     patterns = list[OperationPattern]()
     results = [node for node in graph.nodes if node.is_seen]
-    seen = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
+    returned = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
     for node in graph.nodes:
         if node.state >= State.FLOAT32 and node.inputs and node.name in _RECOGNISED:
-            found = list(_RECOGNISED[node.name](node))
-            patterns += found
-            if found and node.name == "div":
+            recognised = list(_RECOGNISED[node.name](node))
+            patterns += recognised
+            if recognised and node.name == "div":
                 # Of a probability near 1 the logarithm is lost, if it is rounded.
-                node.is_rounded = node not in seen and not any(_is_logged(reader) for reader in readers_of(node))
+                node.is_rounded = node not in returned and not any(_is_logged(reader) for reader in readers_of(node))
         elif node.name in PRODUCTS and node.rule in _RULES_OF_PRODUCTS:
             patterns.append(OperationPattern(str(node.rule), (node,)))
     return patterns
@@ -90,7 +90,9 @@ def _logarithm(node: Node) -> Iterator[OperationPattern]:
 
 def _squares(node: Node) -> Iterator[OperationPattern]:
     square = multiple_of(node.inputs[0], OFFSETS)
-    is_square = square.name in _SQUARES or (square.name == "mul" and len({each.origin for each in square.inputs}) == 1)
+    is_square = square.name in _SQUARES or (
+        square.name == "mul" and len({factor.origin for factor in square.inputs}) == 1
+    )
     if not is_square:
         return
     base = multiple_of(square.inputs[0], {"abs"})

@@ -243,7 +243,11 @@ def cast_plan(
 
 
 def _rows(
-    steps: Iterable[Step], reasons: Reasons, uncounted: set[str], made: dict[Node, int], numbers: Iterator[int]
+    steps: Iterable[Step],
+    reasons: Reasons,
+    uncounted: set[str],
+    numbers_of_nodes: dict[Node, int],
+    numbers: Iterator[int],
 ) -> Iterator[PlanRow]:
     """Yield a row for each equation, before the rows of its bodies."""
     for step in steps:
@@ -266,11 +270,11 @@ def _rows(
             casts=len(casts),
             cast_bytes=sum(casts),
             depth=0,
-            reads=tuple(sorted({made[node] for node in read if node in made})),
+            reads=tuple(sorted({numbers_of_nodes[node] for node in read if node in numbers_of_nodes})),
             pattern=reasons.pattern_of(step),
         )
         yield row
-        for last, inner in enumerate(_rows(_inside(step), reasons, uncounted, made, numbers), number + 1):  # noqa: B007
+        for last, inner in enumerate(_rows(_inside(step), reasons, uncounted, numbers_of_nodes, numbers), number + 1):  # noqa: B007
             yield dataclasses.replace(
                 inner,
                 source=inner.source or row.source,  # a function of JAX's that was traced before knows no caller
@@ -279,7 +283,7 @@ def _rows(
                 depth=inner.depth + 1,
             )
         if step.bodies is None:
-            made |= dict.fromkeys(filter(None, step.nodes), last)
+            numbers_of_nodes |= dict.fromkeys(filter(None, step.nodes), last)
 
 
 def _inside(step: Step) -> Iterator[Step]:

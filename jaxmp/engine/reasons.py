@@ -43,7 +43,9 @@ class Reasons:
         if step.bodies is not None:
             return self._of_bodies(step)
         if step.kind is Kind.KEPT:
-            return step.reason if node is None or node.late is None else "put off to each operation that reads it"
+            return (
+                step.reason if node is None or node.deferred_cast is None else "put off to each operation that reads it"
+            )
         if not self.changed:
             is_product = classify(step.eqn.primitive.name) is Class.HALF
             return step.reason if is_product else "no product in half: nothing changes"

@@ -31,7 +31,7 @@ class Decision(NamedTuple):
 
     kind: Kind
     reason: str
-    asked: str = ""
+    requested: str = ""
 
 
 @dataclasses.dataclass
@@ -105,7 +105,7 @@ class Rules:
             return Decision(Kind.KEPT, "a body that autocast does not look into")
         if cls is Class.OPAQUE or names_a_dtype(eqn):
             return Decision(Kind.KEPT, "opaque: its meaning depends on its dtypes")
-        request = self.asked_of(name, names)
+        request = self.request_of(name, names)
         if cls is Class.CLEAR:
             fill = abs(eqn.params.get("fill_value") or 0)  # of a gather, for indices beyond the end
             decision = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
@@ -124,7 +124,7 @@ class Rules:
             return Decision(Kind.FULL, "part of a special function")
         return self._kind_by_constants(name, constants, half)
 
-    def asked_of(self, name: str, names: Names) -> tuple[str, str] | None:
+    def request_of(self, name: str, names: Names) -> tuple[str, str] | None:
         """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
         region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:

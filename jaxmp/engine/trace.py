@@ -29,8 +29,8 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
 
     def ask() -> np.dtype | None:
         names = current_names()
-        asked = silent.asked_of("dot_general", names)
-        return None if asked is not None and asked[0] != "half" else region_of(names).half or rules.half
+        request = silent.request_of("dot_general", names)
+        return None if request is not None and request[0] != "half" else region_of(names).half or rules.half
 
     token = _tracing.set(ask)
     # Without the default precision, so that what is left in a product is what its author wrote there. The adapters set

@@ -62,7 +62,7 @@ class Taps(ABC):
         return sinks
 
     def at(
-        self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], given: Mapping[int, Any] | None
+        self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], extra: Mapping[int, Any] | None
     ) -> tuple[list[Any], Any]:
         """See :class:`jaxmp.inspect.program.recorded_evaluation.Recorder`."""
         positions = self._positions.get(key)
@@ -70,7 +70,7 @@ class Taps(ABC):
             return results, None
         records = {position: self.record(results[position]) for position in positions}
         tapped = list(results)
-        for position, sink in (given or {}).items():
+        for position, sink in (extra or {}).items():
             tapped[position] = self.tap(results[position], sink)
         return tapped, records
 

@@ -101,9 +101,9 @@ class Optimizer(_Object):
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
         # None of the model's own arrays: two that jax.device_put makes of one may share a buffer, which no step can
         # donate twice.
-        seen = {*map(id, jax.tree.leaves(nnx.as_pure(params)))}
-        kept = nnx.as_pure(self.opt_state), _tree.widen(nnx.as_pure(params)) if ema else None
-        opt_state, average = jax.tree.map(lambda leaf: copied_if_seen(leaf, seen), kept)
+        arrays_of_model = {*map(id, jax.tree.leaves(nnx.as_pure(params)))}
+        own_arrays = nnx.as_pure(self.opt_state), _tree.widen(nnx.as_pure(params)) if ema else None
+        opt_state, average = jax.tree.map(lambda leaf: copied_if_seen(leaf, arrays_of_model), own_arrays)
         _set(self.opt_state, opt_state)
         self.ema: Any = nnx.data(average)
 
@@ -325,7 +325,9 @@ def value_and_grad(
     """
     require_optimizer(optimizer, "value_and_grad")
     places = places_of(argnums, nnx.DiffState)
-    wanted = [one if isinstance(one, nnx.DiffState) else nnx.DiffState(int(one), optimizer.wrt) for one in places]
+    wanted = [
+        place if isinstance(place, nnx.DiffState) else nnx.DiffState(int(place), optimizer.wrt) for place in places
+    ]
     gradient = nnx.value_and_grad(
         scaled_loss(loss_fn, optimizer.loss_scale, has_aux),
         argnums=tuple(wanted) if is_list(argnums) else wanted[0],

@@ -137,13 +137,15 @@ def _is_generator(method: Any) -> bool:
 def _entrance(name: str, method: Any) -> Callable[..., Any]:
     """Return ``method`` so that it runs under the decision for its module."""
     # The default of Flax's init_cache, float32, fits no layer that computes in another dtype, a bare one neither.
-    own = inspect.signature(method) if name == "init_cache" and inspect.isfunction(method) else inspect.Signature()
-    makes_cache = "dtype" in own.parameters
+    signature = (
+        inspect.signature(method) if name == "init_cache" and inspect.isfunction(method) else inspect.Signature()
+    )
+    makes_cache = "dtype" in signature.parameters
 
     @functools.wraps(getattr(method, "func", method), updated=())
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = _dtype_of_cache(self) if makes_cache and not policies_off.value else None
-        if dtype is not None and "dtype" not in own.bind_partial(self, *args, **kwargs).arguments:
+        if dtype is not None and "dtype" not in signature.bind_partial(self, *args, **kwargs).arguments:
             kwargs["dtype"] = dtype
         return _call(self, method, args, kwargs)
 

@@ -241,8 +241,8 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
             # By nnx.remat and nnx.scan, which return all that they took; whether it is the same the program says,
             # for which the loss is traced once more: the graphdef that the first trace returned is in no program.
             ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
-            if found := [name for n, name in enumerate(trained) if ends[n] != n and name not in written]:
-                raise _TrainedWritten(found)
+            if written_now := [name for n, name in enumerate(trained) if ends[n] != n and name not in written]:
+                raise _TrainedWritten(written_now)
         if written:
             others.append({name: value for name, value in zip(trained, values, strict=True) if name in written})
         return loss, (form, *others), metrics
@@ -266,8 +266,8 @@ def _changed_form(before: Any, after: Any) -> ValueError:
 
 def _attributes(model: Any) -> dict[str, Any]:
     """Return the plain attributes of modules in ``model``, such as numbers and strings, by path."""
-    found = [((*path, name), value) for path, node in modules_in(model) for name, value in items(node)]
-    return {"/".join(path): value for path, value in found if type(value) in PLAIN}
+    attributes = [((*path, name), value) for path, node in modules_in(model) for name, value in items(node)]
+    return {"/".join(path): value for path, value in attributes if type(value) in PLAIN}
 
 
 def _leaf_names(*states: Any) -> list[str]:

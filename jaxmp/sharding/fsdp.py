@@ -70,8 +70,8 @@ def fsdp_specs(
     True
     """
     if is_train_state(shapes):
-        own = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
-        return following(shapes, shapes.params, own, mesh)
+        param_specs = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
+        return following(shapes, shapes.params, param_specs, mesh)
     require_axes(mesh, [axis], "axis")
     rules, stacked = dict(rules or {}), as_tuple(stacked)
     leaves = jax.tree.leaves_with_path(shapes)

@@ -93,12 +93,12 @@ def require_arguments(loss_fn: Any, names: str) -> None:
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
     """Return ``loss_fn`` checked, under autocast if the policy or the overrides ask for it."""
     loss_fn = checked(loss_fn)
-    given = dict(pairs_of(overrides))
+    override_of = dict(pairs_of(overrides))
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
     if one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions):
-        if given:
+        if override_of:
             raise ValueError(
-                f"overrides are exceptions from a half policy, got {given} and policy={policy!r}; pass "
+                f"overrides are exceptions from a half policy, got {override_of} and policy={policy!r}; pass "
                 "policy='mixed_bfloat16', say, or leave them out"
             )
         return loss_fn if one_policy is None else _within(one_policy.matmul_context, loss_fn)

@@ -309,16 +309,16 @@ def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operand
         written = [next(new) if position is None else eqn.invars[position].aval for position in forwarded]
         written += [var.aval.to_ct_aval() for var in eqn.outvars]
         # Symbolic zeros, Python values and the cotangents of integers are no operands of a program.
-        given = [
+        operands = [
             SymbolicZero(aval) if isinstance(value, SymbolicZero) else value
             for value, aval in zip([*residuals, *cotangents], written, strict=True)
         ]
-        floating = [n for n, value in enumerate(given) if isinstance(value, jax.Array) and value.dtype != float0]
+        floating = [n for n, value in enumerate(operands) if isinstance(value, jax.Array) and value.dtype != float0]
         present: list[bool] = []
 
         def flat(*args: Any) -> list[Any]:
             filled = dict(zip(floating, args, strict=True))
-            result = params["bwd"].call_wrapped(*[filled.get(n, value) for n, value in enumerate(given)])
+            result = params["bwd"].call_wrapped(*[filled.get(n, value) for n, value in enumerate(operands)])
             cts = result[0] if isinstance(result, tuple) else result  # from 0.11 on with what the rule logged
             present[:] = [isinstance(ct, (jax.Array, np.ndarray)) for ct in cts]
             return [ct for ct, here in zip(cts, present, strict=True) if here]
@@ -327,7 +327,7 @@ def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operand
         with rule.tracing():
             traced = opened(jax.make_jaxpr(flat)(*avals))
         wanted = [dtype for dtype, here in zip(dtypes, present, strict=True) if here]
-        out = iter(rule.evaluate(traced, [given[n] for n in floating], wanted))
+        out = iter(rule.evaluate(traced, [operands[n] for n in floating], wanted))
         return tuple(next(out) if here else None for here in present)
 
     call.defvjp(fwd, bwd, symbolic_zeros=symbolic)

@@ -28,7 +28,7 @@ class Recorder(Protocol):
     A loop, a branch or a function with derivative rules is one operation, too.
     """
 
-    def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], given: Any) -> tuple[list[Any], Any]:
+    def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], extra: Any) -> tuple[list[Any], Any]:
         """Return the results to go on with, and a record: arrays in a pytree, or None.
 
         Args:
@@ -36,7 +36,7 @@ class Recorder(Protocol):
           eqn: the equation.
           operands: its operands, traced.
           results: its results, traced.
-          given: the arrays that :func:`evaluate_and_record` was given for the key; in a loop those of this turn.
+          extra: the arrays that :func:`evaluate_and_record` got for the key; in a loop those of this turn.
         """
 
     def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
@@ -48,7 +48,7 @@ def evaluate_and_record(
     consts: Sequence[Any],
     args: Sequence[Any],
     recorder: Recorder,
-    given: Mapping[Key, Any] | None = None,
+    extra: Mapping[Key, Any] | None = None,
     keeps_rules: bool = False,
 ) -> tuple[list[Any], Records]:
     """Return the results of an open jaxpr, and the records by the keys of their equations.
@@ -61,12 +61,12 @@ def evaluate_and_record(
       consts: its constants.
       args: its arguments.
       recorder: sees each operation.
-      given: arrays in pytrees for ``recorder.at``, by key, with the axes that records of that place have; places in
+      extra: arrays in pytrees for ``recorder.at``, by key, with the axes that records of that place have; places in
         while loops have none.
       keeps_rules: whether the results will be differentiated. Functions with derivative rules are then one operation,
         and ``checkpoint`` stays; otherwise their equations are evaluated one by one.
     """
-    results, records = _RecordedEvaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(given or {}))
+    results, records = _RecordedEvaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(extra or {}))
     for n, var in enumerate(jaxpr.outvars):
         if is_literal(var):  # a number that the function returns for all arguments
             results[n] = jnp.asarray(results[n])
@@ -86,18 +86,18 @@ class _RecordedEvaluation:
         self.keeps_rules = keeps_rules
 
     def body(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], key: Key, given: Records
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], key: Key, extra: Records
     ) -> tuple[list[Any], Records]:
         records: Records = {}
         numbers = itertools.count()
 
         def equation(eqn: Any, operands: list[Any]) -> list[Any]:
             with in_place_of(eqn):
-                return self.equation(eqn, operands, (*key, next(numbers)), given, records)
+                return self.equation(eqn, operands, (*key, next(numbers)), extra, records)
 
         return interpreted(jaxpr, consts, args, equation), records
 
-    def equation(self, eqn: Any, operands: list[Any], key: Key, given: Records, records: Records) -> list[Any]:
+    def equation(self, eqn: Any, operands: list[Any], key: Key, extra: Records, records: Records) -> list[Any]:
         bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn, self.keeps_rules):
             results = bind_equation(eqn, operands, eqn.params)
@@ -105,24 +105,24 @@ class _RecordedEvaluation:
             operands = results if eqn.primitive.name in RESHARDS else operands
         elif bodies.kind == "call" and not (self.keeps_rules and eqn.primitive.name == "remat2"):
             opened = equations.opened(bodies.jaxprs[0])
-            results, inner = self.body(*opened, operands, (*key, 0), given)
+            results, inner = self.body(*opened, operands, (*key, 0), extra)
             records |= inner
             return results
         else:
-            results, inner = self.with_bodies(eqn, bodies, operands, key, given)
+            results, inner = self.with_bodies(eqn, bodies, operands, key, extra)
             records |= inner
             if bodies.kind == "call":
                 return results
-        results, record = self.recorder.at(key, eqn, operands, results, given.get(key))
+        results, record = self.recorder.at(key, eqn, operands, results, extra.get(key))
         if record is not None:
             records[key] = record
         return results
 
     def with_bodies(
-        self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, given: Records
+        self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, extra: Records
     ) -> tuple[list[Any], Records]:
         """Rebuild an equation so that its bodies take the given arrays and return records."""
-        inside = {place: value for place, value in given.items() if place[: len(key)] == key != place}
+        inside = {place: value for place, value in extra.items() if place[: len(key)] == key != place}
         given_inside, tree = jax.tree.flatten(inside)
 
         def body(index: int, *values: Any) -> tuple[list[Any], Records]:
