@@ -29,8 +29,8 @@ import optax
 import tyro
 
 import jaxmp
-from experiments import data, models
-from experiments.data import images
+from experiments import models
+from experiments.data import IMAGES, images
 from experiments.models import nnx as nnx_models
 from experiments.training import cli, image_training, loop, mesh
 from experiments.training.experiment import Experiment
@@ -38,14 +38,13 @@ from experiments.training.metrics import accuracy
 from experiments.training.precision import read_low_precision, read_overrides, read_precision, require_matches
 
 LINEN = {"resnet18": models.resnet18, "resnet50": models.resnet50}
-SMALL = 64  # up to this height a residual network has the stem for small images
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(cli.Training):
-    """Flags of image classification."""
+class ImageFlags:
+    """The images, the network and its training."""
 
-    dataset: Literal[tuple(data.IMAGES)] = "digits"
+    dataset: Literal[tuple(IMAGES)] = "digits"
     """The images. All but the digits are downloaded, or built from files below --data-dir."""
     model: Literal["cnn", "resnet18", "resnet50"] = "cnn"
     """The network. Residual ones have a stem for small images, or that for large ones from 65 pixels on."""
@@ -74,6 +73,11 @@ class Config(cli.Training):
     """Height and width to which images are resized on the device, bilinearly; 0 leaves them as they are."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ImageFlags, cli.Training):
+    """Flags of image classification."""
+
+
 # --- model and optimizer ----------------------------------------------------------------------------------------------
 
 
@@ -86,7 +90,7 @@ def network(config: Config, policy: Any, shape: tuple[int, int, int], classes: i
       shape: height, width and channels of an image.
       classes: how many there are.
     """
-    overrides, small = read_overrides(config.override), shape[0] <= SMALL
+    overrides, small = read_overrides(config.override), shape[0] <= image_training.SMALL
     if config.api == "linen":
         model = models.CNN(classes) if config.model == "cnn" else LINEN[config.model](classes, small_images=small)
         if policy is not None:
@@ -127,6 +131,21 @@ def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
     return loss_fn
 
 
+def initial_states(config: Config, net: models.Functions, tx: Any, sharding: Any) -> tuple[Any, Any]:
+    """Return two functions that make a state: of params, on one device, and of a seed, on a mesh if there is one."""
+
+    def fields() -> dict[str, Any]:
+        return {"apply_fn": net.apply, "model_state": net.init(0)[1], "ema": config.ema > 0}
+
+    def create(params: Any) -> jaxmp.TrainState:
+        return jaxmp.TrainState.create(params=params, tx=tx, **fields())
+
+    def create_on_mesh(seed: int) -> jaxmp.TrainState:
+        return jaxmp.TrainState.create_sharded(lambda: net.init(seed)[0], tx, sharding, **fields())
+
+    return create, None if sharding is None else create_on_mesh
+
+
 # --- the experiment, and its loop -------------------------------------------------------------------------------------
 
 
@@ -141,19 +160,13 @@ def prepare(config: Config) -> Experiment:
     devices, place = mesh.placing(config)
     mesh.require_no_tensor(devices, f"--model {config.model}")
     precision = read_precision(config)
-
-    dataset = image_training.load(config.dataset, config.data_dir)
-    cli.require("--shift", config.shift, 0, dataset.train.image.shape[1])
-    steps_per_epoch = images.steps_per_epoch(dataset.train, config.batch_size)
-    steps = config.steps or config.epochs * steps_per_epoch
-    pixels = dataset.pixels(config.image_size, precision.input_dtype(config))
-    shape = pixels.shape(dataset.train.image.shape[1:])
-    init, apply = network(config, precision.module_policy, shape, dataset.classes)
-
-    loss_fn = loss_function(apply)
-    tx = read_low_precision(optimizer(config, steps), config.low_precision, config.seed)
+    data = image_training.batches(config, precision.input_dtype(config), place)
+    net = network(config, precision.module_policy, data.shape, data.classes)
+    tx = read_low_precision(optimizer(config, data.steps), config.low_precision, config.seed)
     tx = jaxmp.loss_scaling(tx, precision.loss_scale)
-    sharding = mesh.sharding(devices, jax.eval_shape(init, 0)[0])  # an override that matches nothing is an error here
+    sharding = mesh.sharding(devices, jax.eval_shape(net.init, 0)[0])  # an override that matches nothing is an error
+
+    loss_fn = loss_function(net.apply)
     step = jaxmp.make_train_step(
         loss_fn,
         accumulate_steps=config.accumulate,
@@ -164,31 +177,19 @@ def prepare(config: Config) -> Experiment:
     )
     eval_fn = mesh.gathered(functools.partial(loss_fn, train=False), sharding)
     eval_step = jaxmp.make_eval_step(eval_fn, use_ema=config.ema > 0, **precision.autocast)
-
-    def fields() -> dict[str, Any]:
-        return {"apply_fn": apply, "model_state": init(0)[1], "ema": config.ema > 0}
-
-    def create(params: Any) -> jaxmp.TrainState:
-        return jaxmp.TrainState.create(params=params, tx=tx, **fields())
-
-    def create_on_mesh(seed: int) -> jaxmp.TrainState:
-        return jaxmp.TrainState.create_sharded(lambda: init(seed)[0], tx, sharding, **fields())
-
-    test_batch_size = 1024 if shape[0] <= SMALL else config.batch_size
+    create, create_on_mesh = initial_states(config, net, tx, sharding)
     experiment = Experiment(
         loss_fn=precision.under_autocast(loss_fn),
         step=step,
         eval_step=eval_step,
-        init_params=lambda seed: init(seed)[0],
+        init_params=lambda seed: net.init(seed)[0],
         create=create,
-        train_batches=lambda seed, start=0: images.epochs(
-            dataset.train, config.batch_size, seed, config.shift, start, config.flip, pixels, place
-        ),
-        test_batches=lambda: images.in_order(dataset.test, test_batch_size, pixels, place),
-        steps=steps,
+        create_on_mesh=create_on_mesh,
+        train_batches=data.train,
+        test_batches=data.test,
+        steps=data.steps,
         batch_size=config.batch_size,
-        precision=precision.description(dataset.origin),
-        create_on_mesh=None if sharding is None else create_on_mesh,
+        precision=precision.description(data.origin),
     )
     if precision.autocast:
         require_matches(experiment)

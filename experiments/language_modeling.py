@@ -49,8 +49,8 @@ Size = Literal["124M", "355M", "774M", "1558M", "1.3B", "1.8B", "7B"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(text_training.TextTraining):
-    """Flags of language modeling."""
+class ModelFlags:
+    """The model, and the text that it writes at the end."""
 
     model: Literal["next_token", "gpt2"] = "next_token"
     """next_token sees 4 pairs of bytes and has one hidden layer; of the sizes below it has --context and --vocabulary,
@@ -69,6 +69,11 @@ class Config(text_training.TextTraining):
     """Divides the logits of the sample; 0 takes the likeliest token."""
     top_k: int = 40
     """The sample is drawn from so many of the likeliest tokens; 0 draws from all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ModelFlags, text_training.TextTraining):
+    """Flags of language modeling."""
 
 
 def settled(config: Config) -> Config:

@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
-from jaxmp.sharding.plan import Plan, on_auto_axes, spread
+from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, spread
 
 __all__ = ["cross_entropy", "projected_cross_entropy"]
 
@@ -95,7 +95,7 @@ def cross_entropy(
     _check_floating(logits=logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy takes logits (..., classes), got the shape {logits.shape}")
-    _check(labels, logits.shape[:-1], label_smoothing, z_loss)
+    _check_options(labels, logits.shape[:-1], label_smoothing, z_loss)
     options = _Options(logits.shape[-1], label_smoothing, z_loss)
     return _cross_entropy(logits, _targets(labels, options.classes, ignore_index), options)
 
@@ -174,7 +174,7 @@ def projected_cross_entropy(
         raise ValueError(f"classes is an integer from 1 to the rows of weights {weights.shape}, got {classes}")
     if not (_is(Integral, chunks) and chunks >= 1):
         raise ValueError(f"the tokens are done in an integer of at least 1 chunk, got chunks={chunks}")
-    _check(labels, x.shape[:1], label_smoothing, z_loss)
+    _check_options(labels, x.shape[:1], label_smoothing, z_loss)
     # Under autocast the casts of a float32 call leave no trace: what is half is said here, that float32 stays float32.
     half = autocast_dtype() if x.dtype == jnp.float32 else None
     x = x if half is None else x.astype(half)
@@ -182,12 +182,12 @@ def projected_cross_entropy(
     options = _Options(classes, label_smoothing, z_loss)
     labels = _targets(labels, classes, ignore_index)
     if (plan := spread()) is not None and len(x) % plan.devices == 0:
-        spread_loss = functools.partial(_spread, plan, options, chunks, dtypes)
+        spread_loss = functools.partial(_mean_over_devices, plan, options, chunks, dtypes)
         return on_auto_axes(spread_loss, PartitionSpec())(x, weights, bias, labels)
     return _projected(x, weights, bias, labels, options, min(chunks, max(len(x), 1)), dtypes)
 
 
-def _spread(
+def _mean_over_devices(
     plan: Plan, options: _Options, chunks: int, dtypes: Any, x: Any, weights: Any, bias: Any, labels: Any
 ) -> jax.Array:
     """Return the mean over tokens that a train step has split over devices.
@@ -213,7 +213,7 @@ def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, 
         return total + _losses(_logits(x, *layer), labels, options)[0].sum(), None
 
     layer = _layer(weights, bias, x.dtype)
-    total, _ = jax.lax.scan(add, jnp.zeros_like(x, _wide(x.dtype), ()), _split(x, labels, chunks))
+    total, _ = jax.lax.scan(add, jnp.zeros_like(x, _compute_dtype(x.dtype), ()), _in_chunks(x, labels, chunks))
     return total / _count(labels, total.dtype)
 
 
@@ -229,14 +229,14 @@ def _projected_forward(
         gradient = _gradient(logits, labels, denominators, options)
         by_bias = None if bias is None else by_bias + gradient.sum(0)
         with precision("float32"):
-            gradient = (gradient * _shift(x.dtype, options)).astype(x.dtype)
+            gradient = (gradient * _gradient_shift(x.dtype, options)).astype(x.dtype)
         by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
-    wide, layer = _wide(x.dtype), _layer(weights, bias, x.dtype)
+    wide, layer = _compute_dtype(x.dtype), _layer(weights, bias, x.dtype)
     zeros = functools.partial(jnp.zeros_like, x, wide)  # which vary over the devices of a shard_map as x does
     start = (zeros(()), zeros(weights.shape), None if bias is None else zeros(bias.shape))
-    (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _split(x, labels, chunks))
+    (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
     count = _count(labels, wide)
     return total / count, (by_x.swapaxes(0, 1).reshape(-1, x.shape[1])[: len(x)], by_weights, by_bias, count)
 
@@ -247,7 +247,7 @@ def _projected_backward(
     *gradients, count = residuals
     with precision("float32"):  # the cotangent may be a loss scale that float16 does not have
         factor = cotangent / count
-        shifted = factor / _shift(dtypes[0], options)
+        shifted = factor / _gradient_shift(dtypes[0], options)
         scaled = [
             None if dtype is None else (gradient * factor).astype(dtype)
             for gradient, factor, dtype in zip(gradients, (shifted, shifted, factor), dtypes, strict=True)
@@ -267,7 +267,7 @@ def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any) -> tuple[jax.
     return weights.astype(dtype), None if bias is None else bias.astype(dtype)
 
 
-def _split(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
+def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
     """Return both with a leading axis of chunks of every n-th token, filled up with ignored tokens."""
     missing = -len(x) % chunks
     x = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, chunks, x.shape[1])
@@ -290,8 +290,8 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     """
     classes, smoothing, z_loss = options
     with precision("float32"):  # under autocast of a float32 call the cast is none
-        wide = logits.astype(_wide(logits.dtype))
-        of_classes = jnp.minimum(wide, _limits(wide, classes))
+        wide = logits.astype(_compute_dtype(logits.dtype))
+        of_classes = jnp.minimum(wide, _upper_bounds(wide, classes))
         largest = jax.lax.stop_gradient(of_classes.max(-1))
         denominators = _Denominators(largest, jnp.log(jnp.exp(of_classes - largest[..., None]).sum(-1)))
         picked = jnp.take_along_axis(wide, labels[..., None], axis=-1, mode="clip")[..., 0]
@@ -314,7 +314,7 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         wide = logits.astype(largest.dtype)
         columns = jnp.arange(wide.shape[-1], dtype=labels.dtype)
         is_label = (columns == labels).astype(wide.dtype)
-        gradient = jnp.exp(jnp.minimum(wide, _limits(wide, classes)) - largest - logarithm)
+        gradient = jnp.exp(jnp.minimum(wide, _upper_bounds(wide, classes)) - largest - logarithm)
         if z_loss:
             gradient *= 1 + 2 * z_loss * (largest + logarithm)
         gradient -= (1 - smoothing) * is_label
@@ -324,7 +324,7 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         return jnp.where(labels == _IGNORED, is_label, gradient)  # 0, whatever the logits are
 
 
-def _shift(dtype: Any, options: _Options) -> float:
+def _gradient_shift(dtype: Any, options: _Options) -> float:
     """Return a power of two that keeps float16 gradients of logits normal; else 1.
 
     None overflows: a gradient is at most 1, plus the part of the z-loss for the largest logit.
@@ -335,7 +335,7 @@ def _shift(dtype: Any, options: _Options) -> float:
     return max(1.0, 2.0 ** math.floor(math.log2(largest / (1 + 2 * options.z_loss * largest))))
 
 
-def _limits(logits: jax.Array, classes: int) -> jax.Array:
+def _upper_bounds(logits: jax.Array, classes: int) -> jax.Array:
     """Return an upper bound of each logit: inf for a class, -inf for the padding of the vocabulary."""
     limits = jnp.where(jnp.arange(logits.shape[-1]) < classes, jnp.inf, -jnp.inf)
     return limits.astype(logits.dtype)
@@ -351,7 +351,7 @@ def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.A
     return jnp.where(wide == ignore_index, _IGNORED, targets).astype(jnp.int32)
 
 
-def _check(labels: jax.Array, shape: tuple[int, ...], label_smoothing: float, z_loss: float) -> None:
+def _check_options(labels: jax.Array, shape: tuple[int, ...], label_smoothing: float, z_loss: float) -> None:
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"labels are class numbers of an integer dtype, got {labels.dtype.name}; cast them, or take the argmax of "
@@ -379,6 +379,6 @@ def _check_floating(**arrays: jax.Array) -> None:
             raise TypeError(f"{name} has a floating dtype, got {array.dtype.name}; cast it")
 
 
-def _wide(dtype: Any) -> Any:
+def _compute_dtype(dtype: Any) -> Any:
     """Return the dtype to compute in."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32

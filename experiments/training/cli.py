@@ -45,8 +45,8 @@ Folder = Annotated[Path | None, _PATH, tyro.conf.arg(metavar="DIR", help_behavio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
-    """Flags of every training script."""
+class PrecisionFlags:
+    """The dtypes of params and products, and the loss scale."""
 
     policy: str = "auto"
     """Precision: float32, tensorfloat32, mixed_float16, mixed_bfloat16, mixed_float8, float16, bfloat16, bfloat16_sr,
@@ -62,29 +62,45 @@ class Training:
     override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
     """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast paths begin with
     the model's own name."""
+    low_precision: Literal["none", "nearest", "kahan", "stochastic", "bfloat16", "float8"] = "none"
+    """How bfloat16 params (--policy bfloat16_sr) are rounded, so that they learn without float32 copies; bfloat16 and
+    float8: stochastically, with the optimizer's moments stored so."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryFlags:
+    """Less memory in a step."""
+
+    accumulate: int = 1
+    """Microbatches a step; must divide the batch."""
     remat: str = "none"
     """Recomputation in the backward pass, to save memory: none, full, dots, dots_no_batch, float8 (keeps only the
     operands of mixed_float8), or the name of a policy of jax.checkpoint_policies. Transformers also have attention: it
     keeps the results of attention, recomputes the rest of each block, and saves the most memory for the least time."""
-    accumulate: int = 1
-    """Microbatches a step; must divide the batch."""
-    ema: float = 0.0
-    """Decay of a moving average of the params, 0.99 say, with which to evaluate; 0 keeps none."""
     memory_limit: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")] = None
     """Memory for --batch-size auto, such as 20GB or 512MiB. (default: nine tenths of the free part of the 95 % of a
     GPU's memory that JAX takes, or of the memory of a machine without a GPU)"""
-    seed: int = 0
-    """Seed of the params and of the order of the examples."""
-    low_precision: Literal["none", "nearest", "kahan", "stochastic", "bfloat16", "float8"] = "none"
-    """How bfloat16 params (--policy bfloat16_sr) are rounded, so that they learn without float32 copies; bfloat16 and
-    float8: stochastically, with the optimizer's moments stored so."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationFlags:
+    """Evaluation, and what is recorded while a run trains."""
+
+    evaluate_every: int = 50
+    """Steps between evaluations on held-out examples; 0 evaluates at the end only."""
+    ema: float = 0.0
+    """Decay of a moving average of the params, 0.99 say, with which to evaluate; 0 keeps none."""
     watch: int = 0
     """Steps between those in which the values of weights, activations and gradients are counted (watch.jsonl; jaxmp
     watch RUN shows it); 0 for none. Such a step is the training step itself, in a program that counts, too."""
     tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write metrics and what --watch counts for TensorBoard, too, with the SummaryWriter of torch or tensorboardX."""
-    evaluate_every: int = 50
-    """Steps between evaluations on held-out examples; 0 evaluates at the end only."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointFlags:
+    """Checkpoints, and going on from one."""
+
     checkpoint_every: int = 1000
     """Steps between checkpoints, which are written while training goes on; the last step has one too. 0 writes none."""
     keep: int = 3
@@ -95,6 +111,12 @@ class Training:
     policy (if the params keep their dtype), the loss scale (which goes on from its value if it is of the same kind:
     static, dynamic or headroom, whatever its parameters) and what does not touch training may be others. The data may
     have moved, but must be the same."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceFlags:
+    """Several devices and processes."""
+
     mesh: Annotated[str | None, tyro.conf.arg(metavar="data=N,fsdp=N,tensor=N", help_behavior_hint="")] = None
     """How the devices of all processes share the work: data have a copy of the params each and rows of the batch of
     their own, fsdp rows of their own and a part of params and optimizer, tensor a part of each product (gpt2 and bert).
@@ -109,10 +131,23 @@ class Training:
     stall_seconds: int = 40
     """With several processes: a process without a step for so many seconds ends itself and says where it hangs, because
     the others wait for it. Compiling, evaluating and saving may take 20 times as long. 0 waits for ever."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """The seed and the folders of a run."""
+
+    seed: int = 0
+    """Seed of the params and of the order of the examples."""
     data_dir: Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: Folder = None
     """Folder to write config, metrics, curves, checkpoints and summary to. (default: runs/NAME-TIME)"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(PrecisionFlags, MemoryFlags, EvaluationFlags, CheckpointFlags, DeviceFlags, RunFlags):
+    """Flags of every training script."""
 
 
 def require(flag: str, value: float, least: float, below: float = float("inf")) -> None:
@@ -163,9 +198,26 @@ def check(config: Any) -> None:
 
 
 def parse(config_type: type[C], description: str, args: Sequence[str] | None = None) -> C:
-    """The flags in ``args``, or in this process's own. ``--help`` ends it with exit code 0, an unknown flag with 2."""
+    """Return the flags in ``args``, or in the command line of this process.
+
+    ``--help`` ends the process with exit code 0, an unknown flag with 2.
+    """
     program = " ".join(program_line()) if args is None else None
-    return tyro.cli(config_type, prog=program, description=description, args=args, config=(tyro.conf.OmitArgPrefixes,))
+    options: Any = {"prog": program, "description": description, "args": args, "config": (tyro.conf.OmitArgPrefixes,)}
+    groups = _groups(config_type)
+    if not groups:
+        return tyro.cli(config_type, **options)
+    flags: Any = tyro.cli(dataclasses.make_dataclass("Flags", groups.items()), **options)
+    return config_type(**{name: value for group in groups for name, value in vars(getattr(flags, group)).items()})
+
+
+def _groups(config_type: Any) -> dict[str, type]:
+    """Return the classes ``…Flags`` that a class inherits all its fields from, by their names in ``--help``."""
+    classes = [base for base in config_type.__mro__ if base.__name__.endswith("Flags")]
+    names = {field.name for base in classes for field in dataclasses.fields(base)}
+    if names != {field.name for field in dataclasses.fields(config_type)}:
+        return {}
+    return {base.__name__.removesuffix("Flags").lower(): base for base in classes}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp.base.dtypes import nearest
+from jaxmp.base.dtypes import closest_names
 from jaxmp.engine.rules import UnmatchedOverrideError
 
 # The scale of each of Apex's opt levels; float16 params (O3) go without.
@@ -206,14 +206,14 @@ def read_loss_scale(text: str) -> Any:
     """
     kind, _, rest = text.strip().partition(":")
     if kind not in _KINDS:
-        known = nearest(kind, _KINDS)
+        known = closest_names(kind, _KINDS)
         raise ValueError(f"unknown loss scale {text!r}; known, nearest first: {known}; write static:4096, say")
     names = [field.name for field in dataclasses.fields(_KINDS[kind]) if field.init and field.name not in _NO_FLAGS]
     values: dict[str, Any] = {}
     for position, part in enumerate(filter(None, rest.split(","))):
         name, _, value = part.partition("=") if "=" in part or position or not names else (names[0], "=", part)
         if name not in names:
-            known = nearest(name, names) if names else "none at all"
+            known = closest_names(name, names) if names else "none at all"
             raise ValueError(f"the loss scale {kind!r} has no parameter {part!r}; its parameters: {known}")
         try:
             number = float(value)

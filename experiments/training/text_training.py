@@ -52,8 +52,8 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextTraining(cli.Training):
-    """Flags of the scripts that train on text."""
+class TextFlags:
+    """The text, the transformer and its training."""
 
     dataset: Annotated[str, tyro.conf.arg(metavar="pysource|PATH")] = "pysource"
     """The text: pysource, the standard library's own sources; or the path of a text file, whose last tenth is held out,
@@ -93,6 +93,11 @@ class TextTraining(cli.Training):
     pieces, which --tokens has not."""
     save_weights: File = None
     """Where to write the trained params in that form, which other libraries read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextTraining(TextFlags, cli.Training):
+    """Flags of the scripts that train on text."""
 
 
 def settled(config: Any, model: str) -> Any:

@@ -79,7 +79,7 @@ def canonical_dtype(dtype: Any) -> np.dtype:
     if result is None:
         known = [*NAMES, *_ALIASES, "half"]
         raise UnknownDtypeError(
-            f"unknown dtype {dtype!r}; known names, nearest first: {nearest(str(dtype), known)}"
+            f"unknown dtype {dtype!r}; known names, nearest first: {closest_names(str(dtype), known)}"
         ) from None
     if not jnp.issubdtype(result, jnp.floating):
         raise ValueError(
@@ -107,7 +107,7 @@ def nearest_first(word: str, known: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: -similarity[name])
 
 
-def nearest(word: str, known: Iterable[str], most: int = 8) -> str:
+def closest_names(word: str, known: Iterable[str], most: int = 8) -> str:
     """Return up to ``most`` names of ``known`` as a list with commas, the closest to ``word`` first."""
     ranked = nearest_first(word, known)
     return ", ".join(repr(name) for name in ranked[:most]) + (", …" if len(ranked) > most else "")

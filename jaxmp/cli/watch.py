@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxmp.cli.arguments import PLOT, RUN
+from jaxmp.cli.flags import PLOT, RUN
 from jaxmp.cli.printing import console, plot, print_json, print_rich
 
 ARGUMENTS = RUN | PLOT

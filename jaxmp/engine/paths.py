@@ -11,6 +11,7 @@ from jaxmp.engine.graph import Node
 SUMS = frozenset({"add", "sub", "add_any"})
 SCALES = frozenset({"mul", "div", "neg"})
 BOUNDS = frozenset({"max", "min", "clamp"})
+OFFSETS = SUMS | SCALES | BOUNDS
 
 
 def readers_of(node: Node) -> list[Node]:

@@ -85,7 +85,7 @@ def loss_scaling(
     """
     require_flag("grad_norm", grad_norm, "to clip, put optax.clip_by_global_norm(1.0) inside loss_scaling")
     require_flag("check_updates", check_updates, "pass True to test the updates beside the gradients")
-    transform = _Transform(as_optimizer(inner), as_loss_scale(loss_scale), axis_name, grad_norm, check_updates)
+    transform = _ScalingTransform(as_optimizer(inner), as_loss_scale(loss_scale), axis_name, grad_norm, check_updates)
     tx = LossScaling(transform.init, transform.update)
     tx.inner, tx.step = transform.inner, transform.step
     return tx
@@ -111,7 +111,7 @@ class Derived(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Transform:
+class _ScalingTransform:
     """The functions of :func:`loss_scaling` with its arguments."""
 
     inner: optax.GradientTransformationExtraArgs

@@ -85,18 +85,18 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
     """
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("an optimizer's state is needed, got the optimizer itself; pass opt_state = tx.init(params)")
-    found = scalings_in(opt_state)
-    if not found:
+    scalings = scalings_in(opt_state)
+    if not scalings:
         raise ValueError(
             f"the optimizer's state has no loss scale, got {type(opt_state).__name__}; wrap the optimizer, "
             "tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), and call tx.init again"
         )
-    if len(found) > 1:
+    if len(scalings) > 1:
         raise ValueError(
-            f"one loss has one scale, but the optimizer's state has {len(found)}; put one loss_scaling around the "
+            f"one loss has one scale, but the optimizer's state has {len(scalings)}; put one loss_scaling around the "
             "whole optimizer"
         )
-    return found[0]
+    return scalings[0]
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp.base import hardware
-from jaxmp.base.dtypes import canonical_dtype, nearest
+from jaxmp.base.dtypes import canonical_dtype, closest_names
 
 _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
 _CHOICES = {
@@ -74,7 +74,7 @@ class Float8:
             if choice not in known:
                 raise ValueError(
                     f"{name} of a Float8 must be {' or '.join(map(repr, known))}, got {choice!r}; "
-                    f"nearest: {nearest(str(choice), known, 1)}"
+                    f"nearest: {closest_names(str(choice), known, 1)}"
                 )
         for name in ("min_dim", "min_tokens"):
             size = getattr(self, name)
@@ -126,7 +126,7 @@ def get_recipe(recipe: Any) -> Float8 | None:
         if name not in names or name in fields or not value:
             raise ValueError(
                 f"between the parentheses of float8 there must be FIELD=VALUE, each field once, got {part!r} in "
-                f"{recipe!r}; write e.g. min_dim=1024; fields, nearest first: {nearest(name, names)}"
+                f"{recipe!r}; write e.g. min_dim=1024; fields, nearest first: {closest_names(name, names)}"
             )
         fields[name] = int(value) if re.fullmatch(r"-?\d+", value) else value
     return Float8(**fields)

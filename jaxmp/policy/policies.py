@@ -90,7 +90,7 @@ class Policy:
                 f"got compute={self.compute_dtype.name}; write e.g. 'mixed_float8', or float8=None"
             )
 
-    def precision(self) -> contextlib.AbstractContextManager[Any]:
+    def matmul_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which products run at ``matmul_precision``; None changes nothing."""
         if self.matmul_precision is None:
             return contextlib.nullcontext()
@@ -125,7 +125,7 @@ class Policy:
             if policies_off.value:
                 return fun(*args, **kwargs)
             args, kwargs = self.cast_to_compute((args, kwargs))
-            with self.precision():
+            with self.matmul_context():
                 return self.cast_to_output(fun(*args, **kwargs))
 
         return cast(F, wrapped)

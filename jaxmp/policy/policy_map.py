@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmp.base import hardware
 from jaxmp.base.arguments import printed
-from jaxmp.base.dtypes import UnknownDtypeError, canonical_dtype, is_half, nearest, nearest_first
+from jaxmp.base.dtypes import UnknownDtypeError, canonical_dtype, closest_names, is_half, nearest_first
 from jaxmp.policy.float8 import Float8
 from jaxmp.policy.parsing import ALIASES, AMBIGUOUS, parse_fields
 from jaxmp.policy.patterns import Path, Pattern, check_pattern, is_class_pattern, matches, pairs_of, pattern_text
@@ -166,7 +166,7 @@ class PolicyMap:
 def _unmatched(pattern: Pattern, kind: str, known: set[str]) -> ValueError:
     """Return the error for a pattern that matched nothing; ``known`` are the model's paths or classes."""
     text = pattern_text(pattern)
-    near = nearest(text, sorted(known - {""})) or "none, the model has no submodules"
+    near = closest_names(text, sorted(known - {""})) or "none, the model has no submodules"
     return ValueError(
         f"every pattern of a policy must match a module, but {text!r} matched none; nearest {kind}: {near}"
     )
@@ -241,7 +241,7 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
     if isinstance(policy, (Policy, PolicyMap)):
         return policy
     if isinstance(policy, str):
-        return _parse(policy)
+        return _parse_policy(policy)
     if all(hasattr(policy, name) for name in ("param_dtype", "compute_dtype", "output_dtype")):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     try:
@@ -278,13 +278,13 @@ def _of_override(policy: Any, default: Policy | PolicyMap, pattern: Pattern) -> 
     return result
 
 
-def _parse(text: str) -> Policy | PolicyMap:
+def _parse_policy(text: str) -> Policy | PolicyMap:
     if text.endswith(".toml"):
         policy, overrides = read_policy(text)
-        return PolicyMap(_parse(policy), overrides) if overrides else _parse(policy)
+        return PolicyMap(_parse_policy(policy), overrides) if overrides else _parse_policy(policy)
     default, *rules = text.split(";")
     if rules:
-        return PolicyMap(_parse(default), dict(_parse_rules(rules)))
+        return PolicyMap(_parse_policy(default), dict(_parse_rules(rules)))
     text_without_spaces = "".join(text.split())
     if "=" in text_without_spaces:
         return parse_fields(text_without_spaces)
@@ -293,7 +293,7 @@ def _parse(text: str) -> Policy | PolicyMap:
     if name in presets:
         return presets[name]
     if name == "auto":
-        return _parse(hardware.recommended_policy())
+        return _parse_policy(hardware.recommended_policy())
     _require_clear_name(name, text)
     try:
         return _of_dtype(canonical_dtype(name))

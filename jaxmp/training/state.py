@@ -19,11 +19,11 @@ from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.loss_scaling import Derived, in_precision_of, loss_scaling, require_outermost, take_step
 from jaxmp.optim.low_precision import in_dtype_of, with_compensation
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state, has_loss_scale
+from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import (
     require_params,
     settled,
 )
-from jaxmp.sharding.plan import Sharding
 from jaxmp.training.loss_function import (
     as_key,
     require_same_structure,
@@ -81,6 +81,7 @@ class TrainState(flax.struct.PyTreeNode):
             device.
 
         Raises:
+          TypeError: ``make_params`` is no function.
           ValueError: the specs are of another tree than the params, or do not fit them.
 
         >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
@@ -248,6 +249,11 @@ def created_sharded(
     cls: type[S], make_params: Callable[[], Any], tx: Any, sharding: Sharding, fields: Mapping[str, Any]
 ) -> S:
     """See :meth:`TrainState.create_sharded`."""
+    if not callable(make_params):
+        raise TypeError(
+            f"create_sharded takes a function that makes the params, got {type(make_params).__name__}; write "
+            "lambda: params"
+        )
     arrays: dict[str, Any] = {}
     static: dict[str, Any] = {}
     for name, value in fields.items():

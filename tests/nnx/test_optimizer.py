@@ -185,6 +185,16 @@ def test_bad_input_is_refused():
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
     with pytest.raises(TypeError, match=r"ema is True or False, got 0\.99; pass ema=True, and the decay"):
         Optimizer(nnx.Linear(2, 1, rngs=rngs()), optax.sgd(0.1), ema=0.99)
+    other = nnx.Linear(2, 1, rngs=rngs())
+    text = (
+        r"made with a model of \d+ params in another structure, got one of 2;\nwrite optimizer = jaxmp\.nnx\.Optimizer"
+    )
+    for call in (
+        lambda: optimizer.update(other, nnx.state(other)),
+        lambda: jaxmp.nnx.make_train_step(loss_fn)(other, optimizer, IMAGE),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
     with pytest.raises(TypeError, match="must be float32, got float16"):
         value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float16"), optimizer)(model)
     with pytest.raises(TypeError, match=r"returns \(loss, aux\)"):

@@ -284,7 +284,10 @@ def test_a_mistake_is_refused():
     for call, phrase in (
         (lambda: jaxmp.low_precision(adam, rounding="stochastics"), "rounding must be one of .*, got 'stochastics'"),
         (lambda: jaxmp.low_precision(adam, moments="int8"), "moments must be one of .*, got 'int8'"),
-        (lambda: jaxmp.low_precision(adam, block=0), "block must be a whole number of at least 1, got 0"),
+        (
+            lambda: jaxmp.low_precision(adam, block=0),
+            "block must be a whole number of at least 1, got 0; write block=1 or more",
+        ),
         (lambda: jaxmp.low_precision(adam, block=2.5), "block must be a whole number of at least 1, got 2.5"),
         (lambda: jaxmp.low_precision(adam, seed=-1), "seed must be a whole number of at least 0, got -1"),
         (lambda: sgd.init({"w": jnp.ones(4, jnp.float16)}), "'w' of float16, whose range .* make the params bfloat16"),

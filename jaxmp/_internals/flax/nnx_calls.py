@@ -48,11 +48,11 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         copies = nnx.unflatten(graphdef, values, index_ref=inside)
         arrays = {index: _arrays_of(node) for index, node in inside.items() if is_variable(node)}
         args, kwargs = fill(plain, copies)
-        results, made, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
+        results, new_objects, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
 
         maps: dict[str, Any] = {"ref_index": RefMap(), "ref_outer_index": RefMap.from_indexmap(inside), "graph": True}
         structure, after = nnx.flatten(copies, **maps)
-        made_structure, made_state = nnx.flatten(made, **maps) if made else (None, [])
+        made_structure, made_state = nnx.flatten(new_objects, **maps) if new_objects else (None, [])
         indices = [maps["ref_outer_index"].get(leaf) for _, leaf in after]
         written = {}
         for n, (index, (_, leaf)) in enumerate(zip(indices, after, strict=True)):
@@ -63,8 +63,8 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return (results, [value_of(leaf) for _, leaf in made_state], changes), written
 
     def write(results: Any, written: dict[int, Any]) -> Any:
-        results, made, changes = results
-        return changes.carry_out(outside, results, made, written)
+        results, new_objects, changes = results
+        return changes.carry_out(outside, results, new_objects, written)
 
     return ArrayCall(pure, (plain, [value_of(leaf) for _, leaf in state]), write, (tree, graphdef))
 
@@ -85,7 +85,7 @@ class _Changes:
     made: Any
     fill: Callable[..., Any]
 
-    def carry_out(self, outside: IndexMap, results: Any, made: list[Any], written: dict[int, Any]) -> Any:
+    def carry_out(self, outside: IndexMap, results: Any, new_objects: list[Any], written: dict[int, Any]) -> Any:
         """Change the objects of a call, and return its results."""
         known: Any = outside
         if self.structure is None:
@@ -101,7 +101,7 @@ class _Changes:
         if self.made is None:
             return self.fill(results, {})
         return self.fill(
-            results, nnx.unflatten(self.made, made, index_ref=IndexMap(known), outer_index_outer_ref=outside)
+            results, nnx.unflatten(self.made, new_objects, index_ref=IndexMap(known), outer_index_outer_ref=outside)
         )
 
 

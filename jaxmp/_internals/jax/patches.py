@@ -77,10 +77,10 @@ def _replacing() -> Iterator[None]:
     with _lock:
         if _depth == 0:
             _originals.clear()
-            for own, names, stand_in in _replaced():
-                originals = {name: own[name] for name in names}
-                _originals.append((own, originals))
-                own.update({name: stand_in(original) for name, original in originals.items()})
+            for holder, names, stand_in in _replaced():
+                originals = {name: holder[name] for name in names}
+                _originals.append((holder, originals))
+                holder.update({name: stand_in(original) for name, original in originals.items()})
         _depth += 1
     try:
         yield
@@ -88,8 +88,8 @@ def _replacing() -> Iterator[None]:
         with _lock:
             _depth -= 1
             if _depth == 0:
-                for own, originals in _originals:
-                    own.update(originals)
+                for holder, originals in _originals:
+                    holder.update(originals)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class TracedProgram:
         self._write = write
 
     @property
-    def returned(self) -> int:
+    def result_count(self) -> int:
         """Return how many of the arrays are results; the others were written to arguments."""
         results, _written = jax.tree.unflatten(self._tree, self._leaves)
         return sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))

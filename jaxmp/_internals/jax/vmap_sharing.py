@@ -32,7 +32,7 @@ class Examples:
         if same is None:
             same = [[not is_batched(value, batch) for value in (*args, *consts)] for batch in self._batches]
         self.are_many = not all(map(all, same))
-        self._same = [same_values(jaxpr, each) for each in same] if self.are_many and not self._batches else []
+        self._same = [same_values(jaxpr, of_batch) for of_batch in same] if self.are_many and not self._batches else []
         self.same: Same = ()
         self.others: Sequence[Any] = ()
 
@@ -53,7 +53,7 @@ class Examples:
         if not self.others:
             return False
         pairs = zip(self.same, self._who_share(atom, value), strict=True)
-        return any([own and False in same for same, own in pairs])
+        return any([is_batched and False in same for same, is_batched in pairs])
 
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
         """Return the operands with bodies that examples share, but JAX repeats for each.
@@ -62,15 +62,15 @@ class Examples:
         """
         if bodies is None or bodies.kind == "while":  # which has no cotangents
             return ()
-        found = set[int]()
+        numbers = set[int]()
         for same in self.same:
             inside = same_inside(bodies, same)[0]
             first = len(same) - len(inside)  # an index
-            found.update(n for n, stays in enumerate(inside, first) if same[n] and not stays)
-        return found
+            numbers.update(n for n, stays in enumerate(inside, first) if same[n] and not stays)
+        return numbers
 
 
 def same_in_bodies(bodies: Bodies, same: Same) -> list[Same]:
     """Return, for each body of an equation, which arguments all examples share."""
-    each = [same_inside(bodies, of_one) for of_one in same]
-    return [[inside[number] for inside in each] for number in range(len(bodies.jaxprs))]
+    answers = [same_inside(bodies, of_one) for of_one in same]
+    return [[answer[number] for answer in answers] for number in range(len(bodies.jaxprs))]

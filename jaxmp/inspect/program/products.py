@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.engine.marks import region_of
-from jaxmp.inspect.program.equations import EquationPlace
+from jaxmp.inspect.program.equation_places import EquationPlace
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
 from jaxmp.inspect.program.values import Value, is_move_or_cast
-from jaxmp.inspect.program.weights import unaligned
+from jaxmp.inspect.program.weight_operands import unaligned
 
 _FLOAT32_LEVELS = frozenset({"float32", "tensorfloat32"})
 

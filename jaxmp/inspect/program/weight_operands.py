@@ -45,7 +45,7 @@ def _weights(product: Value, left: int, right: int) -> list[int]:
     ranks = _rank(left), _rank(right)
     if ranks[0] != ranks[1]:
         return [1] if ranks[1] < ranks[0] else [0]
-    are_plain = all(map(_is_plain, product.inputs[:2]))
+    are_plain = all(map(_is_stored, product.inputs[:2]))
     is_constant_first = right & _UNKNOWN > left & _UNKNOWN  # a weight with data, or data with params
     if ranks[0] != 1 or (are_plain and not is_constant_first):
         return [1]
@@ -61,7 +61,7 @@ def _rank(marks: int) -> int:
     return 0 if marks & _WEIGHT else 1
 
 
-def _is_plain(value: Value) -> bool:
+def _is_stored(value: Value) -> bool:
     """Return whether a value is an argument or a constant, or a move or cast of these."""
 
     def goes_on(source: Value) -> bool:
