@@ -42,7 +42,7 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
         underflow=charts.underflow(main) if main.watched else None,
         columns=PLAN_COLUMNS,
         plan=plan_rows(main),
-        findings=(main.audit or {}).get("findings", []),
+        findings=(main.plan or {}).get("findings", []),
         memory=charts.memory(main.memory["by_kind"]) if main.memory else None,
         peak=main.memory["peak"] / 2**20 if main.memory else None,
         about={name: main.summary[name] for name in ("device", "versions", "date", "command") if name in main.summary},
@@ -57,15 +57,11 @@ PLAN_COLUMNS = ("path", "operation", "dtypes", "FLOPs", "reason", "source")
 
 def plan_rows(run: Run) -> list[tuple[Any, ...]]:
     """Return the products of the audit, or the operations of the plan, as table cells."""
-    rows: list[tuple[Any, ...]] = []
-    if run.audit:
-        for product in run.audit["products"]:
-            dtypes = f"{', '.join(product['operands'])} → {product['result']}"
-            rows.append((product["path"], product["primitive"], dtypes, product["flops"], "", product["source"]))
-    elif run.plan:
-        for row in run.plan["rows"]:
-            dtypes = f"{', '.join(row['operands'])} → {row['result']}"
-            rows.append((row["path"], row["primitive"], dtypes, row["flops"], row["why"], row["source"]))
+    plan = run.plan or {"rows": []}
+    rows = []
+    for row in plan["products"] if "products" in plan else plan["rows"]:
+        dtypes = f"{', '.join(row['operands'])} → {row['result']}"
+        rows.append((row["path"], row["primitive"], dtypes, row["flops"], row.get("why", ""), row["source"]))
     return rows
 
 

@@ -35,8 +35,7 @@ class Run:
       test: held-out metrics by step.
       summary: summary.json, or empty.
       watched: the watched steps, or empty.
-      plan: plan.json, or None.
-      audit: audit.json, or None.
+      plan: plan.json, a cast plan or an audit, or None.
       memory: memory.json, or None.
     """
 
@@ -46,7 +45,6 @@ class Run:
     summary: dict[str, Any]
     watched: list[dict[str, Any]]
     plan: dict[str, Any] | None
-    audit: dict[str, Any] | None
     memory: dict[str, Any] | None
 
     @property
@@ -90,7 +88,6 @@ def read_run(folder: Path) -> Run:
         summary=_json(folder / "summary.json") or {},
         watched=watched,
         plan=_json(folder / "plan.json"),
-        audit=_json(folder / "audit.json"),
         memory=_json(folder / "memory.json"),
     )
 
