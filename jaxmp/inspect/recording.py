@@ -52,7 +52,7 @@ class Record:
             self._write_oldest()
 
     def plan(self, plan: Any) -> None:
-        """Keep what :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit` returned."""
+        """Keep what :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit` returned, the last one of several."""
         (self.folder / "plan.json").write_text(plan.to_json())
 
     def memory(self, plan: Any) -> None:

@@ -27,19 +27,22 @@ def losses(runs: Sequence[Run]) -> str:
     page = figure(9, 1 + 2.4 * len(values))
     panels = page.subplots(len(values), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, value) in zip(panels, values.items(), strict=True):
-        for run, color in zip(runs, itertools.cycle((_BLUE, RED, *COLORS[3:])), strict=False):
+        for run, color in zip(runs, colors_of(runs), strict=True):
             _curve(axes, run, value, color)
         style(axes, "", "step" if axes is panels[-1] else "", name)
-    panels[0].legend(frameon=False, fontsize=8)
     return svg(page)
+
+
+def colors_of(runs: Sequence[Run]) -> list[str]:
+    """Return the colours in which :func:`losses` draws runs; the page's table of runs is its legend."""
+    return list(itertools.islice(itertools.cycle((_BLUE, RED, *COLORS[3:])), len(runs)))
 
 
 def _curve(axes: Any, run: Run, value: Callable[[Row], float], color: str) -> None:
     """Draw the mean of a run over its seeds, with a band from the lowest to the highest seed."""
-    label = f"{run.name} ({len(run.seeds)} seeds)" if run.other_seeds else run.name
     steps = list(zip(*(seed.train for seed in run.seeds), strict=False))
     means = [(rows[0].step, statistics.fmean(map(value, rows))) for rows in steps]
-    _line(axes, means, color, label)
+    _line(axes, means, color)
     if run.other_seeds:
         shown = steps[:: math.ceil(len(steps) / _POINTS)]
         bounds = [[bound(map(value, rows)) for rows in shown] for bound in (min, max)]
@@ -52,15 +55,13 @@ def scales(run: Run) -> str:
     """Draw the loss scale, skipped steps, and the norm of the gradients."""
     page = figure(9, 4.6)
     above, below = page.subplots(2, 1, sharex=True)
-    _line(above, [(row.step, row.loss_scale) for row in run.train], _BLUE, "loss scale")
+    _line(above, [(row.step, row.loss_scale) for row in run.train], _BLUE)
     skipped = [row for row in run.train if row.skipped]
     shown = skipped[:: max(1, len(skipped) // _POINTS)]
-    if shown:
-        above.plot([row.step for row in shown], [row.loss_scale for row in shown], "x", color=RED, label="skipped step")
+    above.plot([row.step for row in shown], [row.loss_scale for row in shown], "x", color=RED)
     above.set_yscale("log", base=2)
-    above.legend(frameon=False, fontsize=8)
     style(above, "", "", "loss scale")
-    _line(below, [(row.step, row.grad_norm) for row in run.train], COLORS[3], "gradient norm")
+    _line(below, [(row.step, row.grad_norm) for row in run.train], COLORS[3])
     below.set_yscale("log")
     style(below, "", "step", "gradient norm")
     return svg(page)
@@ -102,7 +103,7 @@ def svg(page: Any) -> str:
     return text.replace("#e6e6e6", _GREY + "44").replace("#bbbbbb", _GREY)
 
 
-def _line(axes: Any, points: Sequence[tuple[int, float]], color: str, label: str) -> None:
+def _line(axes: Any, points: Sequence[tuple[int, float]], color: str) -> None:
     """Draw a line through the smallest and the largest value of each of ``_POINTS`` spans."""
     points = [(step, value) for step, value in points if math.isfinite(value)]
     length = max(1, math.ceil(len(points) / _POINTS))
@@ -112,4 +113,4 @@ def _line(axes: Any, points: Sequence[tuple[int, float]], color: str, label: str
         smallest, largest = min(span, key=lambda point: point[1]), max(span, key=lambda point: point[1])
         extremes += sorted({smallest, largest})
     steps, values = [step for step, _ in extremes], [number for _, number in extremes]
-    axes.plot(steps, values, color=color, linewidth=1.3, label=label, marker="o" if len(steps) == 1 else None)
+    axes.plot(steps, values, color=color, linewidth=1.3, marker="o" if len(steps) == 1 else None)

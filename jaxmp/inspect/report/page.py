@@ -44,7 +44,8 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
         run=main,
         verdict=verdict(main, references),
         losses=charts.losses([main, *references]),
-        runs=run_rows([main, *references]),
+        runs=list(zip(charts.colors_of([main, *references]), run_rows([main, *references]), strict=True)),
+        skipped=main.skipped,
         run_columns=RUN_COLUMNS,
         scales=charts.scales(main),
         underflow=charts.underflow(main) if main.watched else None,
@@ -68,7 +69,7 @@ def plan_rows(run: Run) -> list[tuple[Any, ...]]:
     plan = run.plan or {"rows": []}
     rows = []
     for row in plan["products"] if "products" in plan else plan["rows"]:
-        dtypes = f"{', '.join(row['operands'])} → {row['result']}"
+        dtypes = f"{tables.runs(row['operands'])} → {row['result']}"
         why = row.get("why") or row.get("phase")
         rows.append((row["path"], row["primitive"], dtypes, row["flops"], why, row["source"]))
     return rows
@@ -84,7 +85,7 @@ def run_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         milliseconds = run.summary.get("ms_per_step")
         rows.append(
             (
-                run.name,
+                f"{run.name} ({len(run.seeds)} seeds)" if run.other_seeds else run.name,
                 _with_spread(run.final_losses, ".4g", ".2g"),
                 _with_spread(run.final_accuracies, ".2%", ".2%"),
                 str(run.skipped),
