@@ -12,8 +12,8 @@ takes about 30 s on two CPU cores; the text is the standard library's own source
 124M params with GPT-2's tokens and 86M with bytes; elsewhere a small one (4 layers of 128, 16×128 tokens, 250 steps)
 that takes a minute or two. --size has larger ones, up to 7B. At the end it writes.
 
-The run folder holds config.json, metrics.csv, curves.png, checkpoints/, summary.json and summary.md; --resume goes on
-with a run that was stopped.
+The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
+summary.md; --resume goes on with a run that was stopped, and jaxmp report makes a page of it.
 """
 
 from __future__ import annotations

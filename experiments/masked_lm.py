@@ -9,8 +9,8 @@ python -m experiments.masked_lm --dataset shakespeare.txt --policy mixed_bfloat1
 the same ones every time. On a GPU the model is BERT-Base with 64 sequences of 512 tokens, elsewhere a small one (4
 layers of 128, 16×128 tokens, 250 steps) that takes a minute or two. At the end it shows what it guessed.
 
-The run folder holds config.json, metrics.csv, curves.png, checkpoints/, summary.json and summary.md; --resume goes on
-with a run that was stopped.
+The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
+summary.md; --resume goes on with a run that was stopped, and jaxmp report makes a page of it.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from experiments.report import plots
 from experiments.report.json_files import strict_json, write_json
 from experiments.report.progress import Progress
 from experiments.training import cli, processes
+from experiments.training.describing import describe
 from experiments.training.experiment import Batch, Experiment
 from experiments.training.metrics import Late
 from experiments.training.run_folders import checkpoints_folder
@@ -70,6 +71,7 @@ class Run:
         checkpoint: Checkpoint | None,
     ) -> None:
         self.experiment, self.state, self.folder = experiment, state, folder
+        self._unwatched = experiment
         self.summary: dict[str, Any] = {}
         self.stopped = False
         self._terminated, self._held = threading.Event(), contextlib.ExitStack()
@@ -144,6 +146,9 @@ class Run:
             if self._step > self._start + 1:
                 self._waiting_s += time.perf_counter() - started
             yield batch
+            if self._step == 1 and not processes.several():
+                with self._pause():
+                    describe(self._unwatched, self.state, batch, self.folder)
 
     def _watched(self, state: jaxmp.TrainState, batch: Batch) -> Any:
         """The step that comes, counted if its number says so; to compile either program is not counted as training."""

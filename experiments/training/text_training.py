@@ -293,6 +293,7 @@ class Setup:
             unit="tokens",
             closing=self.closing,
             create_on_mesh=None if self.sharding is None else self.create_on_mesh,
+            cast_plan=jaxmp.cast_plan(self.loss_fn, **self.autocast) if self.autocast else None,
         )
 
 

@@ -88,6 +88,15 @@ def test_the_verdict_compares_with_the_first_other_run(tmp_path: Path, losses: l
     assert words in text and "2 ms and 4 ms" in text
 
 
+def test_seeds_are_compared_by_their_mean_and_their_spread(tmp_path: Path) -> None:
+    for seed, loss in enumerate((0.10, 0.12)):
+        _run(tmp_path / "full" / f"seed{seed}", [1.0, loss], test_accuracy=0.5 + loss)
+        _run(tmp_path / "half" / f"seed{seed}", [1.0, loss + 0.01])
+    text = write_report(tmp_path / "half", [tmp_path / "full"], tmp_path / "page.html").read_text()
+    assert "half reaches the loss of full: 0.12 and 0.11 (+9.1 %" in text and "over 2 seeds" in text
+    assert "half (2 seeds)" in text and "0.11 ± 0.014" in text and "61.00% ± 1.41%" in text
+
+
 def test_a_long_run_with_a_large_plan_stays_below_two_megabytes(tmp_path: Path) -> None:
     rows = "".join(f"{n},train,{1 / (n + 1)},,{n},1024,{n % 100 == 0:d}\n" for n in range(10_000))
     (tmp_path / "metrics.csv").write_text("step,split,loss,accuracy,grad_norm,loss_scale,skipped\n" + rows)
