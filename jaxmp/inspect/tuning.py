@@ -121,9 +121,7 @@ class Tuned(tables.Shown):
         return f"These need float32: {names}"
 
 
-def tune(
-    fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None, batches: Sequence[tuple[Any, ...]] = ()
-) -> Callable[..., Tuned]:
+def tune(fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None) -> Callable[..., Tuned]:
     """Find the modules that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
@@ -136,12 +134,11 @@ def tune(
       policy: one half policy, such as ``"mixed_bfloat16"``.
       tolerance: the largest error of the loss, and of all gradients together, relative to float32 (see
         :class:`Tuned`). None allows twice the floor, the error of products in half alone.
-      batches: more tuples of arguments after the first one (the params), so that the result does not depend on one
-        batch. The largest error counts. Of a train step: ``(batch,)``.
 
     Returns:
-      A function of ``fun``'s arguments that returns :class:`Tuned`. It is the same for the same arguments. Interrupt it
-      with Ctrl-C to get the best result so far.
+      A function of ``fun``'s arguments that returns :class:`Tuned`. It also takes ``batches=``: more tuples of the
+      arguments after the first one (the params), of a train step ``(batch,)``. The largest error of all batches
+      counts. The result is the same for the same arguments. Interrupt it with Ctrl-C to get the best result so far.
 
     Raises:
       ValueError: the policy is not half, or has overrides; the tolerance is below the floor; the float32 function is
@@ -164,7 +161,8 @@ def tune(
     """
     half = _half_policy(policy)
 
-    def run(*args: Any) -> Tuned:
+    def run(*args: Any, batches: Sequence[tuple[Any, ...]] | None = None) -> Tuned:
+        batches = batches or ()
         loss_fn, all_args, scale = fun, [args, *((args[0], *more) for more in batches)], None
         for more in batches:
             if not isinstance(more, tuple):

@@ -104,7 +104,7 @@ def _linen_step(policy):
 @pytest.mark.slow("compiles sixteen steps many times")
 def test_a_train_step_is_tuned_and_its_overrides_help_the_model_under_a_policy(tmp_path):
     step, state = _linen_step("mixed_float16")
-    tuned = tune(step, "mixed_float16", batches=[(2 * X,)])(state, X)
+    tuned = tune(step, "mixed_float16")(state, X, batches=[(2 * X,)])
     assert "Net/flow" in tuned.overrides and tuned.loss_scale == 2.0**10
     tuned.save(tmp_path / "policy.toml")
     better, _ = _linen_step(str(tmp_path / "policy.toml"))
@@ -179,9 +179,9 @@ def test_wrong_arguments_raise():
     with pytest.raises(ValueError, match="products in half alone have an error"):
         tune(loss_fn, "mixed_bfloat16", tolerance=1e-9)(params, X)
     with pytest.raises(ValueError, match="float32 is not finite on batch 1"):
-        tune(loss_fn, "mixed_bfloat16", batches=[(X * np.inf,)])(params, X)
+        tune(loss_fn, "mixed_bfloat16")(params, X, batches=[(X * np.inf,)])
     with pytest.raises(TypeError, match="batches are tuples"):
-        tune(loss_fn, "mixed_bfloat16", batches=[X])(params, X)
+        tune(loss_fn, "mixed_bfloat16")(params, X, batches=[X])
     with pytest.raises(ValueError, match="named scopes"):
         tune(lambda params, x: jnp.mean(x @ params), "mixed_bfloat16")(params[0], X)
 
