@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jaxmp.cli.arguments import ARRAYS, SAVE, TOLERANCE, TUNED_POLICY
+from jaxmp.cli.arguments import ARRAYS, SAVE, SEEDS, TOLERANCE, TUNED_POLICY
 from jaxmp.cli.errors import UsageError
 from jaxmp.cli.inspecting import of_arrays
 from jaxmp.cli.printing import show
 
-ARGUMENTS = ARRAYS | TUNED_POLICY | TOLERANCE | SAVE
+ARGUMENTS = ARRAYS | TUNED_POLICY | TOLERANCE | SEEDS | SAVE
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
     if options.save is not None and Path(options.save).suffix != ".toml":
         raise UsageError(f"--save names a file that ends in .toml, got {options.save!r}")
     with usage_errors(ValueError):
-        tuned = of_arrays(options, lambda fun: tune(fun, options.policy, tolerance=options.tolerance))
+        settings = {"tolerance": options.tolerance, "seeds": options.seeds}
+        tuned = of_arrays(options, lambda fun: tune(fun, options.policy, **settings))
     show(options, tuned)
     if options.save is not None:
         tuned.save(options.save)

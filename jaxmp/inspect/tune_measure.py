@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.walk import PRODUCTS
@@ -39,6 +40,24 @@ def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
             return fun(*named(args))
 
     return plain
+
+
+def with_folded_keys(args: Any, seed: int) -> Any:
+    """Return arguments whose typed PRNG keys are folded with a seed.
+
+    Raises:
+      ValueError: there is no typed PRNG key.
+    """
+    if not any(map(_is_key, jax.tree.leaves(args))):
+        raise ValueError(
+            "seeds are folded into typed PRNG keys among the arguments, got none; pass jax.random.key(0), or seeds=1"
+        )
+    fold = jnp.vectorize(lambda key: jax.random.fold_in(key, seed))
+    return jax.tree.map(lambda leaf: fold(leaf) if _is_key(leaf) else leaf, args)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def candidates_of(plain: Callable[..., Any], args: Sequence[Any], half: Policy) -> list[Candidate]:

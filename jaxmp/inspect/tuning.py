@@ -17,7 +17,7 @@ from jaxmp.inspect.blame import first_nonfinite
 from jaxmp.inspect.comparing import loss_of
 from jaxmp.inspect.measuring import numerics
 from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
-from jaxmp.inspect.tune_measure import Measurement, candidates_of, without_policies
+from jaxmp.inspect.tune_measure import Measurement, candidates_of, with_folded_keys, without_policies
 from jaxmp.inspect.tune_search import Result, search
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import write_policy
@@ -121,7 +121,9 @@ class Tuned(tables.Shown):
         return f"These need float32: {names}"
 
 
-def tune(fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None) -> Callable[..., Tuned]:
+def tune(
+    fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None, seeds: int = 1
+) -> Callable[..., Tuned]:
     """Find the modules that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
@@ -134,6 +136,8 @@ def tune(fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None
       policy: one half policy, such as ``"mixed_bfloat16"``.
       tolerance: the largest error of the loss, and of all gradients together, relative to float32 (see
         :class:`Tuned`). None allows twice the floor, the error of products in half alone.
+      seeds: the number of times to measure with other random numbers. Each typed PRNG key among the arguments is
+        folded with 1, 2, …; the largest error counts.
 
     Returns:
       A function of ``fun``'s arguments that returns :class:`Tuned`. It also takes ``batches=``: more tuples of the
@@ -142,7 +146,7 @@ def tune(fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None
 
     Raises:
       ValueError: the policy is not half, or has overrides; the tolerance is below the floor; the float32 function is
-        not finite; the function has no products.
+        not finite; the function has no products; there are more ``seeds`` than 1, and no typed PRNG key.
       TypeError: ``fun`` returns no floating scalar first; ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -160,19 +164,21 @@ def tune(fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None
     ({'flow': 'float32'}, True)
     """
     half = _half_policy(policy)
+    if seeds < 1:
+        raise ValueError(f"seeds is the number of measurements, at least 1, got {seeds}")
 
     def run(*args: Any, batches: Sequence[tuple[Any, ...]] | None = None) -> Tuned:
-        batches = batches or ()
-        loss_fn, all_args, scale = fun, [args, *((args[0], *more) for more in batches)], None
-        for more in batches:
-            if not isinstance(more, tuple):
-                raise TypeError(f"batches are tuples of arguments, got {type(more).__name__}; write [(batch,)]")
+        more_batches = _checked_batches(batches)
+        loss_fn, scale = fun, None
+        all_args = [args, *((args[0], *more) for more in more_batches)]
         if is_step(fun):
             call = step_call(fun, args)
             scale = call.loss_scale
-            loss_fn, args = loss_of(call)
-            all_args = [args, *((*args[:-1], *more) for more in batches)]
+            loss_fn, (params, model_state, batch) = loss_of(call)
+            all_args = [(params, model_state, *more, call.rng) for more in [(batch,), *more_batches]]
+        args = all_args[0]
         require_arguments_not_deleted(loss_fn, args)
+        all_args += [with_folded_keys(args, seed) for seed in range(1, seeds) for args in all_args]
         plain = without_policies(loss_fn)
         if half.compute_dtype != np.float16:
             scale = None
@@ -181,7 +187,10 @@ def tune(fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None
         measurement = Measurement(plain, all_args, half, scale or 1.0)
         if (number := measurement.batch_that_is_not_finite()) is not None:
             blame = first_nonfinite(plain)(*all_args[number])
-            raise ValueError(f"tune compares with float32, but float32 is not finite on batch {number}. {blame}")
+            raise ValueError(
+                f"tune compares with float32, but float32 is not finite on batch {number % (1 + len(more_batches))}. "
+                f"{blame}"
+            )
         floor = measurement.floor()
         allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
         if not floor <= allowed < np.inf:
@@ -193,6 +202,13 @@ def tune(fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None
         return _tuned(result, half, floor, allowed, scale, measurement)
 
     return run
+
+
+def _checked_batches(batches: Sequence[tuple[Any, ...]] | None) -> list[tuple[Any, ...]]:
+    for batch in batches or ():
+        if not isinstance(batch, tuple):
+            raise TypeError(f"batches are tuples of arguments, got {type(batch).__name__}; write [(batch,)]")
+    return list(batches or ())
 
 
 def _tuned(

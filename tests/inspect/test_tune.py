@@ -74,6 +74,28 @@ def test_without_a_plant_nothing_is_found():
     assert "Nothing needs float32" in str(tuned)
 
 
+def test_seeds_measure_with_other_keys_and_compile_once():
+    traces = []
+
+    def loss_fn(params, x, keys):
+        traces.append(1)
+        with jax.named_scope("layer"):
+            x = jnp.tanh(x @ params[0])
+        masks = [jax.random.bernoulli(key, 0.5, x.shape) for key in (keys["one"], *keys["two"])]
+        return jnp.mean((x * sum(mask.astype(x.dtype) for mask in masks)) ** 2)
+
+    keys = {"one": jax.random.key(0), "two": jax.random.split(jax.random.key(1))}
+    one = tune(loss_fn, "mixed_bfloat16")(_params(), X, keys)
+    count = len(traces)
+    three = tune(loss_fn, "mixed_bfloat16", seeds=3)(_params(), X, keys)
+    assert len(traces) == 2 * count and three.evaluations == one.evaluations
+    assert three.floor > one.floor  # the largest of three
+    with pytest.raises(ValueError, match="typed PRNG keys among the arguments, got none"):
+        tune(_loss(None, None), "mixed_bfloat16", seeds=2)(_params(), X)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        tune(loss_fn, "mixed_bfloat16", seeds=0)
+
+
 class Flow(nn.Module):
     @nn.compact
     def __call__(self, x):
