@@ -22,7 +22,7 @@ from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
 LEVELS = ("float32", "tensorfloat32", "half")
-_FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
+FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
 class UnknownOperationError(ValueError):
@@ -101,7 +101,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
             named = primitives_named_by(f"primitive:{primitive}")
         elif names_operations:
             named = primitives_named_by(key)
-        if fixed := sorted(name for name in named if classify(name) in _FIXED):
+        if fixed := sorted(name for name in named if classify(name) in FIXED):
             raise ValueError(
                 f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
                 "move data, are opaque or have a body; mark a region with jaxmp.precision or override a path"
@@ -197,7 +197,7 @@ def primitives_named_by(key: str) -> frozenset[str]:
         raise UnknownOperationError(f"an override of all operations is {EVERY!r}, got {key!r}; write {EVERY!r}")
     remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
     if kind == "class":
-        known = [cls.value for cls in Class if cls not in _FIXED]
+        known = [cls.value for cls in Class if cls not in FIXED]
         remedy = "these are all; cast_plan(fun, policy)(*args) says in which one an operation is, docs/autocast.md more"
     raise UnknownOperationError(
         f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known, len(classes))}; "

@@ -29,12 +29,12 @@ _FLOORS_ALLOWED = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class TunedRow:
-    """A candidate: a module or scope with half operations of its own.
+    """A candidate: a module or scope with half operations of its own, or one of its operations.
 
     Attributes:
-      path: the module or scope, as an override takes it.
-      error: the error of the function with this candidate in float32, beside those that overflow in half; NaN if it
-        was not measured.
+      path: the module, the scope or the operation, as an override takes it.
+      error: the error of the function with this module in float32, beside those that overflow in half; NaN if it was
+        not measured.
       flops: FLOPs of the products of the candidate, without those of modules below it.
       is_float32: whether it has to compute in float32.
     """
@@ -50,10 +50,11 @@ class Tuned(tables.Shown):
     """The smallest found set of overrides that keeps loss and gradients near those of float32.
 
     An error is the larger of two: the error of the loss, over its size or 1 if that is less than 1; and the relative L2
-    error of all gradients together. A path of a named scope is an override of autocast only.
+    error of all gradients together. A named scope and an operation (``"flow:add"``) are overrides of autocast only.
 
     Attributes:
-      policy: the policy with the overrides; ``apply_policy``, ``autocast`` and ``make_train_step(policy=)`` take it.
+      policy: the policy with the overrides; ``autocast`` and ``make_train_step(policy=)`` take it, and ``apply_policy``
+        if all of them are modules.
       overrides: path to policy, in the order in which they apply; empty if none is needed.
       error: with the overrides.
       error_before: without them.
@@ -122,14 +123,19 @@ class Tuned(tables.Shown):
 
 
 def tune(
-    fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None, seeds: int = 1
+    fun: Callable[..., Any],
+    policy: Any,
+    *,
+    tolerance: float | None = None,
+    seeds: int = 1,
+    operations: bool = True,
 ) -> Callable[..., Tuned]:
-    """Find the modules that need float32 under a half policy.
+    """Find the modules and operations that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
     :func:`jaxmp.autocast` with ``policy``. It tries each module in float32, gives float32 to the most helpful ones
-    until the tolerance holds, and takes back those that are not needed. That takes about 2 evaluations for each
-    candidate, 3 if the program overflows; each compiles the function once.
+    until the tolerance holds, and takes back those that are not needed. Then it tries single operations of the modules
+    that are left. There are at most ``2 * len(rows) + 10`` evaluations; each compiles the function once.
 
     Args:
       fun: returns the loss, or a tuple that begins with it. Or a train step, called with its own arguments.
@@ -138,6 +144,8 @@ def tune(
         :class:`Tuned`). None allows twice the floor, the error of products in half alone.
       seeds: the number of times to measure with other random numbers. Each typed PRNG key among the arguments is
         folded with 1, 2, …; the largest error counts.
+      operations: whether to override single operations where a whole module is not needed. ``apply_policy`` takes
+        modules only.
 
     Returns:
       A function of ``fun``'s arguments that returns :class:`Tuned`. It also takes ``batches=``: more tuples of the
@@ -161,7 +169,7 @@ def tune(
     >>> x = jax.random.normal(jax.random.key(1), (32, 16))
     >>> tuned = tune(loss_fn, "mixed_bfloat16")({"w": w, "v": v}, x)
     >>> dict(tuned.overrides), tuned.met
-    ({'flow': 'float32'}, True)
+    ({'flow:add': 'float32'}, True)
     """
     half = _half_policy(policy)
     if seeds < 1:
@@ -198,7 +206,7 @@ def tune(
                 f"products in half alone have an error of {floor:.2e}, got the tolerance {tolerance}; allow more"
             )
         candidates = candidates_of(plain, args, half)
-        result = search(candidates, measurement, allowed)
+        result = search(candidates, measurement, allowed, operations=operations, spent=measurement.evaluations)
         return _tuned(result, half, floor, allowed, scale, measurement)
 
     return run
@@ -215,7 +223,7 @@ def _tuned(
     result: Result, half: Policy, floor: float, tolerance: float, scale: float | None, measurement: Measurement
 ) -> Tuned:
     rows = []
-    for candidate in result.candidates:
+    for candidate in [*result.candidates, *result.operations]:
         rows.append(
             TunedRow(candidate.path, result.errors.get(candidate, np.nan), candidate.flops, candidate in result.chosen)
         )
