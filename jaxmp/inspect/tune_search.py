@@ -186,14 +186,16 @@ class _Search:
                 self.result.chosen, self.result.error = with_module, error
 
 
-def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[float, int, str]:
+def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[Any, ...]:
     """Return the key for sorting: the smallest error first.
 
-    Errors within the tolerance count as equal, as do errors within about a tenth of each other; then fewer FLOPs win.
+    Errors within the tolerance count as equal, as do errors within about a tenth of each other. Then modules with half
+    operations beside products win, for products alone add no more than the floor. Then fewer FLOPs win.
     """
     error = max(errors[candidate], tolerance)
     size = round(math.log(error, 1.1)) if 0 < error < math.inf else error
-    return size, candidate.flops, candidate.path
+    has_only_products = all(operation.flops for operation in candidate.operations)
+    return error > tolerance, size, has_only_products, candidate.flops, candidate.path
 
 
 def _progress(total: int) -> Any:

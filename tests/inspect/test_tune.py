@@ -68,12 +68,6 @@ def test_the_planted_operation_is_found_and_no_other(planted, operation, at, pol
     assert (tuned.loss_scale is None) == (policy == "mixed_bfloat16")
 
 
-def test_without_a_plant_nothing_is_found():
-    tuned = tune(_loss(None, None), "mixed_bfloat16")(_params(), X)
-    assert tuned.overrides == {} and tuned.met and tuned.half_flops == 1
-    assert "Nothing needs float32" in str(tuned)
-
-
 def test_seeds_measure_with_other_keys_and_compile_once():
     traces = []
 
