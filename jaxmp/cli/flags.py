@@ -52,6 +52,8 @@ REFERENCE = _named("--reference", default="float32", help="float32 or float64, w
 LOSS_SCALE = _named("--loss-scale", type=loss_scale, default=1.0, metavar="NUMBER", help="default: 1")
 TUNED_POLICY = _named("--policy", default="mixed_bfloat16", help="a half policy; default: mixed_bfloat16")
 TOLERANCE = _named("--tolerance", type=float, metavar="NUMBER", help="the largest error; default: twice the floor")
+SEEDS = _named("--seeds", type=int, default=1, metavar="N", help="measure with so many PRNG keys; default: 1")
+NO_OPERATIONS = _named("--no-operations", action="store_true", help="whole modules only, as apply_policy takes them")
 SAVE = _named("--save", metavar="FILE.toml", help="also write the policy, for get_policy and --policy")
 AGAINST = _named("--against", metavar="RUN", help="a run to compare with, float32 first; repeat for more", **_REPEATED)
 OUT = _named("--out", metavar="FILE.html", help="default: report.html in the run's folder")

@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 
 from jaxmp.cli.errors import UsageError
-from jaxmp.cli.flags import ARRAYS, SAVE, TOLERANCE, TUNED_POLICY
+from jaxmp.cli.flags import ARRAYS, NO_OPERATIONS, SAVE, SEEDS, TOLERANCE, TUNED_POLICY
 from jaxmp.cli.inspecting import of_arrays
 from jaxmp.cli.printing import show
 
-ARGUMENTS = ARRAYS | TUNED_POLICY | TOLERANCE | SAVE
+ARGUMENTS = ARRAYS | TUNED_POLICY | TOLERANCE | SEEDS | NO_OPERATIONS | SAVE
 
 
 def run(options: argparse.Namespace) -> int:
-    """Find the modules that need float32, and write them as a policy file.
+    """Find the modules and operations that need float32, and write them as a policy file.
 
     The function may be a train step. Exit code 1 if the tolerance cannot be met, 2 if something is wrong with the
     arguments.
@@ -28,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
     if options.save is not None and Path(options.save).suffix != ".toml":
         raise UsageError(f"--save names a file that ends in .toml, got {options.save!r}")
     with usage_errors(ValueError):
-        tuned = of_arrays(options, lambda fun: tune(fun, options.policy, tolerance=options.tolerance))
+        settings = {"tolerance": options.tolerance, "seeds": options.seeds, "operations": not options.no_operations}
+        tuned = of_arrays(options, lambda fun: tune(fun, options.policy, **settings))
     show(options, tuned)
     if options.save is not None:
         tuned.save(options.save)

@@ -42,10 +42,10 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
       policy: whatever :func:`jaxmp.get_policy` reads. One that computes in float32 gives
         ``fun`` itself under its precision of products, with its results in its output dtype: so it is on a CPU for
         ``"auto"``, and for a part of a larger function under autocast. The patterns of a PolicyMap are overrides.
-      overrides: ``"**/head"`` (a path of modules or scopes, and everything below), ``"primitive:exp"`` or
-        ``"class:accumulation"`` to ``"float32"``, ``"tensorfloat32"`` (float32 whose products are JAX's default),
-        ``"half"`` or a policy that computes in one of them. Under a half policy the rules decide at that path;
-        ``"half"`` forces all of it. A path goes before an operation, a region marked with
+      overrides: ``"**/head"`` (a path of modules or scopes, and everything below), ``"**/head:exp"`` (one of its
+        operations), ``"primitive:exp"`` or ``"class:accumulation"`` to ``"float32"``, ``"tensorfloat32"`` (float32
+        whose products are JAX's default), ``"half"`` or a policy that computes in one of them. Under a half policy the
+        rules decide at that path; ``"half"`` forces all of it. A path goes before an operation, a region marked with
         :func:`jaxmp.precision` before both. Paths under a float32 policy may be half; all else follows the policy.
 
     Returns:

@@ -1,7 +1,8 @@
 """The grammar of overrides of operations, for functions and models under autocast.
 
-A key is a path of modules or scopes, ``"primitive:exp"`` or ``"class:accumulation"``; a value is a level, or a policy
-that computes at one. :mod:`jaxmp.policy.patterns` has the keys that mean modules, :mod:`jaxmp.policy` the policies.
+A key is a path of modules or scopes, a path with a primitive (``"encoder/flow:add"``), ``"primitive:exp"`` or
+``"class:accumulation"``; a value is a level, or a policy that computes at one. :mod:`jaxmp.policy.patterns` has the
+keys that mean modules, :mod:`jaxmp.policy` the policies.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import numpy as np
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
 from jaxmp.engine.classes import Class, classify, primitives_of
-from jaxmp.policy.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, pattern_text
+from jaxmp.policy.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, path_and_primitive, pattern_text
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
 LEVELS = ("float32", "tensorfloat32", "half")
-_FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
+FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
 class UnknownOperationError(ValueError):
@@ -68,8 +69,8 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
     """The level that each key asks for.
 
     Args:
-      overrides: ``"**/head"`` (a path of modules or scopes), ``"primitive:exp"`` or ``"class:accumulation"`` to one of
-        ``LEVELS`` or a policy that computes at one.
+      overrides: ``"**/head"`` (a path of modules or scopes), ``"**/head:exp"`` (an operation there),
+        ``"primitive:exp"`` or ``"class:accumulation"`` to one of ``LEVELS`` or a policy that computes at one.
       half: the compute dtype of the policy at hand.
       recipe: the recipe of its float8 products.
 
@@ -86,7 +87,8 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
                 f"an override of autocast is a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
                 f"{printed(key)}: a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast take classes"
             )
-        is_operation = key.startswith(OPERATIONS)
+        _, primitive = path_and_primitive(key)
+        is_operation = bool(primitive) or key.startswith(OPERATIONS)
         levels[key] = _level_of_value(value, half, recipe, is_operation)
         if levels[key] == "half" and half == np.float32:
             raise ValueError(
@@ -99,8 +101,12 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
                 "write 'primitive:<name>' for one that does"
             )
         names_operations = ":" in key.split("/")[0] and key != EVERY  # rightly or wrongly: errors list what there is
-        named = primitives_named_by(key) if names_operations else ()
-        if fixed := sorted(name for name in named if classify(name) in _FIXED):
+        named: Any = ()
+        if primitive:
+            named = primitives_named_by(f"primitive:{primitive}")
+        elif names_operations:
+            named = primitives_named_by(key)
+        if fixed := sorted(name for name in named if classify(name) in FIXED):
             raise ValueError(
                 f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
                 "move data, are opaque or have a body; mark a region with jaxmp.precision or override a path"
@@ -196,7 +202,7 @@ def primitives_named_by(key: str) -> frozenset[str]:
         raise UnknownOperationError(f"an override of all operations is {EVERY!r}, got {key!r}; write {EVERY!r}")
     remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
     if kind == "class":
-        known = [cls.value for cls in Class if cls not in _FIXED]
+        known = [cls.value for cls in Class if cls not in FIXED]
         remedy = "these are all; cast_plan(fun, policy)(*args) says in which one an operation is, docs/autocast.md more"
     raise UnknownOperationError(
         f"the override {key!r} names a {kind} that does not exist; the nearest: "

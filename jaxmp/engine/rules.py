@@ -17,7 +17,7 @@ from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_float, range_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
-from jaxmp.policy.patterns import EVERY, OPERATIONS, matches
+from jaxmp.policy.patterns import EVERY, OPERATIONS, matches, path_and_primitive
 
 _NO_SCOPES = "none: no scope is in it; jax.named_scope makes paths, and an NNX model has its own by jaxmp.nnx.autocast"
 
@@ -41,7 +41,7 @@ class Rules:
     Args:
       half: the compute dtype of code in no marked module; None if all of it is marked.
       overrides: the levels of paths, primitives and classes, by :func:`jaxmp.engine.overrides.levels_of`; of several
-        paths the first that matches wins, as in a PolicyMap.
+        paths the first that matches wins, as in a PolicyMap. A path with a primitive matches that primitive alone.
       programs: what was made of parts of the program before, to be used again; None to make each part anew.
       float8: the recipe of float8 products of code in no marked module; None for products in half.
       decided: takes the graph once all is decided.
@@ -66,7 +66,9 @@ class Rules:
             if key in {name for _, name in self.visited}:
                 what = f"key: 'primitive:{key}'"
             elif key in self.paths:
-                known = sorted({glob.escape("/".join(names)) for names, _ in self.visited} - {""})
+                primitive = path_and_primitive(key)[1]
+                visited = {(names, f":{name}" if primitive else "") for names, name in self.visited if names}
+                known = sorted(glob.escape("/".join(names)) + name for names, name in visited)
                 what = f"paths: {closest_names(key, known) or _NO_SCOPES}"
             else:
                 what = f"primitives: {closest_names(key.partition(':')[2], sorted({name for _, name in self.visited}))}"
@@ -114,7 +116,7 @@ class Rules:
             level, reason = request
             if level != "half":
                 return Decision(Kind.FULL, reason, level)
-            if cls is not Class.LINALG or self.overrides.get(f"primitive:{name}") == "half":
+            if cls is not Class.LINALG or self._is_named_half(name, names):
                 return Decision(Kind.HALF, reason, level)
         if cls is Class.HALF:
             return self._kind_of_product(eqn)
@@ -137,13 +139,25 @@ class Rules:
         """The overrides of a primitive in these scopes: of the paths the first, then those of operations."""
         if not self.overrides:
             return []
-        of_paths, of_name = self._path_rules(path_of(names)), (f"primitive:{name}", f"class:{classify(name)}", EVERY)
+        of_paths = self._path_rules(path_of(names), name)
+        of_name = (f"primitive:{name}", f"class:{classify(name)}", EVERY)
         keys = [*of_paths[:1], *(key for key in of_name if key in self.overrides)]
         self.matched.update(of_paths, keys)
         return keys
 
-    def _find_path_rules(self, path: Names) -> list[str]:
-        return [key for key in self.paths if any(matches(key, path[:end], None) for end in range(len(path) + 1))]
+    def _find_path_rules(self, path: Names, name: str) -> list[str]:
+        keys = []
+        for key in self.paths:
+            pattern, primitive = path_and_primitive(key)
+            is_below = any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
+            if is_below and primitive in ("", name):
+                keys.append(key)
+        return keys
+
+    def _is_named_half(self, name: str, names: Names) -> bool:
+        """Return whether an override that names the primitive, and not just its path or class, asks for half."""
+        keys = self.keys_of(name, names)
+        return any(key.endswith(f":{name}") and self.overrides[key] == "half" for key in keys)
 
     def _kind_of_cast(self, eqn: Any, names: Names) -> Decision:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]

@@ -166,7 +166,7 @@ class _LossOnly(TrainStep):
 
 
 def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the loss of a train step as a function, and its arguments."""
+    """Return the loss of a train step as a function, and its arguments; another rng may follow them."""
     step, state, batch = call
     if any(isinstance(part, Gathered) for part in step.arguments):
         raise ValueError(
@@ -175,9 +175,9 @@ def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         )
     step_without_gradients = _LossOnly(*step.arguments)
 
-    def loss_fn(params: Any, model_state: Any, batch: Any) -> Any:
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = call.rng) -> Any:
         step_state = state.replace(params=params, model_state=model_state)
-        return step_without_gradients.gradients(step_state, batch, call.rng)[0]
+        return step_without_gradients.gradients(step_state, batch, rng)[0]
 
     return loss_fn, (state.params, state.model_state, batch)
 

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
+from jaxmp.engine.classes import classify
+from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named
 from jaxmp.policy.patterns import EVERY
@@ -25,10 +28,17 @@ _PRODUCTS_ONLY = {"class:half": "half", EVERY: "float32"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module or scope with half operations of its own; ``flops`` are those of its own products."""
+    """A module or scope with half operations of its own, or one of its operations.
+
+    Attributes:
+      path: as an override takes it.
+      flops: those of its own products.
+      operations: its half operations.
+    """
 
     path: str
     flops: int
+    operations: tuple[Candidate, ...] = ()
 
 
 def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,23 +51,46 @@ def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
     return plain
 
 
+def with_folded_keys(args: Any, seed: int) -> Any:
+    """Return arguments whose typed PRNG keys are folded with a seed.
+
+    Raises:
+      ValueError: there is no typed PRNG key.
+    """
+    if not any(map(_is_key, jax.tree.leaves(args))):
+        raise ValueError(
+            "seeds are folded into typed PRNG keys among the arguments, got none; pass jax.random.key(0), or seeds=1"
+        )
+    fold = jnp.vectorize(lambda key: jax.random.fold_in(key, seed))
+    return jax.tree.map(lambda leaf: fold(leaf) if _is_key(leaf) else leaf, args)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def candidates_of(plain: Callable[..., Any], args: Sequence[Any], half: Policy) -> list[Candidate]:
     """Return the modules and scopes with half operations, children before parents.
 
     Raises:
       ValueError: no operation in a module or scope is half.
     """
-    flops: dict[str, int] = {}
+    flops: dict[str, dict[str, int]] = {}
     for row in cast_plan(plain, half)(*args).rows:
         if row.path and _HALF.intersection([*row.operands, *row.result.split(", ")]):
-            flops.setdefault(row.path, 0)
-            flops[row.path] += row.flops if row.primitive in PRODUCTS else 0
+            by_name = flops.setdefault(row.path, {})
+            if classify(row.primitive) not in (None, *FIXED):
+                by_name.setdefault(row.primitive, 0)
+                by_name[row.primitive] += row.flops if row.primitive in PRODUCTS else 0
     if not flops:
         raise ValueError(
             "tune needs half operations in modules or named scopes, got none; put jax.named_scope around the parts"
         )
-    paths = sorted(flops, key=lambda path: -path.count("/"))
-    return [Candidate(path, flops[path]) for path in paths]
+    candidates = []
+    for path in sorted(flops, key=lambda path: -path.count("/")):
+        operations = tuple(Candidate(f"{path}:{name}", count) for name, count in flops[path].items())
+        candidates.append(Candidate(path, sum(flops[path].values()), operations))
+    return candidates
 
 
 class Measurement:
@@ -124,19 +157,17 @@ class Measurement:
         return summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
 
     def overrides(self, candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> dict[str, str]:
-        """Return overrides that give float32 to the chosen candidates, and the policy to their children."""
+        """Return overrides that give float32 to the chosen candidates and operations, and the policy to children."""
         overrides = {}
+        touched = {candidate for candidate in candidates if not {candidate, *candidate.operations}.isdisjoint(chosen)}
         for candidate in candidates:  # children come before parents, and the first pattern that matches wins
             if candidate in chosen:
                 overrides[candidate.path] = "float32"
-            elif _parent(candidate, candidates) in chosen:
+                continue
+            overrides |= {operation.path: "float32" for operation in candidate.operations if operation in chosen}
+            if _parent(candidate, candidates) in touched:
                 overrides[candidate.path] = str(self._half)
         return overrides
-
-    def one_in_half(self, candidates: Sequence[Candidate], candidate: Candidate) -> dict[str, str]:
-        """Return overrides under which a candidate alone is under the policy, and all else is float32."""
-        below = {other.path: "float32" for other in candidates if other.path.startswith(f"{candidate.path}/")}
-        return {**below, candidate.path: str(self._half), EVERY: "float32"}
 
     def _run(
         self, fun: Callable[..., Any], all_args: Sequence[Sequence[Any]], scale: float

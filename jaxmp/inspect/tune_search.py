@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from jaxmp.inspect.tune_measure import Candidate
 
+Chosen = frozenset[Candidate]
+
 
 class Evaluator(Protocol):
     """The parts of :class:`jaxmp.inspect.tune_measure.Measurement` that the search needs."""
@@ -19,98 +21,181 @@ class Evaluator(Protocol):
     def overrides(self, candidates: Sequence[Candidate], chosen: Any) -> dict[str, str]:
         """Return the overrides that give float32 to the chosen candidates."""
 
-    def one_in_half(self, candidates: Sequence[Candidate], candidate: Candidate) -> dict[str, str]:
-        """Return the overrides under which one candidate alone is half."""
-
 
 @dataclass
 class Result:
     """The state of a search: the best choice so far, and each candidate's effect.
 
     Attributes:
-      candidates: all of them.
-      chosen: those in float32.
+      candidates: the modules and scopes.
+      chosen: the candidates and operations in float32.
       error: with this choice.
       error_before: with nothing in float32.
-      errors: the error with one candidate in float32, beside those that overflow; empty if nothing needs float32.
+      errors: the error with one candidate in float32, beside those that overflow; empty if that was not needed.
+      operations: the operations of chosen candidates that were tried.
       interrupted: whether the keyboard ended the search.
     """
 
     candidates: Sequence[Candidate]
-    chosen: frozenset[Candidate] = frozenset()
+    chosen: Chosen = frozenset()
     error: float = math.inf
     error_before: float = math.inf
     errors: dict[Candidate, float] = field(default_factory=dict)
+    operations: list[Candidate] = field(default_factory=list)
     interrupted: bool = False
 
 
-def search(candidates: Sequence[Candidate], evaluator: Evaluator, tolerance: float) -> Result:
+def search(
+    candidates: Sequence[Candidate], evaluator: Evaluator, tolerance: float, *, operations: bool = True, spent: int = 0
+) -> Result:
     """Return few candidates in float32 that keep the error within the tolerance.
 
-    If the error is infinite, the candidates that overflow alone are chosen first. Then each other candidate is tried in
-    float32. The shortest list of the most helpful ones that meets the tolerance is found by bisection. At last each of
-    these is taken back if the tolerance holds without it, those with the most FLOPs first. An interrupt from the
-    keyboard ends the search with the best choice so far.
+    1. If the error is infinite, bisection over the candidates finds those that overflow. They are chosen.
+    2. Each other candidate is tried in float32 beside them, and ranked by the error that is left.
+    3. The shortest beginning of this list that meets the tolerance is found by bisection.
+    4. Each of these is taken back if the tolerance holds without it, those with the most FLOPs first.
+    5. Within each that is left, only its operations get float32. Each is taken back in the same way.
+
+    There are at most ``2 * (candidates + operations tried) + 10`` evaluations. At that number, or at an interrupt from
+    the keyboard, the search ends with the best choice so far.
+
+    Args:
+      candidates: children before parents.
+      evaluator: measures errors.
+      tolerance: the largest error allowed.
+      operations: whether to try single operations.
+      spent: evaluations before the search, which count.
     """
-    result = Result(candidates)
-    try:
-        _search(result, evaluator, tolerance)
-    except KeyboardInterrupt:
-        result.interrupted = True
-    return result
-
-
-def _search(result: Result, evaluator: Evaluator, tolerance: float) -> None:
-    candidates = result.candidates
-
-    def error_of(chosen: frozenset[Candidate]) -> float:
-        """Measure a choice, and keep it if it is better."""
-        error = evaluator.error(evaluator.overrides(candidates, chosen))
-        is_smaller = len(chosen) <= len(result.chosen) or result.error > tolerance
-        if (error <= tolerance and is_smaller) or error < result.error > tolerance:
-            result.chosen, result.error = chosen, error
-        return error
-
-    result.error_before = error_of(frozenset())
-    if result.error_before <= tolerance:
-        return
-    overflowing: list[Candidate] = []
     progress = _progress(len(candidates))
-    with progress:
-        if math.isinf(result.error_before):
-            for candidate in progress.track(candidates, description="looking for overflows"):
-                if math.isinf(evaluator.error(evaluator.one_in_half(candidates, candidate))):
-                    overflowing.append(candidate)
-        remaining = [candidate for candidate in candidates if candidate not in overflowing]
-        for candidate in progress.track(remaining, description="measuring modules"):
-            result.errors[candidate] = error_of(frozenset([*overflowing, candidate]))
-    most_helpful_first = [
-        *overflowing,
-        *sorted(remaining, key=lambda candidate: _usefulness(candidate, result.errors, tolerance)),
-    ]
-    if error_of(frozenset(most_helpful_first)) > tolerance:
-        return
-    too_few, enough = 0, len(most_helpful_first)
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if error_of(frozenset(most_helpful_first[:middle])) <= tolerance:
-            enough = middle
-        else:
-            too_few = middle
-    chosen = frozenset(most_helpful_first[:enough])
-    for candidate in sorted(chosen, key=lambda candidate: (-candidate.flops, candidate.path)):
-        if candidate != most_helpful_first[enough - 1] and error_of(chosen - {candidate}) <= tolerance:
-            chosen -= {candidate}
+    run = _Search(candidates, evaluator, tolerance, spent, progress)
+    try:
+        with progress:
+            run.modules()
+            if operations:
+                run.operations()
+    except _BudgetSpent:
+        pass
+    except KeyboardInterrupt:
+        run.result.interrupted = True
+    return run.result
 
 
-def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[float, int, str]:
+class _BudgetSpent(Exception):
+    """No evaluation is left."""
+
+
+class _Search:
+    def __init__(
+        self, candidates: Sequence[Candidate], evaluator: Evaluator, tolerance: float, spent: int, progress: Any
+    ) -> None:
+        self.candidates, self.evaluator, self.tolerance = candidates, evaluator, tolerance
+        self.result = Result(candidates)
+        self.errors: dict[Chosen, float] = {}
+        self.left = 2 * len(candidates) + 10 - spent
+        self.progress = progress
+        self.task = progress.add_task("tuning", total=self.left)
+
+    def error_of(self, chosen: Chosen) -> float:
+        """Measure a choice once, and keep it if it is better."""
+        if chosen not in self.errors:
+            if self.left < 1:
+                raise _BudgetSpent
+            self.left -= 1
+            self.errors[chosen] = self.evaluator.error(self.evaluator.overrides(self.candidates, chosen))
+            self.progress.advance(self.task)
+            is_smaller = len(chosen) < len(self.result.chosen) and self.errors[chosen] <= self.tolerance
+            if is_smaller or self.errors[chosen] < self.result.error > self.tolerance:
+                self.accept(chosen)
+        return self.errors[chosen]
+
+    def meets(self, chosen: Chosen) -> bool:
+        return self.error_of(chosen) <= self.tolerance
+
+    def accept(self, chosen: Chosen) -> None:
+        self.result.chosen, self.result.error = chosen, self.errors[chosen]
+
+    def modules(self) -> None:
+        """Choose modules: steps 1 to 4 of :func:`search`."""
+        self.result.error_before = self.error_of(frozenset())
+        if self.meets(frozenset()):
+            return
+        overflowing = self.overflowing()
+        order = [*overflowing, *self.most_helpful(overflowing)]
+        too_few, enough = max(len(overflowing) - 1, 0), max(len(overflowing), 1)
+        while not self.meets(frozenset(order[:enough])):
+            if enough == len(order):
+                return
+            too_few, enough = enough, min(2 * enough, len(order))
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if self.meets(frozenset(order[:middle])):
+                enough = middle
+            else:
+                too_few = middle
+        chosen = frozenset(order[:enough])
+        self.accept(chosen)
+        self.take_back(chosen, order[len(overflowing) : enough - 1])  # the last one is needed
+
+    def overflowing(self) -> list[Candidate]:
+        """Return candidates without which the error is infinite; not all of them if they are many."""
+        overflowing: list[Candidate] = []
+        most = max(len(self.candidates) // 2, 1)
+        while math.isinf(self.error_of(frozenset(overflowing))) and len(self.errors) <= most:
+            finite, infinite = 0, len(self.candidates)  # with so many of the candidates in half
+            if math.isinf(self.error_of(frozenset(self.candidates))):
+                break
+            while infinite - finite > 1:
+                middle = (finite + infinite) // 2
+                if math.isinf(self.error_of(frozenset([*overflowing, *self.candidates[middle:]]))):
+                    infinite = middle
+                else:
+                    finite = middle
+            overflowing.append(self.candidates[infinite - 1])
+        return overflowing
+
+    def most_helpful(self, overflowing: Sequence[Candidate]) -> list[Candidate]:
+        """Return the other candidates, the most helpful first if one is needed and that can be measured."""
+        others = [candidate for candidate in self.candidates if candidate not in overflowing]
+        if not self.tolerance < self.error_of(frozenset(overflowing)) < math.inf:
+            return others
+        for candidate in others:
+            self.result.errors[candidate] = self.error_of(frozenset([*overflowing, candidate]))
+        return sorted(others, key=lambda other: _usefulness(other, self.result.errors, self.tolerance))
+
+    def take_back(self, chosen: Chosen, some: Sequence[Candidate]) -> Chosen:
+        """Take back each of some that is not needed, those with the most FLOPs first."""
+        for candidate in sorted(some, key=lambda candidate: (-candidate.flops, candidate.path)):
+            if self.meets(chosen - {candidate}):
+                chosen -= {candidate}
+                self.accept(chosen)
+        return chosen
+
+    def operations(self) -> None:
+        """Choose single operations of the chosen modules: step 5 of :func:`search`."""
+        modules = sorted(self.result.chosen, key=lambda candidate: (-candidate.flops, candidate.path))
+        if self.result.error > self.tolerance:
+            return
+        for module in modules:
+            if len(module.operations) < 2:
+                continue
+            self.left += 2 * len(module.operations)
+            self.result.operations += module.operations
+            with_module, error = self.result.chosen, self.result.error
+            with_all = with_module - {module} | {*module.operations}
+            if self.meets(with_all) and self.take_back(with_all, module.operations) == with_all:
+                self.result.chosen, self.result.error = with_module, error
+
+
+def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[Any, ...]:
     """Return the key for sorting: the smallest error first.
 
-    Errors within the tolerance count as equal, as do errors within about a tenth of each other; then fewer FLOPs win.
+    Errors within the tolerance count as equal, as do errors within about a tenth of each other. Then modules with half
+    operations beside products win, for products alone add no more than the floor. Then fewer FLOPs win.
     """
     error = max(errors[candidate], tolerance)
     size = round(math.log(error, 1.1)) if 0 < error < math.inf else error
-    return size, candidate.flops, candidate.path
+    has_only_products = all(operation.flops for operation in candidate.operations)
+    return error > tolerance, size, has_only_products, candidate.flops, candidate.path
 
 
 def _progress(total: int) -> Any:

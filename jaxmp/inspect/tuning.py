@@ -17,7 +17,7 @@ from jaxmp.inspect.blame import first_nonfinite
 from jaxmp.inspect.comparing import loss_of
 from jaxmp.inspect.measuring import numerics
 from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
-from jaxmp.inspect.tune_measure import Measurement, candidates_of, without_policies
+from jaxmp.inspect.tune_measure import Measurement, candidates_of, with_folded_keys, without_policies
 from jaxmp.inspect.tune_search import Result, search
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import write_policy
@@ -29,12 +29,12 @@ _FLOORS_ALLOWED = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class TunedRow:
-    """A candidate: a module or scope with half operations of its own.
+    """A candidate: a module or scope with half operations of its own, or one of its operations.
 
     Attributes:
-      path: the module or scope, as an override takes it.
-      error: the error of the function with this candidate in float32, beside those that overflow in half; NaN if it
-        was not measured.
+      path: the module, the scope or the operation, as an override takes it.
+      error: the error of the function with this module in float32, beside those that overflow in half; NaN if it was
+        not measured.
       flops: FLOPs of the products of the candidate, without those of modules below it.
       is_float32: whether it has to compute in float32.
     """
@@ -50,10 +50,11 @@ class Tuned(tables.Shown):
     """The smallest found set of overrides that keeps loss and gradients near those of float32.
 
     An error is the larger of two: the error of the loss, over its size or 1 if that is less than 1; and the relative L2
-    error of all gradients together. A path of a named scope is an override of autocast only.
+    error of all gradients together. A named scope and an operation (``"flow:add"``) are overrides of autocast only.
 
     Attributes:
-      policy: the policy with the overrides; ``apply_policy``, ``autocast`` and ``make_train_step(policy=)`` take it.
+      policy: the policy with the overrides; ``autocast`` and ``make_train_step(policy=)`` take it, and ``apply_policy``
+        if all of them are modules.
       overrides: path to policy, in the order in which they apply; empty if none is needed.
       error: with the overrides.
       error_before: without them.
@@ -122,30 +123,38 @@ class Tuned(tables.Shown):
 
 
 def tune(
-    fun: Callable[..., Any], policy: Any, *, tolerance: float | None = None, batches: Sequence[tuple[Any, ...]] = ()
+    fun: Callable[..., Any],
+    policy: Any,
+    *,
+    tolerance: float | None = None,
+    seeds: int = 1,
+    operations: bool = True,
 ) -> Callable[..., Tuned]:
-    """Find the modules that need float32 under a half policy.
+    """Find the modules and operations that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
     :func:`jaxmp.autocast` with ``policy``. It tries each module in float32, gives float32 to the most helpful ones
-    until the tolerance holds, and takes back those that are not needed. That takes about 2 evaluations for each
-    candidate, 3 if the program overflows; each compiles the function once.
+    until the tolerance holds, and takes back those that are not needed. Then it tries single operations of the modules
+    that are left. There are at most ``2 * len(rows) + 10`` evaluations; each compiles the function once.
 
     Args:
       fun: returns the loss, or a tuple that begins with it. Or a train step, called with its own arguments.
       policy: one half policy, such as ``"mixed_bfloat16"``.
       tolerance: the largest error of the loss, and of all gradients together, relative to float32 (see
         :class:`Tuned`). None allows twice the floor, the error of products in half alone.
-      batches: more tuples of arguments after the first one (the params), so that the result does not depend on one
-        batch. The largest error counts. Of a train step: ``(batch,)``.
+      seeds: the number of times to measure with other random numbers. Each typed PRNG key among the arguments is
+        folded with 1, 2, …; the largest error counts.
+      operations: whether to override single operations where a whole module is not needed. ``apply_policy`` takes
+        modules only.
 
     Returns:
-      A function of ``fun``'s arguments that returns :class:`Tuned`. It is the same for the same arguments. Interrupt it
-      with Ctrl-C to get the best result so far.
+      A function of ``fun``'s arguments that returns :class:`Tuned`. It also takes ``batches=``: more tuples of the
+      arguments after the first one (the params), of a train step ``(batch,)``. The largest error of all batches
+      counts. The result is the same for the same arguments. Interrupt it with Ctrl-C to get the best result so far.
 
     Raises:
       ValueError: the policy is not half, or has overrides; the tolerance is below the floor; the float32 function is
-        not finite; the function has no products.
+        not finite; the function has no products; there are more ``seeds`` than 1, and no typed PRNG key.
       TypeError: ``fun`` returns no floating scalar first; ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -160,21 +169,24 @@ def tune(
     >>> x = jax.random.normal(jax.random.key(1), (32, 16))
     >>> tuned = tune(loss_fn, "mixed_bfloat16")({"w": w, "v": v}, x)
     >>> dict(tuned.overrides), tuned.met
-    ({'flow': 'float32'}, True)
+    ({'flow:add': 'float32'}, True)
     """
     half = _half_policy(policy)
+    if seeds < 1:
+        raise ValueError(f"seeds is the number of measurements, at least 1, got {seeds}")
 
-    def run(*args: Any) -> Tuned:
-        loss_fn, all_args, scale = fun, [args, *((args[0], *more) for more in batches)], None
-        for more in batches:
-            if not isinstance(more, tuple):
-                raise TypeError(f"batches are tuples of arguments, got {type(more).__name__}; write [(batch,)]")
+    def run(*args: Any, batches: Sequence[tuple[Any, ...]] | None = None) -> Tuned:
+        more_batches = _checked_batches(batches)
+        loss_fn, scale = fun, None
+        all_args = [args, *((args[0], *more) for more in more_batches)]
         if is_step(fun):
             call = step_call(fun, args)
             scale = call.loss_scale
-            loss_fn, args = loss_of(call)
-            all_args = [args, *((*args[:-1], *more) for more in batches)]
+            loss_fn, (params, model_state, batch) = loss_of(call)
+            all_args = [(params, model_state, *more, call.rng) for more in [(batch,), *more_batches]]
+        args = all_args[0]
         require_arguments_not_deleted(loss_fn, args)
+        all_args += [with_folded_keys(args, seed) for seed in range(1, seeds) for args in all_args]
         plain = without_policies(loss_fn)
         if half.compute_dtype != np.float16:
             scale = None
@@ -183,7 +195,10 @@ def tune(
         measurement = Measurement(plain, all_args, half, scale or 1.0)
         if (number := measurement.batch_that_is_not_finite()) is not None:
             blame = first_nonfinite(plain)(*all_args[number])
-            raise ValueError(f"tune compares with float32, but float32 is not finite on batch {number}. {blame}")
+            raise ValueError(
+                f"tune compares with float32, but float32 is not finite on batch {number % (1 + len(more_batches))}. "
+                f"{blame}"
+            )
         floor = measurement.floor()
         allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
         if not floor <= allowed < np.inf:
@@ -191,17 +206,24 @@ def tune(
                 f"products in half alone have an error of {floor:.2e}, got the tolerance {tolerance}; allow more"
             )
         candidates = candidates_of(plain, args, half)
-        result = search(candidates, measurement, allowed)
+        result = search(candidates, measurement, allowed, operations=operations, spent=measurement.evaluations)
         return _tuned(result, half, floor, allowed, scale, measurement)
 
     return run
+
+
+def _checked_batches(batches: Sequence[tuple[Any, ...]] | None) -> list[tuple[Any, ...]]:
+    for batch in batches or ():
+        if not isinstance(batch, tuple):
+            raise TypeError(f"batches are tuples of arguments, got {type(batch).__name__}; write [(batch,)]")
+    return list(batches or ())
 
 
 def _tuned(
     result: Result, half: Policy, floor: float, tolerance: float, scale: float | None, measurement: Measurement
 ) -> Tuned:
     rows = []
-    for candidate in result.candidates:
+    for candidate in [*result.candidates, *result.operations]:
         rows.append(
             TunedRow(candidate.path, result.errors.get(candidate, np.nan), candidate.flops, candidate in result.chosen)
         )

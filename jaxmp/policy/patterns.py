@@ -40,6 +40,19 @@ def check_pattern(pattern: Any) -> Pattern:
     )
 
 
+def path_and_primitive(pattern: Pattern) -> tuple[Pattern, str]:
+    """Split the pattern of one operation on a path; the primitive of other patterns is empty.
+
+    >>> path_and_primitive("encoder/flow:add"), path_and_primitive("encoder/flow"), path_and_primitive("type:Dense")
+    (('encoder/flow', 'add'), ('encoder/flow', ''), ('type:Dense', ''))
+    """
+    if isinstance(pattern, str) and not pattern.startswith((*OPERATIONS, "type:")):
+        path, colon, name = pattern.rpartition(":")
+        if colon and "/" not in name:
+            return path, name
+    return pattern, ""
+
+
 def pairs_of(overrides: Any) -> list[tuple[Any, Any]]:
     """Return the patterns and policies of overrides: a mapping, None, or the pairs of a PolicyMap."""
     if overrides is None or isinstance(overrides, Mapping):

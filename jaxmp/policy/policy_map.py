@@ -13,7 +13,16 @@ from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import UnknownDtypeError, canonical_dtype, closest_names, is_half, nearest_first
 from jaxmp.policy.float8 import Float8
 from jaxmp.policy.parsing import ALIASES, AMBIGUOUS, parse_fields
-from jaxmp.policy.patterns import Path, Pattern, check_pattern, is_class_pattern, matches, pairs_of, pattern_text
+from jaxmp.policy.patterns import (
+    Path,
+    Pattern,
+    check_pattern,
+    is_class_pattern,
+    matches,
+    pairs_of,
+    path_and_primitive,
+    pattern_text,
+)
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import read_policy
 
@@ -27,7 +36,7 @@ class PolicyMap:
       overrides: pattern to policy, in order. A string is a glob on the module path below the root: ``*`` stays within
         one level, ``**`` crosses zero or more (``"**/BatchNorm_*"``, ``"encoder/layer_0"``); ``"type:*Norm"`` is a glob
         on the name of the module's class and of its bases; a class matches its instances. A pattern covers the module
-        it matches and everything below.
+        it matches and everything below. ``"flow:add"`` means an operation there, for autocast of a function only.
       strict: whether a pattern that matches nothing in the model is an error (see :meth:`check`).
 
     Frozen and hashable like the policies in it.
@@ -126,7 +135,7 @@ class PolicyMap:
         return PolicyMap(default, overrides, strict=self.strict)
 
     def check(self, modules: Mapping[Path, type], variables: Collection[Path], complete: bool = True) -> None:
-        """Raise an error if a pattern of a strict map matched nothing.
+        """Raise an error if a pattern means operations, or if one of a strict map matched nothing.
 
         Args:
           modules: the classes of the modules visited, by path.
@@ -139,6 +148,11 @@ class PolicyMap:
         """
         paths = {path[:depth] for path in variables for depth in range(len(path))}
         for strict, pattern, _ in self._rules():
+            if path_and_primitive(pattern)[1]:
+                raise ValueError(
+                    f"a pattern of a model's policy means modules, got {pattern!r}, which means operations.\n"
+                    "Use jaxmp.autocast or make_train_step(policy=) of the loss function, or override the module."
+                )
             if not strict or any(matches(pattern, path, cls) for path, cls in modules.items()):
                 continue
             if is_class_pattern(pattern):

@@ -54,6 +54,25 @@ def test_a_path_covers_what_lies_below_it_and_the_first_that_matches_wins():
     assert products(half(lambda x, w: x @ w, overrides={"**": "float32"}), X, W) == ["float32"]
 
 
+def test_an_operation_on_a_path_is_a_path_of_that_operation_alone():
+    for overrides, expected in (
+        ({"encoder:dot_general": "float32"}, ["float32", "float32", "bfloat16"]),
+        ({"encoder/layer_0": "half", "encoder:dot_general": "float32"}, ["bfloat16", "float32", "bfloat16"]),
+        ({"**/layer_1:dot_general": "half", "primitive:dot_general": "float32"}, ["float32", "bfloat16", "float32"]),
+    ):
+        assert products(half(model, overrides=overrides), X, W) == expected
+    assert dtypes_of("exp", half(model, overrides={"**/layer_0:exp": "half"}), X, W) == ["bfloat16", "float32"]
+    policy = jaxmp.PolicyMap("mixed_bfloat16", {"head:dot_general": "float32"})
+    assert products(jaxmp.autocast(model, policy), X, W) == ["bfloat16", "bfloat16", "float32"]
+    with pytest.raises(jaxmp.UnmatchedOverrideError, match="'heat:dot_general' matched none; nearest paths: 'head:d"):
+        half(model, overrides={"heat:dot_general": "float32"})(X, W)
+    with pytest.raises(ValueError, match="move data, are opaque or have a body"):
+        half(model, overrides={"head:transpose": "float32"})
+    for under in (jaxmp.linen.apply_policy, jaxmp.linen.autocast):
+        with pytest.raises(ValueError, match="a model's policy means modules, got 'head:add'"):
+            under(nn.Dense(2), "mixed_bfloat16", {"head:add": "float32"}).init(jax.random.key(0), X)
+
+
 def test_a_path_holds_in_the_gradient():
     def loss(w):
         return jnp.sum(model(X, w))
@@ -252,8 +271,8 @@ def test_overrides_of_no_operation_raise_before_the_call():
         ("primitive:expp", "'primitive:expp' names a primitive that does not exist; the nearest: 'exp'"),
         ("primitive:scatter_add", "the nearest: 'scatter-add',"),
         ("primitive:*", "all operations is 'class:*', got 'primitive:*'; write 'class:"),
-        ("op:exp", "or by operation 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "),
-        ("Primitive:exp", "got 'Primitive:exp'"),
+        ("**/head:expp", "'primitive:expp' names a primitive that does not exist; the nearest: 'exp'"),
+        ("op:exp/head", "or by operation 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "),
         ("class:accumulate", "names a class that does not exist; the nearest: 'accumulation',"),
     ):
         with pytest.raises(UnknownOperationError, match=re.escape(text)):

@@ -1,0 +1,174 @@
+"""tune finds planted operations that no rule of autocast keeps in float32, and as much half as all choices allow."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp.inspect import tune
+from jaxmp.inspect.tune_measure import Measurement, candidates_of
+from jaxmp.policy.policy_map import get_policy
+
+pytestmark = pytest.mark.once
+
+HALVES = ("mixed_bfloat16", "mixed_float16")
+X = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w)
+
+
+# -- the plants: sums and products in half between products. What would be a difference is a sum, so no rule keeps it.
+
+
+def residual_flow(x, w):
+    for _ in range(8):
+        x = x + 0.002 * jnp.tanh(x @ w)
+    return x
+
+
+def growth_by_factors_near_one(x, w):
+    y = z = x @ w
+    for _ in range(4):
+        z = z * (1 + 0.002 * jnp.tanh(z))
+    return x + 100 * (z + -y)
+
+
+def variance_by_moments(x, w):
+    parts = jnp.split(layer(x, w) + 4, 4, axis=1)
+    total = parts[0] + parts[1] + parts[2] + parts[3]
+    squares = parts[0] * parts[0] + parts[1] * parts[1] + parts[2] * parts[2] + parts[3] * parts[3]
+    return jnp.tile(squares / 4 + -(total * total / 16), 4)
+
+
+def squared_distance_by_squares(x, w):
+    y = layer(x, w) + 8
+    z = jnp.roll(y, 1, axis=1)
+    return y * y + z * z + -2 * y * z
+
+
+def cumulative_sum(x, w):
+    y = layer(x, w) + 8
+    total, sums = y[:, 0], []
+    for n in range(1, 17):
+        sums.append(total + -8.0 * n)
+        total = total + y[:, n % 16]
+    return jnp.stack(sums, 1)
+
+
+def chebyshev_polynomial(x, w):
+    y = 0.95 + 0.05 * layer(x, w)
+    last, value = jnp.ones_like(y), y
+    for _ in range(8):
+        last, value = value, 2 * y * value + -last
+    return value
+
+
+def cosine_by_doubling_the_angle(x, w):
+    cosine = 1.0 + -0.005 * (layer(x, w) + 1)
+    for _ in range(4):
+        cosine = 2 * cosine * cosine + -1.0
+    return cosine
+
+
+def inverse_by_determinants(x, w):
+    a, b, c, d = jnp.split(0.02 * layer(x, w), 4, axis=1)
+    a, b, c, d = 1 + a, 0.95 + b, 0.95 + c, 1 + d
+    one_over = 0.1 / (a * d + -(b * c))
+    return jnp.concatenate([a * one_over, -b * one_over, -c * one_over, d * one_over], 1)
+
+
+def gate_with_large_logits(x, w):
+    y = layer(x, w)
+    return jax.nn.sigmoid(20 * (y + 20.0) + -400.0) * y
+
+
+def moving_average(x, w):
+    y = mean = x @ w
+    for n in range(12):
+        mean = 0.99 * mean + 0.01 * jnp.tanh((1 + n) * y)
+    return mean
+
+
+def polynomial_by_horner(x, w):
+    y = 1.0 + 0.3 * layer(x, w)
+    value = y
+    for coefficient in (-5.0, 10.0, -10.0, 5.0):
+        value = (value + coefficient) * y
+    return 50 * (value + -1.0)
+
+
+def offset_positions(x, w):
+    return (64.0 + layer(x, w)) * 3.0 + -192.0
+
+
+QUICK = (offset_positions, polynomial_by_horner)
+SLOW = (
+    residual_flow, growth_by_factors_near_one, variance_by_moments, squared_distance_by_squares, cumulative_sum,
+    chebyshev_polynomial, cosine_by_doubling_the_angle, inverse_by_determinants, gate_with_large_logits, moving_average,
+)  # fmt: skip
+PLANTS = [*QUICK, *(pytest.param(plant, marks=pytest.mark.slow("ten more plants")) for plant in SLOW)]
+
+
+def _loss(*layers):
+    """Return a loss of layers in scopes."""
+
+    def loss_fn(params, x):
+        for n, fun in enumerate(layers):
+            with jax.named_scope(f"layer_{n}"):
+                x = fun(x, params[n])
+        return jnp.mean(x**2)
+
+    return loss_fn
+
+
+def _params(count):
+    return [jax.random.normal(key, (16, 16)) / 4 for key in jax.random.split(jax.random.key(0), count)]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_the_planted_operation_is_found_and_no_other(plant, half):
+    tuned = tune(_loss(layer, plant, layer), half)(_params(3), X)
+    operations = [row.path for row in tuned.rows if row.path.startswith("layer_1:")]
+    assert tuned.overrides and set(tuned.overrides) < set(operations)
+    assert tuned.met and tuned.error_before > tuned.tolerance and tuned.half_flops == 1
+    assert tuned.evaluations <= 2 * len(tuned.rows) + 10
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_without_a_plant_nothing_is_found(half):
+    tuned = tune(_loss(layer, layer, layer), half)(_params(3), X)
+    assert tuned.overrides == {} and tuned.met and tuned.half_flops == 1
+    assert "Nothing needs float32" in str(tuned)
+
+
+@pytest.mark.slow("measures all choices of modules")
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (layer, growth_by_factors_near_one, layer, variance_by_moments, layer),
+        (offset_positions, layer, residual_flow, layer, polynomial_by_horner),
+        (layer, gate_with_large_logits, moving_average, layer, layer),
+    ],
+)
+def test_no_choice_of_modules_has_much_more_in_half(layers, half):
+    loss_fn, args = _loss(*layers), (_params(5), X)
+    whole, tuned = tune(loss_fn, half, operations=False)(*args), tune(loss_fn, half)(*args)
+    policy = get_policy(half)
+    measurement = Measurement(loss_fn, [args], policy, whole.loss_scale or 1.0)
+    candidates = candidates_of(loss_fn, args, policy)
+    best = 0.0
+    for chosen in itertools.product((False, True), repeat=len(candidates)):
+        overrides = measurement.overrides(candidates, {*itertools.compress(candidates, chosen)})
+        share = measurement.half_flops(overrides)
+        if share > best and measurement.error(overrides) <= whole.tolerance:
+            best = share
+    assert whole.met and tuned.met and best > 0
+    assert whole.half_flops >= 0.95 * best and tuned.half_flops >= 0.95 * best
