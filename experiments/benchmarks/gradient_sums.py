@@ -382,8 +382,8 @@ def sentence(run: dict[str, Any]) -> str:
     found = next(each for each in run["results"] if (each["case"], each["half"]) == ("embedding", "bfloat16"))
     ours = max(found["ways"][way]["error"] for way in (LINEN, NNX, AUTOCAST))
     return (
-        f"Gradients of params are summed in float32: that of an embedding ({found['text']}) is off by "
-        f"{percent(found['ways'][BY_HAND]['error'])} in bfloat16 with Flax's `dtype=` by hand, and by {percent(ours)} "
+        f"jaxmp sums the gradients of params in float32. The gradient of an embedding ({found['text']}) has an error "
+        f"of {percent(found['ways'][BY_HAND]['error'])} in bfloat16 with Flax's `dtype=`, and of {percent(ours)} "
         "with jaxmp."
     )
 

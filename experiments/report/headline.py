@@ -201,8 +201,8 @@ def filled(results: Path) -> list[str]:
     table = _filled_table(Sources(results))
     text = "".join(table)
     notes = {
-        COMPILED: "compiled for an H200 that was not there, not run",
-        TYPED: "relative to a peak typed in from one run on an H200",
+        COMPILED: "compiled for an H200 that was not attached, not run",
+        TYPED: "relative to a peak that was measured once on an H200 and entered by hand",
     }
     marks = "; ".join(f"{mark} {note}" for mark, note in notes.items() if mark in text)
     return [*table, "", f"Goals in brackets, ✓ where they are met{f'; {marks}' if marks else ''}.", ""]
@@ -225,19 +225,20 @@ def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
         )
         notes.insert(
             0,
-            f"{TYPED} over recorded peaks, typed in from one run on one H200 (torch 2.11.0+cu130), which no script "
-            f"here wrote: MiB of torch.compile AMP and of JAX's float32 by hand: {peaks}. A train step measured with "
-            "`python -m experiments.benchmarks.train_step` takes their place.",
+            f"{TYPED} relative to peaks that were measured once on one H200 (torch 2.11.0+cu130) and entered by hand, "
+            f"in MiB of torch.compile AMP and of JAX's float32 by hand: {peaks}. A train step measured with "
+            "`python -m experiments.benchmarks.train_step` replaces them.",
         )
         alike = {name: sources.goals(model).get("saved_compiled") for model, name in MODELS.items()}
         shares = [f"{name.split(',')[0]} {found[0].value:.0%}" for name, found in alike.items() if found]
         if shares:
             notes.insert(
-                1, f"Saved against float32 that is compiled as well, without cuDNN's workspaces: {', '.join(shares)}."
+                1,
+                f"Memory saved against float32 if both are compiled, without cuDNN's workspaces: {', '.join(shares)}.",
             )
     if COMPILED in text:
         notes.insert(0, f"{COMPILED} compiled, not run.")
     shown = ["Goals in brackets, ✓ where they are met.", "", *table, ""]
     if len(table) - 2 < len(ROWS):  # the first two lines are headings
-        shown += ["`make gpu` measures the times and the accuracies, which are not on record yet.", ""]
+        shown += ["`make gpu` measures the times and the accuracies, which have not been measured yet.", ""]
     return shown, [f"{note}\n" for note in notes]

@@ -171,16 +171,17 @@ def memory_text(case: Workload, plans: dict[str, Memory]) -> Iterator[str]:
     saved = 1 - plans["mixed_bfloat16"].peak / plans["float32"].peak
     left = plans["mixed_bfloat16"].by_kind["activations"] / plans["float32"].by_kind["activations"]
     yield (
-        "*Beside the breakdown that is passed around*, 9.36 GB in float32 and 6.04 GB in mixed precision: it is no "
-        "measurement of this project, and we have not found its source. Both figures come out to the last digit from "
-        f"{1e3 * rest:.0f}M params and {full} GB of activations: params, gradients and Adam's state at 4 + 4 + 8 bytes "
-        f"and the activations are {rest * 16 + full:.2f} GB, at 2 + 2 + 8 bytes and with half the activations "
-        f"{rest * 12 + half:.2f} GB. The table is of something else. Its batch was chosen so that float32 has about as "
-        "many activations. Its params stay float32 under the mixed policy, for they are the master weights, and the "
-        "half copies of them that the backward pass reads count as activations. And it is what is alive at one moment: "
-        "gradients are among the temporaries, which have no room for all of them while the activations are there. So "
-        f"mixed precision saves {saved:.0%} here, not {1 - 6.04 / 9.36:.0%}, and {1 - left:.0%} of the activations; "
-        "the rest of the table's saving is remat (`attention`: all but attention is computed again)."
+        "*A widely quoted breakdown* says 9.36 GB in float32 and 6.04 GB in mixed precision. It is not a "
+        f"measurement of this project, and we have not found its source. Its figures follow from {1e3 * rest:.0f}M "
+        f"params and {full} GB of activations: {rest * 16 + full:.2f} GB with 4 + 4 + 8 bytes per param for "
+        f"params, gradients and Adam's state, and {rest * 12 + half:.2f} GB with 2 + 2 + 8 bytes and half the "
+        "activations. The table differs in three ways. Its params stay float32 under the mixed policy, because "
+        "they are the master weights. The half copies of them that the backward pass reads count as activations. "
+        "And it shows one moment: gradients are among the temporaries, and not all of them are alive together "
+        f"with the activations. So mixed precision saves {saved:.0%} here, not {1 - 6.04 / 9.36:.0%}, and "
+        f"{1 - left:.0%} of the activations. The rest of the saving comes from remat (`attention`: everything "
+        "except attention is recomputed). The batch was chosen so that float32 has about as many activations as "
+        "the breakdown."
     )
 
 

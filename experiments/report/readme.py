@@ -48,7 +48,7 @@ def block(root: Path = ROOT) -> str:
     results = root / "experiments" / "results"
     lines = ["## Measured", ""]
     if sums := headline.gradient_sums(results):
-        lines += [f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", ""]
+        lines += [f"{sentence(sums.data)} [Why, and other cases](docs/gradient_sums.md).", ""]
     lines += headline.filled(results)
     lines += [cost_of_scaling(results), ""]
     lines += ["[All results](docs/measured.md), with devices, versions, dates and commands."]
@@ -90,7 +90,12 @@ def measured_block(root: Path = ROOT) -> str:
     conclusion = demo["Comparison"].strip().splitlines()[0]
     lines = list[str]()
     if sums := headline.gradient_sums(results):
-        lines += ["## Sums of gradients", "", f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", ""]
+        lines += [
+            "## Sums of gradients",
+            "",
+            f"{sentence(sums.data)} [Why, and other cases](docs/gradient_sums.md).",
+            "",
+        ]
         lines += folded(MEASURED, [sums.line(root)])
     lines += ["## On a GPU, against PyTorch and float32", ""]
     shown, provenance = headline.lines(results, root)

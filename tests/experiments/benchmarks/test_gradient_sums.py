@@ -84,8 +84,9 @@ def test_a_run_leaves_tables_a_picture_and_what_the_readme_says(tmp_path, monkey
         assert text in markdown
     assert "bfloat16" in printed and str(tmp_path) in printed
     assert 5_000 < (tmp_path / "gradient_sums.png").stat().st_size < 100_000
-    assert f"1,024 tokens of Zipf's law) is off by {gradient_sums.percent(by_hand)} in bf" in gradient_sums.sentence(
-        run
+    assert (
+        f"1,024 tokens of Zipf's law) has an error of {gradient_sums.percent(by_hand)} in bf"
+        in gradient_sums.sentence(run)
     )
 
 
