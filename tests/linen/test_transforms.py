@@ -18,6 +18,7 @@ from linen_zoo import (
     float32,
     is_as_by_hand,
     model_products,
+    numbers,
     products,
     quick_jit,
     rngs,
@@ -162,9 +163,7 @@ def transformed_model_is_as_by_hand(name: Any, policy: Any) -> None:
     variables = same_computation(model.init, make().init, rngs(), X)
     assert set(products(functools.partial(model.apply, rngs=rngs(1)), variables, X)) == {half}
     if name == "vjp":  # in the block, which has no dtype field, the backward pass is decided on the graph
-        numbers = np.random.default_rng(0)
-        weights = jax.tree.map(lambda leaf: numbers.standard_normal(leaf.shape, np.float32), variables)
-        got, want = quick_jit(lambda weights: [m.apply(weights, X) for m in (model, by_hand)])(weights)
+        got, want = quick_jit(lambda weights: [m.apply(weights, X) for m in (model, by_hand)])(numbers(variables))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02), got, float32(want))
     elif name in NOT_DIFFERENTIABLE:
         same_computation(model.apply, lambda v, x: by_hand.apply(v, x).astype(jnp.float32), variables, X)

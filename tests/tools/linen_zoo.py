@@ -75,6 +75,12 @@ def zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
+def numbers(shapes: Any, seed: int = 7) -> Any:
+    """Small normal numbers of NumPy in the shapes that ``jax.eval_shape`` returns: nothing is compiled."""
+    normal = np.random.default_rng(seed).standard_normal
+    return jax.tree.map(lambda leaf: jnp.asarray(normal(leaf.shape, np.float32) / 2, leaf.dtype), shapes)
+
+
 def dtypes_of(tree: Any) -> set[str]:
     return {jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)}
 
