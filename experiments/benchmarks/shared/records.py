@@ -53,10 +53,10 @@ class Sized(Timed):
 
     def sizes(self, on_gpu: Sizes, elsewhere: Sizes) -> Sizes:
         """Those of the device, but for what the flags give."""
-        own = on_gpu if jax.default_backend() == "gpu" else elsewhere
-        given = {"batch_size": self.batch_size, "length": self.sequence, "layers": self.layers, "width": self.width}
-        given["vocabulary"] = self.vocabulary
-        return dataclasses.replace(own, **{name: value for name, value in given.items() if value})
+        defaults = on_gpu if jax.default_backend() == "gpu" else elsewhere
+        changes = {"batch_size": self.batch_size, "length": self.sequence, "layers": self.layers, "width": self.width}
+        changes["vocabulary"] = self.vocabulary
+        return dataclasses.replace(defaults, **{name: value for name, value in changes.items() if value})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
