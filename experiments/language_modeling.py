@@ -77,7 +77,7 @@ class Config(ModelFlags, text_training.TextTraining):
 
 
 def settled(config: Config) -> Config:
-    """The flags with those of ``--size``, and what suits model and device, in place of what was not given."""
+    """The flags with those of ``--size``, and what suits model and device, in place of flags that were left out."""
     of_size = {name: value for name, value in SIZES.get(config.size or "", {}).items() if getattr(config, name) is None}
     return text_training.settled(dataclasses.replace(config, **of_size), config.model)
 

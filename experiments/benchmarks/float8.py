@@ -94,7 +94,7 @@ def label(way: str, route: Route) -> str:
 
 
 class Blocks(nn.Module):
-    """The mean square of what two blocks of GPT-2 make of (tokens, width)."""
+    """The mean square of the results of two blocks of GPT-2 on (tokens, width)."""
 
     width: int
     batch: int

@@ -271,7 +271,7 @@ def weights(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def loss_of(case: Case, y: Any) -> Any:
-    """The loss; its sum over the batch, and not its mean, is what a loss scale makes of it."""
+    """The loss; its sum over the batch, and not its mean, as under a loss scale."""
     if case.targets is not None:
         logits = y.astype(jnp.promote_types(y.dtype, jnp.float32))
         rows = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(case.targets)[..., None], -1)
@@ -391,7 +391,7 @@ def sentence(run: dict[str, Any]) -> str:
 
 
 def picture(results: list[dict[str, Any]], half: str) -> plots.Panel:
-    """A row a case: each way's error on a log axis; the bar is what rounding alone explains."""
+    """A row a case: each way's error on a log axis; the bar is the error of rounding alone."""
     of_dtype = [result for result in results if result["half"] == half]
     bars = {result["case"]: 100 * result["rounding"] for result in of_dtype}
     dots: dict[str, dict[str, float]] = {}

@@ -71,7 +71,7 @@ def step_bytes(case: Workload, row: Row, device: str | None = None) -> int:
 
 
 def measure(case: Workload, row: Row, device: str | None, limit: int | None) -> dict[str, Any]:
-    """Memory of a step, and the largest batch within ``limit``; an ``error`` in place of what cannot be had."""
+    """Memory of a step, and the largest batch within ``limit``; an ``error`` where a figure is missing."""
     figures: dict[str, Any] = {}
     try:
         needed = step_bytes(case, row, device)
@@ -90,7 +90,7 @@ def limit_of(config: Config) -> int | None:
     """Bytes that the largest batch may take; None if none is looked for.
 
     Raises:
-      ValueError: ``--memory-limit`` is no number of bytes.
+      ValueError: ``--memory-limit`` is not a number of bytes.
     """
     if config.memory_limit:
         return read_bytes(config.memory_limit)

@@ -55,8 +55,8 @@ def attention(
 
     On a GPU half inputs go to cuDNN, and float32 ones too where :func:`jaxmp.autocast` casts them. Other dtypes and
     every other backend have two products in the inputs' dtype around a softmax in float32. So has what cuDNN has no
-    kernel for (an old GPU, a head whose width is no multiple of 8), with a warning that says why: it takes more memory
-    and time.
+    kernel for (an old GPU, a head whose width is not a multiple of 8), with a warning that says why: it takes more
+    memory and time.
 
     Args:
       q, k, v: (batch, tokens, heads, head width), of one floating dtype.

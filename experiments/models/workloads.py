@@ -170,8 +170,8 @@ def workload(name: str, sizes: Sizes | None = None, remat: Any = "none", **chang
       **changes: other sizes; those that are 0 change nothing.
 
     Raises:
-      ValueError: an unknown name or ``remat``, or one of what is no transformer; a width of tokens that is no multiple
-        of 64, the width of a head.
+      ValueError: an unknown name or ``remat``, or a ``remat`` of a model that is not a transformer; a width of tokens
+        that is not a multiple of 64, the width of a head.
     """
     if name not in (*NAMES, "lstm"):
         raise ValueError(f"a workload is one of {', '.join(NAMES)}, lstm, got {name!r}")

@@ -146,7 +146,7 @@ def largest(sources: Sources, model: str) -> str:
 
 
 def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
-    """The difference of what was reached to float32, by seed."""
+    """The difference to float32, by seed."""
 
     def cell(sources: Sources, model: str) -> str:
         runs = sources.accuracy.data["runs"] if sources.accuracy else []

@@ -121,7 +121,7 @@ def free_bytes(limit: str | None = None) -> int:
     """The bytes that ``limit`` says, or the share of the device's memory that a step may take (a CPU's is the host's).
 
     Raises:
-      ValueError: ``limit`` is no number of bytes, or it is None and the device does not say what it has.
+      ValueError: ``limit`` is not a number of bytes, or it is None and the device does not say what it has.
     """
     if limit is not None:
         return read_bytes(limit)

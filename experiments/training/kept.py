@@ -52,7 +52,7 @@ def require_alike(file: Path, now: dict[str, Any]) -> None:
     Of versions one side may have packages that the other lacks: one was installed since.
 
     Raises:
-      ValueError: their settings differ, or the file is no result of a run.
+      ValueError: their settings differ, or the file is not a result of a run.
     """
     before, now = read(file)["setting"], strict_json(now)
     different = [name for name in {**now, **before} if before.get(name) != now.get(name)]
@@ -120,7 +120,7 @@ class Kept:
         """Checks that files in the folder are of the same setting.
 
         Raises:
-          ValueError: one is not, or is no result of a run.
+          ValueError: one is not, or is not a result of a run.
         """
         for file in self.folder.glob(pattern):
             require_alike(file, {**setting, **self.setting})

@@ -73,7 +73,7 @@ def write(folder: Path) -> dict[str, Results]:
     """Writes train_step.md, .json and .png of what lies in a run folder, if there is anything, and shows it.
 
     Raises:
-      ValueError: a file is no result of a run.
+      ValueError: a file is not a result of a run.
     """
     results = read(folder)
     if not results:

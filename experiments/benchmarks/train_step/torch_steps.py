@@ -103,7 +103,7 @@ def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepare
 def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray]) -> Prepared:
     """A row's train step or forward pass after its first call, which compiles what is to be compiled.
 
-    :func:`peak` begins anew: what cuDNN and torch.compile needed to try kernels is no part of a step.
+    :func:`peak` begins anew: what cuDNN and torch.compile needed to try kernels is not part of a step.
     """
     torch.backends.cudnn.benchmark = True
     run = (train_step if which == "train" else forward)(case, row, batch)
