@@ -7,7 +7,7 @@ python -m experiments.image_classification --dataset cifar10 --model resnet18 --
 
 With the defaults (1,797 real digits of 8×8 pixels, 20 epochs, AdamW) this takes about 10 s on two CPU cores and reads
 99 % of the held-out digits right. The second trains CIFAR-10 as it is usually done; with --image-size 224 and resnet50
-it is what GPUs are measured with. The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png,
+GPUs are measured with it. The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png,
 checkpoints/, summary.json and summary.md; --resume goes on with a run that was stopped, and jaxmp report makes a page
 of it.
 """

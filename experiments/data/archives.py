@@ -43,15 +43,15 @@ def cifar10_split(archive: Path, split: str) -> Split:
       DataError: the file is damaged or lacks a batch; the message names it.
     """
     batches = CIFAR10_BATCHES[split]
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    splits: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     contents = _unpacked(archive, batches) if archive.is_dir() else _packed(archive, batches)
     for batch, content in contents.items():
         read = _cifar10_binary if batch.endswith(".bin") else _cifar10_pickle
-        found[batch.removesuffix(".bin")] = read(content, f"{batch} in {archive}")
-    if missing := [batch for batch in batches if batch not in found]:
+        splits[batch.removesuffix(".bin")] = read(content, f"{batch} in {archive}")
+    if missing := [batch for batch in batches if batch not in splits]:
         raise DataError(f"{archive} must hold {', '.join(batches)}, but {', '.join(missing)} is not in it")
-    planes = np.concatenate([found[batch][0] for batch in batches])
-    labels = np.concatenate([found[batch][1] for batch in batches])
+    planes = np.concatenate([splits[batch][0] for batch in batches])
+    labels = np.concatenate([splits[batch][1] for batch in batches])
     return planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), _labels(labels, archive)
 
 

@@ -59,8 +59,8 @@ class BPE:
                 (numbers[left], numbers[right]): (rank, numbers[left], numbers[right], numbers[left + right])
                 for rank, (left, right) in enumerate(line for line in lines if line)
             }
-            made = {*self._byte, *(merged for *_, merged in self._merges.values())}
-            others = {token: number for token, number in numbers.items() if number not in made}
+            words = {*self._byte, *(merged for *_, merged in self._merges.values())}
+            others = {token: number for token, number in numbers.items() if number not in words}
             if stray := [token for token in others if not re.fullmatch(r"<[^<>]*>", token)]:
                 raise ValueError(f"no merge makes {len(stray)} of the tokens, {stray[0]!r} for one")
         except OSError as error:

@@ -37,8 +37,8 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
         digits = load_digits()
         pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)  # scikit-learn counts from 0 to 16
-        seen = np.zeros(10, int)
+        counts = np.zeros(10, int)
         for i, label in enumerate(digits.target):
-            seen[label] += 1
-            if (seen[label] % 5 == 0) == test:
+            counts[label] += 1
+            if (counts[label] % 5 == 0) == test:
                 yield i, {"image": Image.fromarray(pixels[i]), "label": int(label)}

@@ -146,7 +146,7 @@ def _take(images: Images, order: jax.Array, start: int, count: int) -> tuple[jax
 def _send(images: Images, rows: np.ndarray, place: Place | None) -> tuple[jax.Array, jax.Array]:
     if place is None:
         return jax.device_put((images.image[rows], images.label[rows]))
-    return tuple(place((len(rows), *array.shape[1:]), lambda own, array=array: array[rows[own]]) for array in images)
+    return tuple(place((len(rows), *array.shape[1:]), lambda part, array=array: array[rows[part]]) for array in images)
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:

@@ -67,7 +67,7 @@ def product(kind: str, shape: Shape) -> Callable[[], jax.Array]:
     return functools.partial(jax.jit(functools.partial(jax.lax.dot, precision=precision)), a, b)
 
 
-def sentence(found: dict[str, Any]) -> str:
+def sentence(figures: dict[str, Any]) -> str:
     """The ceilings in a sentence."""
-    best = ", ".join(f"{kind} {tflops:.3g}" for kind, tflops in found.get("best", {}).items())
-    return f"Fastest product on this device, TFLOP/s: {best}; a copy moves {found.get('copy', 0):.3g} TB/s."
+    best = ", ".join(f"{kind} {tflops:.3g}" for kind, tflops in figures.get("best", {}).items())
+    return f"Fastest product on this device, TFLOP/s: {best}; a copy moves {figures.get('copy', 0):.3g} TB/s."

@@ -50,9 +50,9 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
 
 def place() -> dict[str, Any]:
     """Device and versions, the backend, and the bytes of memory that JAX may have; None where it does not tell."""
-    found, stats = environment(), jax.devices()[0].memory_stats() or {}
+    description, stats = environment(), jax.devices()[0].memory_stats() or {}
     about = {"backend": jax.default_backend(), "bytes": stats.get("bytes_limit")}
-    return {"device": found["device"], "versions": found["versions"], **about}
+    return {"device": description["device"], "versions": description["versions"], **about}
 
 
 def require_gpu(smoke: bool) -> None:

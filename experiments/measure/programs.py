@@ -90,7 +90,7 @@ def launches(program: HloProgram) -> int:
     A call of a library is one, however many kernels the library makes of it.
     """
     kernels = program.instructions_by_run(into_fusions=False, repeat_loops=True)
-    return sum(times for _, each, times in kernels if each.opcode not in NO_KERNEL and not is_end(each.opcode))
+    return sum(times for _, kernel, times in kernels if kernel.opcode not in NO_KERNEL and not is_end(kernel.opcode))
 
 
 def attention_flops(program: HloProgram) -> dict[str, int]:
@@ -117,5 +117,7 @@ def traffic(program: HloProgram) -> tuple[float, float]:
 
 def _is_product(program: HloProgram, instruction: Instruction) -> bool:
     """Return whether it is a product, or a fusion around a library's product."""
-    calls = [each for _, each in program.inside(instruction)] if instruction.opcode == "fusion" else []
-    return bool(product_kind(instruction)) or any(each.opcode == "custom-call" and product_kind(each) for each in calls)
+    calls = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else []
+    return bool(product_kind(instruction)) or any(
+        inner.opcode == "custom-call" and product_kind(inner) for inner in calls
+    )

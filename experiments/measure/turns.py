@@ -73,21 +73,21 @@ def together(
     A row that fails meanwhile has an ``error`` instead and is taken out of ``prepared``; the others go on.
     """
     names = list(prepared)
-    turns = {name: each.turn for name, each in prepared.items()}
-    found: dict[str, dict[str, Any]] = {}
+    turns = {name: row.turn for name, row in prepared.items()}
+    figures: dict[str, dict[str, Any]] = {}
 
     def fails(name: str, error: Exception) -> None:
-        found[name] = {"error": failed(error)}
+        figures[name] = {"error": failed(error)}
         del turns[name], prepared[name]  # the others may have its memory
 
     for name, times in timing.interleaved(turns, rounds, block_ms, after_round, fails).items():
-        found[name] = {"milliseconds": times}
+        figures[name] = {"milliseconds": times}
         if loss := prepared[name].loss:
             try:
-                found[name]["loss"] = loss()
+                figures[name]["loss"] = loss()
             except Exception as error:
                 fails(name, error)
-    return {name: found[name] for name in names}
+    return {name: figures[name] for name in names}
 
 
 def all_of(

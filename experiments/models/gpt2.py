@@ -159,5 +159,5 @@ def sized(size: str | None) -> GPT2:
     """GPT-2 in one of ``SIZES``; None is a small one, to see that everything runs."""
     if size is None:
         return GPT2(vocabulary=96, sequence=32, layers=2, heads=2, width=64)
-    own = SIZES[size]
-    return GPT2(sequence=own["context"], layers=own["layers"], heads=own["heads"], width=own["width"])
+    shape = SIZES[size]
+    return GPT2(sequence=shape["context"], layers=shape["layers"], heads=shape["heads"], width=shape["width"])

@@ -89,8 +89,8 @@ def loss_fn_of(
         logits = jnp.einsum("btd,vd->btv", x, table).astype(jnp.float32)
         token = jnp.arange(logits.shape[-1])
         logits = jnp.where(token < model.vocabulary, logits, -jnp.inf)
-        own = jnp.sum(jnp.where(token == labels[..., None], logits, 0), -1)
-        return total + jnp.sum(jax.nn.logsumexp(logits, -1) - own, -1)
+        logit = jnp.sum(jnp.where(token == labels[..., None], logits, 0), -1)
+        return total + jnp.sum(jax.nn.logsumexp(logits, -1) - logit, -1)
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = None) -> tuple[jax.Array, Any]:
         names = ("wte", "wpe")

@@ -104,12 +104,12 @@ def of_compare(folder: Path, smoke: bool) -> Iterator[Picture]:
     tokens, vocabulary = next(batches)["tokens"], language_modeling.load(config).tokenizer.size
     model = GPT2(vocabulary, config.context, config.layers, config.heads, config.width)  # no policy has decided on it
 
-    def loss_fn(params: Any, seen: jax.Array, targets: jax.Array) -> Any:
-        return model.apply({"params": params}, seen, targets, method="loss")
+    def loss_fn(params: Any, inputs: jax.Array, targets: jax.Array) -> Any:
+        return model.apply({"params": params}, inputs, targets, method="loss")
 
-    found = compare(loss_fn, "mixed_bfloat16")(state.params, tokens[:, :-1], tokens[:, 1:])
+    comparison = compare(loss_fn, "mixed_bfloat16")(state.params, tokens[:, :-1], tokens[:, 1:])
     text = f"{words(config)}, {config.steps} steps in float32, then one under autocast beside float32."
-    yield Picture("errors", plots.errors(found), text)
+    yield Picture("errors", plots.errors(comparison), text)
 
 
 def of_scale(folder: Path, smoke: bool) -> Iterator[Picture]:
@@ -141,9 +141,9 @@ def of_memory(folder: Path, smoke: bool) -> Iterator[Picture]:
     plans = {}
     for name, row in ROWS.items():
         key = name.replace(", ", "-")
-        found = has.get(f"bert-{key}", lambda row=row: measure(case, row, smoke), sizes=dataclasses.asdict(case.sizes))
+        record = has.get(f"bert-{key}", lambda row=row: measure(case, row, smoke), sizes=dataclasses.asdict(case.sizes))
         names = ("device", "peak", "by_kind", "by_dtype", "batch")
-        plans[name] = Memory(**{name: found[name] for name in names}, at_peak=(), _peak_with=lambda size: 0)
+        plans[name] = Memory(**{name: record[name] for name in names}, at_peak=(), _peak_with=lambda size: 0)
     yield Picture("memory", plots.memory(plans), "\n".join(memory_text(case, plans)))
 
 
@@ -189,10 +189,10 @@ def write(file: Path, name: str, text: str) -> None:
     """Replaces what is between the markers of a picture."""
     begin, end = f"<!-- {name}: written by `python -m experiments.report.inspect_pictures` -->\n", f"<!-- /{name} -->"
     page = file.read_text()
-    found = re.search(f"(?s){re.escape(begin)}.*?{re.escape(end)}", page)
-    if found is None:
+    match = re.search(f"(?s){re.escape(begin)}.*?{re.escape(end)}", page)
+    if match is None:
         raise SystemExit(f"error: {file} must have the lines {begin!r} and {end!r}")
-    file.write_text(f"{page[: found.start()]}{begin}\n{text}\n\n{end}{page[found.end() :]}")
+    file.write_text(f"{page[: match.start()]}{begin}\n{text}\n\n{end}{page[match.end() :]}")
 
 
 OF = {"training": of_training, "compare": of_compare, "scale": of_scale, "plan": of_plan, "memory": of_memory}

@@ -39,8 +39,8 @@ def table(text: str) -> str:
 
 def facts(text: str) -> str:
     """Device, versions, date and command in one line."""
-    found = dict(re.findall(r"^- (\w+): (.+)$", text, flags=re.MULTILINE))
-    return f"{found['device']}; {found['versions']}; {found['date'][:10]}; `{found['command']}`"
+    fields = dict(re.findall(r"^- (\w+): (.+)$", text, flags=re.MULTILINE))
+    return f"{fields['device']}; {fields['versions']}; {fields['date'][:10]}; `{fields['command']}`"
 
 
 def block(root: Path = ROOT) -> str:
@@ -193,8 +193,8 @@ def roofline_block(root: Path = ROOT) -> str:
     )
     if source is None:
         return "Not compiled yet: `python -m experiments.benchmarks.compile_only`.\n"
-    (found,) = predictions.predictions(source.data["results"])
-    text = found.markdown().partition("\n\n")[2]
+    (prediction,) = predictions.predictions(source.data["results"])
+    text = prediction.markdown().partition("\n\n")[2]
     return f"{text}\n{source.line(root)}\n".replace("](experiments/", "](../experiments/")
 
 

@@ -121,7 +121,7 @@ def free_bytes(limit: str | None = None) -> int:
     """The bytes that ``limit`` says, or the share of the device's memory that a step may take (a CPU's is the host's).
 
     Raises:
-      ValueError: ``limit`` is no number of bytes, or it is None and the device does not say what it has.
+      ValueError: ``limit`` is not a number of bytes, or it is None and the device does not say what it has.
     """
     if limit is not None:
         return read_bytes(limit)
@@ -196,8 +196,8 @@ def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Call
     print("looking for the largest batch that fits", file=sys.stderr, flush=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # training will say it
-        found = largest_batch(
+        largest = largest_batch(
             lambda batch: step_bytes(experiment, batch), limit, least=flags.accumulate, most=most(config)
         )
-    print(f"--batch-size auto: {found}", flush=True)
-    return dataclasses.replace(flags, batch_size=found.batch)
+    print(f"--batch-size auto: {largest}", flush=True)
+    return dataclasses.replace(flags, batch_size=largest.batch)

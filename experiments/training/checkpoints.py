@@ -113,8 +113,8 @@ class Checkpoint:
         places = {name: _data(leaf).sharding for name, leaf in wanted.items() if leaf.committed}
         for leaf in wanted.values() if free else ():
             leaf.delete()
-        found = self._read(places)
-        leaves = scale | {name: _like(found[name], leaf) for name, leaf in wanted.items()}
+        arrays = self._read(places)
+        leaves = scale | {name: _like(arrays[name], leaf) for name, leaf in wanted.items()}
         new = jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in _names(state)])
         # What was counted is how often the old scale could not fall.
         return new if goes_on else new.replace(stuck=jnp.zeros_like(new.stuck))

@@ -169,7 +169,7 @@ def chosen(flag: str, names: Sequence[str], among: Mapping[str, T]) -> dict[str,
     """
     if unknown := [name for name in names if name not in among]:
         raise ValueError(f"{flag} must be among {', '.join(among)}; got {', '.join(unknown)}")
-    return {name: one for name, one in among.items() if name in (names or among)}
+    return {name: value for name, value in among.items() if name in (names or among)}
 
 
 def check(config: Any) -> None:

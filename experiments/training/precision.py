@@ -176,19 +176,19 @@ def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable
     Raises:
       UnmatchedOverrideError: an override matches in none, a ValueError.
     """
-    own: list[dict[str, str]] = [{} for _ in functions]
+    of_functions: list[dict[str, str]] = [{} for _ in functions]
     for pattern, kind in autocast["overrides"].items():
         errors = []
-        for overrides, (function, args) in zip(own, functions, strict=True):
+        for overrides, (function, args) in zip(of_functions, functions, strict=True):
             try:
                 jax.eval_shape(jaxmp.autocast(function, autocast["policy"], overrides={pattern: kind}), *args)
             except UnmatchedOverrideError as error:
                 errors.append(error)
             else:
                 overrides[pattern] = kind
-        if len(errors) == len(own):
+        if len(errors) == len(of_functions):
             raise errors[0]
-    return [{**autocast, "overrides": overrides} for overrides in own]
+    return [{**autocast, "overrides": overrides} for overrides in of_functions]
 
 
 def compute_dtype(policy: Any) -> Any:

@@ -177,8 +177,8 @@ class Run:
         if self._due(self._config.evaluate_every):
             self.log_evaluation(self.state)
         if self._checkpoints is not None:
-            asked = self._terminated.is_set() or processes.asked_to_stop(self._step - self._start)
-            self.stopped = asked and self._step < self.experiment.steps
+            is_asked = self._terminated.is_set() or processes.asked_to_stop(self._step - self._start)
+            self.stopped = is_asked and self._step < self.experiment.steps
             if self.stopped or self._due(self._config.checkpoint_every):
                 self.save(self.state)
             elif processes.several():

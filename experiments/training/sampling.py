@@ -42,10 +42,10 @@ def sample(
     """
     if not len(prompt):
         raise ValueError("a sample goes on from a prompt of at least one token, got none; write --prompt 'a word', say")
-    seen = np.asarray(prompt, np.int32)[-context:]
-    window = jnp.asarray(np.pad(seen, (0, context - len(seen))))
+    window = np.asarray(prompt, np.int32)[-context:]
+    window = jnp.asarray(np.pad(window, (0, context - len(window))))
     run = jax.jit(functools.partial(_run, apply, count, temperature, top_k))
-    return mesh.on_host(run(params, window, jnp.asarray(len(seen)), jax.random.key(seed))).tolist()
+    return mesh.on_host(run(params, window, jnp.asarray(len(window)), jax.random.key(seed))).tolist()
 
 
 def _run(

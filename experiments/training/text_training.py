@@ -140,10 +140,10 @@ def load(config: Any) -> Text:
             f"--vocabulary must be at least the {text.tokenizer.size} tokens of {text.tokenizer.name}, got "
             f"{config.vocabulary}; leave it away, or take --tokens pairs"
         )
-    for split, held in (("training", text.train), ("held-out", text.test)):
-        if len(held) <= config.context:
+    for split, part in (("training", text.train), ("held-out", text.test)):
+        if len(part) <= config.context:
             raise data.DataError(
-                f"a context must be shorter than the {split} text of {len(held)} tokens, got --context {config.context}"
+                f"a context must be shorter than the {split} text of {len(part)} tokens, got --context {config.context}"
             )
     return text
 

@@ -32,11 +32,11 @@ class Watching:
 
     def write(self, board: Any, wait: bool = True) -> None:
         """Writes the watched steps that are there, or, with ``wait``, all."""
-        for step, found in self.step.take(wait).items():
+        for step, numerics in self.step.take(wait).items():
             metrics = self._metrics.pop(step, None)
             if metrics is None:  # the run was stopped before it logged the step
                 continue
-            text = line(step, found, {name: float(metrics[name]) for name in ("loss", "grad_norm", "skipped")})
+            text = line(step, numerics, {name: float(metrics[name]) for name in ("loss", "grad_norm", "skipped")})
             with self._path.open("a") as file:
                 file.write(text + "\n")
             row = json.loads(text)

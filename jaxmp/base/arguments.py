@@ -41,7 +41,7 @@ def require_flag(name: str, value: Any, remedy: str) -> None:
 
 
 def require_whole_number(name: str, value: Any, least: int = 1) -> None:
-    """Raise a ValueError if a ``value`` is no integer of at least ``least``."""
+    """Raise a ValueError if a ``value`` is not an integer of at least ``least``."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         raise ValueError(
             f"{name} must be a whole number of at least {least}, got {value!r}; write {name}={least} or more"
@@ -49,7 +49,7 @@ def require_whole_number(name: str, value: Any, least: int = 1) -> None:
 
 
 def require_function(fun: Any, name: str) -> None:
-    """Raise a TypeError if the argument of ``jaxmp.<name>`` is no function of arrays."""
+    """Raise a TypeError if the argument of ``jaxmp.<name>`` is not a function of arrays."""
     is_class = isinstance(fun, type)
     is_linen, is_nnx = _kinds_of(fun if is_class else type(fun))
     if is_class and (is_linen or is_nnx):

@@ -30,7 +30,7 @@ class UnknownDtypeError(ValueError):
 
 def is_castable(aval: Any) -> bool:
     """Return whether the engine may change the dtype of a value."""
-    # A reference has the dtype of what it refers to, and all who read and write it agree on that.
+    # A reference has the dtype of its array, and all who read and write it agree on that.
     return getattr(aval, "dtype", None) in CASTABLE and not hasattr(aval, "inner_aval")
 
 

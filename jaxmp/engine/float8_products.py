@@ -51,7 +51,7 @@ class Float8Question:
         return self._answer[0], self._recipe, self._is_fused, may_be_skipped()
 
     def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Its results, and the types of what it multiplies."""
+        """Return the results, and the types of the factors."""
         (lhs, rhs), numbers = operands, self._step.eqn.params["dimension_numbers"]
         weight, _ = self._answer
         result = float8_product.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)

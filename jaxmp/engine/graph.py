@@ -39,17 +39,17 @@ class Node:
     requested: str  # the level that a region or an override asks for
     half: np.dtype | None  # the half dtype of the code that it stands in
     loop: int  # the number of the innermost loop body that it is computed in, 0 outside of any
-    in_rule: bool  # it is computed in a custom_vjp, whose rule is no derivative of it
+    in_rule: bool  # it is computed in a custom_vjp, whose rule is not its derivative
     dtype: np.dtype  # that of the result, which jaxmp.engine.decide finds out
     inputs: Sequence[Node]
     users: list[Node]
     # The first node of this value, which is written again where an equal operation has equal operands.
     same: Node = dataclasses.field(init=False)
-    origin: Node = dataclasses.field(init=False)  # that of what it was before it was moved
+    origin: Node = dataclasses.field(init=False)  # that of the value before it was moved
     const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
     step: Step | None = None  # the equation that it is a result of; None for arguments, constants and joins
     is_constant: bool = False  # made of constants and integers only
-    is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
+    is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is not a weight
     float8: float8_products.Float8Question | None = None  # of a product, as its step has it
 
     # What jaxmp.engine.decide finds out.
@@ -121,7 +121,7 @@ class Step:
     )
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
-    unchanged: Collection[int] = ()  # what no turn of a scan changes of what it carries, by number
+    unchanged: Collection[int] = ()  # the carries of a scan that no turn changes, by number
     is_fixed: bool = False  # it is made of constants only, as the positions of a sequence: the same for every example
     stands: bool = False  # whether it is bound as it is
     operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands

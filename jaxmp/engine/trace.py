@@ -33,7 +33,7 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
         return None if request is not None and request[0] != "half" else region_of(names).half or rules.half
 
     token = _tracing.set(ask)
-    # Without the default precision, so that what is left in a product is what its author wrote there. The adapters set
+    # Without the default precision, so that a product keeps what its author wrote. The adapters set
     # that of each module's policy.
     precision: Any = contextlib.nullcontext()
     if products or rules.half is not None:

@@ -61,7 +61,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
         name of the root, as tools print it: ``Net/head`` is ``head``.
 
     Raises:
-      TypeError: ``module`` is no instance of a Linen module.
+      TypeError: ``module`` is not an instance of a Linen module.
       ValueError: when the module runs, for only then its submodules exist: a pattern matched no module; an
         ``nnx.bridge.ToLinen`` wraps an NNX module without a policy of its own; every product stays float32 under a half
         policy, by overrides or by the dtypes of its modules (in a call that runs all of them).
@@ -90,7 +90,7 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
         patterns are those of :class:`jaxmp.PolicyMap`, and those of operations that :func:`jaxmp.autocast` takes.
 
     Raises:
-      TypeError: ``module`` is no instance of a Linen module.
+      TypeError: ``module`` is not an instance of a Linen module.
       ValueError: the policy computes in no half dtype, or an override neither in that nor in float32; an override names
         no primitive or class that there is; or, when the module runs: a pattern matched no module and no variable, an
         override no operation; every product stays float32 by overrides of modules, of ``"class:half"`` or
@@ -254,7 +254,7 @@ def _classes_of(base: Any) -> _Classes:
 def _make_class(base: Any, root: Root) -> Any:
     """Make the subclass of ``base`` under the policies of ``root``."""
 
-    # The root is no field of the module: lifted transforms hand the fields of one class to the constructor of another.
+    # Not a field of the module: lifted transforms hand the fields of one class to the constructor of another.
     class Policied(_Policied, base):
         jaxmp_root = root
         jaxmp_programs: ClassVar[dict[Any, Any]] = {}

@@ -168,7 +168,7 @@ class RootRun:
         self.variables = self._foresee() if make_variables else module.variables
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _LinenDecision] = {}
-        self.shapes: dict[Any, Any] = {}  # of what initializers make
+        self.shapes: dict[Any, Any] = {}  # of the values that initializers make
         self.defaults: dict[int, tuple[type, dict[str, Any]]] = {}  # of fields, by the ids of classes, with these
         self.called: dict[Path, Reason | None] = {}  # why they are not half, if they are not
         self.not_half: list[NotHalf] = []  # set at the end, if no run is around this one and every module was called

@@ -17,7 +17,7 @@ from jaxmp.policy.patterns import Path
 
 Variables = Mapping[str, Any]
 PARAMS = "params"
-# Collections of what modules computed, in the dtype they computed it in. All others keep the dtypes of the bare module.
+# Collections of computed values, in the dtype they computed it in. All others keep the dtypes of the bare module.
 _COMPUTED = ("cache", "intermediates")
 _ACTIVATIONS = (*_COMPUTED, "perturbations")
 

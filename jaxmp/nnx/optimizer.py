@@ -50,11 +50,11 @@ class Optimizer(_Object):
       wrt: filter of the Variables to be trained.
       loss_scale: wraps a bare ``tx`` in ``jaxmp.loss_scaling``. None is for a ``tx`` that has a loss scale already; a
         bare one gets ``NoOpLossScale``, which skips non-finite steps and scales nothing.
-      ema: whether to keep a float32 moving average of what is trained, ``ema``, which
+      ema: whether to keep a float32 moving average of the trained Variables, ``ema``, which
         ``jaxmp.nnx.make_train_step(ema_decay=…)`` updates and :meth:`ema_model` evaluates.
 
     Raises:
-      TypeError: ``model`` is no NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
+      TypeError: ``model`` is not an NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
       ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale and ``loss_scale`` is given as well,
         or ``tx`` has several; something but ``loss_scaling`` stands
         around ``low_precision``.
@@ -150,10 +150,10 @@ class Optimizer(_Object):
           The updates that were added to the params; -0.0 if the step was skipped.
 
         Raises:
-          TypeError: ``model`` is no NNX model: the gradients, say, where the two are swapped.
+          TypeError: ``model`` is not an NNX model: the gradients, say, where the two are swapped.
           ValueError: ``model`` is the one that ``apply_policy`` was called with, not the one it returned; its params
             have another structure than those of the model that the optimizer was made with; the optimizer
-            keeps a moving average, of which only a train step has the decay.
+            keeps a moving average, whose decay only a train step has.
         """
         require_model(model, "optimizer.update", "(model, grads)")
         require_policy(model, self)
@@ -213,7 +213,7 @@ def require_model(model: Any, call: str, arguments: str) -> None:
 
     Args:
       model: the first argument of the call.
-      call: the name of what is called.
+      call: the name of the called function.
       arguments: its arguments, as the message shows them.
     """
     if is_module(model):

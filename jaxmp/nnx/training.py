@@ -63,7 +63,7 @@ def make_train_step(
       TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; all that
         :func:`jaxmp.make_train_step` raises.
       ValueError: the model is the one that ``apply_policy`` was called with, not the one it returned, and the step has
-        no policy either; the loss function adds or removes Variables, or changes an attribute that is no array.
+        no policy either; the loss function adds or removes Variables, or changes an attribute that is not an array.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())

@@ -22,7 +22,7 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     """Return ``tx`` as an optimizer that ignores extra arguments of an update that it has no name for.
 
     Raises:
-      TypeError: ``tx`` is no optimizer.
+      TypeError: ``tx`` is not an optimizer.
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(

@@ -295,7 +295,7 @@ class HeadroomLossScale(ScaleState, LossScale):
       dtype: the name of the dtype that may overflow.
 
     Raises:
-      ValueError: a number is outside its range, the scale or a bound is no power of two, or the dtype is unknown.
+      ValueError: a number is outside its range, the scale or a bound is not a power of two, or the dtype is unknown.
 
     >>> scale = HeadroomLossScale(headroom=4)  # float16's largest number is 65504, and 65504 / 2**4 is 4094
     >>> for grad_max in (1.0, 0.0, 8.0):

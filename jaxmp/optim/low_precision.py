@@ -81,7 +81,7 @@ def low_precision(
       block: numbers along the last axis that share a scale.
 
     Raises:
-      TypeError: ``inner`` is no optimizer.
+      TypeError: ``inner`` is not an optimizer.
       ValueError: another argument is none of those; ``init`` got float16 or float8 params, or moments were asked for of
         an optimizer that has none; ``update`` got no params, or the state of another optimizer.
 

@@ -41,7 +41,7 @@ class LossScalingState(NamedTuple):
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
     """Return the state of ``loss_scaling(tx, loss_scale)`` around a trained state of ``tx``.
 
-    ``grad_norm`` is what :func:`loss_scaling` is given.
+    ``grad_norm`` is the argument of :func:`loss_scaling`.
 
     >>> tx = optax.adam(1e-3)
     >>> opt_state = tx.init(jnp.ones(3))  # … and many steps later

@@ -139,7 +139,7 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
 
     Args:
       lhs: an array or a shape.
-      rhs: likewise.
+      rhs: an array or a shape.
       dimension_numbers: as ``jax.lax.dot_general`` takes them.
       recipe: the least sizes.
       weight: which operand is the weight; the free dimensions of the other are the tokens.

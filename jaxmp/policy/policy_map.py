@@ -139,7 +139,7 @@ class PolicyMap:
 
         Args:
           modules: the classes of the modules visited, by path.
-          variables: the paths of the model's variables, of which all but the last names are modules.
+          variables: the paths of the model's variables, whose names are modules but for the last.
           complete: whether every module that has variables was visited; if not, a pattern on classes may well match one
             that was not, and is let pass.
 
@@ -318,7 +318,7 @@ def _parse_policy(text: str) -> Policy | PolicyMap:
 
 
 def _require_clear_name(name: str, text: str) -> None:
-    """Raise a ValueError for a name that is no policy, or that could mean two."""
+    """Raise a ValueError for a name that is not a policy, or that could mean two."""
     if name == "o1":
         raise ValueError(
             "O1 decides operation by operation, so it is no policy but autocast; write jaxmp.linen.autocast(model, "

@@ -231,7 +231,7 @@ class Plan:
         return self.put(parts, PartitionSpec(*self.rows, *self.gathered(spec)))
 
     def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
-        """Return the sum of parts over axis 0, of which each device has one, split as ``spec`` says."""
+        """Return the sum of parts over axis 0, one per device, split as ``spec`` says."""
         batch_axes = [tuple(name for name in as_tuple(entry) if name in self.axes) for entry in spec]
         rest = tuple(name for name in self.axes if name not in axes_in_spec(spec))
 

@@ -189,7 +189,7 @@ def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable
 
 
 def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
-    """Return the axis of the batch in the result and in the operand that is no weight, or None."""
+    """Return the axis of the batch in the result and in the operand that is not a weight, or None."""
     name, params = eqn.primitive.name, eqn.params
     shape = eqn.invars[1 - position].aval.shape
     pairs: list[tuple[int, int]] = []

@@ -41,7 +41,7 @@ def checked(loss_fn: LossFn) -> LossFn:
     """Return ``loss_fn`` with its result checked, in the form ``(loss, (model_state, metrics))``.
 
     Raises:
-      TypeError: it is no function, or does not take four arguments.
+      TypeError: it is not a function, or does not take four arguments.
     """
     require_arguments(loss_fn, "params, model_state, batch, rng")
 
@@ -127,7 +127,7 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
     """Return a loss function whose backward pass recomputes what ``remat`` says.
 
     Raises:
-      ValueError: there is no rematerialisation of that name.
+      ValueError: no rematerialisation has that name.
       TypeError: ``remat`` is neither a name nor a policy.
     """
     if remat is None or remat == "none":

@@ -81,7 +81,7 @@ class TrainState(flax.struct.PyTreeNode):
             device.
 
         Raises:
-          TypeError: ``make_params`` is no function.
+          TypeError: ``make_params`` is not a function.
           ValueError: the specs are of another tree than the params, or do not fit them.
 
         >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
@@ -121,7 +121,7 @@ class TrainState(flax.struct.PyTreeNode):
           **fields: further fields of a subclass.
 
         Raises:
-          TypeError: ``tx`` is no optimizer.
+          TypeError: ``tx`` is not an optimizer.
           ValueError: it has several loss scales, or another transform than ``loss_scaling`` stands around
             ``low_precision``; ``params`` are empty, or variables with other collections beside the params.
           RuntimeError: a donating step has had the params.
@@ -138,7 +138,7 @@ class TrainState(flax.struct.PyTreeNode):
         Kahan's compensation kept of them.
 
         Raises:
-          TypeError: ``tx`` is no optimizer.
+          TypeError: ``tx`` is not an optimizer.
           ValueError: ``tx`` keeps other numbers than the optimizer of this state.
           RuntimeError: a donating step has had the state.
         """

@@ -109,11 +109,11 @@ class Run:
     def setting(self) -> dict[str, Any]:
         """The setting of all runs of a task in a folder; ``whole``: the field's sizes."""
         task = TASKS[self.task]
-        own, preset = (
+        flags, preset = (
             {name: value for name, value in strict_json(dataclasses.asdict(flags)).items() if name not in RESERVED}
             for flags in (self.flags, task.script.Config(**task.preset))
         )
-        return own | {"whole": own == preset}
+        return flags | {"whole": flags == preset}
 
     @property
     def name(self) -> str:
@@ -129,7 +129,9 @@ def variants(policies: tuple[str, ...]) -> list[tuple[str, str]]:
     Raises:
       ValueError: a policy or a loss scale is unknown.
     """
-    return [found for found in compare.variants(policies, ("dynamic",)) if found != BASELINE or "float32" in policies]
+    return [
+        variant for variant in compare.variants(policies, ("dynamic",)) if variant != BASELINE or "float32" in policies
+    ]
 
 
 def task_flags(config: Config, name: str) -> Any:
@@ -141,10 +143,10 @@ def task_flags(config: Config, name: str) -> Any:
     if config.flags and len(config.tasks) > 1:
         raise ValueError(f"--flags are those of one script, got --tasks {' '.join(config.tasks)}; name one of them")
     flags = (SMOKE_TASKS if config.smoke else TASKS)[name].flags(config.flags, RESERVED, "benchmark")
-    given = {"steps": config.steps} if config.steps else {}
+    changes = {"steps": config.steps} if config.steps else {}
     # With --minutes there is a checkpoint when the time is up, and none before.
     checkpoint_every = 10**9 if config.minutes and checkpoints_can_be() else 0
-    return dataclasses.replace(flags, data_dir=config.data_dir, checkpoint_every=checkpoint_every, keep=1, **given)
+    return dataclasses.replace(flags, data_dir=config.data_dir, checkpoint_every=checkpoint_every, keep=1, **changes)
 
 
 def plan(config: Config) -> list[Run]:
@@ -175,8 +177,8 @@ def finished(folder: Path) -> list[dict[str, Any]]:
     order = [(task, *variant) for task in TASKS for variant in variants(POLICIES)]
 
     def place(record: dict[str, Any]) -> Any:
-        own = (record["task"], record["policy"], record["loss_scale"])
-        return order.index(own) if own in order else len(order), own, record["seed"]
+        key = (record["task"], record["policy"], record["loss_scale"])
+        return order.index(key) if key in order else len(order), key, record["seed"]
 
     return sorted((numbers(kept.read(path)) for path in folder.glob("*-seed*.json")), key=place)
 
@@ -259,9 +261,9 @@ def main(config: Config) -> list[dict[str, Any]]:
                 except Exception as error:  # whatever a policy breaks: the others go on
                     broken.append(f"{run.name}: {failed(error)}")
     finally:  # what was finished before an interruption counts
-        if found := finished(folder):
-            accuracy_report.write(found, folder)
+        if recorded := finished(folder):
+            accuracy_report.write(recorded, folder)
     has.end()
     if broken:
         cli.fail(f"{'; '.join(broken)}; see above", 1)
-    return found
+    return recorded

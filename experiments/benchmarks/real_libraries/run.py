@@ -125,8 +125,10 @@ def main(config: Config) -> dict[str, Any]:
         importlib.import_module(f"experiments.benchmarks.real_libraries.{family}")
     with cli.bad_values_end_it():
         folder = records.folder_of("real_libraries", config)
-    chosen = [each for each in PROGRAMS if not config.libraries or each.library in config.libraries]
-    chosen = [each for each in chosen if not config.programs or any(part in each.name for part in config.programs)]
+    chosen = [program for program in PROGRAMS if not config.libraries or program.library in config.libraries]
+    chosen = [
+        program for program in chosen if not config.programs or any(part in program.name for part in config.programs)
+    ]
     rows: list[dict[str, Any]] = []
     absent: set[str] = set()
     failures: dict[str, str] = {}

@@ -78,9 +78,9 @@ def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> t
         updates, new_opt_state = tx.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_opt_state, new_model_state
         finite = jmp.all_finite(grads)
-        kept = jmp.select_tree(finite, new, (params, opt_state, model_state))
+        selected = jmp.select_tree(finite, new, (params, opt_state, model_state))
         loss_scale = loss_scale.adjust(finite)
-        return (kept, (loss_scale.loss_scale, loss_scale.counter)), loss
+        return (selected, (loss_scale.loss_scale, loss_scale.counter)), loss
 
     return lambda: (inner_start(), (jnp.float32(2**15), jnp.int32(0))), step
 

@@ -83,8 +83,8 @@ def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[
 
 def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepared:
     """A layer of width × 4·width, or so many of GPT-2's blocks, with the gradients, on random numbers in bfloat16."""
-    own = [in_torch.Block(width, max(1, width // 64), causal=True) for _ in range(blocks)]
-    model = torch.nn.Sequential(*(own or [torch.nn.Linear(width, 4 * width, bias=False)]))
+    stack = [in_torch.Block(width, max(1, width // 64), causal=True) for _ in range(blocks)]
+    model = torch.nn.Sequential(*(stack or [torch.nn.Linear(width, 4 * width, bias=False)]))
     model = in_torch.of_library(model, row.library).to(device())
     call = torch.compile(model, dynamic=False)
     x = torch.randn(*shape, width, device=device(), dtype=torch.bfloat16, requires_grad=True)
@@ -103,7 +103,7 @@ def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepare
 def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray]) -> Prepared:
     """A row's train step or forward pass after its first call, which compiles what is to be compiled.
 
-    :func:`peak` begins anew: what cuDNN and torch.compile needed to try kernels is no part of a step.
+    :func:`peak` begins anew: what cuDNN and torch.compile needed to try kernels is not part of a step.
     """
     torch.backends.cudnn.benchmark = True
     run = (train_step if which == "train" else forward)(case, row, batch)
@@ -144,14 +144,14 @@ def _on_device(case: Workload, batch: dict[str, np.ndarray]) -> tuple[torch.Tens
 
 @contextlib.contextmanager
 def _autocast(row: Row) -> Iterator[None]:
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if row.precision in HALF:
-            held.enter_context(torch.autocast(device().type, HALF[row.precision]))
+            stack.enter_context(torch.autocast(device().type, HALF[row.precision]))
         if row.library == "transformer_engine":
             from transformer_engine import pytorch as te
             from transformer_engine.common import recipe
 
-            held.enter_context(te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()))
+            stack.enter_context(te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()))
         yield
 
 

@@ -197,7 +197,7 @@ def _attention(original: Any) -> Any:
         half = deciding[0]() if deciding else None
         if half is None:
             return original(*operands, *args, **kwargs)
-        arrays = [operand.astype(half) for operand in operands]  # whose derivative needs nothing of what was cast
+        arrays = [operand.astype(half) for operand in operands]  # whose derivative does not need the cast array
         rest, options = jax.tree.map(functools.partial(_cast_bias, half), (args, kwargs))
         fused = functools.partial(original, *arrays, *rest, **{**options, "implementation": "cudnn"})
         if implementation is None:

@@ -19,8 +19,8 @@ class TracedProgram:
 
     Args:
       fun: a function.
-      args: its arguments, none of which is kept.
-      write: makes what a call returns of what ``fun`` returns.
+      args: its arguments, which are not kept.
+      write: turns the results of ``fun`` into those of a call.
 
     Attributes:
       jaxpr: an open jaxpr and its constants.

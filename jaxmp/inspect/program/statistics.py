@@ -155,7 +155,7 @@ def exponent_of(loss_scale: Any) -> int:
     """Return the binary logarithm of a loss scale.
 
     Raises:
-      ValueError: it is no power of two.
+      ValueError: it is not a power of two.
     """
     scale = float(loss_scale)
     fraction, exponent = math.frexp(scale)

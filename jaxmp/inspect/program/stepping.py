@@ -322,7 +322,7 @@ def _zero_if_finite(value: Any) -> jax.Array:
     """Return 0 if all elements are finite, else NaN; this sum compiles faster than a test."""
     value = jnp.asarray(value)
     with jax.sharding.use_abstract_mesh(jax.typeof(value).sharding.mesh):  # with the axis types of the value
-        if value.dtype.itemsize == 1:  # float8, some of which have no infinities
+        if value.dtype.itemsize == 1:  # float8, as some have no infinities
             value = value.astype(jnp.float32)
         return jnp.sum(value * 0)
 

@@ -75,7 +75,7 @@ class Value:
 
     @property
     def outer(self) -> Value:
-        """The value outside of the loops of which this is a constant; other values themselves."""
+        """The value outside of the loops that this is a constant of; other values themselves."""
         value = self
         while value.name == LOOP_CONSTANT:
             ((_, value, _),) = value.reads

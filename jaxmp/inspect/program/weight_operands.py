@@ -74,7 +74,8 @@ def unaligned(product: Value, weights: Sequence[int]) -> dict[str, int]:
     """Return the dimensions of a product that are no multiple of 16 bytes, by name.
 
     The batch does not count: output features are those of the weight, and if either operand may be it (``weights``),
-    the aligned ones. A dimension of 1 does not count, as that is no matrix product; nor do the few channels of a stem.
+    the aligned ones. A dimension of 1 does not count, as that is not a matrix product; nor do the few channels of a
+    stem.
     """
     left, right = product.inputs[:2]
     step = max(16 // min(left.dtype.itemsize, right.dtype.itemsize), 1)
