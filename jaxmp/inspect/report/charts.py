@@ -92,7 +92,7 @@ def svg(page: Any) -> str:
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxmp"}):
         file = io.StringIO()
-        page.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        page.savefig(file, format="svg", transparent=True, dpi=200, metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

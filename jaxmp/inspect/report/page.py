@@ -89,7 +89,7 @@ def run_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
                 _with_spread(run.final_losses, ".4g", ".2g"),
                 _with_spread(run.final_accuracies, ".2%", ".2%"),
                 str(run.skipped),
-                f"{milliseconds:.3g}" if milliseconds else "",
+                _milliseconds(milliseconds) if milliseconds else "",
                 f"{run.memory['peak'] / 2**20:,.1f}" if run.memory else "",
             )
         )
@@ -100,6 +100,10 @@ def _with_spread(values: Sequence[float], form: str, spread: str) -> str:
     """Return the mean and the standard deviation of values."""
     mean = statistics.fmean(values)
     return f"{mean:{form}} ± {np.std(values, ddof=1):{spread}}" if len(values) > 1 else f"{mean:{form}}"
+
+
+def _milliseconds(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def verdict(run: Run, references: Sequence[Run]) -> str:
@@ -122,12 +126,12 @@ def verdict(run: Run, references: Sequence[Run]) -> str:
         f"{run.name} {reached} the loss of {reference.name}: {loss:.4g} and {other:.4g} "
         f"({100 * (loss / other - 1):+.1f} %; {rule} counts as reached)"
     ]
-    times = run.summary.get("ms_per_step"), reference.summary.get("ms_per_step")
-    if all(times):
-        parts.append(f"a step takes {times[0]:.3g} ms and {times[1]:.3g} ms")
+    times = [each.summary.get("ms_per_step") or 0 for each in (run, reference)]
     if run.is_on_cpu:
-        parts.append("the gains in time and memory show on a GPU, not on this CPU")
-    elif run.memory and reference.memory:
+        parts.append("a CPU does not show its gains in time and memory")
+    elif all(times):
+        parts.append(f"a step takes {_milliseconds(times[0])} ms and {_milliseconds(times[1])} ms")
+    if run.memory and reference.memory and not run.is_on_cpu:
         saved = 1 - run.memory["peak"] / reference.memory["peak"]
         parts.append(f"its peak memory is {100 * abs(saved):.0f} % {'lower' if saved >= 0 else 'higher'}")
     return f"{'; '.join(parts)}."
