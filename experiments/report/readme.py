@@ -1,4 +1,4 @@
-"""Copies what was measured from experiments/results into the README and five pages of docs, between two markers.
+"""Copies what was measured from experiments/results into the README and six pages of docs, between two markers.
 
 python -m experiments.report.readme
 
@@ -6,7 +6,7 @@ The README has a few of them: the sums of gradients, the filled rows of :mod:`ex
 sentence on the cost of loss scaling. docs/measured.md has all, with the facts of each run, results/demo/compare.md and
 every results/loss_scaling*/loss_scaling.md among them; docs/gradient_sums.md those on the sums; docs/sharding.md what
 was compiled for many GPUs; docs/inspect.md the times that the roofline predicts beside those on record;
-docs/real_libraries.md the errors of autocast in programs of real libraries.
+docs/real_libraries.md the errors of autocast in programs of real libraries; docs/tools/tune.md what tune finds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from experiments.benchmarks.gradient_sums import NOTE, sentence
+from experiments.benchmarks.tune import NOTE as TUNE_NOTE
 from experiments.report import headline, predictions
 from jaxmp.inspect.program.targets import TARGETS
 
@@ -182,6 +183,18 @@ def real_libraries_block(root: Path = ROOT) -> str:
     return "\n".join([*lines, "", f"{link}: {facts(record.read_text())}", ""])
 
 
+def tune_block(root: Path = ROOT) -> str:
+    """The table of docs/tools/tune.md, of the newest result below ``root``."""
+    source = headline.newest(root / "experiments" / "results", "tune", lambda run: not run["smoke"])
+    if source is None:
+        return "Not measured yet: `python -m experiments.benchmarks.tune --run-dir experiments/results/tune`.\n"
+    parts = sections(source.path.with_suffix(".md"))
+    text = next(text for text in parts.values() if "|" in text)
+    return "\n".join([table(text), "", TUNE_NOTE, "", source.line(root), ""]).replace(
+        "](experiments/", "](../../experiments/"
+    )
+
+
 def _percent(error: float | str) -> str:
     return f"{100 * float(error):.2g} %" if math.isfinite(float(error)) else "fails"
 
@@ -218,5 +231,6 @@ if __name__ == "__main__":
         write(ROOT / "docs" / "sharding.md", sharding_block())
         write(ROOT / "docs" / "inspect.md", roofline_block())
         write(ROOT / "docs" / "real_libraries.md", real_libraries_block())
+        write(ROOT / "docs" / "tools" / "tune.md", tune_block())
     except ValueError as error:
         sys.exit(f"error: {error}")

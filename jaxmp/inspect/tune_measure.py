@@ -23,6 +23,8 @@ from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import get_policy
 
 _HALF = {"float16", "bfloat16"}
+# Each program runs once for each batch: LLVM's optimizations take longer than they save. A GPU's kernels need them.
+_COMPILED_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _PRODUCTS_ONLY = {"class:half": "half", EVERY: "float32"}
 
 
@@ -183,7 +185,8 @@ class Measurement:
             loss, _ = loss_and_rest(fun(*jax.tree.unflatten(structure, leaves)))
             return widen(loss) * scale, loss
 
-        gradient = jax.jit(jax.value_and_grad(scaled_loss, has_aux=True), compiler_options=AS_WRITTEN)
+        options = AS_WRITTEN | (_COMPILED_FAST if jax.default_backend() == "cpu" else {})
+        gradient = jax.jit(jax.value_and_grad(scaled_loss, has_aux=True), compiler_options=options)
         results = []
         for args in all_args:
             leaves = jax.tree.leaves(tuple(args))

@@ -30,6 +30,8 @@ def test_the_readme_and_the_pages_have_what_the_script_writes():
     assert between == f"\n{readme.gradient_sums_block()}\n", "run python -m experiments.report.readme"
     _, _, rest = (readme.ROOT / "docs" / "sharding.md").read_text().partition(readme.BEGIN)
     assert rest.partition(readme.END)[0] == f"\n{readme.sharding_block()}\n", "run python -m experiments.report.readme"
+    _, _, rest = (readme.ROOT / "docs" / "tools" / "tune.md").read_text().partition(readme.BEGIN)
+    assert rest.partition(readme.END)[0] == f"\n{readme.tune_block()}\n", "run python -m experiments.report.readme"
     _, _, rest = (readme.ROOT / "docs" / "inspect.md").read_text().partition(readme.BEGIN)
     assert rest.partition(readme.END)[0] == f"\n{readme.roofline_block()}\n", "run python -m experiments.report.readme"
 

@@ -1,0 +1,35 @@
+"""The benchmark of tune: its models run, and its table says what was measured."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+from experiments.benchmarks import tune
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.mark.parametrize("name", tune.MODELS)
+def test_every_model_has_a_loss(name):
+    loss_fn, args = tune.problem(name, smoke=True)
+    assert jax.eval_shape(loss_fn, *args).shape == ()
+
+
+@pytest.mark.slow("tunes a model twice")
+def test_a_run_records_each_model_and_half_format(tmp_path):
+    tune.main(tune.Config(models=("Gaussian process",), smoke=True, run_dir=tmp_path))
+    results = json.loads((tmp_path / "tune.json").read_text())["results"]
+    assert [result["half"] for result in results] == ["bfloat16", "float16"]
+    for result in results:
+        assert result["met"] and result["floor"] <= result["tuned"] <= result["autocast"]
+    assert "| Gaussian process | float16 |" in (tmp_path / "tune.md").read_text()
+
+
+def test_norms_and_softmaxes_alone_are_float32():
+    loss_fn, args = tune.problem("GPT-2", smoke=True)
+    overrides = tune.only_norms_in_float32(loss_fn, args, "mixed_bfloat16")
+    assert list(overrides.items())[-1] == ("**", "half") and any(key.endswith(":exp") for key in overrides)
+    assert not any(key.endswith(":dot_general") for key in overrides)
