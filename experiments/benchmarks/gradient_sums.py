@@ -385,8 +385,8 @@ def sentence(run: dict[str, Any]) -> str:
     ours = max(embedding["ways"][way]["error"] for way in (LINEN, NNX, AUTOCAST))
     return (
         f"jaxmp sums the gradients of params in float32. The gradient of an embedding ({embedding['text']}) has an "
-        f"error of {percent(embedding['ways'][BY_HAND]['error'])} in bfloat16 with Flax's `dtype=`, and of {percent(ours)} "
-        "with jaxmp."
+        f"error of {percent(embedding['ways'][BY_HAND]['error'])} in bfloat16 with Flax's `dtype=`, and of "
+        f"{percent(ours)} with jaxmp."
     )
 
 
