@@ -159,7 +159,10 @@ class Config(records.Small):
 
 
 def place() -> dict[str, Any]:
-    """Device, versions, backend and free memory, from a process that has ended: this one leaves the GPU alone."""
+    """Return device, versions, backend and free memory.
+
+    A process that has ended reads them, so that this one leaves the GPU alone.
+    """
     done = _captured([sys.executable, "-m", "experiments.measure.environment"])
     if done.returncode:
         raise ValueError(

@@ -42,7 +42,10 @@ class Prepared:
 
 
 def broken(figures: dict[str, Any]) -> str | None:
-    """Why a row's figures are not judged: its loss is not finite, and such a step may be fast, or take little power."""
+    """Return why a row's figures are not judged: its loss is not finite.
+
+    Such a step may be fast, or take little power.
+    """
     loss = figures.get("loss")
     return None if loss is None or math.isfinite(float(loss)) else f"not judged: its loss is {loss}"
 

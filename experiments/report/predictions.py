@@ -1,4 +1,7 @@
-"""Times of train steps on record for an H200, held against those that :func:`jaxmp.inspect.roofline` predicts."""
+"""Compare recorded times of train steps on an H200 with predictions.
+
+:func:`jaxmp.inspect.roofline` makes the predictions.
+"""
 
 from __future__ import annotations
 

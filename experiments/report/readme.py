@@ -1,4 +1,6 @@
-"""Copies what was measured from experiments/results into the README and five pages of docs, between two markers.
+"""Copy measurements from experiments/results into the README and the docs.
+
+They stand between two markers.
 
 python -m experiments.report.readme
 
@@ -182,7 +184,10 @@ def _percent(error: float | str) -> str:
 
 
 def roofline_block(root: Path = ROOT) -> str:
-    """The part of docs/inspect.md on predicted times, of the newest steps compiled for an H200 below ``root``."""
+    """Return the part of docs/inspect.md on predicted times.
+
+    It is of the newest steps compiled for an H200 below ``root``.
+    """
     source = headline.newest(
         root / "experiments" / "results", "compile_only", lambda run: bool(predictions.predictions(run["results"]))
     )

@@ -1,4 +1,7 @@
-"""The flag --mesh: the devices of all processes as a mesh, the rows of a batch on them, and what is read from them."""
+"""Read the flag --mesh.
+
+It arranges the devices of all processes and the rows of a batch on them.
+"""
 
 from __future__ import annotations
 

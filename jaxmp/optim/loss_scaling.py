@@ -71,7 +71,8 @@ def loss_scaling(
       RuntimeError: a donating step has had the state or the params.
       TypeError: ``inner`` is not an optimizer; ``loss_scale`` is not a loss scale; ``update`` got a state that
         ``init`` did not make.
-      ValueError: the scale is not a positive scalar; ``inner`` has a loss scale already; another transform stands around ``low_precision``; an update does not have the shape of its param.
+      ValueError: the scale is not a positive scalar; ``inner`` has a loss scale already; another transform stands
+        around ``low_precision``; an update does not have the shape of its param.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}

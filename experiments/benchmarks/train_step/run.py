@@ -1,4 +1,6 @@
-"""A whole train step in mixed precision: jaxmp, JAX by hand, jmp, flax and torch, on one GPU, in one run.
+"""Measure a whole train step in mixed precision on one GPU, in one run.
+
+The rows are jaxmp, JAX by hand, jmp, flax and torch.
 
 python -m experiments.benchmarks.train_step --run-dir runs/train_step
 
