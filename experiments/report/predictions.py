@@ -49,7 +49,10 @@ def apart(first: Timed, other: Timed) -> float:
 
 
 def reversed_pairs(timed: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
-    """Those of which the first, which was measured faster, is not predicted so; of the most apart first."""
+    """Return the pairs whose first step was measured faster but is not predicted so.
+
+    Those whose predictions are most apart come first.
+    """
     pairs = [pair for pair in itertools.combinations(timed, 2) if pair[0].predicted >= pair[1].predicted]
     return sorted(pairs, key=lambda pair: -apart(*pair))
 

@@ -1,4 +1,4 @@
-"""The tables, the goals and the picture of what lies in a run folder of benchmarks.train_step."""
+"""Write the tables, the goals and the picture of a run folder of benchmarks.train_step."""
 
 from __future__ import annotations
 
