@@ -121,7 +121,10 @@ def optimizer(config: Config, steps: int) -> optax.GradientTransformation:
 
 
 def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``loss_fn(params, model_state, batch, rng)`` of a network's ``apply``, as a train step takes it."""
+    """Return ``loss_fn(params, model_state, batch, rng)`` for a train step.
+
+    ``apply`` is that of a network.
+    """
 
     def loss_fn(params: Any, model_state: Any, batch: images.Batch, rng: Any, train: bool = True) -> Any:
         logits, model_state = apply(params, model_state, batch["image"], train)
@@ -133,7 +136,10 @@ def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def initial_states(config: Config, net: models.Functions, tx: Any, sharding: Any) -> tuple[Any, Any]:
-    """Return two functions that make a state: of params, on one device, and of a seed, on a mesh if there is one."""
+    """Return two functions that make a state.
+
+    The first makes it of params, on one device; the second of a seed on a mesh, or is None without one.
+    """
 
     def fields() -> dict[str, Any]:
         return {"apply_fn": net.apply, "model_state": net.init(0)[1], "ema": config.ema > 0}

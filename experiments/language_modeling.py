@@ -77,7 +77,10 @@ class Config(ModelFlags, text_training.TextTraining):
 
 
 def settled(config: Config) -> Config:
-    """The flags with those of ``--size``, and what suits model and device, in place of flags that were left out."""
+    """Return the flags with those of ``--size`` and the defaults of the model.
+
+    The defaults suit model and device; flags that were written stay.
+    """
     of_size = {name: value for name, value in SIZES.get(config.size or "", {}).items() if getattr(config, name) is None}
     return text_training.settled(dataclasses.replace(config, **of_size), config.model)
 
@@ -244,7 +247,10 @@ def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
 
 
 def largest_batch(config: Config) -> int:
-    """Return the largest batch that makes sense: the held-out text of next_token once, or the training text of gpt2."""
+    """Return the largest batch that makes sense.
+
+    It is the held-out text of next_token once, or the training text of gpt2.
+    """
     dataset = load(config)
     return (
         len(dataset.test) // config.test_batches

@@ -158,7 +158,9 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
 
 
 def in_brackets(shown: np.ndarray, targets: np.ndarray, guesses: np.ndarray, tokenizer: tokens.Tokenizer) -> str:
-    """A text with what was to be guessed in brackets: the guess, and after a bar the truth if it was another.
+    """Return a text with the guesses in brackets.
+
+    After a bar comes the truth if it differs from the guess.
 
     Args:
       shown: int (n,), what the model saw.

@@ -1,4 +1,6 @@
-"""A training step under autocast against the same step with half precision placed by hand, and against float32.
+"""Compare a training step under autocast with half precision placed by hand.
+
+The step in float32 is measured beside both.
 
 python -m experiments.benchmarks.autocast --models gpt2 lstm
 
@@ -64,7 +66,10 @@ def case_of(name: str, config: Config) -> Workload:
 
 
 def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
-    """``start() -> state`` and ``step(state, batch) -> (state, loss)`` of a variant, jitted; the state is donated."""
+    """Return ``start() -> state`` and ``step(state, batch) -> (state, loss)``.
+
+    They are those of a variant, jitted; the state is donated.
+    """
     model = by_hand.build(case, jaxmp.get_policy(policy).compute_dtype if variant.startswith(BY_HAND) else None)
     loss_fn = by_hand.loss_fn_of(model)
     if variant == AUTOCAST:

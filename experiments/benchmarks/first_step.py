@@ -1,4 +1,6 @@
-"""The time before the first train step of a GPT-2: trace, lower and compile, beside half precision by hand.
+"""Measure the time before the first train step of a GPT-2.
+
+The time is that to trace, lower and compile, beside half precision by hand.
 
 python -m experiments.benchmarks.first_step
 

@@ -114,7 +114,10 @@ def model_of(size: Any) -> gpt2.GPT2:
 def case_of(
     part: Part, size: Any, way: str, tokens: int, route: Route = "jaxmp"
 ) -> tuple[Callable[[], Any], Callable[..., Any]]:
-    """``start() -> (state, batch)`` and ``step(state, batch) -> (state, result)``, whose state may be donated."""
+    """Return ``start() -> (state, batch)``, and ``step`` of them to a state and a result.
+
+    The state may be donated.
+    """
     least = {"min_dim": 1, "min_tokens": 1} if part == "layer" or tokens < TOKENS else {}
     recipe = jaxmp.Float8(accumulate={FAST: "fast", PRECISE: "precise"}.get(way, "fast_forward"), **least)
     policy = jaxmp.Policy("float32", "bfloat16", "float32", float8=None if way == HALF else recipe)
@@ -227,7 +230,10 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
 
 
 def pictures(part: str, cases: list[dict[str, Any]]) -> list[plots.Panel]:
-    """Every way's figures over those of bfloat16; a product by itself has no kernels beside it that move bytes."""
+    """Draw the figures of every way over those of bfloat16.
+
+    A single product has no other kernels that move bytes.
+    """
     ways = {f"{case['size']}, {way}": row for case in cases for way, row in case["rows"].items() if HALF not in way}
     figures = [figure for figure in PICTURED if any(figure in row for row in ways.values())]
     bars = {figure: {name: row.get(figure) for name, row in ways.items()} for figure in figures}

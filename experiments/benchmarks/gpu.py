@@ -159,7 +159,10 @@ class Config(records.Small):
 
 
 def place() -> dict[str, Any]:
-    """Device, versions, backend and free memory, from a process that has ended: this one leaves the GPU alone."""
+    """Return device, versions, backend and free memory.
+
+    A process that has ended reads them, so that this one leaves the GPU alone.
+    """
     done = _captured([sys.executable, "-m", "experiments.measure.environment"])
     if done.returncode:
         raise ValueError(
@@ -308,7 +311,7 @@ def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool]:
 
 
 def _last_word(said: str) -> str:
-    """The line that says why a command failed, of what it said."""
+    """Return the line of a command's output that says why it failed."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["it said nothing"])[-1][:300]

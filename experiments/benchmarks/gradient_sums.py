@@ -1,4 +1,6 @@
-"""How exact the gradients of params are that hundreds of rows, tokens, pixels or turns share, against float64.
+"""Measure how exact the gradients of shared params are, against float64.
+
+Hundreds of rows, tokens, pixels or turns share them.
 
 python -m experiments.benchmarks.gradient_sums --run-dir experiments/results/gradient_sums
 

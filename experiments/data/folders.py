@@ -1,4 +1,7 @@
-"""Reads images from folders that are named after their classes: ``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg``."""
+"""Read images from folders that are named after their classes.
+
+``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg``.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,9 @@ def files_of(folder: Path, split: str, labels: dict[str, int]) -> tuple[list[Pat
 
 
 def encoded(path: Path, shape: tuple[int, int, int]) -> io.BytesIO | Image.Image:
-    """The file as it is, once it was seen to hold a whole image of that shape, or the image in the right colours.
+    """Return the file as it is, or the image in the right colours.
+
+    The file is known to hold a whole image of that shape.
 
     Raises:
       DataError: the file is damaged, or of another size; the message names it.

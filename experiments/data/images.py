@@ -48,7 +48,10 @@ class Images(NamedTuple):
 
 
 def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
-    """A split that :func:`experiments.data.read` returned: on the device if it takes no more than a share of it."""
+    """Put a split on the device if it takes no more than a share of it.
+
+    :func:`experiments.data.read` returns the split.
+    """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", np.inf)
     images = Images(columns["image"], columns["label"].astype(np.int32))
     return images if images.image.nbytes > share * limit else on_device(columns)
@@ -80,7 +83,9 @@ def epochs(
     pixels: Pixels = AS_STORED,
     place: Place | None = None,
 ) -> Iterator[Batch]:
-    """Batches for ever, the set shuffled anew in every epoch; a batch depends on the seed and its number only.
+    """Yield batches for ever; every epoch shuffles the set anew.
+
+    A batch depends on the seed and its number only.
 
     Args:
       images: the split.

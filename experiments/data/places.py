@@ -34,7 +34,9 @@ class Found:
 
 
 def find(name: str, root: Path) -> tuple[Found | None, list[str]]:
-    """The set's archives, or else a folder of its images: in ``downloads/manual`` or in ``root``, or in ``name`` there.
+    """Return the set's archives, or else a folder of its images.
+
+    They lie in ``downloads/manual`` or in ``root``, or in ``name`` there.
 
     What is in a folder called ``name`` is the set's; elsewhere it may be another's, and is taken only if it tells.
 

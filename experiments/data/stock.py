@@ -1,4 +1,6 @@
-"""`mnist`, `fashion_mnist` and `cifar10` under the names, versions and features that TFDS has for them.
+"""Build `mnist`, `fashion_mnist` and `cifar10` as TFDS does.
+
+They have the names, versions and features of TFDS.
 
 TFDS's own builders need TensorFlow to read what they download. These are its builders with that part replaced: they
 take the published archives, or folders of images, that lie in the data folder, and else let TFDS download the archives

@@ -1,4 +1,6 @@
-"""This device's own ceilings, which utilisation is measured against: TFLOP/s of one product in each dtype, and a copy.
+"""Measure this device's ceilings, which utilisation refers to.
+
+They are TFLOP/s of one product in each dtype, and the rate of a copy.
 
 Not a data sheet's peak, but the most that one large product reaches through XLA here. fp32 is at precision highest,
 tf32 at JAX's default on a GPU. A copy counts the bytes that it reads and those that it writes.

@@ -85,7 +85,9 @@ def _cast(program: HloProgram, computation: str, instruction: Instruction) -> st
 
 
 def launches(program: HloProgram) -> int:
-    """How many kernels a run launches: fusions, products, copies and the like, a loop's as often as it repeats.
+    """Return how many kernels a run launches.
+
+    They are fusions, products, copies and the like; a loop's count as often as it repeats.
 
     A call of a library is one, however many kernels the library makes of it.
     """
@@ -104,7 +106,10 @@ def attention_flops(program: HloProgram) -> dict[str, int]:
 
 
 def traffic(program: HloProgram) -> tuple[float, float]:
-    """Bytes that kernels other than products move, read plus written, and those of them that change a layout."""
+    """Return the bytes that kernels other than products move, read plus written.
+
+    Also those of the kernels that change a layout.
+    """
     total = layout = 0.0
     for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
         if instruction.opcode in NO_WORK or is_end(instruction.opcode) or _is_product(program, instruction):

@@ -76,7 +76,10 @@ def ratio(times: list[float], other: list[float]) -> tuple[float, float, float]:
 
 
 def against(times: Mapping[K, list[float]], reference: K) -> dict[K, dict[str, Any]]:
-    """By function its ``milliseconds``, their quartiles ``ms``, and those of its ``ratio`` to ``reference``."""
+    """Return by function its ``milliseconds``, their quartiles, and its ratio.
+
+    The quartiles ``ms`` and ``ratio`` are three numbers each; the ratio is to ``reference``.
+    """
     return {
         name: {
             "milliseconds": milliseconds,

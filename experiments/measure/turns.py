@@ -28,7 +28,7 @@ class Prepared:
 
     Attributes:
       turn: does it once, without waiting; what it returns ``jax.block_until_ready`` can wait for.
-      loss: does it once more for its loss; None of what has none.
+      loss: does it once more for its loss; None if it has no loss.
       compile_seconds: from Python to a program, of torch the first call; without what makes the model and its state.
       compiled_bytes: what the program needs at most by its compiler's account; None of torch.
       about: what else is known of it.
@@ -42,7 +42,10 @@ class Prepared:
 
 
 def broken(figures: dict[str, Any]) -> str | None:
-    """Why a row's figures are not judged: its loss is not finite, and such a step may be fast, or take little power."""
+    """Return why a row's figures are not judged: its loss is not finite.
+
+    Such a step may be fast, or take little power.
+    """
     loss = figures.get("loss")
     return None if loss is None or math.isfinite(float(loss)) else f"not judged: its loss is {loss}"
 

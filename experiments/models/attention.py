@@ -1,4 +1,7 @@
-"""Attention over (batch, tokens, heads, head width): cuDNN's fused kernel on a GPU, plain products elsewhere."""
+"""Attention over (batch, tokens, heads, head width).
+
+It is cuDNN's fused kernel on a GPU, and plain products elsewhere.
+"""
 
 from __future__ import annotations
 

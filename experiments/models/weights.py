@@ -1,4 +1,6 @@
-"""Published weights of GPT-2 and BERT in safetensors, to the params of :mod:`experiments.models` and back.
+"""Convert published weights of GPT-2 and BERT to params and back.
+
+The files are safetensors; the params are those of :mod:`experiments.models`.
 
 GPT-2's tensors are those of ``openai-community/gpt2``, with or without ``transformer.`` before their names; kernels are
 stored (in, out). BERT's are those of ``bert-base-uncased`` with its head for masked words, the norms' params called
@@ -27,7 +29,10 @@ Source = str | Path | Mapping[str, Any]
 
 
 class _Leaf(NamedTuple):
-    """Where a param is published: side by side in several tensors, transposed, without the rows that fill up."""
+    """The tensors in which a param is published.
+
+    Several side by side, transposed, or without the rows that fill up.
+    """
 
     names: tuple[str, ...]
     transposed: bool = False

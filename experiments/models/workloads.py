@@ -1,4 +1,6 @@
-"""The models that mixed precision is measured with, ResNet-50, BERT-Base and GPT-2, with their batches and losses.
+"""Define the models that mixed precision is measured with.
+
+They are ResNet-50, BERT-Base and GPT-2, with their batches and losses.
 
 They are those of :mod:`experiments.models`, in float32 and without a dtype in their code; whoever measures brings the
 precision. Code that nobody prepared for it is in :mod:`experiments.models.by_hand`, in the same sizes.

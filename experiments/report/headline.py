@@ -1,4 +1,6 @@
-"""The main table of the README: what mixed precision brings to ResNet-50, BERT-Base and GPT-2 on a GPU.
+"""Write the main table of the README.
+
+It shows what mixed precision brings to ResNet-50, BERT-Base and GPT-2 on a GPU.
 
 Its figures come from experiments/results: measured train steps (train_step*), steps compiled for a GPU that was not
 there (compile_only*), what rematerialisation buys (remat*) and accuracies (accuracy*), the newest of each. What nobody

@@ -16,7 +16,10 @@ from jaxmp.inspect.plots.drawing import style as style
 
 
 def drawn(draw: Callable[..., None]) -> Callable[..., None]:
-    """``draw``, which where matplotlib is not installed says so and leaves its picture out: the figures are written."""
+    """Run ``draw``; without matplotlib, say so and leave the picture out.
+
+    The figures are written all the same.
+    """
 
     @functools.wraps(draw)
     def draws(*args: Any, **kwargs: Any) -> None:
@@ -151,7 +154,10 @@ def _panel(axes: Any, panel: Panel, names: list[str], named: bool, above: float)
 
 @drawn
 def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Loss, accuracy and loss scale of one run against its steps; held-out values as dots, skipped steps as ticks."""
+    """Draw loss, accuracy and loss scale of one run against its steps.
+
+    Held-out values are dots, skipped steps ticks.
+    """
     train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
     page = figure(10.5, 3.2)
     for axes, name in zip(page.subplots(1, 3), ("loss", "accuracy", "loss_scale"), strict=True):

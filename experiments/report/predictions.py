@@ -1,4 +1,7 @@
-"""Times of train steps on record for an H200, held against those that :func:`jaxmp.inspect.roofline` predicts."""
+"""Compare recorded times of train steps on an H200 with predictions.
+
+:func:`jaxmp.inspect.roofline` makes the predictions.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ def apart(first: Timed, other: Timed) -> float:
 
 
 def reversed_pairs(timed: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
-    """Those of which the first, which was measured faster, is not predicted so; of the most apart first."""
+    """Return the pairs whose first step was measured faster but is not predicted so.
+
+    Those whose predictions are most apart come first.
+    """
     pairs = [pair for pair in itertools.combinations(timed, 2) if pair[0].predicted >= pair[1].predicted]
     return sorted(pairs, key=lambda pair: -apart(*pair))
 

@@ -200,7 +200,10 @@ def _percent(error: float | str) -> str:
 
 
 def roofline_block(root: Path = ROOT) -> str:
-    """The part of docs/inspect.md on predicted times, of the newest steps compiled for an H200 below ``root``."""
+    """Return the part of docs/inspect.md on predicted times.
+
+    It is of the newest steps compiled for an H200 below ``root``.
+    """
     source = headline.newest(
         root / "experiments" / "results", "compile_only", lambda run: bool(predictions.predictions(run["results"]))
     )

@@ -212,7 +212,10 @@ def parse(config_type: type[C], description: str, args: Sequence[str] | None = N
 
 
 def _groups(config_type: Any) -> dict[str, type]:
-    """Return the classes ``…Flags`` that a class inherits all its fields from, by their names in ``--help``."""
+    """Return the classes ``…Flags`` that hold all fields of a class.
+
+    Their names are the titles in ``--help``; empty if some fields are in none.
+    """
     classes = [base for base in config_type.__mro__ if base.__name__.endswith("Flags")]
     names = {field.name for base in classes for field in dataclasses.fields(base)}
     if names != {field.name for field in dataclasses.fields(config_type)}:
@@ -242,7 +245,9 @@ def plain_warnings() -> None:
 
 
 def plain_threads() -> None:
-    """Without the tracebacks of what nobody can catch in tensorstore's threads, one an array that it cannot write.
+    """Silence the tracebacks of tensorstore's threads, which nobody can catch.
+
+    There is one for each array that cannot be written.
 
     What became of the write is raised where it is waited for.
     """

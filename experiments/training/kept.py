@@ -47,7 +47,9 @@ def _may_be_had_now(record: dict[str, Any]) -> bool:
 
 
 def require_alike(file: Path, now: dict[str, Any]) -> None:
-    """Checks that what is to be measured in a setting can be held against what the run folder has in a file.
+    """Check that new measurements can stand beside those of the run folder.
+
+    A file there has the settings of the earlier ones.
 
     Of versions one side may have packages that the other lacks: one was installed since.
 
@@ -69,7 +71,10 @@ def require_alike(file: Path, now: dict[str, Any]) -> None:
 
 
 def joined(environments: list[dict[str, str]]) -> dict[str, str]:
-    """Device, versions and commands of all that was measured, what differs side by side, and the newest date."""
+    """Return device, versions, commands and the newest date of all measurements.
+
+    Texts that differ stand side by side.
+    """
     texts = {
         name: [text for environment in environments for text in environment.get(name, "").split("; ") if text]
         for name in {name: None for environment in environments for name in environment}

@@ -75,7 +75,10 @@ class Precision(NamedTuple):
         return None if self.autocast else self.policy
 
     def input_dtype(self, config: Any) -> str:
-        """Return the dtype of images: the first module would round them anyway, unless an override says otherwise."""
+        """Return the dtype of images.
+
+        The first module would round them anyway, unless an override says otherwise.
+        """
         return "float32" if config.override or self.autocast else compute_dtype(self.policy).name
 
     def under_autocast(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +158,9 @@ def read_low_precision(inner: Any, low_precision: str, seed: int) -> Any:
 
 
 def require_matches(experiment: Any) -> None:
-    """Traces the loss function under autocast, so that an override that matches nothing is an error at once.
+    """Trace the loss function under autocast.
+
+    An override that matches nothing is then an error at once.
 
     Raises:
       ValueError: there is one.

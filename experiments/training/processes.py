@@ -1,4 +1,6 @@
-"""Several processes of one job: they start together, agree, stop together, and end if one of them hangs or is gone.
+"""Run several processes of one job.
+
+They start together, agree, stop together, and end if one of them hangs or is gone.
 
 ``jax.distributed`` is the meeting point, SLURM or Kubernetes the launcher, which starts all again when one has ended.
 A process that ends is missed after ``HEARTBEAT_S`` at most, and then JAX ends the others. One that hangs is alive to

@@ -1,4 +1,7 @@
-"""A run's folder (config, metrics, curves, checkpoints, summary) and what is shown meanwhile, without steady syncs."""
+"""Write a run's folder, and show its progress without steady syncs.
+
+The folder has config, metrics, curves, checkpoints and summary.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,10 @@ class Run:
                     describe(self._unwatched, self.state, batch, self.folder)
 
     def _watched(self, state: jaxmp.TrainState, batch: Batch) -> Any:
-        """The step that comes, counted if its number says so; to compile either program is not counted as training."""
+        """Return the next step, in the counting program if its number says so.
+
+        Compiling either program does not count as training.
+        """
         assert self._watch is not None
         every = self._config.watch
         first = (self._start // every + 1) * every
@@ -162,7 +168,9 @@ class Run:
             return jax.block_until_ready(self._watch.step(self._step, state, batch))
 
     def log(self, metrics: dict[str, jax.Array]) -> None:
-        """Takes a step's metrics, still on the device, and writes those of some steps ago; evaluates and saves.
+        """Take a step's metrics, still on the device, and write those of earlier steps.
+
+        Evaluate and save when they are due.
 
         Both are done every so many steps, as the flags say, and after the last one. SIGTERM has it saved, too.
         """
@@ -195,7 +203,10 @@ class Run:
         return self._step == self.experiment.steps or (every > 0 and self._step % every == 0)
 
     def log_evaluation(self, state: jaxmp.TrainState) -> None:
-        """Evaluates on the held-out examples and writes the result; the time it takes does not count as training."""
+        """Evaluate on the held-out examples and write the result.
+
+        The time it takes does not count as training.
+        """
         with self._pause():
             self._test = self.experiment.evaluate(state)
             self._write({"step": self._step, "split": "test", **self._test})

@@ -24,7 +24,9 @@ def sample(
     top_k: int = 40,
     seed: int = 0,
 ) -> list[int]:
-    """So many tokens after a prompt. Every token is computed from the whole window anew: there is no cache to keep.
+    """Return ``count`` tokens after a prompt.
+
+    Every token is computed from the whole window anew: there is no cache.
 
     Args:
       apply: ``apply(params, tokens (1, context)) -> logits (1, context, vocabulary)``; a token may not depend on those

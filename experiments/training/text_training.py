@@ -213,7 +213,9 @@ def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequ
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A task under its precision, on a mesh or on one device: everything but the two steps, which a script makes.
+    """A task under its precision, on a mesh or on one device.
+
+    It has everything but the two steps, which a script makes.
 
     Attributes:
       config: the flags, settled.

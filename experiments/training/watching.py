@@ -15,7 +15,10 @@ from jaxmp.inspect.watch_files import FILE, read
 
 
 class Watching:
-    """The watched steps of a run, each a line of watch.jsonl; of a resumed run those up to its checkpoint stay."""
+    """The watched steps of a run, each a line of watch.jsonl.
+
+    A resumed run keeps those up to its checkpoint.
+    """
 
     def __init__(self, step: Any, config: Any, folder: Path, start: int) -> None:
         self.step = Watch(step, every=config.watch)

@@ -262,7 +262,7 @@ def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -
         ]
     if kind == "while" and position == 0:  # the condition
         return results
-    for number in step.unchanged:  # of which JAX then has one for all turns
+    for number in step.unchanged:  # then JAX has one for all turns
         results[number] = args[step.bodies.start + number]
     for number, join in enumerate(step.joins):
         if join is not None:

@@ -49,7 +49,7 @@ class Node:
     const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
     step: Step | None = None  # the equation that it is a result of; None for arguments, constants and joins
     is_constant: bool = False  # made of constants and integers only
-    is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is not a weight
+    is_looked_up: bool = False  # rows of a table, or computed from some: of an example, not a weight
     float8: float8_products.Float8Question | None = None  # of a product, as its step has it
 
     # What jaxmp.engine.decide finds out.

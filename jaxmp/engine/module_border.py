@@ -123,7 +123,7 @@ class Treatment:
         return self.mode == "float32"
 
     def called_by(self, caller: Treatment | None) -> Treatment:
-        """How it is computed where it is called: traced on float32 if that is what its ``caller`` has to give.
+        """Return how it is computed where it is called: traced on float32 if its ``caller`` has float32.
 
         Half results of its submodules beside that would be widened for good.
         """

@@ -49,7 +49,7 @@ def autocast_dtype() -> np.dtype | None:
     """The half dtype in which autocast will compute a float32 product that is written here.
 
     For the code of operations that have derivative rules or kernels of their own, and decide what they keep by the
-    dtype of what they are given: autocast traces them on the dtypes that are written, float32.
+    dtype of their arguments: autocast traces them on the dtypes that are written, float32.
 
     Returns:
       None outside of autocast, and where a region or an override asks for float32.

@@ -299,8 +299,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Return a function of the true loss and gradients, under ``optimizer``'s loss scale.
 
-    It takes the place of ``nnx.value_and_grad`` in a step of your own; see :func:`jaxmp.value_and_grad`. What the loss
-    function writes to the model (batch statistics, say) is put back by ``optimizer.update`` if the step is skipped.
+    It takes the place of ``nnx.value_and_grad`` in a step of your own; see :func:`jaxmp.value_and_grad`. If the step is
+    skipped, ``optimizer.update`` undoes what the loss function wrote to the model, such as batch statistics.
 
     Args:
       loss_fn: returns the loss, or ``(loss, aux)`` with ``has_aux``.

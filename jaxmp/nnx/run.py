@@ -70,8 +70,8 @@ class NnxDecision(Treatment):
     Attributes:
       is_root: whether its results are cast to the policy's output dtype.
       replaced: the attributes that the policy replaced, as the author wrote them.
-      level: how many modules of the same class are around it for which the same was decided, so that one that is nested
-        in another is told from a copy that a transform has made.
+      level: how many modules of the same class and decision are around it. It distinguishes a nested module from a copy
+        that a transform has made.
       operations: the exceptions of operations from autocast.
       half: of a root under a half policy, what that leaves in another dtype; None if nothing.
     """
@@ -163,7 +163,7 @@ numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", defa
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _RootRun:
-    """One call of a root, or of a module below one by itself, with all that runs in it."""
+    """One call of a root, or of a module below it that is called directly, with all that runs in it."""
 
     cls: type  # of the root
     ambient_precision: str | None  # of products, around it all

@@ -53,7 +53,10 @@ def outcome(metrics: Path, summary: dict[str, Any], failure: str, steps: int) ->
 
 
 def _curve(rows: list[dict[str, str]], points: int) -> dict[str, list[float]]:
-    """Steps and metrics, each value the mean over a span of steps; without a metric that the rows do not have."""
+    """Return steps and metrics, each the mean over a span of steps.
+
+    Metrics that the rows do not have are left out.
+    """
     names = [name for name in ("step", "loss", "accuracy") if rows and rows[0][name]]
     values = [[float(row[name]) for name in names] for row in rows]
     spans = np.array_split(values, min(points, len(rows))) if rows else []
@@ -113,12 +116,18 @@ def title(runs: list[Record]) -> str:
 
 
 def _most(name: str) -> float:
-    """The percent of the loss that a policy may gain: less of float8 products and of params without float32 copies."""
+    """Return the percent of the loss that a policy may gain.
+
+    It is less for float8 products and for params without float32 copies.
+    """
     return LOW_PERCENT if "+" in name else FLOAT8_PERCENT if "float8" in name else LOSS_PERCENT
 
 
 def goals(task: str, variants: Variants) -> dict[str, tuple[bool | None, str]]:
-    """Every policy but float32 to :func:`goal` of it; that of float8 products is held against bfloat16 ones."""
+    """Judge every policy but float32 by :func:`goal`.
+
+    Float8 products are compared with those of bfloat16.
+    """
     judged = {label(*variant): runs for variant, runs in variants.items() if variant != BASELINE}
     against = {
         name: BFLOAT16 if _most(name) == FLOAT8_PERCENT and BFLOAT16 in variants else BASELINE for name in judged

@@ -1,4 +1,6 @@
-"""Trains ResNet-50 on CIFAR-10, GPT-2 and BERT under every policy, and holds what comes out against float32.
+"""Train ResNet-50, GPT-2 and BERT under every policy, and compare with float32.
+
+ResNet-50 trains on CIFAR-10.
 
 python -m experiments.benchmarks.accuracy --tasks gpt2 --policies float32 --seeds 0 --run-dir runs/accuracy
 
@@ -97,7 +99,10 @@ class Config(records.Pieces, records.Small):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A task under a policy with a seed; ``flags`` are of the task's script, but for policy, seed and folder."""
+    """A task under a policy with a seed.
+
+    ``flags`` are those of the task's script, except for policy, seed and folder.
+    """
 
     task: str
     policy: str
@@ -150,7 +155,9 @@ def task_flags(config: Config, name: str) -> Any:
 
 
 def plan(config: Config) -> list[Run]:
-    """All runs that the flags ask for, done or not, the seeds of a policy one after the other: it is compiled once.
+    """Return all runs that the flags ask for, done or not.
+
+    The seeds of a policy follow one another, so that it is compiled once.
 
     Raises:
       ValueError: a flag has a value that cannot be.
@@ -190,7 +197,10 @@ class _TimeIsUp(Exception):
 def train(
     run: Run, experiment: Experiment, baseline: Experiment, folder: Path, clock: kept.Clock
 ) -> dict[str, Any] | None:
-    """Trains once, from the baseline's params, and returns the record of it; None if the time was up before its end."""
+    """Train once from the baseline's params, and return the record.
+
+    None if the time is up before the end.
+    """
     if not checkpoints_can_be():
         shutil.rmtree(checkpoints_folder(folder), ignore_errors=True)  # that nobody here can read: it begins anew
     resumable = any(checkpoints_folder(folder).glob("*"))

@@ -74,7 +74,10 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main(config: Any) -> list[dict[str, Any]]:
-    """Compiles ``--sizes`` in ``--ways`` for each ``--topology``, and writes sharded.md and .json in the folder."""
+    """Compile ``--sizes`` in ``--ways`` for each ``--topology``.
+
+    The results are sharded.md and sharded.json in the folder.
+    """
     with cli.bad_values_end_it():
         target = targets.target_of(config.target)
         meshes = {

@@ -1,4 +1,6 @@
-"""Programs of real libraries under autocast: the error of value and gradient, and the share of FLOPs in half precision.
+"""Run programs of real libraries under autocast.
+
+The tables have the error of value and gradient, and the share of FLOPs in half precision.
 
 python -m experiments.benchmarks.real_libraries --libraries diffrax flowjax
 

@@ -1,4 +1,6 @@
-"""A full train step without loss scaling, and with each of the libraries that offer it, used as its documentation says.
+"""Build a full train step without loss scaling, and with that of each library.
+
+Each library is used as its documentation says.
 
 Every function takes a loss function (see :data:`experiments.models.workloads.LossFn`), an optimizer and
 ``init(key) -> (params, model state)``, and returns ``start() -> state`` and ``step(state, batch) -> (state, loss)``,
@@ -57,7 +59,9 @@ def with_jaxmp(
 
 
 def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
-    """After jmp's README, "Loss scaling", but with a float32 scale: the float16 one of that text raises in adjust.
+    """Follow "Loss scaling" in jmp's README, with a float32 scale.
+
+    The float16 scale of that text raises in adjust.
 
     The state has the scale's two numbers in place of the object, which can be called but not lowered.
     """

@@ -1,4 +1,7 @@
-"""Looks beside the table of benchmarks.train_step: where half precision stops paying, a busy host, what runs at all."""
+"""Look where half precision stops paying, at a busy host, and at what runs.
+
+These figures stand beside the table of benchmarks.train_step.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,10 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Milliseconds of each row at each point, and below where half precision pays, or what busy cores cost."""
+    """Return the milliseconds of each row at each point.
+
+    The lines below say where half precision pays, or what busy cores cost.
+    """
     points, axis = result["points"], result["axis"]
     keys = list(dict.fromkeys(key for point in points for key in (*point["milliseconds"], *point["errors"])))
     rows = []

@@ -1,4 +1,4 @@
-"""The tables, the goals and the picture of what lies in a run folder of benchmarks.train_step."""
+"""Write the tables, the goals and the picture of a run folder of benchmarks.train_step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def _cells(results: Results, which: Pass, key: str) -> list[str]:
 
 
 def write(folder: Path) -> dict[str, Results]:
-    """Writes train_step.md, .json and .png of what lies in a run folder, if there is anything, and shows it.
+    """Write train_step.md, .json and .png of a run folder, and show the tables.
+
+    An empty folder gets none.
 
     Raises:
       ValueError: a file is not a result of a run.

@@ -58,7 +58,10 @@ class Results:
         return [row for row in self.alone if any("error" in self.figures(which, row) for which in self.passes())]
 
     def memory(self, which: Pass, row: str) -> int | None:
-        """A row's peak in bytes, or what its program needs where the device does not count; None of a broken step."""
+        """Return a row's peak in bytes, or what its program needs.
+
+        The latter where the device does not count; None for a broken step.
+        """
         figures = self.figures(which, row)
         if broken(figures):
             return None

@@ -1,4 +1,6 @@
-"""A whole train step in mixed precision: jaxmp, JAX by hand, jmp, flax and torch, on one GPU, in one run.
+"""Measure a whole train step in mixed precision on one GPU, in one run.
+
+The rows are jaxmp, JAX by hand, jmp, flax and torch.
 
 python -m experiments.benchmarks.train_step --run-dir runs/train_step
 
@@ -139,7 +141,7 @@ class Measurement:
         return {name: record[name] for name in ("train", "forward", "error") if name in record}
 
     def _not_yet(self, case: Workload, key: str, row: Row) -> list[Pass]:
-        """The passes that the flags ask for and of which a row alone has no figures: those that failed, too."""
+        """Return the passes without figures of a row alone that the flags ask for, also failed ones."""
         known = self._known(case, key)
         passes: list[Pass] = [which for which in self.config.passes if which == "train" or row.forward]
         return [which for which in passes if "error" in known.get(which, {"error": ""})]

@@ -4,7 +4,7 @@ A bias is added to every row, and the derivative adds up what comes back. Where 
 that sum is in half precision; where it stands behind it, XLA no longer finds the bias of a matrix product, and writes
 its result twice. So this is one linear operation: forwards it casts and repeats, backwards it widens and sums. Under
 ``jax.vmap`` a weight takes on the batch of the activations that it meets, which repeats it as well: so these are
-operands too, of which nothing is computed.
+operands too, though they do not change the result.
 
 On its way to float32 the cotangent is rounded to the precision that it has, or XLA would drop both casts, sum what it
 was before it became half, and write all of that in float32. A rounding that changes nothing costs nothing: the sum is

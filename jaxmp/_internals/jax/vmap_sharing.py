@@ -23,7 +23,7 @@ class Examples:
     Attributes:
       are_many: whether anything is another for each.
       same: which operands of the equation at hand they share.
-      others: the batched ones, of which some ``jax.vmap`` has another for each of its examples.
+      others: the batched operands that differ between the examples of some ``jax.vmap``.
     """
 
     def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
@@ -58,7 +58,7 @@ class Examples:
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
         """Return the operands with bodies that examples share, but JAX repeats for each.
 
-        That is what is carried, if it is batched after a turn; and all that branches read, if their index is batched.
+        These are carries that are batched after a turn, and all operands of branches whose index is batched.
         """
         if bodies is None or bodies.kind == "while":  # which has no cotangents
             return ()

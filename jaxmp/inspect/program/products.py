@@ -74,7 +74,10 @@ def _is_mixed(product: Any) -> bool:
 
 
 def unaligned_products(audited: Audited) -> Faults:
-    """Find half products of more than 1 % of the FLOPs with a dimension that is not a multiple of 16 bytes."""
+    """Find half products with a dimension that is not a multiple of 16 bytes.
+
+    Products of less than 1 % of the FLOPs are left out.
+    """
     total = sum(work(product) for _, product in audited.products)
     for value, product in audited.products:
         size = min(np.dtype(name).itemsize for name in product.operands)
