@@ -37,7 +37,7 @@ def parse_fields(text: str) -> Policy:
     return Policy(params, compute, fields.pop("output_dtype", compute), **fields)
 
 
-ALIASES = {  # what Lightning and accelerate call them, and what people make of that
+ALIASES = {  # the names in Lightning and accelerate, and common variants
     **dict.fromkeys(("mixed_fp16", "mixed_f16", "fp16-mixed", "16-mixed"), "mixed_float16"),
     **dict.fromkeys(("mixed_bf16", "bf16-mixed"), "mixed_bfloat16"),
     **dict.fromkeys(("mixed_fp8", "mixed_f8"), "mixed_float8"),

@@ -245,7 +245,8 @@ def test_what_is_no_linen_module_no_policy_and_no_override_is_refused_at_once():
     with pytest.raises(TypeError, match="an override names one policy"):
         apply_policy(MLP(), "mixed_float16", {"Dense_0": "O2"})
     with pytest.raises(
-        TypeError, match=r"a pattern is a glob on the module path.*or a module class, got an instance of Dense; for"
+        TypeError,
+        match=r"a pattern must be a glob on the module path.*or a module class, got an instance of Dense; write",
     ):
         apply_policy(MLP(), "mixed_float16", {nn.Dense(3): "float32"})
 
