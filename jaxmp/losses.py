@@ -177,7 +177,7 @@ def projected_cross_entropy(
         raise ValueError(f"classes must be an integer from 1 to the rows of weights {weights.shape}, got {classes}")
     if not (_is(Integral, chunks) and chunks >= 1):
         raise ValueError(f"chunks must be an integer of at least 1, got {chunks}")
-    _check(labels, x.shape[:1], label_smoothing, z_loss)
+    _check_options(labels, x.shape[:1], label_smoothing, z_loss)
     # Autocast sees no casts in a float32 call, so the half products are marked here, and float32 stays float32.
     half = autocast_dtype() if x.dtype == jnp.float32 else None
     x = x if half is None else x.astype(half)
@@ -293,8 +293,8 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     """
     classes, smoothing, z_loss = options
     with precision("float32"):  # autocast does not see the cast in a float32 call
-        wide = logits.astype(_wide(logits.dtype))
-        of_classes = jnp.minimum(wide, _limits(wide, classes))
+        wide = logits.astype(_compute_dtype(logits.dtype))
+        of_classes = jnp.minimum(wide, _upper_bounds(wide, classes))
         largest = jax.lax.stop_gradient(of_classes.max(-1))
         denominators = _Denominators(largest, jnp.log(jnp.exp(of_classes - largest[..., None]).sum(-1)))
         picked = jnp.take_along_axis(wide, labels[..., None], axis=-1, mode="clip")[..., 0]

@@ -127,7 +127,7 @@ def get_recipe(recipe: Any) -> Float8 | None:
         if name not in names or name in fields or not value:
             raise ValueError(
                 f"float8(…) takes FIELD=VALUE, each field once, got {part!r} in {recipe!r}; write e.g. min_dim=1024; "
-                f"fields, nearest first: {nearest(name, names)}"
+                f"fields, nearest first: {closest_names(name, names)}"
             )
         fields[name] = int(value) if re.fullmatch(r"-?\d+", value) else value
     return Float8(**fields)
