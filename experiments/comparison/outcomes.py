@@ -20,7 +20,6 @@ import optax
 import tyro
 
 import jaxmp
-from experiments.comparison.page import run_folder
 from experiments.measure import flops, memory, timing
 from experiments.measure.environment import environment
 from experiments.measure.gradients import gradients, zero_share
@@ -132,6 +131,12 @@ class Outcome:
     def label(self) -> str:
         """The name in tables and pictures."""
         return label(self.policy, self.loss_scale)
+
+
+def run_folder(folder: Path, outcome: Outcome, seed: int) -> Path:
+    """Return the folder of a run in the folder of a task's runs."""
+    name = outcome.policy if outcome.loss_scale == "none" else f"{outcome.policy}@{outcome.loss_scale}"
+    return folder / name.replace("/", "_") / f"seed{seed}"
 
 
 def label(policy: str, loss_scale: str) -> str:

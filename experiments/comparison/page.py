@@ -7,20 +7,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from experiments.comparison.outcomes import Outcome, run_folder
 from experiments.measure.timing import quartiles
 from experiments.report.json_files import write_json
 from jaxmp.inspect import write_report
-
-if TYPE_CHECKING:
-    from experiments.comparison.outcomes import Outcome
-
-
-def run_folder(folder: Path, outcome: Outcome, seed: int) -> Path:
-    """Return the folder of a run in the folder of a task's runs."""
-    name = outcome.policy if outcome.loss_scale == "none" else f"{outcome.policy}@{outcome.loss_scale}"
-    return folder / name.replace("/", "_") / f"seed{seed}"
 
 
 def write_page(folder: Path, outcomes: list[Outcome], seeds: Sequence[int], file: Path) -> Path:
