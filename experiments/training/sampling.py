@@ -44,10 +44,10 @@ def sample(
     """
     if not len(prompt):
         raise ValueError("a sample goes on from a prompt of at least one token, got none; write --prompt 'a word', say")
-    window = np.asarray(prompt, np.int32)[-context:]
-    window = jnp.asarray(np.pad(window, (0, context - len(window))))
+    last_tokens = np.asarray(prompt, np.int32)[-context:]
+    window = jnp.asarray(np.pad(last_tokens, (0, context - len(last_tokens))))
     run = jax.jit(functools.partial(_run, apply, count, temperature, top_k))
-    return mesh.on_host(run(params, window, jnp.asarray(len(window)), jax.random.key(seed))).tolist()
+    return mesh.on_host(run(params, window, jnp.asarray(len(last_tokens)), jax.random.key(seed))).tolist()
 
 
 def _run(
