@@ -20,7 +20,7 @@ from nnx_zoo import rngs, values
 import jaxmp
 from jaxmp._internals.flax.nnx_variables import modules_in
 
-BATCHES = data(3, 16, 8)
+BATCHES = data(2, 16, 8)
 X = BATCHES[0]
 
 
@@ -58,15 +58,15 @@ def in_a_scan(loss: Any) -> Callable[..., Any]:
         return model, loss(model, x)
 
     scan = nnx.scan(turn, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    return lambda model, x: scan(model, jnp.stack([x, x + 1]))[1]
+    return nnx.jit(lambda model, x: scan(model, jnp.stack([x, x + 1]))[1])
 
 
 # What people put around a loss of a model and a batch.
 TRANSFORMS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "nothing": lambda loss: loss,
     "nnx.jit without updates of the graph": lambda loss: nnx.jit(loss, graph_updates=False),
-    "nnx.remat": nnx.remat,
-    "nnx.grad of a filter": lambda loss: nnx.grad(loss, argnums=nnx.DiffState(0, nnx.PathContains("first"))),
+    "nnx.remat": lambda loss: nnx.jit(nnx.remat(loss)),
+    "nnx.grad of a filter": lambda loss: nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.PathContains("first")))),
     "nnx.jit of nnx.value_and_grad": lambda loss: nnx.jit(nnx.value_and_grad(loss)),
     "value_and_grad": by_optimizer,
     "nnx.scan": in_a_scan,
@@ -101,20 +101,25 @@ def test_statistics_rng_counts_and_masks_are_those_of_the_unchanged_loss(name, p
         assert cosine(nnx.as_pure(result), nnx.as_pure(wanted)) > 0.99
         assert dtypes_of((statistics, arrays(model, nnx.Param), nnx.as_pure(result))) == {"float32"}
         masks.append(model.mask[...])
-    assert np.any(masks[0] != masks[1]) and np.any(masks[1] != masks[2])
+    assert not np.array_equal(masks[0], masks[1])
     assert np.any(model.norm.mean[...] != 0)
     graphdef, state = nnx.split(model)
     assert set(products(lambda state: nnx.as_pure(run(nnx.merge(graphdef, state), X)), state)) == {HALVES[policy]}
 
 
 def test_an_ensemble_in_vmap_has_the_statistics_and_masks_of_its_members():
+    @nnx.jit
     def make() -> Any:
         return nnx.vmap(lambda key: Net(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
 
-    model, bare = make(), make()
-    for x in BATCHES[:2]:
+    @nnx.jit
+    def turn(model: Any, bare: Any, x: jax.Array) -> None:
         nnx.vmap(half(loss_fn), in_axes=(0, None))(model, x)
         nnx.vmap(loss_fn, in_axes=(0, None))(bare, x)
+
+    model, bare = make(), make()
+    for x in BATCHES:
+        turn(model, bare, x)
     (statistics, rest), (wanted_statistics, wanted_rest) = state_of(model), state_of(bare)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.02, atol=2e-3), statistics, wanted_statistics)
     same_bits(rest, wanted_rest)
@@ -137,7 +142,7 @@ def test_a_whole_train_step_with_optimizer_and_metrics_is_that_of_float32():
         return model, optimizer, metric
 
     (model, optimizer, metric), (bare, _, wanted) = train("mixed_float16"), train(None)
-    assert int(optimizer.step[...]) == 3 and int(metric.count[...]) == 3
+    assert int(optimizer.step[...]) == 2 and int(metric.count[...]) == 2
     np.testing.assert_allclose(metric.total[...], wanted.total[...], rtol=0.02)
     np.testing.assert_allclose(model.first.kernel[...], bare.first.kernel[...], atol=0.01)
     floats = jax.tree.leaves(nnx.as_pure((nnx.state(model, nnx.Param), nnx.state(optimizer))))
@@ -156,7 +161,7 @@ def test_nnx_jit_traces_once():
     model = Net(rngs())
     for x in BATCHES:
         step(model, x)
-    assert len(traces) == 1 and int(model.drop.rngs.count[...]) == int(model.calls[...]) == 3
+    assert len(traces) == 1 and int(model.drop.rngs.count[...]) == int(model.calls[...]) == 2
 
 
 def test_one_object_in_several_places_is_one_object():
@@ -364,8 +369,8 @@ def test_after_an_error_objects_are_as_before():
 def test_no_tracer_outlives_the_trace():
     model = Net(rngs())
     with jax.checking_leaks():
-        half(loss_fn)(model, X)
-        nnx.jit(nnx.value_and_grad(half(loss_fn)))(model, X)
+        nnx.eval_shape(half(loss_fn), model, X)
+        nnx.eval_shape(nnx.value_and_grad(half(loss_fn)), model, X)
 
 
 def test_autocast_around_and_inside_of_others_counts_every_call_once():

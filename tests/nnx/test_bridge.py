@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.nnx import bridge
-from linen_zoo import data, products, same_bits
-from nnx_zoo import model_products, values
+from linen_zoo import data, products, quick_jit, same_bits
+from nnx_zoo import compiled, model_products, values
 
 import jaxmp
 
@@ -99,7 +99,7 @@ def of_linen(model, variables):
         out = model.apply({**variables, "params": params}, X)
         return jnp.sum(out.astype("float32") ** 2), out
 
-    (_, out), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    (_, out), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
     return out, grads
 
 
@@ -110,7 +110,7 @@ def of_nnx(model):
         out = model(X)
         return jnp.sum(out.astype("float32") ** 2), out
 
-    (_, out), grads = nnx.value_and_grad(loss, has_aux=True)(model)
+    (_, out), grads = compiled(nnx.value_and_grad(loss, has_aux=True), model)
     return out, nnx.to_pure_dict(nnx.as_pure(grads))
 
 
@@ -216,7 +216,8 @@ def test_a_wrapped_module_keeps_its_policy_inside_a_model_under_another(adapter)
 
 def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its_mask():
     model, bare, before = jaxmp.nnx.autocast(AroundLinen(), "mixed_bfloat16"), AroundLinen(), AroundLinen()
-    seen = [m(X, train=True, mutable=["batch_stats", "intermediates"]) for m in (bare, model)]
+    run = nnx.jit(lambda model, x: model(x, train=True, mutable=["batch_stats", "intermediates"]))
+    seen = [run(m, X) for m in (bare, model)]
     np.testing.assert_allclose(seen[1], seen[0], rtol=0.1, atol=0.1)
     stats, want = (values(m, nnx.BatchStat) for m in (model, bare))
     for got, wanted, old in zip(*map(jax.tree.leaves, (stats, want, values(before, nnx.BatchStat))), strict=True):

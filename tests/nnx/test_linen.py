@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from linen_zoo import data, same_bits
-from nnx_zoo import rngs, values
+from linen_zoo import data, quick_jit, same_bits
+from nnx_zoo import compiled, rngs, values
 
 import jaxmp
 
@@ -47,7 +47,7 @@ def usual_promotion():
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2"])
 def test_linen_and_nnx_give_the_same_outputs_gradients_and_statistics(policy):
     linen = jaxmp.linen.apply_policy(Linen(), policy)
-    variables = linen.init(jax.random.key(0), IMAGE)
+    variables = quick_jit(linen.init)(jax.random.key(0), IMAGE)
     bare = Nnx(rngs())
     nnx.update(bare, variables["params"])
     model = jaxmp.nnx.apply_policy(bare, policy)
@@ -60,8 +60,9 @@ def test_linen_and_nnx_give_the_same_outputs_gradients_and_statistics(policy):
         out = model(IMAGE)
         return jnp.sum(out.astype("float32") ** 2), out
 
-    (_, (want, statistics)), want_grads = jax.value_and_grad(linen_loss, has_aux=True)(variables["params"])
-    (_, out), grads = nnx.value_and_grad(nnx_loss, has_aux=True)(model)
+    by_linen = quick_jit(jax.value_and_grad(linen_loss, has_aux=True))
+    (_, (want, statistics)), want_grads = by_linen(variables["params"])
+    (_, out), grads = compiled(nnx.value_and_grad(nnx_loss, has_aux=True), model)
     same_bits(out, want)
     same_bits(nnx.to_pure_dict(values(model, nnx.BatchStat))["norm"], statistics)
     grads = nnx.to_pure_dict(nnx.as_pure(grads))

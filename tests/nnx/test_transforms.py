@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx, struct
 from linen_zoo import data, products, same_bits
-from nnx_zoo import Net, Scale, is_as_by_hand, outcome, rngs, values
+from nnx_zoo import Net, Scale, is_as_by_hand, outcome, outcomes, rngs, values
 
 from jaxmp.nnx import apply_policy, autocast
 
@@ -130,7 +130,7 @@ def test_in_a_scan_over_layers_products_are_half_and_the_carry_keeps_its_dtype()
     np.testing.assert_allclose(model(VECTORS), x, rtol=1e-3, atol=1e-3)
     graphdef, state = nnx.split(model)
     assert products(lambda state: nnx.merge(graphdef, state)(VECTORS), state) == ["float16"]
-    _, grads, _ = outcome(model, VECTORS)
+    (_, grads, _), *_ = outcomes((model,), VECTORS)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
 
 
@@ -313,7 +313,7 @@ def test_an_exception_in_a_model_leaves_nothing_behind():
     assert not hasattr(model, "called")  # nothing that the method did is kept
     assert jax.config.jax_default_matmul_precision is None
     assert products(jax.lax.dot, VECTORS, jnp.ones((8, 8), "float16")) == ["float32*float16"]
-    assert outcome(apply_policy(Net(rngs()), "mixed_float16"), IMAGE)[0].dtype == jnp.float32
+    assert outcomes((apply_policy(Net(rngs()), "mixed_float16"),), IMAGE)[0][0].dtype == jnp.float32
 
 
 class Coder(nnx.Module):

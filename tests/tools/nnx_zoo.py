@@ -38,23 +38,28 @@ def outcome(model: Any, *args: Any, call: Callable[..., Any] = call) -> Any:
     return out, nnx.as_pure(grads), values(model)
 
 
-def is_as_by_hand(
-    model: Any, by_hand: Any, *args: Any, call: Callable[..., Any] = call, compiled: Any = quick_jit
-) -> None:
-    """Asserts that two models give the same outputs, bit for bit, and close gradients and statistics.
-
-    They are one program, as each operation by itself would be one too.
-    """
-    models = model, by_hand
-    graph, state = nnx.split(models)
+def compiled(fun: Callable[[Any], Any], model: Any) -> Any:
+    """Call ``fun`` with ``model``, compiled as ``quick_jit`` compiles; the model keeps what it writes."""
+    graph, state = nnx.split(model)
 
     def run(state: Any) -> Any:
         inner = nnx.merge(graph, state)
-        return [outcome(m, *args, call=call) for m in inner], nnx.state(inner)
+        return fun(inner), nnx.state(inner)
 
     with jax.numpy_dtype_promotion("standard"):  # NNX's own norms and cells add half and float32
-        (got, want), after = compiled(run)(state)
-    nnx.update(models, after)
+        result, after = quick_jit(run)(state)
+    nnx.update(model, after)
+    return result
+
+
+def outcomes(models: Any, *args: Any, call: Callable[..., Any] = call) -> list[Any]:
+    """Return the outcome of each model; all are one program, as each operation by itself would be one too."""
+    return compiled(lambda models: [outcome(m, *args, call=call) for m in models], models)
+
+
+def is_as_by_hand(model: Any, by_hand: Any, *args: Any, call: Callable[..., Any] = call) -> None:
+    """Asserts that two models give the same outputs, bit for bit, and close gradients and statistics."""
+    got, want = outcomes((model, by_hand), *args, call=call)
     same_bits(got[0], want[0])
     is_close(got, want)
 
