@@ -69,7 +69,11 @@ def assert_clean(report: Audit, half: str) -> None:
     report.check(min_half_flops=0.98)
 
 
-@pytest.mark.parametrize(("name", "form"), EACH.items(), ids=EACH)
+SLOW = pytest.mark.slow("traces a large model; each form has a smaller one")
+CASES = [pytest.param(*each, marks=[SLOW] * (each[0] == "bert"), id=each[0]) for each in EACH.items()]
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
 def test_linen_models_are_clean(name: str, form: tuple[str, str]) -> None:
     (under, policy), (build, batch) = form, LINEN[name]
     model = build() if under == "step" else UNDER[under](build(), policy)
@@ -99,9 +103,13 @@ NNX = {
 @pytest.mark.parametrize(("under", "policy"), [("autocast", "mixed_float16"), ("policy", "mixed_bfloat16")])
 def test_a_model_of_nnx_is_clean(under: str, policy: str) -> None:
     put = jaxmp.nnx.apply_policy if under == "policy" else jaxmp.nnx.autocast
-    model = put(NNX[under](), policy)
     scale = jaxmp.DynamicLossScale() if policy == "mixed_float16" else None
-    optimizer = jaxmp.nnx.Optimizer(model, optax.adamw(1e-3), loss_scale=scale)
+
+    def create() -> Any:
+        model = put(NNX[under](), policy)
+        return model, jaxmp.nnx.Optimizer(model, optax.adamw(1e-3), loss_scale=scale)
+
+    model, optimizer = nnx.eval_shape(create)
     half = policy.removeprefix("mixed_")
 
     def loss_fn(model: Any, batch: Any) -> jax.Array:

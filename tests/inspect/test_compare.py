@@ -13,8 +13,8 @@ from rich.console import Console
 import jaxmp
 from jaxmp.inspect import compare
 
-X = np.asarray(jax.random.normal(jax.random.key(0), (16, 8)))
-W = {name: np.asarray(jax.random.normal(jax.random.key(n), (8, 8)) / 3) for n, name in enumerate("abcd", 1)}
+X, *DRAWN = np.split(np.random.default_rng(2).normal(size=(48, 8)).astype(np.float32), [16, 24, 32, 40])
+W = {name: drawn / 3 for name, drawn in zip("abcd", DRAWN, strict=True)}
 
 
 def _exact(x):
@@ -143,7 +143,7 @@ class _Scanned(nn.Module):
 
 def test_an_error_enters_in_one_turn_of_a_scan():
     model, none = _Scanned(), jnp.zeros(3)
-    params = model.init(jax.random.key(0), X, none)
+    params = jax.jit(model.init)(jax.random.key(0), X, none)
 
     def loss(params, x, planted):
         return jnp.mean(model.apply(params, x, planted) ** 2)
@@ -161,7 +161,7 @@ def test_linen_calls_of_one_module_are_rows_of_their_own():
             return nn.remat(_Block)(name="block")(layer(layer(x)))[0]
 
     model = Model()
-    params = model.init(jax.random.key(0), X)
+    params = jax.jit(model.init)(jax.random.key(0), X)
     comparison = compare(lambda params, x: jnp.mean(model.apply(params, x) ** 2), "mixed_bfloat16")(params, X)
     forward = [row.path for row in comparison.rows if row.phase == "forward"]
     assert forward.count("Model/layer") == 2 and comparison.entered is None
@@ -193,7 +193,7 @@ def test_rows_are_what_numpy_computes():
         cotangent.relative_error, np.linalg.norm(2 * half - 2 * exact) / np.linalg.norm(2 * exact), rtol=1e-6
     )
     gradient = 2 * X.astype(np.float64).T @ exact
-    own = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))(W, X)["a"]
+    own = jax.jit(jax.grad(jaxmp.autocast(loss, "mixed_bfloat16")))(W, X)["a"]
     together = np.concatenate([[np.sum(exact**2)], gradient.ravel(), np.zeros(3 * 64)])
     wrong = np.concatenate([[np.sum(half**2)], np.asarray(own, np.float64).ravel(), np.zeros(3 * 64)])
     error = np.linalg.norm(wrong - together) / np.linalg.norm(together)

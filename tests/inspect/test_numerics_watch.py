@@ -100,6 +100,7 @@ def test_a_share_of_the_gradients_of_a_real_model_vanishes_in_float16_and_a_scal
     assert share(1) > 0.3 and share(8) < 0.7 * share(1) and share(found.recommended_scale()) < 0.1 * share(1)
 
 
+@pytest.mark.slow("trains a model on text; a run of two numbers is in the tests below")
 def test_a_watched_run_writes_what_was_counted_with_the_metrics(run):
     summary, folder, _ = run
     rows = read(folder)
@@ -109,16 +110,7 @@ def test_a_watched_run_writes_what_was_counted_with_the_metrics(run):
     assert rows[-1]["ratio"]["Dense_0/kernel"] > 0
 
 
-def test_the_command_shows_a_run(run, capsys):
-    _, folder, _ = run
-    assert cli.main(["watch", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    assert "step 4  loss" in shown and "activation gradients NextToken" in shown and "watched at step 4" in shown
-    assert cli.main(["watch", str(folder), "--json"]) == 0
-    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [2, 4]
-
-
-def test_the_command_says_what_it_needs(run, tmp_path, capsys):
+def test_the_command_says_what_it_needs(tmp_path, capsys):
     assert cli.main(["watch", str(tmp_path)]) == 2
     assert "a run's folder has metrics.csv" in capsys.readouterr().err
     (tmp_path / "metrics.csv").write_text("step,split,loss,grad_norm,loss_scale,skipped\n")
@@ -150,13 +142,12 @@ def test_the_bars_of_one_step_are_under_those_of_another_at_80_columns():
     assert max(map(len, lines)) <= 80 and "3 values not finite" in shown.get()
 
 
-def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(run, tmp_path):
-    _, _, config = run
-    experiment = language_modeling.prepare(config)
+def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path):
+    step = jaxmp.make_train_step(lambda params, model_state, batch, rng: (params**2, model_state))
     first, second = (f'{{"step": {n}, "vanished": {{}}}}\n' for n in (2, 4))
     for last in (second, second[:10], second[:4]):  # the last ones of a process that was killed
         (tmp_path / FILE).write_text(first + last)
-        watching.Watching(experiment.step, config, tmp_path, 3)
+        watching.Watching(step, language_modeling.Config(watch=2), tmp_path, 3)
         assert (tmp_path / FILE).read_text() == first
     (tmp_path / FILE).write_text(first + second[:4])  # one that is being written
     assert read(tmp_path) == [json.loads(first)]
@@ -184,6 +175,27 @@ def test_whoever_watches_reads_each_step_at_once_and_nothing_of_an_earlier_run(t
         run._read(run._late.drain())
         found = [(row["step"], row["loss_scale"]) for row in metrics_of(tmp_path)]
     assert found == [(str(n), str(2**24)) for n in range(1, 9)]
+
+
+def test_the_command_shows_a_run(tmp_path, capsys):
+    def loss_fn(params, model_state, batch, rng):
+        with jax.named_scope("square"):
+            loss = params**2
+        return loss, model_state
+
+    state = jaxmp.TrainState.create(params=jnp.float32(1), tx=optax.sgd(0.1))
+    experiment = nine_steps(jaxmp.make_train_step(loss_fn))
+    config = language_modeling.Config(checkpoint_every=0, evaluate_every=0, watch=2)
+    with runs.Run("it", config, experiment, state, tmp_path, None) as run:
+        for batch in zip(run.batches(), range(4), strict=False):
+            run.state, metrics = run.experiment.step(run.state, batch)
+            run.log(metrics)
+    capsys.readouterr()
+    assert cli.main(["watch", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "step 4  loss" in shown and "activation gradients square" in shown and "watched at step 4" in shown
+    assert cli.main(["watch", str(tmp_path), "--json"]) == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [2, 4]
 
 
 def test_the_time_of_a_run_whose_first_step_is_watched_is_that_of_its_steps(tmp_path):
@@ -230,32 +242,7 @@ def problem(policy, **options):
     return jaxmp.make_train_step(loss_fn, policy=policy, **options), state, {"x": jnp.array(x), "y": jnp.array(y)}
 
 
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [("mixed_float16", {"remat": "full"}), (None, {"accumulate_steps": 2, "remat": "dots"})],
-    ids=["half", "accumulated"],
-)
-def test_a_watched_step_trains_as_the_plain_one(policy, options):
-    ends = []
-    for every in (2, 100):
-        step, state, batch = problem(policy, **options)
-        watch = Watch(step, every=every)
-        for n in range(1, 4):
-            state, metrics = watch(n, state, batch)
-        ends.append((state.params, state.opt_state, metrics))
-        assert list(watch.steps) == ([2] if every == 2 else [])
-        assert set(metrics) == {"loss", "grad_norm", "loss_scale", "skipped", "size"}
-    for one, other in zip(jax.tree.leaves(ends[0]), jax.tree.leaves(ends[1]), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2, "remat": "full"}], ids=["plain", "accumulated"])
-def test_a_watched_step_counts_what_it_computes(options):
-    step, state, batch = problem(None, **options)
-    watch = Watch(step, every=1)
-    before = jax.tree.map(np.array, state.params)
-    after, metrics = watch(1, state, batch)
-    found = watch.steps[1]
+def check_counts(found, before, after, metrics):
     assert (found.loss, found.loss_scale) == (float(metrics["loss"]), 2.0**8)
     assert list(found.activations) == list(found.activation_gradients) == ["one", "two"]
     assert found.activations["one"].count == found.activation_gradients["two"].count == 64
@@ -265,6 +252,28 @@ def test_a_watched_step_counts_what_it_computes(options):
         moved = np.asarray(after.params[name]) - before[name]
         np.testing.assert_allclose(update.mean_abs, abs(moved).mean(), rtol=1e-4)
         np.testing.assert_allclose(update.ratio, np.linalg.norm(moved) / np.linalg.norm(before[name]), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("mixed_float16", {"remat": "full"}), (None, {"accumulate_steps": 2, "remat": "dots"})],
+    ids=["half", "accumulated"],
+)
+def test_a_watched_step_trains_as_the_plain_one_and_counts_what_it_computes(policy, options):
+    ends = []
+    for every in (2, 100):
+        step, state, batch = problem(policy, **options)
+        watch = Watch(step, every=every)
+        for n in range(1, 4):
+            before = jax.tree.map(np.array, state.params)
+            state, metrics = watch(n, state, batch)
+            if policy is None and n == every:
+                check_counts(watch.steps[n], before, state, metrics)
+        ends.append((state.params, state.opt_state, metrics))
+        assert list(watch.steps) == ([2] if every == 2 else [])
+        assert set(metrics) == {"loss", "grad_norm", "loss_scale", "skipped", "size"}
+    for one, other in zip(jax.tree.leaves(ends[0]), jax.tree.leaves(ends[1]), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_watched_step_of_nnx_changes_model_and_optimizer():
@@ -297,7 +306,8 @@ def test_the_command_counts_a_function(tmp_path, monkeypatch, capsys):
     assert "jaxmp numerics: error: a loss scale is a power of two here" in capsys.readouterr().err
 
 
-def test_tensorboard_gets_the_metrics_of_each_step_and_what_was_counted(run, monkeypatch):
+@pytest.mark.slow("trains a model on text")
+def test_tensorboard_gets_the_metrics_of_each_step_and_what_was_counted(run):
     _, folder, _ = run
     board, *_ = BOARDS
     assert board.closed and board.folder == str(folder / "tensorboard") and board.purge_step is None
@@ -312,11 +322,14 @@ def test_tensorboard_gets_the_metrics_of_each_step_and_what_was_counted(run, mon
                 for kind, shares in line[what].items() for path, share in shares.items()}  # fmt: skip
     written = {key: value for key, value in board.scalars.items() if not key[0].startswith(("train/", "test/"))}
     assert written == expected and len({step for _, step in expected}) == 2
+
+
+def test_tensorboard_goes_on_where_a_run_is_resumed_and_needs_a_package(tmp_path, monkeypatch):
     monkeypatch.setattr(watching, "importlib", IMPORTLIB)
-    assert watching.tensorboard(folder, 3).purge_step == 4  # of a resumed run
+    assert watching.tensorboard(tmp_path, 3).purge_step == 4
     monkeypatch.setattr(watching, "importlib", SimpleNamespace(import_module=none_is_there))
     with pytest.raises(ValueError, match="--tensorboard needs a package that writes its files"):
-        watching.tensorboard(folder)
+        watching.tensorboard(tmp_path)
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):
