@@ -22,7 +22,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/installed ## train on real data under five precisions and show what each did: about 3 minutes after set-up
-	@$(PY) -m experiments.compare --demo $(ARGS)
+	@$(PY) -m experiments.compare --demo --report $(ARGS)
 
 test: .venv/installed ## the tests, about 13 minutes the first time on two cores: make test ARGS="tests/cli -x"
 	$(PY) $(PYTEST) -m "not slow" $(ARGS)

@@ -89,7 +89,7 @@ def decided_block() -> tuple[list[Box], Labels]:
 
 def _steps(body: graph.Body) -> Iterable[graph.Step]:
     for step in body.steps:
-        yield from [inner for each in step.inner for inner in _steps(each)] or [step]
+        yield from [inner for body in step.inner for inner in _steps(body)] or [step]
 
 
 def lay_out(boxes: Sequence[Box]) -> None:
@@ -99,8 +99,8 @@ def lay_out(boxes: Sequence[Box]) -> None:
     others = [box for box in boxes if not _is_param(box)]
     for box in others:
         above = [known[node] for node in box.node.inputs if node in known and not _is_param(known[node])]
-        box.y = max((each.y + 1.0 for each in above), default=0.0)
-        box.x = sum(each.x for each in above) / len(above) if above else 0.0
+        box.y = max((upper.y + 1.0 for upper in above), default=0.0)
+        box.x = sum(upper.x for upper in above) / len(above) if above else 0.0
     rows = collections.defaultdict(list)
     for box in others:
         rows[round(box.y, 2)].append(box)

@@ -20,12 +20,12 @@ GAP, HEIGHT = 0.25, 0.5
 
 def imported_by(folder: str) -> set[str]:
     """The other folders that the files of one import."""
-    found = set()
+    imports = set()
     for file in (ROOT / "jaxmp" / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxmp."):
-                found.add(node.module.split(".")[1])
-    return found.intersection(FOLDERS) - {folder}
+                imports.add(node.module.split(".")[1])
+    return imports.intersection(FOLDERS) - {folder}
 
 
 def lines_of(folder: str) -> int:

@@ -7,8 +7,9 @@ python -m experiments.image_classification --dataset cifar10 --model resnet18 --
 
 With the defaults (1,797 real digits of 8×8 pixels, 20 epochs, AdamW) this takes about 10 s on two CPU cores and reads
 99 % of the held-out digits right. The second trains CIFAR-10 as it is usually done; with --image-size 224 and resnet50
-it is what GPUs are measured with. The run folder holds config.json, metrics.csv, curves.png, checkpoints/,
-summary.json and summary.md; --resume goes on with a run that was stopped.
+GPUs are measured with it. The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png,
+checkpoints/, summary.json and summary.md; --resume goes on with a run that was stopped, and jaxmp report makes a page
+of it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import optax
 import tyro
 
 import jaxmp
-from experiments import data, models
-from experiments.data import images
+from experiments import models
+from experiments.data import IMAGES, images
 from experiments.models import nnx as nnx_models
 from experiments.training import cli, image_training, loop, mesh
 from experiments.training.experiment import Experiment
@@ -38,14 +39,13 @@ from experiments.training.metrics import accuracy
 from experiments.training.precision import read_low_precision, read_overrides, read_precision, require_matches
 
 LINEN = {"resnet18": models.resnet18, "resnet50": models.resnet50}
-SMALL = 64  # up to this height a residual network has the stem for small images
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(cli.Training):
-    """Flags of image classification."""
+class ImageFlags:
+    """The images, the network and its training."""
 
-    dataset: Literal[tuple(data.IMAGES)] = "digits"
+    dataset: Literal[tuple(IMAGES)] = "digits"
     """The images. All but the digits are downloaded, or built from files below --data-dir."""
     model: Literal["cnn", "resnet18", "resnet50"] = "cnn"
     """The network. Residual ones have a stem for small images, or that for large ones from 65 pixels on."""
@@ -64,7 +64,7 @@ class Config(cli.Training):
     weight_decay: float = 1e-4
     """The optimizer's."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Of the learning rate; cosine rises for a twentieth of the steps and then falls to zero."""
+    """Schedule of the learning rate; cosine rises for a twentieth of the steps and then falls to zero."""
     shift: int = 0
     """Augmentation: largest number of pixels that an image is moved each way, on the device; as many as random crops
     have for padding."""
@@ -72,6 +72,11 @@ class Config(cli.Training):
     """Augmentation: mirror half of the images, at random, left to right, on the device."""
     image_size: int = 0
     """Height and width to which images are resized on the device, bilinearly; 0 leaves them as they are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ImageFlags, cli.Training):
+    """Flags of image classification."""
 
 
 # --- model and optimizer ----------------------------------------------------------------------------------------------
@@ -86,7 +91,7 @@ def network(config: Config, policy: Any, shape: tuple[int, int, int], classes: i
       shape: height, width and channels of an image.
       classes: how many there are.
     """
-    overrides, small = read_overrides(config.override), shape[0] <= SMALL
+    overrides, small = read_overrides(config.override), shape[0] <= image_training.SMALL
     if config.api == "linen":
         model = models.CNN(classes) if config.model == "cnn" else LINEN[config.model](classes, small_images=small)
         if policy is not None:
@@ -116,7 +121,10 @@ def optimizer(config: Config, steps: int) -> optax.GradientTransformation:
 
 
 def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``loss_fn(params, model_state, batch, rng)`` of a network's ``apply``, as a train step takes it."""
+    """Return ``loss_fn(params, model_state, batch, rng)`` for a train step.
+
+    ``apply`` is that of a network.
+    """
 
     def loss_fn(params: Any, model_state: Any, batch: images.Batch, rng: Any, train: bool = True) -> Any:
         logits, model_state = apply(params, model_state, batch["image"], train)
@@ -125,6 +133,24 @@ def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
         return loss, model_state, {"accuracy": accuracy(logits, batch["label"])}
 
     return loss_fn
+
+
+def initial_states(config: Config, net: models.Functions, tx: Any, sharding: Any) -> tuple[Any, Any]:
+    """Return two functions that make a state.
+
+    The first makes it of params, on one device; the second of a seed on a mesh, or is None without one.
+    """
+
+    def fields() -> dict[str, Any]:
+        return {"apply_fn": net.apply, "model_state": net.init(0)[1], "ema": config.ema > 0}
+
+    def create(params: Any) -> jaxmp.TrainState:
+        return jaxmp.TrainState.create(params=params, tx=tx, **fields())
+
+    def create_on_mesh(seed: int) -> jaxmp.TrainState:
+        return jaxmp.TrainState.create_sharded(lambda: net.init(seed)[0], tx, sharding, **fields())
+
+    return create, None if sharding is None else create_on_mesh
 
 
 # --- the experiment, and its loop -------------------------------------------------------------------------------------
@@ -141,19 +167,13 @@ def prepare(config: Config) -> Experiment:
     devices, place = mesh.placing(config)
     mesh.require_no_tensor(devices, f"--model {config.model}")
     precision = read_precision(config)
-
-    dataset = image_training.load(config.dataset, config.data_dir)
-    cli.require("--shift", config.shift, 0, dataset.train.image.shape[1])
-    steps_per_epoch = images.steps_per_epoch(dataset.train, config.batch_size)
-    steps = config.steps or config.epochs * steps_per_epoch
-    pixels = dataset.pixels(config.image_size, precision.input_dtype(config))
-    shape = pixels.shape(dataset.train.image.shape[1:])
-    init, apply = network(config, precision.module_policy, shape, dataset.classes)
-
-    loss_fn = loss_function(apply)
-    tx = read_low_precision(optimizer(config, steps), config.low_precision, config.seed)
+    data = image_training.batches(config, precision.input_dtype(config), place)
+    net = network(config, precision.module_policy, data.shape, data.classes)
+    tx = read_low_precision(optimizer(config, data.steps), config.low_precision, config.seed)
     tx = jaxmp.loss_scaling(tx, precision.loss_scale)
-    sharding = mesh.sharding(devices, jax.eval_shape(init, 0)[0])  # an override that matches nothing is an error here
+    sharding = mesh.sharding(devices, jax.eval_shape(net.init, 0)[0])  # an override that matches nothing is an error
+
+    loss_fn = loss_function(net.apply)
     step = jaxmp.make_train_step(
         loss_fn,
         accumulate_steps=config.accumulate,
@@ -164,31 +184,20 @@ def prepare(config: Config) -> Experiment:
     )
     eval_fn = mesh.gathered(functools.partial(loss_fn, train=False), sharding)
     eval_step = jaxmp.make_eval_step(eval_fn, use_ema=config.ema > 0, **precision.autocast)
-
-    def fields() -> dict[str, Any]:
-        return {"apply_fn": apply, "model_state": init(0)[1], "ema": config.ema > 0}
-
-    def create(params: Any) -> jaxmp.TrainState:
-        return jaxmp.TrainState.create(params=params, tx=tx, **fields())
-
-    def create_on_mesh(seed: int) -> jaxmp.TrainState:
-        return jaxmp.TrainState.create_sharded(lambda: init(seed)[0], tx, sharding, **fields())
-
-    test_batch_size = 1024 if shape[0] <= SMALL else config.batch_size
+    create, create_on_mesh = initial_states(config, net, tx, sharding)
     experiment = Experiment(
         loss_fn=precision.under_autocast(loss_fn),
         step=step,
         eval_step=eval_step,
-        init_params=lambda seed: init(seed)[0],
+        init_params=lambda seed: net.init(seed)[0],
         create=create,
-        train_batches=lambda seed, start=0: images.epochs(
-            dataset.train, config.batch_size, seed, config.shift, start, config.flip, pixels, place
-        ),
-        test_batches=lambda: images.in_order(dataset.test, test_batch_size, pixels, place),
-        steps=steps,
+        create_on_mesh=create_on_mesh,
+        train_batches=data.train,
+        test_batches=data.test,
+        steps=data.steps,
         batch_size=config.batch_size,
-        precision=precision.description(dataset.origin),
-        create_on_mesh=None if sharding is None else create_on_mesh,
+        precision=precision.description(data.origin),
+        cast_plan=jaxmp.cast_plan(loss_fn, **precision.autocast) if precision.autocast else None,
     )
     if precision.autocast:
         require_matches(experiment)

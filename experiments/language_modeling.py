@@ -12,8 +12,8 @@ takes about 30 s on two CPU cores; the text is the standard library's own source
 124M params with GPT-2's tokens and 86M with bytes; elsewhere a small one (4 layers of 128, 16×128 tokens, 250 steps)
 that takes a minute or two. --size has larger ones, up to 7B. At the end it writes.
 
-The run folder holds config.json, metrics.csv, curves.png, checkpoints/, summary.json and summary.md; --resume goes on
-with a run that was stopped.
+The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
+summary.md; --resume goes on with a run that was stopped, and jaxmp report makes a page of it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Size = Literal["124M", "355M", "774M", "1558M", "1.3B", "1.8B", "7B"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(text_training.TextTraining):
-    """Flags of language modeling."""
+class ModelFlags:
+    """The model, and the text that it writes at the end."""
 
     model: Literal["next_token", "gpt2"] = "next_token"
     """next_token sees 4 pairs of bytes and has one hidden layer; of the sizes below it has --context and --vocabulary,
@@ -71,10 +71,18 @@ class Config(text_training.TextTraining):
     """The sample is drawn from so many of the likeliest tokens; 0 draws from all."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ModelFlags, text_training.TextTraining):
+    """Flags of language modeling."""
+
+
 def settled(config: Config) -> Config:
-    """The flags with those of ``--size``, and what suits model and device, in place of what was not given."""
-    own = {name: value for name, value in SIZES.get(config.size or "", {}).items() if getattr(config, name) is None}
-    return text_training.settled(dataclasses.replace(config, **own), config.model)
+    """Return the flags with those of ``--size`` and the defaults of the model.
+
+    The defaults suit model and device; flags that were written stay.
+    """
+    of_size = {name: value for name, value in SIZES.get(config.size or "", {}).items() if getattr(config, name) is None}
+    return text_training.settled(dataclasses.replace(config, **of_size), config.model)
 
 
 def check(config: Config) -> None:
@@ -117,8 +125,8 @@ def prepare(config: Config) -> Experiment:
     devices, place = mesh.placing(config)
     if config.model == "next_token":
         mesh.require_no_tensor(devices, "--model next_token")
-    held = load(config)
-    task = gpt2(config, held, place) if config.model == "gpt2" else next_token(config, held, place)
+    dataset = load(config)
+    task = gpt2(config, dataset, place) if config.model == "gpt2" else next_token(config, dataset, place)
     setup = text_training.set_up(config, task, precision, devices)  # model and optimizer under the precision
     step = jaxmp.make_train_step(
         setup.loss_fn,
@@ -129,7 +137,7 @@ def prepare(config: Config) -> Experiment:
         **setup.autocast,
     )
     eval_step = jaxmp.make_eval_step(setup.eval_loss_fn, use_ema=config.ema > 0, **setup.eval_autocast)
-    return setup.experiment(step, eval_step, held.origin)
+    return setup.experiment(step, eval_step, dataset.origin)
 
 
 def load(config: Config) -> tokens.Text:
@@ -139,18 +147,18 @@ def load(config: Config) -> tokens.Text:
     return text_training.load(config)
 
 
-def next_token(config: Config, held: tokens.Text, place: text.Place | None = None) -> Task:
+def next_token(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
     """The little model; ``--batch-size`` counts tokens."""
-    if len(held.test) <= config.context:
+    if len(dataset.test) <= config.context:
         raise DataError(
             f"the held-out text must have more than the {config.context} pairs of bytes of --context, got "
-            f"{len(held.test)}; take a longer text"
+            f"{len(dataset.test)}; take a longer text"
         )
-    if config.batch_size > len(held.test):
+    if config.batch_size > len(dataset.test):
         raise ValueError(
-            f"--batch-size must be at most the {len(held.test)} tokens that are held out, got {config.batch_size}"
+            f"--batch-size must be at most the {len(dataset.test)} tokens that are held out, got {config.batch_size}"
         )
-    cli.require("--test-batches", config.test_batches, 1, len(held.test) // config.batch_size + 1)
+    cli.require("--test-batches", config.test_batches, 1, len(dataset.test) // config.batch_size + 1)
 
     def losses(model: nn.Module) -> Any:
         def loss_fn(params: Any, model_state: Any, batch: text.Batch, rng: Any) -> Any:
@@ -164,56 +172,56 @@ def next_token(config: Config, held: tokens.Text, place: text.Place | None = Non
         model=NextToken(config.vocabulary),
         losses=losses,
         optimizer=optax.adam(config.learning_rate),
-        train_batches=functools.partial(text.windows, held.train, config.context, config.batch_size, place=place),
+        train_batches=functools.partial(text.windows, dataset.train, config.context, config.batch_size, place=place),
         test_batches=lambda: text.spread(
-            held.test, config.context, config.batch_size, config.test_batches, place=place
+            dataset.test, config.context, config.batch_size, config.test_batches, place=place
         ),
         tokens=config.batch_size,
         remat=config.remat,
     )
 
 
-def gpt2(config: Config, held: tokens.Text, place: text.Place | None = None) -> Task:
+def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
     """GPT-2. A batch has a token more than the model sees: the last one is only to be predicted."""
     blocks, remat = text_training.split_remat(config.remat)
-    vocabulary = config.vocabulary or held.tokenizer.size
-    prompt = held.tokenizer.encode((config.prompt or "\n\n").encode(errors="surrogateescape")).tolist()
+    vocabulary = config.vocabulary or dataset.tokenizer.size
+    prompt = dataset.tokenizer.encode((config.prompt or "\n\n").encode(errors="surrogateescape")).tolist()
     if config.sample_tokens and not prompt:
         raise ValueError(
-            f"--prompt must have a token at least, got {config.prompt!r}, which has no {held.tokenizer.name}"
+            f"--prompt must have a token at least, got {config.prompt!r}, which has no {dataset.tokenizer.name}"
         )
 
     def losses(model: nn.Module) -> Any:
         def loss_fn(params: Any, model_state: Any, batch: Batch, rng: Any) -> Any:
-            seen, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-            return model.apply({"params": params}, seen, targets, method="loss"), model_state
+            inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+            return model.apply({"params": params}, inputs, targets, method="loss"), model_state
 
         def eval_loss_fn(params: Any, model_state: Any, batch: Batch, rng: Any) -> Any:
-            seen, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:].reshape(-1)
-            logits = model.apply({"params": params}, seen).astype(jnp.float32).reshape(-1, vocabulary)
+            inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:].reshape(-1)
+            logits = model.apply({"params": params}, inputs).astype(jnp.float32).reshape(-1, vocabulary)
             loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
             return loss, model_state, {"accuracy": accuracy(logits, targets)}
 
         return loss_fn, eval_loss_fn
 
     def train_batches(seed: int, start: int = 0) -> Iterator[Batch]:
-        batches = text.sequences(held.train, config.context + 1, config.batch_size, seed, start, place=place)
+        batches = text.sequences(dataset.train, config.context + 1, config.batch_size, seed, start, place=place)
         return ({"tokens": batch} for batch in batches)
 
     def test_batches() -> Iterator[Batch]:
         rows = text_training.rows_to_evaluate(config)
-        batches = text.spread_sequences(held.test, config.context + 1, rows, config.test_batches, place=place)
+        batches = text.spread_sequences(dataset.test, config.context + 1, rows, config.test_batches, place=place)
         return ({"tokens": batch} for batch in batches)
 
     def closing(model: nn.Module, params: Any, test: dict[str, float]) -> Closing:
         numbers = {
             "test_perplexity": math.exp(min(test["loss"], 700.0)),
-            "test_bits_per_byte": test["loss"] / math.log(2) / held.bytes_per_token,
+            "test_bits_per_byte": test["loss"] / math.log(2) / dataset.bytes_per_token,
         }
         if not config.sample_tokens:
             return Closing(numbers, {})
         written = sampling.sample(
-            lambda params, window: model.apply({"params": params}, window)[..., : held.tokenizer.size],
+            lambda params, window: model.apply({"params": params}, window)[..., : dataset.tokenizer.size],
             params,
             prompt,
             config.sample_tokens,
@@ -222,7 +230,7 @@ def gpt2(config: Config, held: tokens.Text, place: text.Place | None = None) -> 
             top_k=config.top_k,
             seed=config.seed,
         )
-        return Closing(numbers, {"Sample": held.tokenizer.decode([*prompt, *written])})
+        return Closing(numbers, {"Sample": dataset.tokenizer.decode([*prompt, *written])})
 
     return Task(
         model=GPT2(vocabulary, config.context, config.layers, config.heads, config.width, blocks),
@@ -239,9 +247,16 @@ def gpt2(config: Config, held: tokens.Text, place: text.Place | None = None) -> 
 
 
 def largest_batch(config: Config) -> int:
-    """Return the largest batch that makes sense: the held-out text of next_token once, or the training text of gpt2."""
-    held = load(config)
-    return len(held.test) // config.test_batches if config.model == "next_token" else len(held.train) // config.context
+    """Return the largest batch that makes sense.
+
+    It is the held-out text of next_token once, or the training text of gpt2.
+    """
+    dataset = load(config)
+    return (
+        len(dataset.test) // config.test_batches
+        if config.model == "next_token"
+        else len(dataset.train) // config.context
+    )
 
 
 def train(config: Config) -> dict[str, Any]:

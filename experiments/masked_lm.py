@@ -9,8 +9,8 @@ python -m experiments.masked_lm --dataset shakespeare.txt --policy mixed_bfloat1
 the same ones every time. On a GPU the model is BERT-Base with 64 sequences of 512 tokens, elsewhere a small one (4
 layers of 128, 16×128 tokens, 250 steps) that takes a minute or two. At the end it shows what it guessed.
 
-The run folder holds config.json, metrics.csv, curves.png, checkpoints/, summary.json and summary.md; --resume goes on
-with a run that was stopped.
+The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
+summary.md; --resume goes on with a run that was stopped, and jaxmp report makes a page of it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def prepare(config: Config) -> Experiment:
     text_training.check(config)
     precision = read_precision(config)
     devices, place = mesh.placing(config)
-    held = text_training.load(config)
-    task = bert(config, held, place)
+    dataset = text_training.load(config)
+    task = bert(config, dataset, place)
     setup = text_training.set_up(config, task, precision, devices)  # model and optimizer under the precision
     step = jaxmp.make_train_step(
         setup.loss_fn,
@@ -74,22 +74,22 @@ def prepare(config: Config) -> Experiment:
         **setup.autocast,
     )
     eval_step = jaxmp.make_eval_step(setup.eval_loss_fn, use_ema=config.ema > 0, **setup.eval_autocast)
-    return setup.experiment(step, eval_step, held.origin)
+    return setup.experiment(step, eval_step, dataset.origin)
 
 
-def bert(config: Config, held: tokens.Text, place: text.Place | None = None) -> Task:
+def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
     """BERT. Its vocabulary is the text's and [MASK].
 
     A batch says how many of its tokens are to be guessed, a row, so that every guess has the same weight in a step
     with microbatches, whose numbers of guesses differ, and in an evaluation.
     """
     blocks, remat = text_training.split_remat(config.remat)
-    size = held.tokenizer.size
+    size = dataset.tokenizer.size
     vocabulary = max(config.vocabulary or 0, size + 1)
 
     @jax.jit
     def masked(key: jax.Array, step: int, batch: jax.Array) -> Batch:
-        shown, targets = mask(jax.random.fold_in(key, step), batch, size, size, held.tokenizer.end)
+        shown, targets = mask(jax.random.fold_in(key, step), batch, size, size, dataset.tokenizer.end)
         guesses = jnp.full(len(batch), (targets != IGNORE).sum() / len(batch), jnp.float32)
         return {"tokens": shown, "targets": targets, "guesses": guesses}
 
@@ -108,8 +108,8 @@ def bert(config: Config, held: tokens.Text, place: text.Place | None = None) -> 
             targets = batch["targets"].reshape(-1)
             chosen = targets != IGNORE
             targets = jnp.where(chosen, targets, 0)
-            each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-            means = each.mean(where=chosen), accuracy(logits, targets, chosen)
+            token_losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+            means = token_losses.mean(where=chosen), accuracy(logits, targets, chosen)
             loss, right = (jnp.where(chosen.any(), mean, 0) * weight(batch) for mean in means)
             return loss, model_state, {"accuracy": right}
 
@@ -117,12 +117,12 @@ def bert(config: Config, held: tokens.Text, place: text.Place | None = None) -> 
 
     def train_batches(seed: int, start: int = 0) -> Iterator[Batch]:
         key = jax.random.split(jax.random.key(seed))[1]  # places and masks are drawn from keys of their own
-        batches = text.sequences(held.train, config.context, config.batch_size, seed, start, place=place)
+        batches = text.sequences(dataset.train, config.context, config.batch_size, seed, start, place=place)
         return (masked(key, step, batch) for step, batch in enumerate(batches, start))
 
     def test_batches() -> Iterator[Batch]:
         rows, key = text_training.rows_to_evaluate(config), jax.random.key(0)
-        batches = text.spread_sequences(held.test, config.context, rows, config.test_batches, place=place)
+        batches = text.spread_sequences(dataset.test, config.context, rows, config.test_batches, place=place)
         drawn = [masked(key, step, batch) for step, batch in enumerate(batches)]
         guesses = sum(batch["guesses"] for batch in drawn) / len(drawn)
         if not guesses.any():
@@ -133,12 +133,12 @@ def bert(config: Config, held: tokens.Text, place: text.Place | None = None) -> 
         return ({**batch, "guesses": guesses} for batch in drawn)
 
     def closing(model: nn.Module, params: Any, test: dict[str, float]) -> Closing:
-        places = text.spread_sequences(held.test, config.context, _SHOWN, 1)
+        places = text.spread_sequences(dataset.test, config.context, _SHOWN, 1)
         batch = masked(jax.random.key(1), 0, next(places))
         guesses = jax.jit(functools.partial(_guess, model, size))(params, batch["tokens"])
         shown = mesh.on_host([batch["tokens"], batch["targets"], guesses])
         shown = [leaf[:, :_SHOWN_TOKENS] for leaf in shown]
-        texts = [in_brackets(*row, held.tokenizer) for row in zip(*shown, strict=True)]
+        texts = [in_brackets(*row, dataset.tokenizer) for row in zip(*shown, strict=True)]
         return Closing({}, {"Guesses: [right], [wrong|what was there]": "\n\n".join(texts)})
 
     return Task(
@@ -158,7 +158,9 @@ def bert(config: Config, held: tokens.Text, place: text.Place | None = None) -> 
 
 
 def in_brackets(shown: np.ndarray, targets: np.ndarray, guesses: np.ndarray, tokenizer: tokens.Tokenizer) -> str:
-    """A text with what was to be guessed in brackets: the guess, and after a bar the truth if it was another.
+    """Return a text with the guesses in brackets.
+
+    After a bar comes the truth if it differs from the guess.
 
     Args:
       shown: int (n,), what the model saw.
@@ -168,9 +170,9 @@ def in_brackets(shown: np.ndarray, targets: np.ndarray, guesses: np.ndarray, tok
     """
     parts: list[str] = []
     plain: list[int] = []  # decoded together: a letter may be several tokens
-    for seen, target, guess in zip(shown.tolist(), targets.tolist(), guesses.tolist(), strict=True):
+    for token, target, guess in zip(shown.tolist(), targets.tolist(), guesses.tolist(), strict=True):
         if target == IGNORE:
-            plain.append(seen)
+            plain.append(token)
             continue
         both = dict.fromkeys((guess, target))
         guessed = "|".join(tokenizer.decode([token]).replace(" ", "␣").replace("\n", "⏎") for token in both)

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name is defined. A module is imported when one of its names is first used, so that `import jaxmp`
-# stays light, and flax and optax are loaded only by those who use them.
+# The module of each public name. It is imported when the name is first used, so `import jaxmp` is fast and does not
+# load flax and optax.
 _MODULES = {
     "hardware": "jaxmp.base.hardware",
     "inspect": "jaxmp.inspect",
@@ -108,7 +108,7 @@ __all__ = sorted([*_MODULES, *_MODULE_OF])
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")
-    import_module("jaxmp.base.cache_keys")  # before anything is jitted with what this name is
+    import_module("jaxmp.base.cache_keys")  # must come before the name is used under jit
     if name in _MODULES:
         value: Any = import_module(_MODULES[name])
     else:

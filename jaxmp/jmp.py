@@ -1,8 +1,8 @@
-"""A drop-in for jmp 0.0.4: ``from jaxmp import jmp`` replaces ``import jmp``.
+"""Replace jmp 0.0.4: write ``from jaxmp import jmp`` instead of ``import jmp``.
 
-Everything here is jaxmp's own under jmp's name. Policies and loss scales made here are therefore taken by
-:func:`jaxmp.loss_scaling`, ``jaxmp.linen`` and the rest, as are those of the real jmp, and by code written for jmp's
-objects, as Haiku's ``hk.mixed_precision``.
+The names are jmp's, and the code is jaxmp's. You can pass these policies and loss scales to jaxmp
+(:func:`jaxmp.loss_scaling`, ``jaxmp.linen`` and so on) and to code that is written for jmp, such as Haiku's
+``hk.mixed_precision``. jaxmp also accepts the objects of the real jmp.
 
 >>> from jaxmp import jmp
 >>> policy, loss_scale = jmp.get_policy("p=f32,c=f16,o=f32"), jmp.DynamicLossScale(jmp.half_dtype()(2**15))
@@ -19,27 +19,28 @@ objects, as Haiku's ``hk.mixed_precision``.
 >>> print(params["w"], loss_scale.loss_scale, loss_scale.counter)
 0.5 32768.0 1
 
-What jmp does otherwise, and why:
+Differences from jmp:
 
-- A dynamic scale keeps every field through ``jit`` and ``scan``; jmp's forgets its ``min_loss_scale`` (jmp#44).
-- A scale is float32 whatever it is given; jmp's raises in ``adjust`` if it is float16, as in jmp's README (jmp#47).
-- Scaled and unscaled half-precision leaves are float32: a loss of 2 times 2^15 is inf in float16, and what needed
-  scaling to be seen vanishes again in it. jmp promotes leaf and scale, so that a float16 or Python scale keeps float16.
-  Integers, bools and keys pass untouched, where jmp makes them floating or raises.
-- A ``period`` lowered to the counter or below makes the scale grow at the next finite step; jmp starts to count again.
-- A ``min_loss_scale`` of 0 is float32's smallest normal number: a scale of 0, which jmp's reaches, makes all NaN. A
-  dynamic scale must start at its minimum or above (jmp's *grows* to it at an overflow) and be finite. Unscaling by more
-  than 2^126 is exact, where jmp's reciprocal is flushed to 0 and all gradients with it.
-- A static scale is kept as a Python float; a traced one raises. One of 0 can be made, as jmp's tests do, and raises
-  when it is used.
-- A policy's dtypes are ``numpy.dtype``: equal to ``jnp.float16`` and so on, but not callable, and hashed otherwise.
-  They must be floating. Names are read in any case and spacing; what is unknown raises ValueError as in jmp, but lists
-  what is known; a key that comes twice raises. Preset names (``mixed_float16``) are :func:`jaxmp.get_policy`'s.
-- NumPy scalars and ``jax.ShapeDtypeStruct`` are cast as arrays are.
-- ``LossScale`` is the base class of all loss scales, not a Union (``typing.get_args`` finds nothing in it);
-  ``isinstance`` and annotations read the same.
-- Of a dynamic scale only the scale and the counter may be traced, and ``adjust`` takes a bool, not an int.
-- ``select_tree`` casts to the dtype of its last argument where jmp raises for dtypes that differ.
+- A dynamic scale keeps every field through ``jit`` and ``scan``. jmp's loses its ``min_loss_scale`` (jmp#44).
+- A scale is always float32. A float16 scale, as in jmp's README, raises in jmp's ``adjust`` (jmp#47).
+- Scaled and unscaled half-precision leaves are float32. In float16, a loss of 2 times 2^15 is inf, and unscaled
+  gradients vanish again. jmp promotes leaf and scale, so a float16 or Python scale keeps float16.
+- Integers, bools and keys are unchanged. jmp makes them floating or raises.
+- If you lower ``period`` to the counter or below, the scale grows at the next finite step. jmp restarts the count.
+- A ``min_loss_scale`` of 0 means float32's smallest normal number. jmp's scale can reach 0, which makes everything NaN.
+- A dynamic scale must be finite and start at its minimum or above. (jmp's *grows* to the minimum at an overflow.)
+- Unscaling by more than 2^126 is exact. jmp's reciprocal is flushed to 0, and with it all gradients.
+- A static scale is stored as a Python float, and a traced one raises. A scale of 0, as in jmp's tests, raises only when
+  it is used.
+- A policy's dtypes are ``numpy.dtype``: equal to ``jnp.float16`` and so on, but not callable, and with another hash.
+  They must be floating.
+- Names ignore case and spaces. An unknown name raises a ValueError as in jmp, which lists the known names. A repeated
+  key raises. Preset names (``mixed_float16``) belong to :func:`jaxmp.get_policy`.
+- NumPy scalars and ``jax.ShapeDtypeStruct`` are cast like arrays.
+- ``LossScale`` is the base class of all loss scales, not a Union (``typing.get_args`` returns nothing for it). You
+  write ``isinstance`` and annotations in the same way.
+- Only the scale and the counter of a dynamic scale may be traced. ``adjust`` takes a bool, not an int.
+- ``select_tree`` casts to the dtype of its last argument. jmp raises if dtypes differ.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ __all__ = (
     "half_dtype",
     "select_tree",
 )
-__version__ = "0.0.4"  # of the jmp whose interface this is
+__version__ = "0.0.4"  # the version of jmp with this interface
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
 
 
 class Policy(policies.Policy):
-    """A :class:`jaxmp.Policy` that is written as jmp writes it, and equal to any with the same dtypes.
+    """A :class:`jaxmp.Policy` in jmp's notation, equal to any policy with the same dtypes.
 
     >>> print(Policy("float32", jnp.float16, jnp.float32))
     p=full,c=f16,o=full
@@ -130,7 +131,7 @@ def get_policy(policy_name: str) -> Policy:
             return Policy(policy_name, policy_name, policy_name)
         read = policy_map.get_policy(policy_name)
         if isinstance(read, policy_map.PolicyMap):
-            raise ValueError(f"a policy of jmp's has no rules, got {policy_name!r}: jaxmp.get_policy reads it")
+            raise ValueError(f"a policy of jmp has no rules, got {policy_name!r}; use jaxmp.get_policy")
         return Policy(**vars(read))
     except ValueError as error:
         message = str(error)
@@ -153,7 +154,7 @@ def cast_to_half(tree: T) -> T:
 
 
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:
-    """Return ``a`` if the bool scalar ``pred`` holds, else ``b``.
+    """Return ``a`` if the bool scalar ``pred`` is true, else ``b``.
 
     Raises:
       AssertionError: ``pred`` is not a boolean scalar.
@@ -161,7 +162,7 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     flag = jnp.asarray(pred)
     if flag.ndim or flag.dtype != jnp.bool_:
         raise AssertionError(
-            f"expected boolean scalar, got {flag.dtype} of shape {flag.shape}: select_tree takes what all_finite gives"
+            f"expected boolean scalar, got {flag.dtype} of shape {flag.shape}: pass the result of all_finite"
         )
     return _tree.select_tree(flag, a, b)
 
@@ -174,7 +175,7 @@ class _Widening(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_Widening, loss_scale.StaticLossScale):
-    """A :class:`jaxmp.StaticLossScale` that may be made of 0, but not used.
+    """A :class:`jaxmp.StaticLossScale` that may be 0 until it is used.
 
     >>> StaticLossScale(2**15).scale(jnp.float16(3))
     Array(98304., dtype=float32)
@@ -197,7 +198,7 @@ class StaticLossScale(_Widening, loss_scale.StaticLossScale):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_Widening, loss_scale.DynamicLossScale):
-    """A :class:`jaxmp.DynamicLossScale` that stops to grow only where float32 ends, as jmp's does.
+    """A :class:`jaxmp.DynamicLossScale` that may grow up to the largest float32 number, as jmp's does.
 
     >>> scale = DynamicLossScale(jnp.float32(2.0**126), period=1)
     >>> for _ in range(3):

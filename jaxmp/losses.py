@@ -3,27 +3,29 @@
 Logits are the largest array of a language model's step: 16 sequences of 1,024 tokens over 50,304 words are 1.5 GiB in
 half precision. Autodiff of a softmax in float32 keeps the float32 copy, twice as large.
 
-:func:`cross_entropy` keeps the logits as they came and two float32 numbers for each label, the largest logit and the
-logarithm of the softmax's denominator beside it. The gradient is computed from them in float32 and written in the dtype
-of the logits.
+:func:`cross_entropy` stores the logits in their dtype and two float32 numbers for each label: the largest logit, and
+the logarithm of the softmax's denominator relative to it. The gradient is computed from these in float32 and cast to
+the dtype of the logits.
 
-:func:`projected_cross_entropy` also does the projection to logits, for a chunk of the tokens at a time: one chunk's
-logits exist, and are gone before the next. Their gradient is computed while they are there, in the forward pass, and
-scaled by the cotangent later, so that no product is done twice.
+:func:`projected_cross_entropy` also computes the logits, for one chunk of the tokens at a time. Only one chunk's logits
+exist at any time. The forward pass computes their gradient too, and the backward pass multiplies it by the cotangent.
+So no product is computed twice.
 
-Both take a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567) and a z-loss, which keeps the
+Both support a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567) and a z-loss, which keeps the
 denominator near 1 (Chowdhery et al. 2022, PaLM, arXiv 2204.02311). For float64 they compute in float64.
 
-Sharp edges:
+Limits:
 
-- JAX cannot raise on values: a label that is neither a class nor ignored makes the loss NaN.
-- They are for reverse mode: ``jax.jvp`` and ``jax.linearize`` of a loss raise JAX's TypeError; ``jax.jvp`` of its
-  gradient, or ``jax.grad`` of it, are fine.
-- The fused loss saves by itself what ``jax.checkpoint`` would. Inside of one its first product is done twice, and under
-  a policy that saves products the logits are saved: checkpoint the blocks before it.
-- Of tokens sharded over devices each chunk takes its share, and the weights' gradient is summed over the devices once a
-  chunk: take few. In a checked ``jax.shard_map`` weights that do not vary want ``jax.lax.pcast(…, to="varying")``, as
-  custom derivatives do. Axes of explicit sharding are for :func:`cross_entropy` only.
+- JAX cannot raise an error for values. A label that is neither a class nor ignored makes the loss NaN.
+- The losses have reverse-mode derivatives only: ``jax.jvp`` and ``jax.linearize`` of a loss raise JAX's TypeError. You
+  can apply ``jax.jvp`` and ``jax.grad`` to its gradient.
+- Do not put the projected loss inside of ``jax.checkpoint``: it would compute the first product twice, or save the
+  logits under a policy that saves products. Put only the blocks before the loss inside.
+- If tokens are sharded over devices, each chunk has tokens of every device, and the weights' gradient is summed over
+  the devices once per chunk. So use few chunks.
+- In a checked ``jax.shard_map``, apply ``jax.lax.pcast(…, to="varying")`` to weights that do not vary, as for all
+  custom derivatives.
+- Axes of explicit sharding work only with :func:`cross_entropy`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
-from jaxmp.sharding.plan import Plan, on_auto_axes, spread
+from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, spread
 
 __all__ = ["cross_entropy", "projected_cross_entropy"]
 
@@ -48,7 +50,7 @@ _IGNORED = -1
 
 
 class _Options(NamedTuple):
-    classes: int  # so many columns of the logits, the first
+    classes: int  # the first columns of the logits; the others are padding
     label_smoothing: float
     z_loss: float
 
@@ -68,24 +70,24 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """Return the cross-entropy of each label, in nats; 0 where it is ignored.
+    """Return the cross-entropy of each label, in nats; 0 for ignored labels.
 
-    The residuals and the gradient have the dtype of the logits; everything between is float32.
+    The residuals and the gradient have the dtype of the logits. All computations are in float32.
 
     Args:
       logits: (..., classes) of any floating dtype.
       labels: (...) of any integer dtype, from 0 up to the number of classes.
-      ignore_index: the label, often outside of the classes (-100), that counts for nothing.
-      label_smoothing: this share of the target is spread evenly over all classes, as torch and optax define it.
-      z_loss: how much of the squared log-sum-exp of the logits is added; PaLM has 1e-4.
+      ignore_index: the label to ignore, often outside of the classes (-100).
+      label_smoothing: the share of the target that is spread evenly over all classes, as in torch and optax.
+      z_loss: the factor of the squared log-sum-exp of the logits that is added to the loss; PaLM uses 1e-4.
 
     Returns:
       Losses in the shape of the labels, float32 (float64 for float64 logits).
 
     Raises:
       TypeError: logits that are not floating, labels that are not integers.
-      ValueError: shapes that do not fit; ``label_smoothing`` outside of [0, 1); a ``z_loss`` that is negative or no
-        plain number; an ``ignore_index`` beyond int32 (int64 for 64-bit labels).
+      ValueError: shapes that do not match; ``label_smoothing`` outside of [0, 1); a ``z_loss`` that is negative or not
+        a Python or NumPy number; an ``ignore_index`` beyond int32 (int64 for 64-bit labels).
 
     >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], jnp.bfloat16)
     >>> cross_entropy(logits, jnp.array([0, -100]), ignore_index=-100).round(4)
@@ -95,7 +97,7 @@ def cross_entropy(
     _check_floating(logits=logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy takes logits (..., classes), got the shape {logits.shape}")
-    _check(labels, logits.shape[:-1], label_smoothing, z_loss)
+    _check_options(labels, logits.shape[:-1], label_smoothing, z_loss)
     options = _Options(logits.shape[-1], label_smoothing, z_loss)
     return _cross_entropy(logits, _targets(labels, options.classes, ignore_index), options)
 
@@ -133,27 +135,28 @@ def projected_cross_entropy(
 ) -> jax.Array:
     """Return the mean cross-entropy of ``x @ weights.T + bias``, computed in chunks.
 
-    The logits of one chunk of tokens are computed in the dtype of ``x``, and with them what they add to the gradients:
-    that of ``weights`` and ``bias`` is summed over the chunks in float32. Without a gradient none is computed.
+    The logits of one chunk of tokens are computed in the dtype of ``x``, together with their part of the gradients. The
+    gradients of ``weights`` and ``bias`` are summed over the chunks in float32. If you do not differentiate the loss,
+    no gradient is computed.
 
     Args:
-      x: (tokens, dim) in the compute dtype. Every n-th token goes into the same chunk, so that tokens sharded over
-        devices stay where they are.
+      x: (tokens, dim) in the compute dtype. With n chunks, every n-th token is in the same chunk, so tokens that are
+        sharded over devices do not move.
       weights: (vocabulary, dim) of any floating dtype, cast to that of ``x``; often the embeddings.
       labels: (tokens,) of any integer dtype, from 0 up to ``classes``.
       bias: (vocabulary,) of any floating dtype.
-      classes: only so many rows of ``weights`` are classes, the rest is there to align it; all by default.
-      chunks: how many parts the tokens are done in; the last may be shorter.
-      ignore_index: the label that counts for nothing, not in the mean either; if all do, the loss is 0.
-      label_smoothing: as of :func:`cross_entropy`.
-      z_loss: as of :func:`cross_entropy`.
+      classes: the number of classes. Further rows of ``weights`` are padding; there is none by default.
+      chunks: the number of chunks of tokens; the last may be shorter.
+      ignore_index: the label to ignore. It does not count in the mean; if all labels are ignored, the loss is 0.
+      label_smoothing: as in :func:`cross_entropy`.
+      z_loss: as in :func:`cross_entropy`.
 
     Returns:
       A float32 scalar (float64 for float64 ``x``).
 
     Raises:
       TypeError: ``x``, ``weights`` or ``bias`` that are not floating, labels that are not integers.
-      ValueError: shapes that do not fit; ``classes`` or ``chunks`` out of range; otherwise as :func:`cross_entropy`.
+      ValueError: shapes that do not match; ``classes`` or ``chunks`` out of range; otherwise as :func:`cross_entropy`.
 
     >>> x, weights = jnp.eye(3, dtype=jnp.bfloat16), 2 * jnp.eye(4, 3)
     >>> projected_cross_entropy(x, weights, jnp.array([0, 1, 1]), classes=3, chunks=2).round(4)
@@ -165,34 +168,34 @@ def projected_cross_entropy(
     if x.ndim != 2 or weights.ndim != 2 or not 0 < x.shape[1] == weights.shape[1]:
         raise ValueError(
             "projected_cross_entropy takes x (tokens, dim) and weights (vocabulary, dim), got the shapes "
-            f"{x.shape} and {weights.shape}; reshape x to (-1, dim), transpose weights that are (dim, vocabulary)"
+            f"{x.shape} and {weights.shape}; reshape x to (-1, dim), and transpose weights of (dim, vocabulary)"
         )
     if bias is not None and bias.shape != weights.shape[:1]:
-        raise ValueError(f"bias has a number for each row of weights {weights.shape}, got the shape {bias.shape}")
+        raise ValueError(f"bias must have one number per row of weights {weights.shape}, got the shape {bias.shape}")
     classes = weights.shape[0] if classes is None else classes
     if not (_is(Integral, classes) and 1 <= classes <= weights.shape[0]):
-        raise ValueError(f"classes is an integer from 1 to the rows of weights {weights.shape}, got {classes}")
+        raise ValueError(f"classes must be an integer from 1 to the rows of weights {weights.shape}, got {classes}")
     if not (_is(Integral, chunks) and chunks >= 1):
-        raise ValueError(f"the tokens are done in an integer of at least 1 chunk, got chunks={chunks}")
-    _check(labels, x.shape[:1], label_smoothing, z_loss)
-    # Under autocast the casts of a float32 call leave no trace: what is half is said here, that float32 stays float32.
+        raise ValueError(f"chunks must be an integer of at least 1, got {chunks}")
+    _check_options(labels, x.shape[:1], label_smoothing, z_loss)
+    # Autocast sees no casts in a float32 call, so the half products are marked here, and float32 stays float32.
     half = autocast_dtype() if x.dtype == jnp.float32 else None
     x = x if half is None else x.astype(half)
     dtypes = tuple(None if array is None else np.dtype(array.dtype) for array in (x, weights, bias))
     options = _Options(classes, label_smoothing, z_loss)
     labels = _targets(labels, classes, ignore_index)
     if (plan := spread()) is not None and len(x) % plan.devices == 0:
-        spread_loss = functools.partial(_spread, plan, options, chunks, dtypes)
+        spread_loss = functools.partial(_mean_over_devices, plan, options, chunks, dtypes)
         return on_auto_axes(spread_loss, PartitionSpec())(x, weights, bias, labels)
     return _projected(x, weights, bias, labels, options, min(chunks, max(len(x), 1)), dtypes)
 
 
-def _spread(
+def _mean_over_devices(
     plan: Plan, options: _Options, chunks: int, dtypes: Any, x: Any, weights: Any, bias: Any, labels: Any
 ) -> jax.Array:
     """Return the mean over tokens that a train step has split over devices.
 
-    Each device sums what its own tokens add to the gradient of the weights.
+    Each device sums the gradient of the weights over its own tokens.
     """
     x, labels = plan.parts(x), plan.parts(labels)
     weights, bias = plan.copies(weights), None if bias is None else plan.copies(bias)
@@ -213,7 +216,7 @@ def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, 
         return total + _losses(_logits(x, *layer), labels, options)[0].sum(), None
 
     layer = _layer(weights, bias, x.dtype)
-    total, _ = jax.lax.scan(add, jnp.zeros_like(x, _wide(x.dtype), ()), _split(x, labels, chunks))
+    total, _ = jax.lax.scan(add, jnp.zeros_like(x, _compute_dtype(x.dtype), ()), _in_chunks(x, labels, chunks))
     return total / _count(labels, total.dtype)
 
 
@@ -229,14 +232,14 @@ def _projected_forward(
         gradient = _gradient(logits, labels, denominators, options)
         by_bias = None if bias is None else by_bias + gradient.sum(0)
         with precision("float32"):
-            gradient = (gradient * _shift(x.dtype, options)).astype(x.dtype)
+            gradient = (gradient * _gradient_shift(x.dtype, options)).astype(x.dtype)
         by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
-    wide, layer = _wide(x.dtype), _layer(weights, bias, x.dtype)
+    wide, layer = _compute_dtype(x.dtype), _layer(weights, bias, x.dtype)
     zeros = functools.partial(jnp.zeros_like, x, wide)  # which vary over the devices of a shard_map as x does
     start = (zeros(()), zeros(weights.shape), None if bias is None else zeros(bias.shape))
-    (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _split(x, labels, chunks))
+    (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
     count = _count(labels, wide)
     return total / count, (by_x.swapaxes(0, 1).reshape(-1, x.shape[1])[: len(x)], by_weights, by_bias, count)
 
@@ -247,7 +250,7 @@ def _projected_backward(
     *gradients, count = residuals
     with precision("float32"):  # the cotangent may be a loss scale that float16 does not have
         factor = cotangent / count
-        shifted = factor / _shift(dtypes[0], options)
+        shifted = factor / _gradient_shift(dtypes[0], options)
         scaled = [
             None if dtype is None else (gradient * factor).astype(dtype)
             for gradient, factor, dtype in zip(gradients, (shifted, shifted, factor), dtypes, strict=True)
@@ -267,7 +270,7 @@ def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any) -> tuple[jax.
     return weights.astype(dtype), None if bias is None else bias.astype(dtype)
 
 
-def _split(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
+def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
     """Return both with a leading axis of chunks of every n-th token, filled up with ignored tokens."""
     missing = -len(x) % chunks
     x = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, chunks, x.shape[1])
@@ -279,19 +282,19 @@ def _count(labels: jax.Array, dtype: Any) -> jax.Array:
     return jnp.maximum((labels != _IGNORED).sum(), 1).astype(dtype)
 
 
-# Below no constant has the size of the logits: when a checkpoint differentiates the loop over chunks, JAX computes what
-# does not change from one to the next before it, and would store them.
+# Do not create constants of the size of the logits below. When a checkpoint differentiates the loop over chunks, JAX
+# hoists loop-invariant values and would store them.
 
 
 def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, _Denominators]:
     """Return the loss of each label and the denominators of its probabilities, in float32.
 
-    The largest logit stays apart: added to the logarithm of a sum it would round it, the more the larger logits are.
+    The largest logit stays separate: adding it to the logarithm of the sum would round the logarithm.
     """
     classes, smoothing, z_loss = options
-    with precision("float32"):  # under autocast of a float32 call the cast is none
-        wide = logits.astype(_wide(logits.dtype))
-        of_classes = jnp.minimum(wide, _limits(wide, classes))
+    with precision("float32"):  # autocast does not see the cast in a float32 call
+        wide = logits.astype(_compute_dtype(logits.dtype))
+        of_classes = jnp.minimum(wide, _upper_bounds(wide, classes))
         largest = jax.lax.stop_gradient(of_classes.max(-1))
         denominators = _Denominators(largest, jnp.log(jnp.exp(of_classes - largest[..., None]).sum(-1)))
         picked = jnp.take_along_axis(wide, labels[..., None], axis=-1, mode="clip")[..., 0]
@@ -308,13 +311,13 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
     """Return the gradient of each loss with respect to its logits, in float32."""
     classes, smoothing, z_loss = options
     with precision("float32"):
-        # Or XLA shares the differences from the largest logit with the loss, and keeps them in float32.
+        # Without this, XLA shares the differences from the largest logit with the loss and stores them in float32.
         denominators = jax.lax.optimization_barrier(denominators)
         largest, logarithm, labels = (array[..., None] for array in (*denominators, labels))
         wide = logits.astype(largest.dtype)
         columns = jnp.arange(wide.shape[-1], dtype=labels.dtype)
         is_label = (columns == labels).astype(wide.dtype)
-        gradient = jnp.exp(jnp.minimum(wide, _limits(wide, classes)) - largest - logarithm)
+        gradient = jnp.exp(jnp.minimum(wide, _upper_bounds(wide, classes)) - largest - logarithm)
         if z_loss:
             gradient *= 1 + 2 * z_loss * (largest + logarithm)
         gradient -= (1 - smoothing) * is_label
@@ -324,10 +327,10 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         return jnp.where(labels == _IGNORED, is_label, gradient)  # 0, whatever the logits are
 
 
-def _shift(dtype: Any, options: _Options) -> float:
+def _gradient_shift(dtype: Any, options: _Options) -> float:
     """Return a power of two that keeps float16 gradients of logits normal; else 1.
 
-    None overflows: a gradient is at most 1, plus the part of the z-loss for the largest logit.
+    No gradient overflows: each is at most 1, plus the part of the z-loss for the largest logit.
     """
     if dtype != jnp.float16:
         return 1.0
@@ -335,7 +338,7 @@ def _shift(dtype: Any, options: _Options) -> float:
     return max(1.0, 2.0 ** math.floor(math.log2(largest / (1 + 2 * options.z_loss * largest))))
 
 
-def _limits(logits: jax.Array, classes: int) -> jax.Array:
+def _upper_bounds(logits: jax.Array, classes: int) -> jax.Array:
     """Return an upper bound of each logit: inf for a class, -inf for the padding of the vocabulary."""
     limits = jnp.where(jnp.arange(logits.shape[-1]) < classes, jnp.inf, -jnp.inf)
     return limits.astype(logits.dtype)
@@ -346,39 +349,39 @@ def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.A
     wide = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
     limits = jnp.iinfo(wide.dtype)
     if ignore_index is not None and not limits.min <= ignore_index <= limits.max:
-        raise ValueError(f"ignore_index is a label that {wide.dtype.name} can hold, got {ignore_index}; -100 is usual")
+        raise ValueError(f"ignore_index must be in the range of {wide.dtype.name}, got {ignore_index}; write e.g. -100")
     targets = jnp.where((wide >= 0) & (wide < classes), wide, classes)
     return jnp.where(wide == ignore_index, _IGNORED, targets).astype(jnp.int32)
 
 
-def _check(labels: jax.Array, shape: tuple[int, ...], label_smoothing: float, z_loss: float) -> None:
+def _check_options(labels: jax.Array, shape: tuple[int, ...], label_smoothing: float, z_loss: float) -> None:
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
-            f"labels are class numbers of an integer dtype, got {labels.dtype.name}; cast them, or take the argmax of "
-            "one-hot labels"
+            f"labels must have an integer dtype, got {labels.dtype.name}; cast them, or take the argmax of one-hot "
+            "labels"
         )
     if labels.shape != shape:
-        raise ValueError(f"there is one label for each row of logits, {shape}, got labels of the shape {labels.shape}")
+        raise ValueError(f"labels must have the shape {shape}, one per row of logits, got the shape {labels.shape}")
     if not (_is(Real, z_loss) and 0 <= z_loss < math.inf):
         raise ValueError(
-            f"z_loss is a plain number of at least 0, got {z_loss}; a share that changes while training is added by "
-            "hand, to losses without one"
+            f"z_loss must be a plain number of at least 0, got {z_loss}; to change it during training, add the z-loss "
+            "yourself"
         )
     if not (_is(Real, label_smoothing) and 0 <= label_smoothing < 1):
-        raise ValueError(f"label_smoothing is a share of the target, at least 0 and less than 1, got {label_smoothing}")
+        raise ValueError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}")
 
 
 def _is(kind: type, value: Any) -> bool:
-    """Return whether a number is of that kind, NumPy's too, and not an array."""
+    """Return whether a value is a Python or NumPy number of this kind, and not an array."""
     return isinstance(value, kind)
 
 
 def _check_floating(**arrays: jax.Array) -> None:
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} has a floating dtype, got {array.dtype.name}; cast it")
+            raise TypeError(f"{name} must have a floating dtype, got {array.dtype.name}; cast it")
 
 
-def _wide(dtype: Any) -> Any:
+def _compute_dtype(dtype: Any) -> Any:
     """Return the dtype to compute in."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import os
 import shutil
@@ -40,6 +41,7 @@ import hypothesis
 import jax
 import pytest
 from hypothesis.internal.conjecture import providers
+from jax._src.interpreters import mlir
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -61,7 +63,7 @@ collect_ignore = ["tools"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What was compiled is kept for later runs, up to a gigabyte; a whole run leaves a tenth of that."""
+    """Remove compiled programs of earlier runs above a gigabyte; a whole run leaves a tenth of that."""
     compiled, is_worker = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), hasattr(config, "workerinput")
     if not is_worker and sum(path.stat().st_size for path in compiled.glob("*-cache")) > 1e9:
         shutil.rmtree(compiled, ignore_errors=True)
@@ -98,10 +100,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def no_module_pays_for_those_before():
-    """What JAX has cached by now is not looked through by every later collection, which took minutes of the suite."""
+    """Freeze the objects that JAX has cached by now: to look through them again and again took minutes of the suite."""
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def lowerings_share_a_context():
+    """JAX makes an MLIR context for every program that it lowers: half of the time of lowering one operation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
+        yield
 
 
 @pytest.fixture(scope="module")

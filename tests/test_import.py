@@ -116,7 +116,7 @@ def imports(roots: list[Path], at_once: bool = False) -> dict[str, set[str]]:
 
 
 def runs_later(node: ast.AST) -> bool:
-    """Whether importing a file runs nothing of what is in the node: a function, or what a type checker reads."""
+    """Return whether importing a file skips the node: a function, or code for type checkers."""
     return isinstance(node, ast.FunctionDef) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
 
 
@@ -207,7 +207,7 @@ def test_a_package_may_import_its_own_files_if_these_need_neither_it_nor_what_im
 
 
 def not_required(*names: str) -> set[str]:
-    """What is installed here and is not where only these distributions are, with all that they require."""
+    """Return the installed distributions other than these and their requirements."""
     distributions, new = set(), {Requirement(name) for name in names}
     while new:
         requirement = new.pop()
@@ -254,6 +254,7 @@ for name in {names}:
     python(code)
 
 
+@pytest.mark.slow("starts a process for each benchmark")
 def test_every_benchmark_helps_with_jax_flax_optax_rich_and_tyro_only():
     folder = ROOT / "experiments" / "benchmarks"
     names = [file.stem for file in folder.glob("[a-z]*.py")] + [

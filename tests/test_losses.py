@@ -286,24 +286,29 @@ FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(
 @pytest.mark.parametrize(
     ("given", "changes", "error", "said"),
     [
-        (LOGITS, {"logits": np.ones((2, 3), int)}, TypeError, "logits has a floating dtype, got int"),
+        (LOGITS, {"logits": np.ones((2, 3), int)}, TypeError, "logits must have a floating dtype, got int"),
         (LOGITS, {"logits": jnp.ones(()), "labels": np.zeros((), int)}, ValueError, r"classes\), got the shape \(\)"),
-        (LOGITS, {"labels": np.zeros(2, bool)}, TypeError, "of an integer dtype, got bool"),
-        (LOGITS, {"labels": np.zeros(2, np.float32)}, TypeError, "of an integer dtype, got float32.*argmax"),
+        (LOGITS, {"labels": np.zeros(2, bool)}, TypeError, "have an integer dtype, got bool"),
+        (LOGITS, {"labels": np.zeros(2, np.float32)}, TypeError, "have an integer dtype, got float32.*argmax"),
         (LOGITS, {"label_smoothing": 1.0}, ValueError, "less than 1, got 1.0"),
         (LOGITS, {"label_smoothing": -0.1}, ValueError, "at least 0 .*got -0.1"),
         (LOGITS, {"z_loss": np.nan}, ValueError, "at least 0, got nan"),
-        (LOGITS, {"ignore_index": 2**40}, ValueError, "that int32 can hold, got"),
+        (LOGITS, {"ignore_index": 2**40}, ValueError, "in the range of int32, got"),
         (FUSED, {"x": jnp.ones((4, 5))}, ValueError, r"\(4, 5\) and \(6, 3\).*transpose"),
         (FUSED, {"x": jnp.ones((2, 2, 3))}, ValueError, r"\(2, 2, 3\).*reshape x"),
         (FUSED, {"x": jnp.ones((4, 0)), "weights": jnp.ones((6, 0))}, ValueError, r"\(4, 0\) and \(6, 0\)"),
-        (FUSED, {"weights": np.ones((6, 3), int)}, TypeError, "weights has a floating dtype"),
-        (FUSED, {"bias": jnp.ones(5)}, ValueError, r"each row of weights \(6, 3\), got the shape \(5,\)"),
+        (FUSED, {"weights": np.ones((6, 3), int)}, TypeError, "weights must have a floating dtype"),
+        (FUSED, {"bias": jnp.ones(5)}, ValueError, r"per row of weights \(6, 3\), got the shape \(5,\)"),
         (FUSED, {"classes": 7}, ValueError, r"from 1 to the rows of weights \(6, 3\), got 7"),
         (FUSED, {"classes": 2.5}, ValueError, "from 1 .* got 2.5"),
-        (FUSED, {"chunks": 0}, ValueError, "at least 1 chunk, got chunks=0"),
-        (FUSED, {"labels": np.zeros((4, 1), int)}, ValueError, r"each row of logits, \(4,\), got .*\(4, 1\)"),
-        (FUSED, {"z_loss": -1}, ValueError, "a plain number .*added by hand"),
+        (FUSED, {"chunks": 0}, ValueError, "chunks must be an integer of at least 1, got 0"),
+        (
+            FUSED,
+            {"labels": np.zeros((4, 1), int)},
+            ValueError,
+            r"the shape \(4,\), one per row of logits, got .*\(4, 1\)",
+        ),
+        (FUSED, {"z_loss": -1}, ValueError, "a plain number .*add the z-loss yourself"),
     ],
 )
 def test_what_no_loss_can_be_computed_of_is_refused(given, changes, error, said):
@@ -315,5 +320,5 @@ def test_what_no_loss_can_be_computed_of_is_refused(given, changes, error, said)
 
 
 def test_a_z_loss_that_is_traced_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"z_loss is a plain number .*added by hand"):
+    with pytest.raises(ValueError, match=r"z_loss must be a plain number .*add the z-loss yourself"):
         jax.eval_shape(lambda z: losses.cross_entropy(jnp.ones((2, 3)), jnp.zeros(2, int), z_loss=z), jnp.ones(()))

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "tools" / "two_processes.py"
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """What each process found; the second one waits 20 ms before each step of the last loop."""
+    """The results of each process; the second one waits 20 ms before each step of the last loop."""
     root, folder = Path(__file__).parents[1], tmp_path_factory.mktemp("both")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     files = [folder / str(n) for n in range(2)]  # stdout is gloo's, too

@@ -1,4 +1,4 @@
-"""What make takes: which environment runs what, and what is small."""
+"""Make chooses the environment of each command and what runs small."""
 
 from __future__ import annotations
 

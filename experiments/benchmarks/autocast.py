@@ -1,4 +1,6 @@
-"""A training step under autocast against the same step with half precision placed by hand, and against float32.
+"""Compare a training step under autocast with half precision placed by hand.
+
+The step in float32 is measured beside both.
 
 python -m experiments.benchmarks.autocast --models gpt2 lstm
 
@@ -64,7 +66,10 @@ def case_of(name: str, config: Config) -> Workload:
 
 
 def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
-    """``start() -> state`` and ``step(state, batch) -> (state, loss)`` of a variant, jitted; the state is donated."""
+    """Return ``start() -> state`` and ``step(state, batch) -> (state, loss)``.
+
+    They are those of a variant, jitted; the state is donated.
+    """
     model = by_hand.build(case, jaxmp.get_policy(policy).compute_dtype if variant.startswith(BY_HAND) else None)
     loss_fn = by_hand.loss_fn_of(model)
     if variant == AUTOCAST:
@@ -75,15 +80,15 @@ def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
 
 def differences(by_hand: dict[str, dict[str, Any]], autocast: dict[str, dict[str, Any]]) -> list[str]:
     """Where autocast's programs fall behind those by hand, in words; empty if nowhere."""
-    found = []
+    faults = []
     # A CPU's compiler puts casts of its own around what it cannot do in half precision.
     for stage in by_hand if jax.default_backend() != "cpu" else ("lowered",):
         hand, auto = by_hand[stage], autocast[stage]
         if words := programs.difference(auto["products"], hand["products"]):
-            found.append(f"{stage}: {words}")
+            faults.append(f"{stage}: {words}")
         if auto["round_trips"] > hand["round_trips"]:
-            found.append(f"{stage}: {auto['round_trips']} casts undo the cast before, by hand {hand['round_trips']}")
-    return found
+            faults.append(f"{stage}: {auto['round_trips']} casts undo the cast before, by hand {hand['round_trips']}")
+    return faults
 
 
 def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
@@ -105,12 +110,12 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
     rows = compared(make, config.rounds, config.block_ms, functools.partial(progress.advance, title=name))
     if bad := [f"{variant}: {row['error']}" for variant, row in rows.items() if "error" in row]:
         raise FloatingPointError(f"{', '.join(bad)}: the times mean nothing")
-    found = {variant: row.pop("programs") for variant, row in rows.items()}
+    counts = {variant: row.pop("programs") for variant, row in rows.items()}
     return {
         "model": f"{case.text}, {case.sizes.vocabulary} {'classes' if case.images else 'tokens'}",
         "policy": str(jaxmp.get_policy(config.policy)),
-        "programs": found,
-        "differences": differences(found[BY_HAND], found[AUTOCAST]),
+        "programs": counts,
+        "differences": differences(counts[BY_HAND], counts[AUTOCAST]),
         "variants": rows,
     }
 
@@ -127,13 +132,13 @@ def table(result: dict[str, Any]) -> Table:
 def goals(result: dict[str, Any]) -> list[str]:
     """A sentence a goal: met or not."""
     hand, auto = result["variants"][BY_HAND], result["variants"][AUTOCAST]
-    found = [
+    judged = [
         Goal("time", "time / by hand's", auto["ratio"][1], TIME_GOAL, form=".4f"),
         Goal("memory", "memory of the compiled step / by hand's", share(auto["bytes"], hand["bytes"]), MEMORY_GOAL),
     ]
     behind = "; ".join(result["differences"])
     same = "met: the same products in the same dtypes as by hand, and no casts added that undo one another"
-    return [*(goal.sentence() for goal in found), f"NOT MET: the programs differ: {behind}" if behind else same]
+    return [*(goal.sentence() for goal in judged), f"NOT MET: the programs differ: {behind}" if behind else same]
 
 
 def program_table(result: dict[str, Any]) -> Table:

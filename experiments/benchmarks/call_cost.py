@@ -92,7 +92,10 @@ def variants() -> dict[str, tuple[Any, Any]]:
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """While this lasts, the process has one core, where the system can do that; XLA starts one thread on it."""
+    """Give the process one core, where the system can do that.
+
+    XLA then starts one thread on it.
+    """
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

@@ -1,4 +1,6 @@
-"""The time before the first train step of a GPT-2: trace, lower and compile, beside half precision by hand.
+"""Measure the time before the first train step of a GPT-2.
+
+The time is that to trace, lower and compile, beside half precision by hand.
 
 python -m experiments.benchmarks.first_step
 
@@ -152,9 +154,9 @@ def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stag
 def rows_of(runs: dict[str, list[dict[str, Stages]]]) -> list[dict[str, Any]]:
     """Return a row for each model: the quartiles of its stages, and of its ratio to the model by hand."""
     rows = []
-    for name, own in runs.items():
+    for name, times in runs.items():
         api, way = name.split(":")
-        stages = {stage: timing.quartiles([run["processor"][stage] for run in own]) for stage in STAGES}
+        stages = {stage: timing.quartiles([run["processor"][stage] for run in times]) for stage in STAGES}
         totals, by_hands = (_totals(runs[f"{api}:{which}"], "processor") for which in (way, BY_HAND))
         walls, by_hands_walls = (_totals(runs[f"{api}:{which}"], "wall") for which in (way, BY_HAND))
         rows.append(
@@ -165,7 +167,7 @@ def rows_of(runs: dict[str, list[dict[str, Stages]]]) -> list[dict[str, Any]]:
                 "ratio": timing.ratio(totals, by_hands),
                 "wall": timing.quartiles(walls),
                 "wall_ratio": timing.ratio(walls, by_hands_walls),
-                "runs": own,
+                "runs": times,
             }
         )
     return rows

@@ -83,7 +83,7 @@ class Config(records.Timed, records.Pieces, records.Small, records.Absent):
     """Flags of the benchmark."""
 
     parts: tuple[Part, ...] = get_args(Part)
-    """What to measure."""
+    """Parts to measure."""
     routes: tuple[Route, ...] = get_args(Route)
     """A policy on the model, autocast, and torch with torchao and Transformer Engine where they are installed."""
 
@@ -94,7 +94,7 @@ def label(way: str, route: Route) -> str:
 
 
 class Blocks(nn.Module):
-    """The mean square of what two blocks of GPT-2 make of (tokens, width)."""
+    """The mean square of the results of two blocks of GPT-2 on (tokens, width)."""
 
     width: int
     batch: int
@@ -114,7 +114,10 @@ def model_of(size: Any) -> gpt2.GPT2:
 def case_of(
     part: Part, size: Any, way: str, tokens: int, route: Route = "jaxmp"
 ) -> tuple[Callable[[], Any], Callable[..., Any]]:
-    """``start() -> (state, batch)`` and ``step(state, batch) -> (state, result)``, whose state may be donated."""
+    """Return ``start() -> (state, batch)``, and ``step`` of them to a state and a result.
+
+    The state may be donated.
+    """
     least = {"min_dim": 1, "min_tokens": 1} if part == "layer" or tokens < TOKENS else {}
     recipe = jaxmp.Float8(accumulate={FAST: "fast", PRECISE: "precise"}.get(way, "fast_forward"), **least)
     policy = jaxmp.Policy("float32", "bfloat16", "float32", float8=None if way == HALF else recipe)
@@ -135,8 +138,8 @@ def case_of(
     if part == "product":
         return lambda: (drawn(4 * size, size), drawn(tokens, size)), multiplied
     if part == "layer":
-        given = functools.partial(drawn, tokens)
-        return lambda: (drawn(size, 4 * size).astype(jnp.float32), (given(size), given(4 * size))), with_gradients
+        batch_of = functools.partial(drawn, tokens)
+        return lambda: (drawn(size, 4 * size).astype(jnp.float32), (batch_of(size), batch_of(4 * size))), with_gradients
     model: Any = Blocks(size, max(2, tokens // 2048)) if part == "block" else model_of(size).clone(loop=True)
     method, tx = (None, optax.sgd(0.1)) if part == "block" else ("loss", optax.adamw(3e-4, weight_decay=0.1))
     trained = (jaxmp.linen.autocast if route == "autocast" else jaxmp.linen.apply_policy)(model, policy)
@@ -161,11 +164,11 @@ def ready(part: Part, size: Any, way: str, tokens: int, device: str | None, rout
     """A way of jaxmp's, compiled, with what its program tells."""
     start, step = case_of(part, size, way, tokens, route)
     compiled = memory.compiled(step, jax.eval_shape(start), device)
-    found = programs.facts(compiled, hlo.HloProgram(compiled.as_text()))
-    dots = {name: count for name, count in found["products"].items() if name.startswith("dot")}
+    facts = programs.facts(compiled, hlo.HloProgram(compiled.as_text()))
+    dots = {name: count for name, count in facts["products"].items() if name.startswith("dot")}
     float8 = sum(count for name, count in dots.items() if "f8e" in name)
-    about = {"float8 of products": f"{float8} of {sum(dots.values())}", "kernels": found["launches"]}
-    about |= {"GB moved": found["traffic"] / 1e9, "peak MiB": found["peak"] / 2**20}
+    about = {"float8 of products": f"{float8} of {sum(dots.values())}", "kernels": facts["launches"]}
+    about |= {"GB moved": facts["traffic"] / 1e9, "peak MiB": facts["peak"] / 2**20}
     turn = None if device else timing.turn(compiled, *jax.jit(start)())
     return Prepared(turn, about=about)
 
@@ -217,8 +220,8 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
         for way, row in case["rows"].items():
             row = {"float8 of products": row["error"]} if "error" in row else row
             cells.append((size, way, *(f"{row[key]:{form}}" if key in row else "" for key, form in FIGURES.items())))
-        for (of, own, figure), limit in GOALS.items():
-            if (of, own) == (part, case["size"]) and not smoke:
+        for (of, of_size, figure), limit in GOALS.items():
+            if (of, of_size) == (part, case["size"]) and not smoke:
                 for way in (DEFAULT, label(DEFAULT, "autocast")):
                     if way in case["rows"]:
                         name, value = f"{size}{way.removeprefix(DEFAULT)}: {figure}", case["rows"][way].get(figure)
@@ -227,12 +230,15 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
 
 
 def pictures(part: str, cases: list[dict[str, Any]]) -> list[plots.Panel]:
-    """Every way's figures over those of bfloat16; a product by itself has no kernels beside it that move bytes."""
+    """Draw the figures of every way over those of bfloat16.
+
+    A single product has no other kernels that move bytes.
+    """
     ways = {f"{case['size']}, {way}": row for case in cases for way, row in case["rows"].items() if HALF not in way}
     figures = [figure for figure in PICTURED if any(figure in row for row in ways.values())]
     bars = {figure: {name: row.get(figure) for name, row in ways.items()} for figure in figures}
     titles = dict.fromkeys(figures[:1], TITLES[part])
-    return [plots.Panel(titles.get(each, ""), each, bars[each], line=(1, HALF), form=".2f") for each in figures]
+    return [plots.Panel(titles.get(figure, ""), figure, bars[figure], line=(1, HALF), form=".2f") for figure in figures]
 
 
 def main(config: Config) -> list[dict[str, Any]]:
@@ -250,17 +256,17 @@ def main(config: Config) -> list[dict[str, Any]]:
     cases = [(part, size, route) for part in get_args(Part) for size in ((64,) if config.smoke else SIZES[part])
              for route in ROUTES[part]]  # fmt: skip
     routes = {*config.routes} - ({"torch"} if config.device else set())
-    asked = [case for case in cases if case[0] in config.parts and case[2] in routes]
-    with Progress("float8", len(asked)) as progress:
-        for case in sorted(asked, key=lambda case: case[2]):  # torch at the end
+    chosen = [case for case in cases if case[0] in config.parts and case[2] in routes]
+    with Progress("float8", len(chosen)) as progress:
+        for case in sorted(chosen, key=lambda case: case[2]):  # torch at the end
             name = "-".join(map(str, case))
             has.get(name, functools.partial(measure, *case, config, progress), progress)
-    results = [found for case in cases if (found := has.read("-".join(map(str, case))))]
+    results = [record for case in cases if (record := has.read("-".join(map(str, case))))]
     if results:
         where = kept.joined([case.pop("environment") for case in results])
         parts = {part: [case for case in results if case["part"] == part] for part in get_args(Part)}
-        tables = [table(part, found, config.smoke) for part, found in parts.items() if found]
-        panels = [panels for part, found in parts.items() if (panels := pictures(part, found))]
+        tables = [table(part, cases_of_part, config.smoke) for part, cases_of_part in parts.items() if cases_of_part]
+        panels = [panels for part, cases_of_part in parts.items() if (panels := pictures(part, cases_of_part))]
         data, shows = {"smoke": config.smoke, "results": results}, "float8 over bfloat16"
         records.record(folder, "float8", "Products in float8", where, tables, data, [ABOUT], shows, panels)
     has.end()

@@ -37,7 +37,7 @@ RESULTS = ROOT / "experiments" / "results"
 LEAST = 1.0
 """Minutes that must be left for a piece to start: compiling takes the first of them."""
 TO_REPORT = 0.1
-"""Of a piece's minutes, those in which it starts nothing new and writes what it has."""
+"""The last minutes of a piece, in which it only writes its results."""
 CUT = 124
 """The exit code of `timeout` when it has ended a command."""
 
@@ -149,7 +149,7 @@ class Config(records.Small):
     """Flags of the run. With --smoke nothing is copied."""
 
     minutes: float = 9.0
-    """What this command may take; the same command goes on from there. 0 is no limit."""
+    """Minutes for this command; run it again to go on from there. 0 is no limit."""
     pieces: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PIECE [PIECE ...]", help_behavior_hint="")] = ()
     """Pieces to run, among those that --list prints, in that order. (default: all)"""
     list: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -159,7 +159,10 @@ class Config(records.Small):
 
 
 def place() -> dict[str, Any]:
-    """Device, versions, backend and free memory, from a process that has ended: this one leaves the GPU alone."""
+    """Return device, versions, backend and free memory.
+
+    A process that has ended reads them, so that this one leaves the GPU alone.
+    """
     done = _captured([sys.executable, "-m", "experiments.measure.environment"])
     if done.returncode:
         raise ValueError(
@@ -174,21 +177,21 @@ def _captured(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def foreseen(pieces: list[Piece], here: dict[str, Any], small: bool) -> list[str]:
     """Return warnings about missing packages, data and memory."""
-    found = [
+    problems = [
         f"{package} is not installed: wanted by {', '.join(piece.name for piece in pieces if package in piece.wants)}"
         for package in dict.fromkeys(package for piece in pieces for package in piece.missing)
     ]
     if small:
-        return found
+        return problems
     if any(piece.name == "accuracy-images" for piece in pieces):
         from experiments.data.source import default_data_dir
 
         if not any(default_data_dir().glob("*cifar*")) and not any(default_data_dir().glob("downloads/**/*cifar*")):
-            found.append(f"CIFAR-10 is not in {default_data_dir()}: accuracy-images must download it")
+            problems.append(f"CIFAR-10 is not in {default_data_dir()}: accuracy-images must download it")
     if here["bytes"] and here["bytes"] < 60 * 2**30:
         gib = here["bytes"] / 2**30
-        found.append(f"the device gives JAX {gib:.0f} GiB: the steps in float32 need up to 50 at full size")
-    return found
+        problems.append(f"the device gives JAX {gib:.0f} GiB: the steps in float32 need up to 50 at full size")
+    return problems
 
 
 class Run:
@@ -266,15 +269,15 @@ class Run:
 
     def table(self, pieces: list[Piece]) -> Table:
         """A row a piece: its state, the minutes that it took, why it failed or is not done."""
-        found = {piece.name: self.of(piece) for piece in pieces}
-        rows = [(name, of["state"], f"{of['seconds'] / 60:.1f}", of["reason"]) for name, of in found.items()]
+        states = {piece.name: self.of(piece) for piece in pieces}
+        rows = [(name, of["state"], f"{of['seconds'] / 60:.1f}", of["reason"]) for name, of in states.items()]
         return Table("What needs a GPU", ("piece", "state", "minutes", "why"), rows, left=2)
 
 
 def _new_folder(result: str) -> str:
     """The name of a dated folder of results that nobody has yet."""
     name = f"{result}-{datetime.date.today():%Y%m%d}"
-    return next(each for each in (name, *(f"{name}-{i}" for i in range(2, 100))) if not (RESULTS / each).exists())
+    return next(folder for folder in (name, *(f"{name}-{i}" for i in range(2, 100))) if not (RESULTS / folder).exists())
 
 
 def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool]:
@@ -308,14 +311,14 @@ def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool]:
 
 
 def _last_word(said: str) -> str:
-    """The line that says why a command failed, of what it said."""
+    """Return the line of a command's output that says why it failed."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["it said nothing"])[-1][:300]
 
 
 def main(config: Config) -> None:
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with cli.bad_values_end_it():
             records.check(config, minutes=1 if config.minutes else 0)
             pieces = [*cli.chosen("--pieces", config.pieces, {piece.name: piece for piece in PIECES}).values()]
@@ -332,7 +335,7 @@ def main(config: Config) -> None:
                     "one, or see every piece run small here with --smoke (make gpu SMOKE=1)"
                 )
             folder = run_folder("gpu", folder).absolute()
-            held.enter_context(alone_in(folder))
+            stack.enter_context(alone_in(folder))
             run = Run(config, folder, here)
         _run(run, pieces, here)
 
@@ -350,8 +353,8 @@ def _run(run: Run, pieces: list[Piece], here: dict[str, Any]) -> None:
     print()
     run.table(pieces).show(terminal())
     if left := [piece.name for piece in run.left(pieces)]:
-        own = shlex.join(["python", "-m", "experiments.benchmarks.gpu", *sys.argv[1:]])
-        print(f"to do: {', '.join(left)}; go on with: {os.environ.get('MAKE_GPU', own).strip()}")
+        command = shlex.join(["python", "-m", "experiments.benchmarks.gpu", *sys.argv[1:]])
+        print(f"to do: {', '.join(left)}; go on with: {os.environ.get('MAKE_GPU', command).strip()}")
     print(f"written to {run.folder}")
     if failed := [piece.name for piece in pieces if run.of(piece)["state"] == "failed"]:
         cli.fail(f"{', '.join(failed)} failed: the reasons and the logs are in the table", 1)

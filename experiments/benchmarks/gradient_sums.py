@@ -1,4 +1,6 @@
-"""How exact the gradients of params are that hundreds of rows, tokens, pixels or turns share, against float64.
+"""Measure how exact the gradients of shared params are, against float64.
+
+Hundreds of rows, tokens, pixels or turns share them.
 
 python -m experiments.benchmarks.gradient_sums --run-dir experiments/results/gradient_sums
 
@@ -241,8 +243,8 @@ def _torch_normalised(torch: Any, x: Any) -> Any:
 
 def _torch_loop(torch: Any, x: Any, recurrent: Any) -> Any:
     states = [torch.zeros_like(x[0])]
-    for each in x:
-        states.append(torch.tanh(states[-1] @ recurrent + each))
+    for row in x:
+        states.append(torch.tanh(states[-1] @ recurrent + row))
     return torch.stack(states[1:])
 
 
@@ -271,7 +273,7 @@ def weights(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def loss_of(case: Case, y: Any) -> Any:
-    """The loss; its sum over the batch, and not its mean, is what a loss scale makes of it."""
+    """The loss; its sum over the batch, and not its mean, as under a loss scale."""
     if case.targets is not None:
         logits = y.astype(jnp.promote_types(y.dtype, jnp.float32))
         rows = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(case.targets)[..., None], -1)
@@ -351,7 +353,7 @@ def measure(case: Case, half: str) -> dict[str, Any]:
             got = {"by operation": torch_gradient(case, half)}
         else:
             continue
-        errors = {name: error(own, want) for name, own in got.items()}
+        errors = {name: error(gradient, want) for name, gradient in got.items()}
         larger = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
         ways[way] = {"error": errors[larger], "worst": worst(got[larger], want), **errors}
     rounding = error(float64_gradient(case, half), want)
@@ -367,36 +369,38 @@ def percent(value: float) -> str:
 
 def table(results: list[dict[str, Any]], half: str) -> Table:
     """A row a case, a column a way."""
-    own = [result for result in results if result["half"] == half]
-    ways = [way for way in WAYS if any(way in result["ways"] for result in own)]
+    of_dtype = [result for result in results if result["half"] == half]
+    ways = [way for way in WAYS if any(way in result["ways"] for result in of_dtype)]
     rows = []
-    for result in own:
-        found = [result["ways"][way] for way in ways]
-        cells = [f"{percent(each['error'])} (× {each['worst']:.3g})" for each in found]
+    for result in of_dtype:
+        errors = [result["ways"][way] for way in ways]
+        cells = [f"{percent(result['error'])} (× {result['worst']:.3g})" for result in errors]
         rows.append((result["case"], result["text"], *cells, percent(result["rounding"])))
     return Table(half, ("gradient of", "summed over", *ways, ROUNDING), rows, 2, (NOTE,))
 
 
 def sentence(run: dict[str, Any]) -> str:
     """Return the README's sentence: the error of an embedding in bfloat16."""
-    found = next(each for each in run["results"] if (each["case"], each["half"]) == ("embedding", "bfloat16"))
-    ours = max(found["ways"][way]["error"] for way in (LINEN, NNX, AUTOCAST))
+    embedding = next(
+        result for result in run["results"] if (result["case"], result["half"]) == ("embedding", "bfloat16")
+    )
+    ours = max(embedding["ways"][way]["error"] for way in (LINEN, NNX, AUTOCAST))
     return (
-        f"Gradients of params are summed in float32: that of an embedding ({found['text']}) is off by "
-        f"{percent(found['ways'][BY_HAND]['error'])} in bfloat16 with Flax's `dtype=` by hand, and by {percent(ours)} "
-        "with jaxmp."
+        f"jaxmp sums the gradients of params in float32. The gradient of an embedding ({embedding['text']}) has an "
+        f"error of {percent(embedding['ways'][BY_HAND]['error'])} in bfloat16 with Flax's `dtype=`, and of "
+        f"{percent(ours)} with jaxmp."
     )
 
 
 def picture(results: list[dict[str, Any]], half: str) -> plots.Panel:
-    """A row a case: each way's error on a log axis; the bar is what rounding alone explains."""
-    own = [result for result in results if result["half"] == half]
-    bars = {result["case"]: 100 * result["rounding"] for result in own}
+    """A row a case: each way's error on a log axis; the bar is the error of rounding alone."""
+    of_dtype = [result for result in results if result["half"] == half]
+    bars = {result["case"]: 100 * result["rounding"] for result in of_dtype}
     dots: dict[str, dict[str, float]] = {}
-    for result in own:
-        for way, found in result["ways"].items():
-            dots.setdefault(way, {})[result["case"]] = 100 * found["error"]
-    grey = [plots.LIGHT] * len(own)
+    for result in of_dtype:
+        for way, result_of_way in result["ways"].items():
+            dots.setdefault(way, {})[result["case"]] = 100 * result_of_way["error"]
+    grey = [plots.LIGHT] * len(of_dtype)
     return plots.Panel(half, "relative error of the gradient, %", bars, dots, grey, form="", log=True)
 
 

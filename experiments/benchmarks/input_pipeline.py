@@ -53,21 +53,26 @@ def measure(config: Config, size: int, progress: Progress) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (config.examples, *STORED), np.uint8)
     on_host = images.Images(pixels, rng.integers(0, 10, config.examples, np.int32))
-    held = {"device": images.Images(*map(jnp.asarray, on_host)), "host": on_host}
+    images_at = {"device": images.Images(*map(jnp.asarray, on_host)), "host": on_host}
     mean, std = images.statistics(pixels)
-    turns, found = {}, {}
-    for (place, split), dtype in itertools.product(held.items(), config.dtypes):
+    turns, rows = {}, {}
+    for (place, split), dtype in itertools.product(images_at.items(), config.dtypes):
         as_input = images.Pixels(size, mean, std, dtype)
         batches = images.epochs(split, config.batch_size, 0, config.shift, flip=True, pixels=as_input)
         turns[f"{dtype}, held on the {place}"] = batches.__next__
     times = timing.interleaved(
         turns, config.rounds, config.block_ms, lambda i: progress.advance(int(i >= 0), "timing, in turn")
     )
-    for name, own in times.items():
-        low, ms, high = timing.quartiles(own)
-        rates = [1000 * config.batch_size / each for each in (high, ms, low)]
-        found[name] = {"milliseconds": own, "ms": ms, "images_per_s": rates, "share": config.consumer / rates[1]}
-    return found
+    for name, milliseconds in times.items():
+        low, ms, high = timing.quartiles(milliseconds)
+        rates = [1000 * config.batch_size / time for time in (high, ms, low)]
+        rows[name] = {
+            "milliseconds": milliseconds,
+            "ms": ms,
+            "images_per_s": rates,
+            "share": config.consumer / rates[1],
+        }
+    return rows
 
 
 def main(config: Config) -> dict[str, Any]:

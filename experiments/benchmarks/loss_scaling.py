@@ -145,11 +145,11 @@ def main(config: Config) -> list[dict[str, Any]]:
     # What was compiled is there when the same command goes on.
     cache = caches_in(folder.absolute() / "cache") if config.minutes else contextlib.nullcontext()
     with cache, Progress("loss scaling", len(texts) * config.rounds) as progress:
-        found = [
+        measured = [
             has.get(f"measured-{name}", functools.partial(measure, name, config, progress), model=text)
             for name, text in texts.items()
         ]
-    if results := [each for each in found if each]:
+    if results := [record for record in measured if record]:
         where = {**kept.joined(has.environments), "policy": results[0]["policy"]}
         tables, panels = [*map(table, results)], [[*map(picture, results)]]
         title = "What loss scaling adds to a train step"

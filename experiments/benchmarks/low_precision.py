@@ -40,7 +40,7 @@ class Config(records.Timed, records.Small, records.Absent):
     """Flags of the benchmark."""
 
     rows: int = 8192
-    """Of the matrix of 2048 columns."""
+    """Rows of the matrix of 2048 columns."""
 
 
 def optimizer(params: Any, moments: Any) -> optax.GradientTransformation:
@@ -63,11 +63,11 @@ def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], 
 
     args = jax.eval_shape(start)
     compiled = memory.compiled(step, args, config.device)
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args[0]))
+    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args[0]))
     moved = programs.traffic(hlo.HloProgram(compiled.as_text()))[0]
-    found = {"kept": kept, "moved": moved, "temporary": compiled.memory_analysis().temp_size_in_bytes}
+    figures = {"kept": stored, "moved": moved, "temporary": compiled.memory_analysis().temp_size_in_bytes}
     turn = None if config.device else timing.turn(compiled, *jax.jit(start)())
-    return {name: n / args[1].size for name, n in found.items()}, turn
+    return {name: n / args[1].size for name, n in figures.items()}, turn
 
 
 def step_mib(config: Config, variant: tuple[str, str]) -> float:
@@ -80,7 +80,7 @@ def step_mib(config: Config, variant: tuple[str, str]) -> float:
         params = model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32), method="hidden")["params"]
         return jaxmp.TrainState.create(params=params, tx=optimizer(*variant)), jnp.zeros((batch, length), jnp.int32)
 
-    step = jaxmp.make_train_step(lambda p, own, x, rng: (model.apply({"params": p}, x, x, method="loss"), own))
+    step = jaxmp.make_train_step(lambda p, state, x, rng: (model.apply({"params": p}, x, x, method="loss"), state))
     args = jax.eval_shape(start)
     return memory.of_step(step, args, config.device) / 2**20
 
@@ -89,10 +89,10 @@ def main(config: Config) -> dict[tuple[str, str], Any]:
     with cli.bad_values_end_it():
         where = environment(target=config.device)
         folder = records.folder_of("low_precision", config, rows=1, rounds=2)
-    found = {variant: update(config, variant) for variant in VARIANTS}
-    rows: dict[tuple[str, str], Any] = {variant: row for variant, (row, _) in found.items()}
+    figures = {variant: update(config, variant) for variant in VARIANTS}
+    rows: dict[tuple[str, str], Any] = {variant: row for variant, (row, _) in figures.items()}
     if not config.device:
-        times = timing.interleaved({name: turn for name, (_, turn) in found.items()}, config.rounds, config.block_ms)
+        times = timing.interleaved({name: turn for name, (_, turn) in figures.items()}, config.rounds, config.block_ms)
         for variant, row in timing.against(times, REFERENCE).items():
             rows[variant] |= {"ms": row["ms"][1], "ratio": row["ratio"][1], "quartiles": row["ratio"]}
     goals = list[str]()

@@ -46,7 +46,7 @@ class Config(records.Absent):
     layers: int = 12
     """Blocks of GPT-2; 12 of width 768 are its small one."""
     width: int = 768
-    """Of the residual stream; heads are 64 wide."""
+    """Width of the residual stream; heads are 64 wide."""
     vocabulary: int = 50257
     """Tokens."""
     batch: int = 2
@@ -54,7 +54,7 @@ class Config(records.Absent):
     context: int = 256
     """Tokens in each."""
     policy: str = "float32"
-    """Of autocast."""
+    """Policy of autocast."""
     rounds: int = 3
     """Rounds of timing."""
 
@@ -96,10 +96,10 @@ def timed(step: Any, watch: Watch, state: Any, batch: Any, rounds: int) -> dict[
         state, _ = took("plain", step, state, batch)
         state, _ = took("watched", watch, 1, state, batch)
         took("reading", watch.steps.clear)
-    first = {name: own.pop(0) for name, own in times.items()}
+    first = {name: milliseconds.pop(0) for name, milliseconds in times.items()}
     both = [watched + reading for watched, reading in zip(times["watched"], times["reading"], strict=True)]
-    found = timing.against({**times, "both": both}, "plain")
-    return {name: {**row, "first": first.get(name)} for name, row in found.items()}
+    ratios = timing.against({**times, "both": both}, "plain")
+    return {name: {**row, "first": first.get(name)} for name, row in ratios.items()}
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def main(config: Config) -> dict[str, Any]:
     title = f"A watched step{f', predicted on {config.device}' if config.device else ''}"
     if config.device is None:
         row += [spread(watched["ratio"], ".2f"), f"{result['reading']['ms'][1]:.0f}"]
-        row += [f"{each['first'] / 1000:.0f}" for each in (plain, watched)]
+        row += [f"{row_of['first'] / 1000:.0f}" for row_of in (plain, watched)]
     data = {"config": {name: str(value) for name, value in dataclasses.asdict(config).items()}, "steps": result}
     tables = [Table(title, COLUMNS[: len(row)], [tuple(row)])]
     records.record(folder, "numerics", "What an instrumented step costs", where, tables, data)

@@ -52,7 +52,7 @@ class Config(records.Pieces, records.Small):
     policies: tuple[Policy, ...] = ("mixed_bfloat16", "mixed_float16")
     """Policies of the models; mixed_float16 has dynamic loss scaling."""
     remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
-    """What the blocks compute again."""
+    """Recomputation of the blocks in the backward pass."""
     batch_size: int = 0
     """Sequences a step; 0 for 16 (gpt2) and 64 (bert)."""
     layers: int = 0
@@ -71,26 +71,26 @@ def step_bytes(case: Workload, row: Row, device: str | None = None) -> int:
 
 
 def measure(case: Workload, row: Row, device: str | None, limit: int | None) -> dict[str, Any]:
-    """Memory of a step, and the largest batch within ``limit``; an ``error`` in place of what cannot be had."""
-    found: dict[str, Any] = {}
+    """Memory of a step, and the largest batch within ``limit``; an ``error`` where a figure is missing."""
+    figures: dict[str, Any] = {}
     try:
         needed = step_bytes(case, row, device)
-        found = {"error": OUT_OF_MEMORY} if needed == memory.NO_ROOM else {"step_bytes": needed}
+        figures = {"error": OUT_OF_MEMORY} if needed == memory.NO_ROOM else {"step_bytes": needed}
         if limit:
             sized = functools.partial(workload, case.name, case.sizes)
             largest = largest_batch(lambda batch: step_bytes(sized(batch_size=batch), row, device), limit)
-            found["largest"] = {"batch": largest.batch, "bytes": largest.bytes, "limit": largest.limit}
+            figures["largest"] = {"batch": largest.batch, "bytes": largest.bytes, "limit": largest.limit}
     except (RuntimeError, ValueError) as error:  # XLA's; the compiler does not tell, or nothing fits
         why = str(error) if isinstance(error, ValueError) else reason(error)
-        found |= {"largest": {"error": why}} if found else {"error": why}
-    return found
+        figures |= {"largest": {"error": why}} if figures else {"error": why}
+    return figures
 
 
 def limit_of(config: Config) -> int | None:
     """Bytes that the largest batch may take; None if none is looked for.
 
     Raises:
-      ValueError: ``--memory-limit`` is no number of bytes.
+      ValueError: ``--memory-limit`` is not a number of bytes.
     """
     if config.memory_limit:
         return read_bytes(config.memory_limit)
@@ -137,8 +137,8 @@ def main(config: Config) -> list[Group]:
         folder = records.folder_of("remat", config)
         setting = {"memory_limit": config.memory_limit or "the device's", "smoke": config.smoke}
         has = kept.Kept(folder, config.minutes, environment(target=config.target), **setting)
-        own = {"batch_size": config.batch_size, "layers": config.layers}
-        cases = [workload(name, (SMOKE if config.smoke else FULL)[name], **own) for name in config.models]
+        changes = {"batch_size": config.batch_size, "layers": config.layers}
+        cases = [workload(name, (SMOKE if config.smoke else FULL)[name], **changes) for name in config.models]
         for case in cases:
             has.require_alike(f"{case.name}-*.json", sizes=dataclasses.asdict(case.sizes))
     groups = []
@@ -150,8 +150,8 @@ def main(config: Config) -> list[Group]:
                 precision: Any = PRECISIONS[policy]
                 row = Row(kind, "jaxmp", precision, scaled=precision == "fp16", remat=kind)
                 find = functools.partial(measure, case, row, config.target or None, limit)
-                if found := has.get(f"{case.name}-{policy}-{kind}", find, progress, sizes=sizes):
-                    rows[kind] = found
+                if figures := has.get(f"{case.name}-{policy}-{kind}", find, progress, sizes=sizes):
+                    rows[kind] = figures
             group = {**case.facts, "policy": policy, "setting": {"sizes": sizes, **has.setting}, "rows": rows}
             groups += [group] if rows else []
     if groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -9,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,12 +21,15 @@ import tyro
 
 import jaxmp
 from experiments.measure import flops, memory, timing
+from experiments.measure.environment import environment
 from experiments.measure.gradients import gradients, zero_share
 from experiments.report.progress import Progress
 from experiments.training import loop
+from experiments.training.describing import describe
 from experiments.training.experiment import Experiment
 from experiments.training.metrics import Late
 from experiments.training.precision import read_low_precision
+from jaxmp.inspect import record
 
 BASELINE = ("float32", "none")
 AUTOCAST = "autocast:"  # before a policy: the loss function runs under autocast, and the model has no policy
@@ -128,6 +133,12 @@ class Outcome:
         return label(self.policy, self.loss_scale)
 
 
+def run_folder(folder: Path, outcome: Outcome, seed: int) -> Path:
+    """Return the folder of a run in the folder of a task's runs."""
+    name = outcome.policy if outcome.loss_scale == "none" else f"{outcome.policy}@{outcome.loss_scale}"
+    return folder / name.replace("/", "_") / f"seed{seed}"
+
+
 def label(policy: str, loss_scale: str) -> str:
     """The policy, and the loss scale if there is one."""
     return policy if loss_scale == "none" else f"{policy}, {loss_scale}"
@@ -139,6 +150,7 @@ def compare(
     rounds: int,
     progress: Progress,
     title: str,
+    folder: Path | None = None,
 ) -> list[Outcome]:
     """Trains every variant with every seed, then times them in turn and looks at their gradients.
 
@@ -150,6 +162,7 @@ def compare(
       rounds: of timing; one unit of progress each, like a step of training.
       progress: where to show how far it is.
       title: what to call the task there.
+      folder: where each run is recorded for its report; None for no record.
     """
     experiments = list(variants.values())
     outcomes = [Outcome(*variant) for variant in variants]
@@ -170,7 +183,8 @@ def compare(
         for i in sorted(range(len(variants)), key=lambda i: outcomes[i].step_bytes or 0):
             before = memory.device_peak()
             for seed in seeds:
-                state = train(experiments[i], baseline, seed, outcomes[i], progress, title)
+                recorded = None if folder is None else run_folder(folder, outcomes[i], seed)
+                state = train(experiments[i], baseline, seed, outcomes[i], progress, title, recorded)
                 final[i] = state if seed == seeds[0] else final[i]
             outcomes[i].device_bytes = memory.device_peak()
             outcomes[i].device_bytes_is_bound = before is not None and outcomes[i].device_bytes == before
@@ -215,31 +229,48 @@ def init_params(experiment: Experiment, baseline: Experiment, seed: int) -> Any:
 
 
 def train(
-    experiment: Experiment, baseline: Experiment, seed: int, outcome: Outcome, progress: Progress, title: str
+    experiment: Experiment,
+    baseline: Experiment,
+    seed: int,
+    outcome: Outcome,
+    progress: Progress,
+    title: str,
+    folder: Path | None = None,
 ) -> jaxmp.TrainState:
-    """Trains once and adds what came out to ``outcome``; training that cannot go on counts as not a number."""
+    """Trains once and adds what came out to ``outcome``; training that cannot go on counts as not a number.
+
+    The run is recorded in ``folder``, if there is one.
+    """
     state = start(experiment, baseline, seed)
     title = f"{title}: {outcome.label}, seed {seed}"
     curve, late = [], Late()
 
     def read(old: Iterable[tuple[int, dict[str, float]]]) -> None:
-        for _, metrics in old:
+        for step, metrics in old:
+            if recorded:
+                recorded.log(step, metrics)
             curve.append(metrics["loss"])
             right = f"  accuracy {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
             progress.advance(1, f"loss {metrics['loss']:.4f}{right}", title)
 
     batches = itertools.islice(experiment.train_batches(seed), experiment.steps)
-    try:
-        for step, batch in enumerate(batches, 1):
-            state, metrics = experiment.step(state, batch)
-            read(late.push(step, metrics))
-        read(late.drain())
-        test = experiment.evaluate(state)
-    except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
-        outcome.failure = str(error)
-        read(late.drain())
-        progress.advance(experiment.steps - len(curve), "stopped: not finite", title)
-        test = dict.fromkeys(("loss", "accuracy"), math.nan)
+    with contextlib.nullcontext() if folder is None else record(folder) as recorded:
+        try:
+            for step, batch in enumerate(batches, 1):
+                state, metrics = experiment.step(state, batch)
+                if folder and step == 1:
+                    describe(experiment, state, batch, folder)
+                read(late.push(step, metrics))
+            read(late.drain())
+            test = experiment.evaluate(state)
+        except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
+            outcome.failure = str(error)
+            read(late.drain())
+            progress.advance(experiment.steps - len(curve), "stopped: not finite", title)
+            test = dict.fromkeys(("loss", "accuracy"), math.nan)
+        if recorded:
+            recorded.log(len(curve), test, "test")
+            recorded.summary(**environment())
     outcome.test.append(test)
     outcome.curves.append(curve)
     outcome.skipped.append(int(state.skipped))

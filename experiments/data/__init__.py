@@ -1,4 +1,6 @@
-"""Data sets: prepared once and read through tensorflow-datasets, without TensorFlow, then kept on the device.
+"""Read data sets through tensorflow-datasets, without TensorFlow.
+
+They are prepared once and then kept on the device.
 
 `digits` (images) and `pysource` (text) come from what is installed on the machine: nothing is downloaded. `mnist`,
 `fashion_mnist` and `cifar10` are TFDS's; :mod:`experiments.data.stock` says where their files may lie.

@@ -1,4 +1,7 @@
-"""Reads the archives that MNIST, Fashion-MNIST and CIFAR-10 come in: idx files, and CIFAR's tar in both forms."""
+"""Read the archives of MNIST, Fashion-MNIST and CIFAR-10.
+
+They are idx files, and CIFAR's tar in both forms.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +40,23 @@ def mnist_split(images: Path, labels: Path) -> Split:
 
 
 def cifar10_split(archive: Path, split: str) -> Split:
-    """A split of CIFAR-10, from ``cifar-10-binary.tar.gz``, ``cifar-10-python.tar.gz`` or what one unpacks to.
+    """Read a split of CIFAR-10 from an archive or its folder.
+
+    The archive is ``cifar-10-binary.tar.gz`` or ``cifar-10-python.tar.gz``.
 
     Raises:
       DataError: the file is damaged or lacks a batch; the message names it.
     """
     batches = CIFAR10_BATCHES[split]
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    splits: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     contents = _unpacked(archive, batches) if archive.is_dir() else _packed(archive, batches)
     for batch, content in contents.items():
         read = _cifar10_binary if batch.endswith(".bin") else _cifar10_pickle
-        found[batch.removesuffix(".bin")] = read(content, f"{batch} in {archive}")
-    if missing := [batch for batch in batches if batch not in found]:
+        splits[batch.removesuffix(".bin")] = read(content, f"{batch} in {archive}")
+    if missing := [batch for batch in batches if batch not in splits]:
         raise DataError(f"{archive} must hold {', '.join(batches)}, but {', '.join(missing)} is not in it")
-    planes = np.concatenate([found[batch][0] for batch in batches])
-    labels = np.concatenate([found[batch][1] for batch in batches])
+    planes = np.concatenate([splits[batch][0] for batch in batches])
+    labels = np.concatenate([splits[batch][1] for batch in batches])
     return planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), _labels(labels, archive)
 
 
@@ -107,7 +112,10 @@ def _cifar10_pickle(content: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles arrays and nothing else: a pickle can call whatever it names, and this one comes from anywhere."""
+    """An unpickler of arrays and nothing else.
+
+    A pickle can call whatever it names, and this one comes from anywhere.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):

@@ -1,4 +1,6 @@
-"""GPT-2's byte-pair encoding (Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909), from its published files.
+"""Encode text by GPT-2's byte pairs, from its published files.
+
+Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909.
 
 A text is cut into words, a word into bytes, and of two neighbours those that come first in the list of merges become
 one token, until none can. Words that come again are encoded once, so that megabytes take seconds.
@@ -59,8 +61,8 @@ class BPE:
                 (numbers[left], numbers[right]): (rank, numbers[left], numbers[right], numbers[left + right])
                 for rank, (left, right) in enumerate(line for line in lines if line)
             }
-            made = {*self._byte, *(merged for *_, merged in self._merges.values())}
-            others = {token: number for token, number in numbers.items() if number not in made}
+            words = {*self._byte, *(merged for *_, merged in self._merges.values())}
+            others = {token: number for token, number in numbers.items() if number not in words}
             if stray := [token for token in others if not re.fullmatch(r"<[^<>]*>", token)]:
                 raise ValueError(f"no merge makes {len(stray)} of the tokens, {stray[0]!r} for one")
         except OSError as error:
@@ -144,7 +146,9 @@ def absent(folder: Path) -> DataError:
 
 
 def words_of(text: str) -> Sequence[str]:
-    """The words that are encoded each by itself: letters, digits or other signs with a space before, and white space.
+    """Return the words that are encoded one by one.
+
+    They are letters, digits or other signs with a space before, and white space.
 
     Of several spaces the last goes with the word that follows; English contractions are words of their own.
     """

@@ -1,4 +1,7 @@
-"""`digits`: the 1,797 real handwritten digits of 8×8 pixels that come with scikit-learn, as a local TFDS builder."""
+"""Build `digits`, 1,797 real handwritten digits, as a local TFDS set.
+
+The images of 8×8 pixels come with scikit-learn.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ import tensorflow_datasets as tfds
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """Images of 8×8 pixels in 17 levels from 0 to 255, labels 0 to 9; every fifth of each class is for the test."""
+    """Images of 8×8 pixels in 17 levels from 0 to 255, with labels 0 to 9.
+
+    Every fifth of each class is for the test.
+    """
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -37,8 +43,8 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
         digits = load_digits()
         pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)  # scikit-learn counts from 0 to 16
-        seen = np.zeros(10, int)
+        counts = np.zeros(10, int)
         for i, label in enumerate(digits.target):
-            seen[label] += 1
-            if (seen[label] % 5 == 0) == test:
+            counts[label] += 1
+            if (counts[label] % 5 == 0) == test:
                 yield i, {"image": Image.fromarray(pixels[i]), "label": int(label)}

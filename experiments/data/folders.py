@@ -1,4 +1,7 @@
-"""Reads images from folders that are named after their classes: ``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg``."""
+"""Read images from folders that are named after their classes.
+
+``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg``.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def labels_of(folder: Path, classes: tuple[str, ...], numbers: bool = True) -> d
     absent = [name for label, name in enumerate(classes) if label not in labels.values()]
     twice = [name for name in names if labels[name] >= 0 and list(labels.values()).count(labels[name]) > 1]
     wrong = ((unknown, "{} is none of them"), (absent, "there is none for {}"), (twice, "{} are one class"))
-    if faults := [text.format(", ".join(found)) for found, text in wrong if found]:
+    if faults := [text.format(", ".join(names)) for names, text in wrong if names]:
         raise DataError(f"{folder} must have a folder for each of {', '.join(classes)}, but {' and '.join(faults)}")
     return labels
 
@@ -55,17 +58,19 @@ def files_of(folder: Path, split: str, labels: dict[str, int]) -> tuple[list[Pat
     files: list[Path] = []
     numbers: list[int] = []
     for name, label in sorted(labels.items(), key=lambda item: item[1]):
-        found = folder / split / name
-        paths = sorted(p for p in visible(found) if p.suffix.lower() in _SUFFIXES) if found.is_dir() else []
+        path = folder / split / name
+        paths = sorted(p for p in visible(path) if p.suffix.lower() in _SUFFIXES) if path.is_dir() else []
         if not paths:
-            raise DataError(f"every class must have images ({', '.join(_SUFFIXES)}), but there are none in {found}")
+            raise DataError(f"every class must have images ({', '.join(_SUFFIXES)}), but there are none in {path}")
         files += paths
         numbers += [label] * len(paths)
     return files, numbers
 
 
 def encoded(path: Path, shape: tuple[int, int, int]) -> io.BytesIO | Image.Image:
-    """The file as it is, once it was seen to hold a whole image of that shape, or the image in the right colours.
+    """Return the file as it is, or the image in the right colours.
+
+    The file is known to hold a whole image of that shape.
 
     Raises:
       DataError: the file is damaged, or of another size; the message names it.

@@ -48,7 +48,10 @@ class Images(NamedTuple):
 
 
 def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
-    """A split that :func:`experiments.data.read` returned: on the device if it takes no more than a share of it."""
+    """Put a split on the device if it takes no more than a share of it.
+
+    :func:`experiments.data.read` returns the split.
+    """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", np.inf)
     images = Images(columns["image"], columns["label"].astype(np.int32))
     return images if images.image.nbytes > share * limit else on_device(columns)
@@ -80,7 +83,9 @@ def epochs(
     pixels: Pixels = AS_STORED,
     place: Place | None = None,
 ) -> Iterator[Batch]:
-    """Batches for ever, the set shuffled anew in every epoch; a batch depends on the seed and its number only.
+    """Yield batches for ever; every epoch shuffles the set anew.
+
+    A batch depends on the seed and its number only.
 
     Args:
       images: the split.
@@ -146,7 +151,7 @@ def _take(images: Images, order: jax.Array, start: int, count: int) -> tuple[jax
 def _send(images: Images, rows: np.ndarray, place: Place | None) -> tuple[jax.Array, jax.Array]:
     if place is None:
         return jax.device_put((images.image[rows], images.label[rows]))
-    return tuple(place((len(rows), *array.shape[1:]), lambda own, array=array: array[rows[own]]) for array in images)
+    return tuple(place((len(rows), *array.shape[1:]), lambda part, array=array: array[rows[part]]) for array in images)
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:

@@ -1,4 +1,7 @@
-"""From stored pixels to a model's input, under jit: bytes are cropped and mirrored, floats normalised and resized."""
+"""Turn stored pixels into a model's input, under jit.
+
+Bytes are cropped and mirrored, floats normalised and resized.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ AS_STORED = Pixels()
 
 
 def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in [0, 1], from exact sums over uint8 (n, height, width, channel)."""
+    """Return mean and standard deviation of each channel in [0, 1].
+
+    They come from exact sums over uint8 (n, height, width, channel).
+    """
     channels = images.shape[-1]
     total, squares = np.zeros(channels, np.int64), np.zeros(channels, np.int64)
     for start in range(0, len(images), 4096):
@@ -63,7 +69,10 @@ def as_input(images: jax.Array, pixels: Pixels) -> jax.Array:
 
 
 def shifted(images: jax.Array, key: jax.Array, shift: int) -> jax.Array:
-    """Each image moved by up to ``shift`` pixels up or down and left or right, zeros where there was nothing."""
+    """Move each image by up to ``shift`` pixels along both axes.
+
+    Zeros fill the border.
+    """
 
     def move(image: jax.Array, offset: jax.Array) -> jax.Array:
         padded = jnp.pad(image, ((shift, shift), (shift, shift), (0, 0)))
@@ -82,7 +91,10 @@ def flipped(images: jax.Array, key: jax.Array) -> jax.Array:
 def augmented(
     images: jax.Array, key: jax.Array, step: int, shift: int = 0, flip: bool = False, pixels: Pixels = AS_STORED
 ) -> jax.Array:
-    """Images uint8 (batch, height, width, channels) as input, moved and mirrored as the key and the step have it."""
+    """Return images as input, moved and mirrored by the key and the step.
+
+    The images are uint8 (batch, height, width, channels).
+    """
     key = jax.random.fold_in(key, step)
     if shift:
         images = shifted(images, key, shift)

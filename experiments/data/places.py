@@ -34,7 +34,9 @@ class Found:
 
 
 def find(name: str, root: Path) -> tuple[Found | None, list[str]]:
-    """The set's archives, or else a folder of its images: in ``downloads/manual`` or in ``root``, or in ``name`` there.
+    """Return the set's archives, or else a folder of its images.
+
+    They lie in ``downloads/manual`` or in ``root``, or in ``name`` there.
 
     What is in a folder called ``name`` is the set's; elsewhere it may be another's, and is taken only if it tells.
 
@@ -48,12 +50,12 @@ def find(name: str, root: Path) -> tuple[Found | None, list[str]]:
     manual = root / "downloads" / "manual"
     for look in (_archives, _images):
         for folder in (manual / name, manual, root / name, root):
-            own = folder.name == name and folder != root
+            is_named = folder.name == name and folder != root
             try:
-                if found := look(name, folder, own):
-                    return found, passed_over
+                if place := look(name, folder, is_named):
+                    return place, passed_over
             except DataError as error:
-                if own:
+                if is_named:
                     raise
                 passed_over.append(str(error))
     for folder in (manual / name, manual):
@@ -88,7 +90,7 @@ def file_of(url: str) -> str:
     return url.rpartition("/")[2]
 
 
-def _archives(name: str, folder: Path, own: bool) -> Found | None:
+def _archives(name: str, folder: Path, is_named: bool) -> Found | None:
     if name == "cifar10":
         for path in (folder / file for file in CIFAR10_FILES):
             if path.exists():
@@ -108,7 +110,7 @@ def _archives(name: str, folder: Path, own: bool) -> Found | None:
             f"{name} must have its four files in one folder, but {folder} lacks {', '.join(absent)}; put there what is "
             f"missing (from {published(name)[0]}), or move the others away"
         )
-    if not own and (other := _unregistered(name, there.values())):
+    if not is_named and (other := _unregistered(name, there.values())):
         raise DataError(
             f"{_listed(other)} may be of another set, for MNIST's and Fashion-MNIST's are called alike and the "
             f"checksum is not the one registered for {name}; move all four to {folder / name} if they are {name}'s"
@@ -116,11 +118,13 @@ def _archives(name: str, folder: Path, own: bool) -> Found | None:
     return parsed(name, there, f"the original archives, {_checked(name, there.values())}")
 
 
-def _images(name: str, folder: Path, own: bool) -> Found | None:
+def _images(name: str, folder: Path, is_named: bool) -> Found | None:
     try:
-        labels = folders.labels_of(folder, CLASSES[name], numbers=own)
+        labels = folders.labels_of(folder, CLASSES[name], numbers=is_named)
     except DataError as error:
-        remedy = "rename them" if own else f"rename them, or move them to {folder / name}, where numbers do as well"
+        remedy = (
+            "rename them" if is_named else f"rename them, or move them to {folder / name}, where numbers do as well"
+        )
         raise DataError(f"{error}; {remedy}") from error
     if labels is None:
         return None

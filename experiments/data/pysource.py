@@ -1,4 +1,7 @@
-"""`pysource`: real text that every machine has, the sources of Python's standard library, as a local TFDS builder."""
+"""Build `pysource`, the sources of Python's standard library, as a TFDS set.
+
+It is real text that every machine has.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from experiments.data.errors import DataError
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """The ``.py`` files of this Python's standard library, its tests too, as sorted pairs (name below it, path)."""
+    """Return the ``.py`` files of this Python's standard library, with its tests.
+
+    They are sorted pairs (name below it, path).
+    """
     root = Path(sysconfig.get_path("stdlib"))
     named = ((path.relative_to(root).as_posix(), path) for path in root.rglob("*.py") if path.is_file())
     installed = ("site-packages/", "dist-packages/")
@@ -26,7 +32,10 @@ def stdlib_files() -> list[tuple[str, Path]]:
 
 
 def pysource(**kwargs: Any) -> Pysource:
-    """The builder for this Python: its version and a hash of the files' names and sizes are part of the set's name."""
+    """Return the builder for this Python.
+
+    The set's name has its version, and a hash of the files' names and sizes.
+    """
     listing = "\n".join(f"{name} {path.stat().st_size}" for name, path in stdlib_files())
     digest = hashlib.sha256(listing.encode()).hexdigest()[:8]
     version = platform.python_version().replace(".", "_")
@@ -34,7 +43,10 @@ def pysource(**kwargs: Any) -> Pysource:
 
 
 class Pysource(tfds.core.GeneratorBasedBuilder):
-    """One record a file: its name and its bytes. Every tenth file, in the order of the names, is for the test."""
+    """One record per file: its name and its bytes.
+
+    Every tenth file, in the order of the names, is for the test.
+    """
 
     VERSION = tfds.core.Version("1.0.0")
 

@@ -1,4 +1,7 @@
-"""Prepares a set with tensorflow-datasets as array_record files and reads it whole; TensorFlow is never imported."""
+"""Prepare a set with tensorflow-datasets as array_record files, and read it.
+
+TensorFlow is never imported.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ Columns = dict[str, Any]  # feature to array (fixed shape), or to list of bytes
 
 
 def default_data_dir() -> Path:
-    """Where sets are kept unless a folder is named: ``$XDG_CACHE_HOME/jaxmp/data`` or ``~/.cache/jaxmp/data``."""
+    """Return the folder of the sets unless one is named.
+
+    It is ``$XDG_CACHE_HOME/jaxmp/data`` or ``~/.cache/jaxmp/data``.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp" / "data"
 
 
@@ -60,7 +66,9 @@ def data_folder(data_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> dict[str, Columns]:
-    """All of a set, in its stored order: split to columns, a column an array or, for text, a list of bytes.
+    """Read all of a set, in its stored order: split to columns.
+
+    A column is an array or, for text, a list of bytes.
 
     The first call prepares the set under ``data_dir`` (see :func:`default_data_dir`); later ones read it there, and so
     does this one if TFDS prepared it there as array_record files. Several processes may do so at once.
@@ -134,7 +142,10 @@ def _names_the_damaged(final: Path) -> Iterator[None]:
 
 
 def _prepare(name: str, root: Path, final: Path) -> None:
-    """Prepares in a folder of its own and moves the result: of two processes one wins, and nobody sees half a set."""
+    """Prepare a set in a separate folder, and move the result.
+
+    Of two processes one wins, and nobody sees half a set.
+    """
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".preparing-", dir=root) as scratch:
         builder = BUILDERS[name](data_dir=scratch, file_format="array_record")

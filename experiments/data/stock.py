@@ -1,4 +1,6 @@
-"""`mnist`, `fashion_mnist` and `cifar10` under the names, versions and features that TFDS has for them.
+"""Build `mnist`, `fashion_mnist` and `cifar10` as TFDS does.
+
+They have the names, versions and features of TFDS.
 
 TFDS's own builders need TensorFlow to read what they download. These are its builders with that part replaced: they
 take the published archives, or folders of images, that lie in the data folder, and else let TFDS download the archives
@@ -36,12 +38,12 @@ def builder(name: str, **kwargs: Any) -> tfds.core.GeneratorBasedBuilder:
 
             def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
                 root = Path(dl_manager.download_dir).parent
-                found, passed_over = places.find(name, root)
-                found = found or download(name, root, dl_manager, passed_over)
-                self.origin = found.origin
+                place, passed_over = places.find(name, root)
+                place = place or download(name, root, dl_manager, passed_over)
+                self.origin = place.origin
                 if name == "cifar10":  # where TFDS reads the names from the archive
                     self.info.features["label"].names = CLASSES[name]
-                return {split: self._generate_examples(split, *found.read(split)) for split in folders.SPLITS}
+                return {split: self._generate_examples(split, *place.read(split)) for split in folders.SPLITS}
 
             def _generate_examples(self, split: str, images: Any, labels: Any) -> Iterator[tuple[int, dict[str, Any]]]:
                 features = self.info.features
@@ -92,7 +94,7 @@ def _what_to_do(name: str, root: Path, reason: str, passed_over: Sequence[str]) 
     folder = manual / name / "train" / "CLASS"
     return (
         f"{name} is not in {root}, and TFDS could not download it ({reason})."
-        + "".join(f" Found, but not taken: {found}." for found in passed_over)
+        + "".join(f" Found, but not taken: {place}." for place in passed_over)
         + f" Put there: {paths} (from {base}). Or images, as {folder}/*.png and {manual / name / 'test'}/CLASS/*.png, "
         f"CLASS being each of {', '.join(CLASSES[name])} or its number. Or name the folder that has them with "
         "--data-dir"

@@ -1,4 +1,6 @@
-"""Windows of a text's tokens, drawn at random on the device, under jit, or evenly spread for evaluation.
+"""Cut windows from a text's tokens.
+
+They are drawn at random on the device, under jit, or evenly spread for evaluation.
 
 Where ``place`` is given, the windows of a batch lie on several devices, and each process cuts out those of its own:
 ``place(shape, rows)`` makes an array of that shape from a function that has a slice of its rows. The batches are the
@@ -50,7 +52,10 @@ def spread(
 def sequences(
     tokens: jax.Array, length: int, batch_size: int, seed: int, start: int = 0, *, place: Place | None = None
 ) -> Iterator[jax.Array]:
-    """Batches for ever, int32 (batch, length), from random places: each depends on the seed and its number only."""
+    """Yield batches for ever, int32 (batch, length), from random places.
+
+    A batch depends on the seed and its number only.
+    """
     last = _last_start(tokens, length)
     window, key = _windows_on(place, tokens, length), jax.random.key(seed)
     for step in itertools.count(start):

@@ -1,4 +1,7 @@
-"""Text as tokens: bytes, pairs of bytes, or GPT-2's byte pairs; the last are kept on disk once they are made."""
+"""Turn text into tokens: bytes, pairs of bytes, or GPT-2's byte pairs.
+
+The last are kept on disk once they are made.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,10 @@ def load(dataset: str, data_dir: Path | None, kind: Kind, vocabulary: int) -> Te
 
 
 def _tokens(documents: list[bytes], tokenizer: Tokenizer, folder: Path) -> np.ndarray:
-    """The documents' tokens, from the folder if they are there; a file there that is damaged is written anew."""
+    """Return the documents' tokens, from the folder if they are there.
+
+    A damaged file there is written anew.
+    """
     if not tokenizer.fingerprint:
         return _encode(documents, tokenizer)
     key = hashlib.sha256(f"{tokenizer.fingerprint} {corpus.digest(documents)}".encode()).hexdigest()[:24]

@@ -1,4 +1,6 @@
-"""This device's own ceilings, which utilisation is measured against: TFLOP/s of one product in each dtype, and a copy.
+"""Measure this device's ceilings, which utilisation refers to.
+
+They are TFLOP/s of one product in each dtype, and the rate of a copy.
 
 Not a data sheet's peak, but the most that one large product reaches through XLA here. fp32 is at precision highest,
 tf32 at JAX's default on a GPU. A copy counts the bytes that it reads and those that it writes.
@@ -67,7 +69,7 @@ def product(kind: str, shape: Shape) -> Callable[[], jax.Array]:
     return functools.partial(jax.jit(functools.partial(jax.lax.dot, precision=precision)), a, b)
 
 
-def sentence(found: dict[str, Any]) -> str:
+def sentence(figures: dict[str, Any]) -> str:
     """The ceilings in a sentence."""
-    best = ", ".join(f"{kind} {tflops:.3g}" for kind, tflops in found.get("best", {}).items())
-    return f"Fastest product on this device, TFLOP/s: {best}; a copy moves {found.get('copy', 0):.3g} TB/s."
+    best = ", ".join(f"{kind} {tflops:.3g}" for kind, tflops in figures.get("best", {}).items())
+    return f"Fastest product on this device, TFLOP/s: {best}; a copy moves {figures.get('copy', 0):.3g} TB/s."

@@ -23,7 +23,9 @@ _COMPILERS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
 def environment(packages: tuple[str, ...] = (), target: str | None = None) -> dict[str, str]:
-    """Device, versions of Python, of what matters and of what is installed of ``packages``, date and command.
+    """Return device, versions, date and command.
+
+    The versions are those of Python, of what matters and of installed ``packages``.
 
     Args:
       packages: names of distributions.
@@ -49,10 +51,13 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
 
 
 def place() -> dict[str, Any]:
-    """Device and versions, the backend, and the bytes of memory that JAX may have; None where it does not tell."""
-    found, stats = environment(), jax.devices()[0].memory_stats() or {}
+    """Return device, versions, backend, and the bytes that JAX may have.
+
+    The bytes are None where the device does not tell.
+    """
+    description, stats = environment(), jax.devices()[0].memory_stats() or {}
     about = {"backend": jax.default_backend(), "bytes": stats.get("bytes_limit")}
-    return {"device": found["device"], "versions": found["versions"], **about}
+    return {"device": description["device"], "versions": description["versions"], **about}
 
 
 def require_gpu(smoke: bool) -> None:
@@ -81,7 +86,10 @@ def _installed(package: str) -> bool:
 
 
 def command() -> str:
-    """The command line of this process, as one would type it, with the variable that says how float8 is computed."""
+    """Return the command line of this process, as one would type it.
+
+    It has the variable that says how float8 is computed.
+    """
     variables = [f"{_FLOAT8}={shlex.quote(os.environ[_FLOAT8])}"] if os.environ.get(_FLOAT8) else []
     return " ".join([*variables, shlex.join([*program_line(), *sys.argv[1:]])])
 

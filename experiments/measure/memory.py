@@ -17,7 +17,9 @@ NO_ROOM = sys.maxsize
 
 
 def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> int:
-    """Bytes that a step needs at most, ``NO_ROOM`` if its compiler had none; arguments are those of :func:`compiled`.
+    """Return the bytes that a step needs at most.
+
+    ``NO_ROOM`` if its compiler had none; arguments are those of :func:`compiled`.
 
     Raises:
       ValueError: the compiler does not tell.
@@ -50,7 +52,9 @@ def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None
 
 
 def of_compiled(compiled: Any) -> int | None:
-    """Bytes that a compiled function needs at most: arguments, results that reuse none of them, temporaries.
+    """Return the bytes that a compiled function needs at most.
+
+    They are arguments, results that reuse none of them, and temporaries.
 
     None where the compiler does not tell.
     """
@@ -63,5 +67,8 @@ def of_compiled(compiled: Any) -> int | None:
 
 
 def device_peak() -> int | None:
-    """The most bytes this process has had on the first device so far; None where the device does not count (CPU)."""
+    """Return the most bytes this process has had on the first device so far.
+
+    None where the device does not count (CPU).
+    """
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

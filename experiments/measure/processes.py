@@ -21,7 +21,9 @@ PATIENCE = 300.0
 
 
 def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Measures each row in a process of its own, one after the other: a name, and the function that does it.
+    """Measure each row in a separate process, one after the other.
+
+    A row is a name, and the function that measures it.
 
     While one measures, the next one's imports run. A process waits on stdin for the number of this process before it
     touches the device, and writes what it found to stdout's last line, JSON (see :func:`answer`).

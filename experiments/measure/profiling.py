@@ -47,7 +47,10 @@ def tensor_core_share(kernels: Mapping[str, float], precision: str = "half") -> 
 
 
 def of_jax(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
-    """Milliseconds a call by kernel, of a function whose result JAX can wait for; empty where there is no GPU."""
+    """Return the milliseconds of a call by kernel; empty without a GPU.
+
+    JAX must be able to wait for the function's result.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(calls):

@@ -37,7 +37,7 @@ def counts(program: HloProgram) -> dict[str, Any]:
 def products(program: HloProgram) -> Counter[str]:
     """How many matrix products, convolutions and fused attentions there are, as in ``"dot bf16×bf16"``."""
     counts = Counter[str]()
-    for computation, instruction, times in program.walk():
+    for computation, instruction, times in program.instructions_by_run():
         if kind := product_kind(instruction):
             counts[f"{kind} {'×'.join(program.dtypes(computation, instruction)[:2])}"] += times
     return counts
@@ -60,7 +60,7 @@ def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 def casts(program: HloProgram) -> Counter[str]:
     """How many casts between floating dtypes there are, as in ``"f32→bf16"``."""
     counts = Counter[str]()
-    for computation, instruction, times in program.walk():
+    for computation, instruction, times in program.instructions_by_run():
         if cast := _cast(program, computation, instruction):
             counts[cast] += times
     return counts
@@ -69,7 +69,7 @@ def casts(program: HloProgram) -> Counter[str]:
 def round_trips(program: HloProgram) -> int:
     """How many casts undo the cast before them: float32 to half and back, or half to float32 and back."""
     count = 0
-    for computation, instruction, times in program.walk():
+    for computation, instruction, times in program.instructions_by_run():
         before = program.computations[computation].get(next(iter(instruction.operands), ""))
         if before is not None and (cast := _cast(program, computation, instruction)):
             old, new = cast.split("→")
@@ -85,18 +85,20 @@ def _cast(program: HloProgram, computation: str, instruction: Instruction) -> st
 
 
 def launches(program: HloProgram) -> int:
-    """How many kernels a run launches: fusions, products, copies and the like, a loop's as often as it repeats.
+    """Return how many kernels a run launches.
+
+    They are fusions, products, copies and the like; a loop's count as often as it repeats.
 
     A call of a library is one, however many kernels the library makes of it.
     """
-    kernels = program.walk(into_fusions=False, repeat_loops=True)
-    return sum(times for _, each, times in kernels if each.opcode not in NO_KERNEL and not is_end(each.opcode))
+    kernels = program.instructions_by_run(into_fusions=False, repeat_loops=True)
+    return sum(times for _, kernel, times in kernels if kernel.opcode not in NO_KERNEL and not is_end(kernel.opcode))
 
 
 def attention_flops(program: HloProgram) -> dict[str, int]:
     """FLOPs of cuDNN's fused attentions by dtype: two products forward, five backward, masks ignored."""
     flops = Counter[str]()
-    for computation, instruction, times in program.walk(into_fusions=False, repeat_loops=True):
+    for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
         for product in products_of(program, computation, instruction, masked=False):
             if product.kind == "attention":
                 flops[product.dtype] += times * product.flops
@@ -104,9 +106,12 @@ def attention_flops(program: HloProgram) -> dict[str, int]:
 
 
 def traffic(program: HloProgram) -> tuple[float, float]:
-    """Bytes that kernels other than products move, read plus written, and those of them that change a layout."""
+    """Return the bytes that kernels other than products move, read plus written.
+
+    Also those of the kernels that change a layout.
+    """
     total = layout = 0.0
-    for computation, instruction, times in program.walk(into_fusions=False, repeat_loops=True):
+    for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
         if instruction.opcode in NO_WORK or is_end(instruction.opcode) or _is_product(program, instruction):
             continue
         moved = times * moved_bytes(program, computation, instruction)
@@ -117,5 +122,7 @@ def traffic(program: HloProgram) -> tuple[float, float]:
 
 def _is_product(program: HloProgram, instruction: Instruction) -> bool:
     """Return whether it is a product, or a fusion around a library's product."""
-    calls = [each for _, each in program.inside(instruction)] if instruction.opcode == "fusion" else []
-    return bool(product_kind(instruction)) or any(each.opcode == "custom-call" and product_kind(each) for each in calls)
+    calls = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else []
+    return bool(product_kind(instruction)) or any(
+        inner.opcode == "custom-call" and product_kind(inner) for inner in calls
+    )

@@ -55,8 +55,8 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
     tokens = placed(jax.ShapeDtypeStruct((examples, model.sequence), jnp.int32), P(axes))
     args = jax.tree.map(placed, state, specs), {"inputs": tokens, "labels": tokens}
     with attention.implementation("cudnn"):
-        found = audit(step, device=target, topology=topology)(*args)
-    plan: Any = found.memory
+        audited = audit(step, device=target, topology=topology)(*args)
+    plan: Any = audited.memory
     wide = [row for row in plan.collectives.rows if (row.kind, row.dtype) == ("all-gather", "float32")]
     return {
         "way": way, "topology": topology, "params": plan.params, "gpus": mesh.size,
@@ -65,7 +65,7 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
         "wide_gathers": sum(row.count for row in wide if row.bytes > 1e6),
         "sent": {" ".join(key): wire for key, wire in plan.collectives.totals.items()},
         # A bias is added in float32, so that its gradient is summed so; the rest of the cotangent goes there and back.
-        "findings": [str(each) for each in found.findings if each.kind != "round-trip"],
+        "findings": [str(finding) for finding in audited.findings if finding.kind != "round-trip"],
     }  # fmt: skip
 
 
@@ -85,9 +85,9 @@ def _program(model: GPT2, way: Way, axes: tuple[str, ...]) -> tuple[Any, str, Ca
         return nnx.as_pure(shapes), "blocks", lambda specs: of_nnx
     looped = model.clone(loop=True, remat="full")
     shapes = jax.eval_shape(looped.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-    own = looped if way == "autocast" else jaxmp.linen.apply_policy(looped, "mixed_bfloat16")
+    precise = looped if way == "autocast" else jaxmp.linen.apply_policy(looped, "mixed_bfloat16")
 
     def of_linen(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        return own.apply({"params": params}, batch["inputs"], batch["labels"], method="loss"), model_state
+        return precise.apply({"params": params}, batch["inputs"], batch["labels"], method="loss"), model_state
 
     return shapes, "h_0", lambda specs: of_linen

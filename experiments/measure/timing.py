@@ -70,16 +70,23 @@ def quartiles(times: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def ratio(own: list[float], other: list[float]) -> tuple[float, float, float]:
+def ratio(times: list[float], other: list[float]) -> tuple[float, float, float]:
     """Quartiles of one function's times over another's, round for round: what drifts cancels."""
-    return quartiles([a / b for a, b in zip(own, other, strict=True)])
+    return quartiles([a / b for a, b in zip(times, other, strict=True)])
 
 
 def against(times: Mapping[K, list[float]], reference: K) -> dict[K, dict[str, Any]]:
-    """By function its ``milliseconds``, their quartiles ``ms``, and those of its ``ratio`` to ``reference``."""
+    """Return by function its ``milliseconds``, their quartiles, and its ratio.
+
+    The quartiles ``ms`` and ``ratio`` are three numbers each; the ratio is to ``reference``.
+    """
     return {
-        name: {"milliseconds": own, "ms": quartiles(own), "ratio": ratio(own, times[reference])}
-        for name, own in times.items()
+        name: {
+            "milliseconds": milliseconds,
+            "ms": quartiles(milliseconds),
+            "ratio": ratio(milliseconds, times[reference]),
+        }
+        for name, milliseconds in times.items()
     }
 
 

@@ -28,7 +28,7 @@ class Prepared:
 
     Attributes:
       turn: does it once, without waiting; what it returns ``jax.block_until_ready`` can wait for.
-      loss: does it once more for its loss; None of what has none.
+      loss: does it once more for its loss; None if it has no loss.
       compile_seconds: from Python to a program, of torch the first call; without what makes the model and its state.
       compiled_bytes: what the program needs at most by its compiler's account; None of torch.
       about: what else is known of it.
@@ -42,7 +42,10 @@ class Prepared:
 
 
 def broken(figures: dict[str, Any]) -> str | None:
-    """Why a row's figures are not judged: its loss is not finite, and such a step may be fast, or take little power."""
+    """Return why a row's figures are not judged: its loss is not finite.
+
+    Such a step may be fast, or take little power.
+    """
     loss = figures.get("loss")
     return None if loss is None or math.isfinite(float(loss)) else f"not judged: its loss is {loss}"
 
@@ -73,21 +76,21 @@ def together(
     A row that fails meanwhile has an ``error`` instead and is taken out of ``prepared``; the others go on.
     """
     names = list(prepared)
-    turns = {name: each.turn for name, each in prepared.items()}
-    found: dict[str, dict[str, Any]] = {}
+    turns = {name: row.turn for name, row in prepared.items()}
+    figures: dict[str, dict[str, Any]] = {}
 
     def fails(name: str, error: Exception) -> None:
-        found[name] = {"error": failed(error)}
+        figures[name] = {"error": failed(error)}
         del turns[name], prepared[name]  # the others may have its memory
 
     for name, times in timing.interleaved(turns, rounds, block_ms, after_round, fails).items():
-        found[name] = {"milliseconds": times}
+        figures[name] = {"milliseconds": times}
         if loss := prepared[name].loss:
             try:
-                found[name]["loss"] = loss()
+                figures[name]["loss"] = loss()
             except Exception as error:
                 fails(name, error)
-    return {name: found[name] for name in names}
+    return {name: figures[name] for name in names}
 
 
 def all_of(

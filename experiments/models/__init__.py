@@ -1,4 +1,6 @@
-"""Models in Flax, without a dtype in their code: jaxmp's adapters bring the precision, and its losses are used.
+"""Models in Flax, without a dtype in their code.
+
+jaxmp's adapters bring the precision, and its losses are used.
 
 Here are those in Linen; :mod:`experiments.models.nnx` has some of them in NNX.
 """

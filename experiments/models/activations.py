@@ -15,7 +15,9 @@ _CUBIC = 0.044715  # of the tanh form: ½·x·(1 + tanh(√(2/π)·(x + 0.044715
 
 
 def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
-    """The Gaussian error linear unit (Hendrycks and Gimpel 2016, arXiv 1606.08415) of ``x``, in the dtype of ``x``.
+    """Return the Gaussian error linear unit of ``x``, in the dtype of ``x``.
+
+    Hendrycks and Gimpel 2016, arXiv 1606.08415.
 
     Autodiff of ``jax.nn.gelu`` keeps what it needs of the way to the result, which is more than the input and may be
     float32. Here the gradient computes it anew from the input. Both compute in float32 and round once; under
@@ -68,7 +70,10 @@ _gelu.defvjp(_forward, _backward)
 
 
 def _gate(x: jax.Array, approximate: bool) -> jax.Array:
-    """The normal distribution function, or its likeness; without the cancellation of ``1 + tanh`` and ``1 + erf``."""
+    """Return the normal distribution function, or its approximation.
+
+    It avoids the cancellation of ``1 + tanh`` and ``1 + erf``.
+    """
     if approximate:
         return jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + _CUBIC * x * x * x))
     return 0.5 * jax.lax.erfc(-x / math.sqrt(2))

@@ -1,4 +1,7 @@
-"""Attention over (batch, tokens, heads, head width): cuDNN's fused kernel on a GPU, plain products elsewhere."""
+"""Attention over (batch, tokens, heads, head width).
+
+It is cuDNN's fused kernel on a GPU, and plain products elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,8 @@ def attention(
 
     On a GPU half inputs go to cuDNN, and float32 ones too where :func:`jaxmp.autocast` casts them. Other dtypes and
     every other backend have two products in the inputs' dtype around a softmax in float32. So has what cuDNN has no
-    kernel for (an old GPU, a head whose width is no multiple of 8), with a warning that says why: it takes more memory
-    and time.
+    kernel for (an old GPU, a head whose width is not a multiple of 8), with a warning that says why: it takes more
+    memory and time.
 
     Args:
       q, k, v: (batch, tokens, heads, head width), of one floating dtype.
@@ -93,8 +96,8 @@ def attention(
             warnings.warn(f"attention runs without cuDNN, slower and in more memory: {error}", stacklevel=2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
     if causal:
-        seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-        mask = seen if mask is None else mask & seen
+        visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        mask = visible if mask is None else mask & visible
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(v.dtype), v)

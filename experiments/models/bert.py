@@ -116,7 +116,10 @@ class BERT(nn.Module):
 
 
 class Layer(transformer.Block):
-    """Attention over the whole sequence and a two-layer perceptron, each added to its input and then normalised."""
+    """Attention over the whole sequence and a two-layer perceptron.
+
+    Each is added to its input and then normalised.
+    """
 
     def setup(self) -> None:
         self.query_key_value = nn.Dense(3 * self.width, kernel_init=NORMAL)

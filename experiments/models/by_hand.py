@@ -1,4 +1,6 @@
-"""ResNet-50, GPT-2, BERT and an LSTM with half precision placed by hand: what a Flax user writes today.
+"""Place half precision by hand in ResNet-50, GPT-2, BERT and an LSTM.
+
+This is what a Flax user writes today.
 
 ``dtype=`` on every module, JAX's own attention on a GPU, optax's cross-entropy on float32 logits. With None as dtype a
 model is code that nobody prepared for half precision. Nothing of it is jaxmp's.
@@ -19,7 +21,10 @@ from experiments.models.workloads import LossFn, Workload
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
-    """Attention over (batch, tokens, heads, head width): JAX's on a GPU or where it is asked for, cuDNN's if half."""
+    """Attend over (batch, tokens, heads, head width).
+
+    JAX's attention on a GPU or on request, cuDNN's if half.
+    """
     if (attention.asked() or jax.default_backend()) in ("cudnn", "gpu"):
         implementation = "cudnn" if q.dtype.itemsize == 2 else None  # None: what who thinks of no dtype writes
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
@@ -123,7 +128,10 @@ class ResNet(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """A layer of LSTM (Hochreiter & Schmidhuber 1997) under ``lax.scan``, (tokens, batch, width) to the same."""
+    """A layer of LSTM under ``lax.scan``, (tokens, batch, width) to the same.
+
+    Hochreiter & Schmidhuber 1997.
+    """
 
     dtype: Any
 
@@ -182,7 +190,10 @@ def init(case: Workload, model: nn.Module, key: jax.Array) -> tuple[Any, Any]:
 
 
 def loss_fn_of(model: nn.Module) -> LossFn:
-    """``loss_fn(params, model_state, batch, rng) -> (loss, model_state)``: the mean of optax's cross-entropy."""
+    """Return ``loss_fn(params, model_state, batch, rng) -> (loss, model_state)``.
+
+    The loss is the mean of optax's cross-entropy.
+    """
     train: dict[str, Any] = {"train": True} if isinstance(model, ResNet) else {}
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = None) -> tuple[jax.Array, Any]:

@@ -12,7 +12,9 @@ from flax import nnx
 
 
 class Functions(NamedTuple):
-    """A model as functions. ``params`` are what is trained; ``model_state`` is the rest, running statistics say.
+    """A model as functions.
+
+    ``params`` are trained; ``model_state`` is the rest, such as running statistics.
 
     Attributes:
       init: ``init(seed) -> (params, model_state)``.

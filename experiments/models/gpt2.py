@@ -23,7 +23,9 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 class GPT2(nn.Module):
-    """Tokens (batch, sequence) to the float logits of the tokens that follow, (batch, sequence, vocabulary).
+    """A transformer from tokens (batch, sequence) to the next tokens' logits.
+
+    The logits are float, (batch, sequence, vocabulary).
 
     Modules and params are called as in the published weights, which :mod:`experiments.models.weights` loads. There is
     no dropout. Inside, activations are (batch · sequence, width) and the vocabulary is a multiple of 64.
@@ -91,7 +93,9 @@ class GPT2(nn.Module):
 
 
 class Block(transformer.Block):
-    """Attention and a two-layer perceptron, each on normalised activations and added to the residual stream.
+    """Attention and a two-layer perceptron.
+
+    Each acts on normalised activations and is added to the residual stream.
 
     Attributes:
       depth: blocks of the model; what is added to the residual stream starts 1/√(2·depth) as large.
@@ -114,7 +118,10 @@ class Block(transformer.Block):
 
 
 class Loop(nn.Module):
-    """So many blocks as ``depth`` says, one after the other; their params have that as their first dimension."""
+    """A scan over ``depth`` blocks.
+
+    The first dimension of their params counts the blocks.
+    """
 
     heads: int
     width: int
@@ -159,5 +166,5 @@ def sized(size: str | None) -> GPT2:
     """GPT-2 in one of ``SIZES``; None is a small one, to see that everything runs."""
     if size is None:
         return GPT2(vocabulary=96, sequence=32, layers=2, heads=2, width=64)
-    own = SIZES[size]
-    return GPT2(sequence=own["context"], layers=own["layers"], heads=own["heads"], width=own["width"])
+    shape = SIZES[size]
+    return GPT2(sequence=shape["context"], layers=shape["layers"], heads=shape["heads"], width=shape["width"])

@@ -1,4 +1,6 @@
-"""ResNet-50, GPT-2 and BERT in torch, as a careful user writes them for one GPU: the peers of the train step.
+"""ResNet-50, GPT-2 and BERT in torch, as a careful user writes them for one GPU.
+
+They are the peers of the train step.
 
 The same functions and as many params as the models of :mod:`experiments.models`: a test converts the weights. One
 product for query, key and value, torch's own fused attention, tied embeddings.
@@ -31,7 +33,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron: GPT-2's normalise what goes in, BERT's, which see all tokens, what comes out."""
+    """Attention and a perceptron.
+
+    GPT-2's normalise their inputs. BERT's, which see all tokens, normalise their results.
+    """
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -87,7 +92,10 @@ class BERT(Transformer):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 (which has the stride: v1.5) and 1×1 convolutions to four times the width, around a shortcut."""
+    """1×1, 3×3 and 1×1 convolutions to four times the width, around a shortcut.
+
+    The 3×3 has the stride (v1.5).
+    """
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -161,7 +169,10 @@ def _normal(module: nn.Module) -> None:
 
 
 def of_library(model: nn.Module, library: str) -> nn.Module:
-    """The model, its layers those of torchao or Transformer Engine in float8, if ``library`` is one of these."""
+    """Return the model, with a library's float8 layers if it has some.
+
+    ``library`` may be torchao or Transformer Engine.
+    """
     if library == "torchao":
         from torchao.float8 import convert_to_float8_training
 

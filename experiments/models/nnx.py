@@ -15,7 +15,10 @@ from jaxmp.losses import projected_cross_entropy
 
 
 class CNN(nnx.Module):
-    """:class:`experiments.models.CNN` in NNX, which has to know the images' shape, (height, width, channels)."""
+    """:class:`experiments.models.CNN` in NNX.
+
+    It has to know the images' shape, (height, width, channels).
+    """
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int = 10, features: int = 32, hidden: int = 128, *, rngs: nnx.Rngs

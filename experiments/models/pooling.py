@@ -25,7 +25,9 @@ class _Geometry(NamedTuple):
 
 
 def max_pool(x: jax.Array, window: int = 3, stride: int = 2, padding: int = 1) -> jax.Array:
-    """The largest number of each square window, as ``flax.linen.max_pool``; of equal ones the first has the gradient.
+    """Return the largest number of each square window, as ``flax.linen.max_pool``.
+
+    Of equal ones the first has the gradient.
 
     The gradient of ``flax.linen.max_pool`` looks for the winners again: it keeps the input, the largest activation of a
     residual network. Here a byte for each window says where its winner was, and the gradient reads, for each position

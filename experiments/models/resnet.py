@@ -15,7 +15,9 @@ WIDTHS = {"basic": 1, "bottleneck": 4}  # channels that leave a block, in multip
 
 
 class Block(nn.Module):
-    """Convolutions with batch normalisation around a shortcut, (batch, height, width, channels) in and out.
+    """Convolutions with batch normalisation around a shortcut.
+
+    Inputs and results are (batch, height, width, channels).
 
     ``basic`` is two of 3×3. ``bottleneck`` is 1×1, 3×3, 1×1 to four times the width; the stride is in the 3×3, which is
     called v1.5. The last scale starts at zero, so that the block starts as its shortcut (Goyal et al. 2017).
@@ -48,7 +50,9 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images (batch, height, width, channels) to logits (batch, classes); running statistics are ``batch_stats``.
+    """A residual network from images to logits (batch, classes).
+
+    Images are (batch, height, width, channels); running statistics are ``batch_stats``.
 
     Attributes:
       stages: blocks in each stage; from the second on, a stage halves the image and doubles the width.

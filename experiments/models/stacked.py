@@ -1,4 +1,6 @@
-"""GPT-2 over many devices by hand: a scan over stacked blocks, each of which gathers its own weights, in half.
+"""Shard GPT-2 over many devices by hand.
+
+A scan over stacked blocks gathers the weights of each block in half.
 
 What FSDP2 does, in JAX's own words, on a mesh whose axes are of type Explicit: params and optimizer split, weights
 gathered in half one block at a time and once more for the backward pass, which computes all of a block again, gradients
@@ -25,7 +27,10 @@ _CHUNK = 128
 
 
 def stack(params: Any) -> Any:
-    """The params of :class:`GPT2` with those of its blocks as one, ``h``, whose leaves count the blocks on axis 0."""
+    """Return the params of :class:`GPT2` with those of its blocks as one, ``h``.
+
+    Axis 0 of its leaves counts the blocks.
+    """
     rest = {name: leaf for name, leaf in params.items() if not name.startswith("h_")}
     blocks = [params[f"h_{n}"] for n in range(len(params) - len(rest))]
     return {**rest, "h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
@@ -89,8 +94,8 @@ def loss_fn_of(
         logits = jnp.einsum("btd,vd->btv", x, table).astype(jnp.float32)
         token = jnp.arange(logits.shape[-1])
         logits = jnp.where(token < model.vocabulary, logits, -jnp.inf)
-        own = jnp.sum(jnp.where(token == labels[..., None], logits, 0), -1)
-        return total + jnp.sum(jax.nn.logsumexp(logits, -1) - own, -1)
+        logit = jnp.sum(jnp.where(token == labels[..., None], logits, 0), -1)
+        return total + jnp.sum(jax.nn.logsumexp(logits, -1) - logit, -1)
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = None) -> tuple[jax.Array, Any]:
         names = ("wte", "wpe")

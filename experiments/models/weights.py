@@ -1,4 +1,6 @@
-"""Published weights of GPT-2 and BERT in safetensors, to the params of :mod:`experiments.models` and back.
+"""Convert published weights of GPT-2 and BERT to params and back.
+
+The files are safetensors; the params are those of :mod:`experiments.models`.
 
 GPT-2's tensors are those of ``openai-community/gpt2``, with or without ``transformer.`` before their names; kernels are
 stored (in, out). BERT's are those of ``bert-base-uncased`` with its head for masked words, the norms' params called
@@ -27,7 +29,10 @@ Source = str | Path | Mapping[str, Any]
 
 
 class _Leaf(NamedTuple):
-    """Where a param is published: side by side in several tensors, transposed, without the rows that fill up."""
+    """The tensors in which a param is published.
+
+    Several side by side, transposed, or without the rows that fill up.
+    """
 
     names: tuple[str, ...]
     transposed: bool = False
@@ -87,17 +92,21 @@ class Published(NamedTuple):
             embeddings.
         """
         tensors_by_name = source if isinstance(source, Mapping) else _read(Path(source))
-        given = {self.canonical(name): np.asarray(tensor) for name, tensor in tensors_by_name.items()}
+        tensors = {self.canonical(name): np.asarray(tensor) for name, tensor in tensors_by_name.items()}
         for name, other in self.tied.items():
-            if name in given and other in given and not np.array_equal(given[name], given[other], equal_nan=True):
+            if (
+                name in tensors
+                and other in tensors
+                and not np.array_equal(tensors[name], tensors[other], equal_nan=True)
+            ):
                 raise ValueError(f"{name} must be the same as {other}, for the model has one tensor for both")
         tensors = {
             name: np.asarray(tensor, np.float32)
-            for name, tensor in given.items()
+            for name, tensor in tensors.items()
             if name not in self.tied and not re.fullmatch(self.unused, name)
         }
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        numbers = [int(found[1]) for name in tensors if (found := re.match(self.layer, name))]
+        numbers = [int(match[1]) for name in tensors if (match := re.match(self.layer, name))]
         try:
             model = self.model(shapes, 1 + max(numbers, default=0))
         except KeyError as error:
@@ -145,10 +154,10 @@ class Published(NamedTuple):
         loaded[self.positions]["embedding"] = loaded[self.positions]["embedding"][:rows]
         shapes = {name: array.shape for name, array in traverse_util.flatten_dict(loaded, sep="/").items()}
         for name in sorted(wanted.keys() | shapes.keys()):
-            own = wanted[name].shape if name in wanted else "none"
-            if shapes.get(name, "none") != own:
+            expected = wanted[name].shape if name in wanted else "none"
+            if shapes.get(name, "none") != expected:
                 raise ValueError(
-                    f"the model must have the size of --weights, got {name} of shape {own} for "
+                    f"the model must have the size of --weights, got {name} of shape {expected} for "
                     f"{shapes.get(name, 'none')} in {path}; give its --layers, --heads and --width, at most its "
                     "--context, and its tokens (--tokens, --vocabulary)"
                 )

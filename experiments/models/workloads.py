@@ -1,4 +1,6 @@
-"""The models that mixed precision is measured with, ResNet-50, BERT-Base and GPT-2, with their batches and losses.
+"""Define the models that mixed precision is measured with.
+
+They are ResNet-50, BERT-Base and GPT-2, with their batches and losses.
 
 They are those of :mod:`experiments.models`, in float32 and without a dtype in their code; whoever measures brings the
 precision. Code that nobody prepared for it is in :mod:`experiments.models.by_hand`, in the same sizes.
@@ -126,9 +128,9 @@ class Workload:
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Fresh float32 params, and the model's other variables (running statistics)."""
-        one = [jnp.zeros((1, *spec.shape[1:]), spec.dtype) for spec in self.batch.values()]
-        made = self.model.init(key, one[0]) if self.images else self.model.init(key, *one, method="loss")
-        variables = dict(made)
+        example = [jnp.zeros((1, *spec.shape[1:]), spec.dtype) for spec in self.batch.values()]
+        init = self.model.init
+        variables = dict(init(key, example[0]) if self.images else init(key, *example, method="loss"))
         return variables.pop("params"), variables
 
     def loss_fn(self, model: nn.Module | None = None) -> LossFn:
@@ -137,13 +139,13 @@ class Workload:
         Args:
           model: the model under a policy with a float32 output; None is the model as it is.
         """
-        own = self.model if model is None else model
+        used = self.model if model is None else model
 
         def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = None) -> tuple[jax.Array, Any]:
             variables = {"params": params, **model_state}
             if not self.images:
-                return own.apply(variables, batch["inputs"], batch["labels"], method="loss"), model_state
-            logits, model_state = own.apply(variables, batch["inputs"], train=True, mutable=[*model_state])
+                return used.apply(variables, batch["inputs"], batch["labels"], method="loss"), model_state
+            logits, model_state = used.apply(variables, batch["inputs"], train=True, mutable=[*model_state])
             return jaxmp.losses.cross_entropy(logits, batch["labels"]).mean(), model_state
 
         return loss_fn
@@ -170,15 +172,15 @@ def workload(name: str, sizes: Sizes | None = None, remat: Any = "none", **chang
       **changes: other sizes; those that are 0 change nothing.
 
     Raises:
-      ValueError: an unknown name or ``remat``, or one of what is no transformer; a width of tokens that is no multiple
-        of 64, the width of a head.
+      ValueError: an unknown name or ``remat``, or a ``remat`` of a model that is not a transformer; a width of tokens
+        that is not a multiple of 64, the width of a head.
     """
     if name not in (*NAMES, "lstm"):
         raise ValueError(f"a workload is one of {', '.join(NAMES)}, lstm, got {name!r}")
     if remat not in (get_args(Remat) if name in ("bert", "gpt2") else ("none",)):
         raise ValueError(f"remat is one of {', '.join(get_args(Remat))}, for transformers only, got {remat!r}")
-    given = {field: value for field, value in changes.items() if value}
-    sizes = dataclasses.replace(sizes or FULL[name], **given)
+    nonzero = {field: value for field, value in changes.items() if value}
+    sizes = dataclasses.replace(sizes or FULL[name], **nonzero)
     if sizes.width % 64 and name != "resnet50":
         raise ValueError(f"a width must be a multiple of 64, the width of a head, got {sizes.width}")
     return Workload(name, sizes, remat)

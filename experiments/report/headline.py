@@ -1,4 +1,6 @@
-"""The main table of the README: what mixed precision brings to ResNet-50, BERT-Base and GPT-2 on a GPU.
+"""Write the main table of the README.
+
+It shows what mixed precision brings to ResNet-50, BERT-Base and GPT-2 on a GPU.
 
 Its figures come from experiments/results: measured train steps (train_step*), steps compiled for a GPU that was not
 there (compile_only*), what rematerialisation buys (remat*) and accuracies (accuracy*), the newest of each. What nobody
@@ -58,7 +60,7 @@ def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) ->
     Raises:
       ValueError: one of them is damaged.
     """
-    found = []
+    candidates = []
     for path in results.glob(f"{name}*/{name}.json"):
         try:
             data = json.loads(path.read_text())
@@ -66,8 +68,8 @@ def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) ->
             raise ValueError(f"{path} is no result of a run ({error}); write it again, or remove it") from error
         where = data.get("environment") or next((m["environment"] for m in data.get("models", {}).values()), None)
         if where and holds(data):
-            found.append(Source(path, data, where))
-    return max(found, key=lambda source: (source.where["date"], str(source.path)), default=None)
+            candidates.append(Source(path, data, where))
+    return max(candidates, key=lambda source: (source.where["date"], str(source.path)), default=None)
 
 
 def gradient_sums(results: Path) -> Source | None:
@@ -75,8 +77,8 @@ def gradient_sums(results: Path) -> Source | None:
     return newest(results, "gradient_sums", lambda run: not run["smoke"])
 
 
-def _full(model: Name, found: dict[str, Any]) -> bool:
-    return found["sizes"] == dataclasses.asdict(FULL[model])
+def _full(model: Name, rows: dict[str, Any]) -> bool:
+    return rows["sizes"] == dataclasses.asdict(FULL[model])
 
 
 def _whole(run: dict[str, Any]) -> bool:
@@ -95,40 +97,40 @@ class Sources:
         self.compiled = newest(results, "compile_only", lambda data: any(r["full"] for r in data["results"]))
         self.accuracy = newest(results, "accuracy", lambda data: any(_whole(run) for run in data["runs"]))
         self.remat = newest(
-            results, "remat", lambda data: any(_full(each["model"], each["setting"]) for each in data["groups"])
+            results, "remat", lambda data: any(_full(group["model"], group["setting"]) for group in data["groups"])
         )
 
     def all(self) -> list[Source]:
         """Those there are."""
-        return [each for each in (self.train_step, self.compiled, self.remat, self.accuracy) if each]
+        return [source for source in (self.train_step, self.compiled, self.remat, self.accuracy) if source]
 
     def steps(self, model: str) -> Results:
         """Return the measurements of a model's train step, if there are any."""
-        found = self.train_step.data["models"].get(model) if self.train_step else None
-        found = found if found and _full(model, found) else {}
-        alone = {key: {"train": row} for key, row in found.get("train", {}).items()}
-        return Results({"model": model}, alone, found.get("turns", {}), {})
+        rows = self.train_step.data["models"].get(model) if self.train_step else None
+        rows = rows if rows and _full(model, rows) else {}
+        alone = {key: {"train": row} for key, row in rows.get("train", {}).items()}
+        return Results({"model": model}, alone, rows.get("turns", {}), {})
 
     def goals(self, model: str) -> dict[str, tuple[Goal, str]]:
         """By key, a model's goals and their marks: as measured, or else as compiled."""
         steps = self.steps(model)
-        found = {goal.key: (goal, "") for goal in train_step_goals.goals(steps)}
+        goals = {goal.key: (goal, "") for goal in train_step_goals.goals(steps)}
         torch, float32 = (steps.memory("train", key) for key in (steps.reference("train") or "", "hand-fp32"))
         typed = {key for key, peak in (("memory", torch), ("remat_memory", torch), ("saved", float32)) if not peak}
         for result in self.compiled.data["results"] if self.compiled else []:
             if result["name"] == model and result["full"]:
                 for goal in compile_only_report.goals(result, torch, float32):
-                    if goal.key not in found or found[goal.key][0].value is None:
-                        found[goal.key] = goal, COMPILED + (TYPED if goal.key in typed else "")
-        return found
+                    if goal.key not in goals or goals[goal.key][0].value is None:
+                        goals[goal.key] = goal, COMPILED + (TYPED if goal.key in typed else "")
+        return goals
 
 
 def goal(key: str, form: str = "") -> Callable[[Sources, str], str]:
     """The figure of a goal; a dash for a model that has no such goal."""
 
     def cell(sources: Sources, model: str) -> str:
-        found, mark = sources.goals(model).get(key, (None, ""))
-        return found.cell(form, mark) if found else "–"
+        judged, mark = sources.goals(model).get(key, (None, ""))
+        return judged.cell(form, mark) if judged else "–"
 
     return cell
 
@@ -139,30 +141,30 @@ def largest(sources: Sources, model: str) -> str:
         return "–"
     for group in sources.remat.data["groups"] if sources.remat else []:
         if (group["model"], group["policy"]) == (model, "mixed_bfloat16") and _full(model, group["setting"]):
-            found = [group["rows"].get(kind, {}).get("largest", {}).get("batch") for kind in ("none", "attention")]
+            batches = [group["rows"].get(kind, {}).get("largest", {}).get("batch") for kind in ("none", "attention")]
             mark = COMPILED if "target" in group["setting"] else ""
-            return f"{found[0]} → {found[1]}{mark}" if all(found) else ""
+            return f"{batches[0]} → {batches[1]}{mark}" if all(batches) else ""
     return ""
 
 
 def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
-    """The difference of what was reached to float32, by seed."""
+    """The difference to float32, by seed."""
 
     def cell(sources: Sources, model: str) -> str:
         runs = sources.accuracy.data["runs"] if sources.accuracy else []
         runs = [{**run, "final": {k: float(v) for k, v in run["final"].items()}} for run in runs if _whole(run)]
         variants = accuracy_report.by_variant(runs).get(TASKS[model], {})
-        own, baseline = (variants.get(key, []) for key in ((policy, loss_scale), accuracy_report.BASELINE))
-        found = accuracy_report.differences(TASKS[model], own, baseline)
-        if not found:
+        runs, baseline = (variants.get(key, []) for key in ((policy, loss_scale), accuracy_report.BASELINE))
+        differences = accuracy_report.differences(TASKS[model], runs, baseline)
+        if not differences:
             return ""
-        if any(run["failure"] for run in own):
+        if any(run["failure"] for run in runs):
             return "✗ stopped"
-        met = accuracy_report.goal(TASKS[model], policy, own, baseline)[0]
+        met = accuracy_report.goal(TASKS[model], policy, runs, baseline)[0]
         unit = "points" if TASKS[model] == "images" else "% loss"
-        seeds = f"{len(found)} of {accuracy_report.SEEDS} seeds"
+        seeds = f"{len(differences)} of {accuracy_report.SEEDS} seeds"
         mark, few = ("", f", {seeds}") if met is None else ("✓ " if met else "✗ ", "")
-        return f"{mark}{deviating(found, '+.2f')} {unit}{few}"
+        return f"{mark}{deviating(differences, '+.2f')} {unit}{few}"
 
     return cell
 
@@ -201,8 +203,8 @@ def filled(results: Path) -> list[str]:
     table = _filled_table(Sources(results))
     text = "".join(table)
     notes = {
-        COMPILED: "compiled for an H200 that was not there, not run",
-        TYPED: "relative to a peak typed in from one run on an H200",
+        COMPILED: "compiled for an H200 that was not attached, not run",
+        TYPED: "relative to a peak that was measured once on an H200 and entered by hand",
     }
     marks = "; ".join(f"{mark} {note}" for mark, note in notes.items() if mark in text)
     return [*table, "", f"Goals in brackets, ✓ where they are met{f'; {marks}' if marks else ''}.", ""]
@@ -221,23 +223,24 @@ def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
     notes = [source.line(root) for source in sources.all()]
     if TYPED in text:
         peaks = ", ".join(
-            f"{MODELS[model].split(',')[0]} {each.torch:,} and {each.float32:,}" for model, each in RECORDED.items()
+            f"{MODELS[model].split(',')[0]} {batch.torch:,} and {batch.float32:,}" for model, batch in RECORDED.items()
         )
         notes.insert(
             0,
-            f"{TYPED} over recorded peaks, typed in from one run on one H200 (torch 2.11.0+cu130), which no script "
-            f"here wrote: MiB of torch.compile AMP and of JAX's float32 by hand: {peaks}. A train step measured with "
-            "`python -m experiments.benchmarks.train_step` takes their place.",
+            f"{TYPED} relative to peaks that were measured once on one H200 (torch 2.11.0+cu130) and entered by hand, "
+            f"in MiB of torch.compile AMP and of JAX's float32 by hand: {peaks}. A train step measured with "
+            "`python -m experiments.benchmarks.train_step` replaces them.",
         )
         alike = {name: sources.goals(model).get("saved_compiled") for model, name in MODELS.items()}
-        shares = [f"{name.split(',')[0]} {found[0].value:.0%}" for name, found in alike.items() if found]
+        shares = [f"{name.split(',')[0]} {figures[0].value:.0%}" for name, figures in alike.items() if figures]
         if shares:
             notes.insert(
-                1, f"Saved against float32 that is compiled as well, without cuDNN's workspaces: {', '.join(shares)}."
+                1,
+                f"Memory saved against float32 if both are compiled, without cuDNN's workspaces: {', '.join(shares)}.",
             )
     if COMPILED in text:
         notes.insert(0, f"{COMPILED} compiled, not run.")
     shown = ["Goals in brackets, ✓ where they are met.", "", *table, ""]
     if len(table) - 2 < len(ROWS):  # the first two lines are headings
-        shown += ["`make gpu` measures the times and the accuracies, which are not on record yet.", ""]
+        shown += ["`make gpu` measures the times and the accuracies, which have not been measured yet.", ""]
     return shown, [f"{note}\n" for note in notes]

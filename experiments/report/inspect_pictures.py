@@ -104,12 +104,12 @@ def of_compare(folder: Path, smoke: bool) -> Iterator[Picture]:
     tokens, vocabulary = next(batches)["tokens"], language_modeling.load(config).tokenizer.size
     model = GPT2(vocabulary, config.context, config.layers, config.heads, config.width)  # no policy has decided on it
 
-    def loss_fn(params: Any, seen: jax.Array, targets: jax.Array) -> Any:
-        return model.apply({"params": params}, seen, targets, method="loss")
+    def loss_fn(params: Any, inputs: jax.Array, targets: jax.Array) -> Any:
+        return model.apply({"params": params}, inputs, targets, method="loss")
 
-    found = compare(loss_fn, "mixed_bfloat16")(state.params, tokens[:, :-1], tokens[:, 1:])
+    comparison = compare(loss_fn, "mixed_bfloat16")(state.params, tokens[:, :-1], tokens[:, 1:])
     text = f"{words(config)}, {config.steps} steps in float32, then one under autocast beside float32."
-    yield Picture("errors", plots.errors(found), text)
+    yield Picture("errors", plots.errors(comparison), text)
 
 
 def of_scale(folder: Path, smoke: bool) -> Iterator[Picture]:
@@ -141,9 +141,9 @@ def of_memory(folder: Path, smoke: bool) -> Iterator[Picture]:
     plans = {}
     for name, row in ROWS.items():
         key = name.replace(", ", "-")
-        found = has.get(f"bert-{key}", lambda row=row: measure(case, row, smoke), sizes=dataclasses.asdict(case.sizes))
+        record = has.get(f"bert-{key}", lambda row=row: measure(case, row, smoke), sizes=dataclasses.asdict(case.sizes))
         names = ("device", "peak", "by_kind", "by_dtype", "batch")
-        plans[name] = Memory(**{name: found[name] for name in names}, at_peak=(), _peak_with=lambda size: 0)
+        plans[name] = Memory(**{name: record[name] for name in names}, at_peak=(), _peak_with=lambda size: 0)
     yield Picture("memory", plots.memory(plans), "\n".join(memory_text(case, plans)))
 
 
@@ -171,16 +171,17 @@ def memory_text(case: Workload, plans: dict[str, Memory]) -> Iterator[str]:
     saved = 1 - plans["mixed_bfloat16"].peak / plans["float32"].peak
     left = plans["mixed_bfloat16"].by_kind["activations"] / plans["float32"].by_kind["activations"]
     yield (
-        "*Beside the breakdown that is passed around*, 9.36 GB in float32 and 6.04 GB in mixed precision: it is no "
-        "measurement of this project, and we have not found its source. Both figures come out to the last digit from "
-        f"{1e3 * rest:.0f}M params and {full} GB of activations: params, gradients and Adam's state at 4 + 4 + 8 bytes "
-        f"and the activations are {rest * 16 + full:.2f} GB, at 2 + 2 + 8 bytes and with half the activations "
-        f"{rest * 12 + half:.2f} GB. The table is of something else. Its batch was chosen so that float32 has about as "
-        "many activations. Its params stay float32 under the mixed policy, for they are the master weights, and the "
-        "half copies of them that the backward pass reads count as activations. And it is what is alive at one moment: "
-        "gradients are among the temporaries, which have no room for all of them while the activations are there. So "
-        f"mixed precision saves {saved:.0%} here, not {1 - 6.04 / 9.36:.0%}, and {1 - left:.0%} of the activations; "
-        "the rest of the table's saving is remat (`attention`: all but attention is computed again)."
+        "*A widely quoted breakdown* says 9.36 GB in float32 and 6.04 GB in mixed precision. It is not a "
+        f"measurement of this project, and we have not found its source. Its figures follow from {1e3 * rest:.0f}M "
+        f"params and {full} GB of activations: {rest * 16 + full:.2f} GB with 4 + 4 + 8 bytes per param for "
+        f"params, gradients and Adam's state, and {rest * 12 + half:.2f} GB with 2 + 2 + 8 bytes and half the "
+        "activations. The table differs in three ways. Its params stay float32 under the mixed policy, because "
+        "they are the master weights. The half copies of them that the backward pass reads count as activations. "
+        "And it shows one moment: gradients are among the temporaries, and not all of them are alive together "
+        f"with the activations. So mixed precision saves {saved:.0%} here, not {1 - 6.04 / 9.36:.0%}, and "
+        f"{1 - left:.0%} of the activations. The rest of the saving comes from remat (`attention`: everything "
+        "except attention is recomputed). The batch was chosen so that float32 has about as many activations as "
+        "the breakdown."
     )
 
 
@@ -188,10 +189,10 @@ def write(file: Path, name: str, text: str) -> None:
     """Replaces what is between the markers of a picture."""
     begin, end = f"<!-- {name}: written by `python -m experiments.report.inspect_pictures` -->\n", f"<!-- /{name} -->"
     page = file.read_text()
-    found = re.search(f"(?s){re.escape(begin)}.*?{re.escape(end)}", page)
-    if found is None:
+    match = re.search(f"(?s){re.escape(begin)}.*?{re.escape(end)}", page)
+    if match is None:
         raise SystemExit(f"error: {file} must have the lines {begin!r} and {end!r}")
-    file.write_text(f"{page[: found.start()]}{begin}\n{text}\n\n{end}{page[found.end() :]}")
+    file.write_text(f"{page[: match.start()]}{begin}\n{text}\n\n{end}{page[match.end() :]}")
 
 
 OF = {"training": of_training, "compare": of_compare, "scale": of_scale, "plan": of_plan, "memory": of_memory}

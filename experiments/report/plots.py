@@ -16,7 +16,10 @@ from jaxmp.inspect.plots.drawing import style as style
 
 
 def drawn(draw: Callable[..., None]) -> Callable[..., None]:
-    """``draw``, which where matplotlib is not installed says so and leaves its picture out: the figures are written."""
+    """Run ``draw``; without matplotlib, say so and leave the picture out.
+
+    The figures are written all the same.
+    """
 
     @functools.wraps(draw)
     def draws(*args: Any, **kwargs: Any) -> None:
@@ -91,10 +94,10 @@ def panels(grid: Sequence[Sequence[Panel]], path: Path, caption: str = "") -> No
     Rows may differ in length: right of a shorter one nothing is drawn.
     """
     names = [
-        [list(dict.fromkeys([*p.bars, *(row for own in p.dots.values() for row in own)])) for p in r] for r in grid
+        [list(dict.fromkeys([*p.bars, *(row for dots in p.dots.values() for row in dots)])) for p in r] for r in grid
     ]
     most = [max(map(len, row)) for row in names]
-    shared = [all(own == row[0] for own in row) for row in names]
+    shared = [all(column == row[0] for column in row) for row in names]
     columns = max(map(len, grid))
     widest = next(i for i, row in enumerate(grid) if len(row) == columns)
     width = sum(3.4 if shared[widest] and i else 5.6 for i in range(columns))
@@ -133,8 +136,8 @@ def _panel(axes: Any, panel: Panel, names: list[str], named: bool, above: float)
               color=[colors[name] for name in bars])  # fmt: skip
     for name in bars if panel.form else ():
         note(f"{panel.bars[name]:{panel.form}}", panel.bars[name], names.index(name))
-    for i, (kind, own) in enumerate(panel.dots.items()):
-        for name, figure_ in own.items():
+    for i, (kind, dots) in enumerate(panel.dots.items()):
+        for name, figure_ in dots.items():
             low, middle, high = figure_ if isinstance(figure_, tuple | list) else (figure_,) * 3
             y = names.index(name) + 0.15 * (i - (len(panel.dots) - 1) / 2)
             look = {"color": color(i + 1)}
@@ -151,14 +154,17 @@ def _panel(axes: Any, panel: Panel, names: list[str], named: bool, above: float)
 
 @drawn
 def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Loss, accuracy and loss scale of one run against its steps; held-out values as dots, skipped steps as ticks."""
+    """Draw loss, accuracy and loss scale of one run against its steps.
+
+    Held-out values are dots, skipped steps ticks.
+    """
     train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
     page = figure(10.5, 3.2)
     for axes, name in zip(page.subplots(1, 3), ("loss", "accuracy", "loss_scale"), strict=True):
         style(axes, name if name != "loss_scale" else "loss scale; upright lines: skipped steps", "step")
-        seen = [(row["step"], row[name]) for row in train if name in row]  # a fused loss never has the logits
-        if seen:
-            axes.plot(*zip(*seen, strict=True), color=COLORS[2], linewidth=1.2, label="training")
+        points = [(row["step"], row[name]) for row in train if name in row]  # a fused loss never has the logits
+        if points:
+            axes.plot(*zip(*points, strict=True), color=COLORS[2], linewidth=1.2, label="training")
         if name == "loss_scale":
             axes.set_yscale("log", base=2)
             for row in train:

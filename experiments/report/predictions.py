@@ -1,4 +1,7 @@
-"""Times of train steps on record for an H200, held against those that :func:`jaxmp.inspect.roofline` predicts."""
+"""Compare recorded times of train steps on an H200 with predictions.
+
+:func:`jaxmp.inspect.roofline` makes the predictions.
+"""
 
 from __future__ import annotations
 
@@ -40,31 +43,34 @@ def on_record(results: Sequence[dict[str, Any]]) -> list[Timed]:
     )
 
 
-def apart(one: Timed, other: Timed) -> float:
+def apart(first: Timed, other: Timed) -> float:
     """By what share two predictions differ, of the smaller."""
-    return max(one.predicted, other.predicted) / min(one.predicted, other.predicted) - 1
+    return max(first.predicted, other.predicted) / min(first.predicted, other.predicted) - 1
 
 
-def reversed_pairs(found: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
-    """Those of which the first, which was measured faster, is not predicted so; of the most apart first."""
-    pairs = [pair for pair in itertools.combinations(found, 2) if pair[0].predicted >= pair[1].predicted]
+def reversed_pairs(timed: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
+    """Return the pairs whose first step was measured faster but is not predicted so.
+
+    Those whose predictions are most apart come first.
+    """
+    pairs = [pair for pair in itertools.combinations(timed, 2) if pair[0].predicted >= pair[1].predicted]
     return sorted(pairs, key=lambda pair: -apart(*pair))
 
 
 def predictions(results: Sequence[dict[str, Any]]) -> list[Table]:
     """The times on record beside those predicted, and how many pairs of them are in order."""
-    found = on_record(results)
-    if len(found) < 2:
+    timed = on_record(results)
+    if len(timed) < 2:
         return []
-    rows = [(each.name, f"{each.measured:.1f}", f"{each.predicted:.1f}", f"{each.error:+.1%}") for each in found]
-    largest = max(abs(each.error) for each in found)
-    pairs, ties = list(itertools.combinations(found, 2)), reversed_pairs(found)
+    rows = [(step.name, f"{step.measured:.1f}", f"{step.predicted:.1f}", f"{step.error:+.1%}") for step in timed]
+    largest = max(abs(step.error) for step in timed)
+    pairs, ties = list(itertools.combinations(timed, 2)), reversed_pairs(timed)
     far = [pair for pair in pairs if apart(*pair) > largest]
     notes = [
         f"{len(pairs) - len(ties)} of {len(pairs)} pairs are ordered as measured; of those whose predictions differ by "
         f"more than the largest error, {largest:.1%}, {len(set(far) - set(ties))} of {len(far)}"
     ]
     if ties:
-        named = "; ".join(f"{one.name} and {other.name} ({apart(one, other):.1%})" for one, other in ties)
+        named = "; ".join(f"{first.name} and {other.name} ({apart(first, other):.1%})" for first, other in ties)
         notes.append(f"not ordered, by how much the predictions differ: {named}")
     return [Table("Predicted and measured", ("step", "measured ms", "predicted ms", "error"), rows, notes=tuple(notes))]

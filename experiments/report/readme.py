@@ -40,8 +40,8 @@ def table(text: str) -> str:
 
 def facts(text: str) -> str:
     """Device, versions, date and command in one line."""
-    found = dict(re.findall(r"^- (\w+): (.+)$", text, flags=re.MULTILINE))
-    return f"{found['device']}; {found['versions']}; {found['date'][:10]}; `{found['command']}`"
+    fields = dict(re.findall(r"^- (\w+): (.+)$", text, flags=re.MULTILINE))
+    return f"{fields['device']}; {fields['versions']}; {fields['date'][:10]}; `{fields['command']}`"
 
 
 def block(root: Path = ROOT) -> str:
@@ -49,7 +49,7 @@ def block(root: Path = ROOT) -> str:
     results = root / "experiments" / "results"
     lines = ["## Measured", ""]
     if sums := headline.gradient_sums(results):
-        lines += [f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", ""]
+        lines += [f"{sentence(sums.data)} [Why, and other cases](docs/gradient_sums.md).", ""]
     lines += headline.filled(results)
     lines += [cost_of_scaling(results), ""]
     lines += ["[All results](docs/measured.md), with devices, versions, dates and commands."]
@@ -91,7 +91,12 @@ def measured_block(root: Path = ROOT) -> str:
     conclusion = demo["Comparison"].strip().splitlines()[0]
     lines = list[str]()
     if sums := headline.gradient_sums(results):
-        lines += ["## Sums of gradients", "", f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", ""]
+        lines += [
+            "## Sums of gradients",
+            "",
+            f"{sentence(sums.data)} [Why, and other cases](docs/gradient_sums.md).",
+            "",
+        ]
         lines += folded(MEASURED, [sums.line(root)])
     lines += ["## On a GPU, against PyTorch and float32", ""]
     shown, provenance = headline.lines(results, root)
@@ -195,14 +200,17 @@ def _percent(error: float | str) -> str:
 
 
 def roofline_block(root: Path = ROOT) -> str:
-    """The part of docs/inspect.md on predicted times, of the newest steps compiled for an H200 below ``root``."""
+    """Return the part of docs/inspect.md on predicted times.
+
+    It is of the newest steps compiled for an H200 below ``root``.
+    """
     source = headline.newest(
         root / "experiments" / "results", "compile_only", lambda run: bool(predictions.predictions(run["results"]))
     )
     if source is None:
         return "Not compiled yet: `python -m experiments.benchmarks.compile_only`.\n"
-    (found,) = predictions.predictions(source.data["results"])
-    text = found.markdown().partition("\n\n")[2]
+    (prediction,) = predictions.predictions(source.data["results"])
+    text = prediction.markdown().partition("\n\n")[2]
     return f"{text}\n{source.line(root)}\n".replace("](experiments/", "](../experiments/")
 
 

@@ -79,7 +79,10 @@ def spread(quartiles: tuple[float, float, float], form: str) -> str:
 
 
 def times(row: dict[str, Any], form: str = ".4g", of: str = ".4f") -> tuple[str, str, str, str]:
-    """Milliseconds and ratio of a row of :func:`experiments.measure.timing.against`, each with its quartiles."""
+    """Return milliseconds and ratio of a row, each with its quartiles.
+
+    The row is one of :func:`experiments.measure.timing.against`.
+    """
     return f"{row['ms'][1]:{form}}", spread(row["ms"], form), f"{row['ratio'][1]:{of}}", spread(row["ratio"], of)
 
 

@@ -1,4 +1,6 @@
-"""The largest batch that fits in memory, found from what the compiled step says it needs: nothing runs out of memory.
+"""Find the largest batch that fits in memory.
+
+The compiled step says what it needs, so nothing runs out of memory.
 
 Memory grows in proportion to the batch, so that a line through what two batches need says where the limit is, and a
 few compilations find it. Nothing is computed meanwhile, and no array is made.
@@ -32,7 +34,10 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 class Found(NamedTuple):
-    """The largest batch, the bytes that its step needs, the limit, and what each batch that was compiled needs."""
+    """The largest batch, its step's bytes, and the limit.
+
+    Also the bytes of every batch that was compiled.
+    """
 
     batch: int
     bytes: int
@@ -104,7 +109,9 @@ def largest_batch(
 
 
 def step_bytes(experiment: Experiment, batch_size: int) -> int:
-    """Bytes that an experiment's train step needs with a batch of that size, and the next batch, which waits for it.
+    """Return the bytes that a train step needs with a batch of a size.
+
+    The next batch, which waits for the step, counts too.
 
     Raises:
       ValueError: the compiler does not tell.
@@ -118,10 +125,12 @@ def step_bytes(experiment: Experiment, batch_size: int) -> int:
 
 
 def free_bytes(limit: str | None = None) -> int:
-    """The bytes that ``limit`` says, or the share of the device's memory that a step may take (a CPU's is the host's).
+    """Return the bytes that a step may take.
+
+    They are ``limit``, or a share of the device's memory (a CPU's is the host's).
 
     Raises:
-      ValueError: ``limit`` is no number of bytes, or it is None and the device does not say what it has.
+      ValueError: ``limit`` is not a number of bytes, or it is None and the device does not say what it has.
     """
     if limit is not None:
         return read_bytes(limit)
@@ -170,7 +179,9 @@ def in_words(size: int) -> str:
 
 
 def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Callable[[C], int]) -> C:
-    """The flags of a script with a number for ``--batch-size auto``; a resumed run's is the one it began with.
+    """Return a script's flags with a number for ``--batch-size auto``.
+
+    That of a resumed run is the one it began with.
 
     Args:
       name: the experiment's.
@@ -196,8 +207,8 @@ def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Call
     print("looking for the largest batch that fits", file=sys.stderr, flush=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # training will say it
-        found = largest_batch(
+        largest = largest_batch(
             lambda batch: step_bytes(experiment, batch), limit, least=flags.accumulate, most=most(config)
         )
-    print(f"--batch-size auto: {found}", flush=True)
-    return dataclasses.replace(flags, batch_size=found.batch)
+    print(f"--batch-size auto: {largest}", flush=True)
+    return dataclasses.replace(flags, batch_size=largest.batch)

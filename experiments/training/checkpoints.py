@@ -1,4 +1,6 @@
-"""Checkpoints that survive a kill: Orbax writes them in the background, whole or not at all; each file has a checksum.
+"""Write checkpoints that survive a kill.
+
+Orbax writes them in the background, whole or not at all; each file has a checksum.
 
 A checkpoint is a folder named by its step. Its ``state`` holds the arrays of a :class:`jaxmp.TrainState` by their
 paths, the loss scale's apart from the rest, because it alone may be started afresh under another policy; its ``about``
@@ -113,8 +115,8 @@ class Checkpoint:
         places = {name: _data(leaf).sharding for name, leaf in wanted.items() if leaf.committed}
         for leaf in wanted.values() if free else ():
             leaf.delete()
-        found = self._read(places)
-        leaves = scale | {name: _like(found[name], leaf) for name, leaf in wanted.items()}
+        arrays = self._read(places)
+        leaves = scale | {name: _like(arrays[name], leaf) for name, leaf in wanted.items()}
         new = jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in _names(state)])
         # What was counted is how often the old scale could not fall.
         return new if goes_on else new.replace(stuck=jnp.zeros_like(new.stuck))
@@ -145,7 +147,9 @@ class Checkpoint:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's, which never asks whether the job is to stop: the loop does, with numbers of steps that only rise.
+    """Orbax's manager, which never asks whether the job is to stop.
+
+    The loop asks, with numbers of steps that only rise.
 
     Orbax would ask in the background for a step that lies behind, and the processes would agree on one that is over.
     """
@@ -155,7 +159,9 @@ class _Manager(ocp.CheckpointManager):
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run, in the background. A context manager: it ends when the last one is written.
+    """A context manager that writes the checkpoints of one run.
+
+    They are written in the background; it ends when the last one is written.
 
     All processes make one, with the same arguments, and call its methods in the same order.
 
@@ -261,7 +267,10 @@ class Checkpoints:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the finished checkpoints in a folder, in order; whether they are whole is not looked at."""
+    """Return the steps of the finished checkpoints in a folder, in order.
+
+    They may be damaged: nothing is read.
+    """
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -335,7 +344,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _was_retrieved(record: logging.LogRecord) -> bool:
-    """Not for what asyncio logs of an exception that nobody asked for: Orbax raises the first, which says the same."""
+    """Drop the logs of asyncio on exceptions that nobody asked for.
+
+    Orbax raises the first one, which says the same.
+    """
     return "exception was never retrieved" not in record.getMessage()
 
 
@@ -347,7 +359,10 @@ def _split(state: jaxmp.TrainState) -> tuple[dict[str, jax.Array], dict[str, jax
 
 
 def _names(state: jaxmp.TrainState) -> list[str]:
-    """The paths of a state's leaves, in their order; the loss scale's, wherever they are, under ``loss_scale/``."""
+    """Return the paths of a state's leaves, in their order.
+
+    Those of the loss scale, wherever they are, begin with ``loss_scale/``.
+    """
 
     def name(path: tuple[Any, ...], node: Any) -> Any:
         if not isinstance(node, LossScalingState):

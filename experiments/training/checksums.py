@@ -23,19 +23,19 @@ def write(folder: Path) -> None:
 def find_damage(folder: Path) -> str | None:
     """The first file of a checkpoint that is not what its checksum says."""
     try:
-        own, end, lines = (folder / FILE).read_text(errors="replace").partition("\n")
-        found = _checksums_of(folder)
+        text, end, lines = (folder / FILE).read_text(errors="replace").partition("\n")
+        checksums = _checksums_of(folder)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return str(error)
-    if own + end != _first_line(lines):
+    if text + end != _first_line(lines):
         return f"{FILE} is not what was written, without which nothing tells whether the rest is"
     expected = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines.splitlines())}
     for name in sorted(expected):  # a file that is not among them, such as a file manager leaves, does no harm
-        if name not in found:
+        if name not in checksums:
             return f"{name} is missing"
-        if expected[name] != found[name]:
+        if expected[name] != checksums[name]:
             return f"{name} is not what was written"
     return None
 

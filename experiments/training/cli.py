@@ -24,7 +24,7 @@ from experiments.training.allocator import keep_freed_memory
 C = TypeVar("C")
 T = TypeVar("T")
 GPU_SHARE = 0.95
-"""Of a GPU's memory, what JAX may take in a script; it would leave a quarter unused by itself."""
+"""The share of a GPU's memory that a script may take; JAX's default leaves a quarter unused."""
 BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))]
 
 
@@ -45,8 +45,8 @@ Folder = Annotated[Path | None, _PATH, tyro.conf.arg(metavar="DIR", help_behavio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
-    """Flags of every training script."""
+class PrecisionFlags:
+    """The dtypes of params and products, and the loss scale."""
 
     policy: str = "auto"
     """Precision: float32, tensorfloat32, mixed_float16, mixed_bfloat16, mixed_float8, float16, bfloat16, bfloat16_sr,
@@ -62,30 +62,45 @@ class Training:
     override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
     """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast paths begin with
     the model's own name."""
-    remat: str = "none"
-    """What the backward pass computes again in place of keeping it: none, full, dots, dots_no_batch, float8, which
-    keeps only what mixed_float8 multiplies, or the name of a policy of jax.checkpoint_policies. Transformers have
-    attention too, which keeps attention's results and computes the rest of each block again: the most memory for the
-    least time."""
-    accumulate: int = 1
-    """Microbatches a step; must divide the batch."""
-    ema: float = 0.0
-    """Decay of a moving average of the params, 0.99 say, with which to evaluate; 0 keeps none."""
-    memory_limit: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")] = None
-    """What --batch-size auto may fill, 20GB or 512MiB say. (default: nine tenths of what is free of the 95 % of a GPU's
-    memory that JAX takes, or of the memory of a machine without one)"""
-    seed: int = 0
-    """Seed of the params and of the order of the examples."""
     low_precision: Literal["none", "nearest", "kahan", "stochastic", "bfloat16", "float8"] = "none"
     """How bfloat16 params (--policy bfloat16_sr) are rounded, so that they learn without float32 copies; bfloat16 and
     float8: stochastically, with the optimizer's moments stored so."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryFlags:
+    """Less memory in a step."""
+
+    accumulate: int = 1
+    """Microbatches a step; must divide the batch."""
+    remat: str = "none"
+    """Recomputation in the backward pass, to save memory: none, full, dots, dots_no_batch, float8 (keeps only the
+    operands of mixed_float8), or the name of a policy of jax.checkpoint_policies. Transformers also have attention: it
+    keeps the results of attention, recomputes the rest of each block, and saves the most memory for the least time."""
+    memory_limit: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")] = None
+    """Memory for --batch-size auto, such as 20GB or 512MiB. (default: nine tenths of the free part of the 95 % of a
+    GPU's memory that JAX takes, or of the memory of a machine without a GPU)"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationFlags:
+    """Evaluation, and what is recorded while a run trains."""
+
+    evaluate_every: int = 50
+    """Steps between evaluations on held-out examples; 0 evaluates at the end only."""
+    ema: float = 0.0
+    """Decay of a moving average of the params, 0.99 say, with which to evaluate; 0 keeps none."""
     watch: int = 0
     """Steps between those in which the values of weights, activations and gradients are counted (watch.jsonl; jaxmp
     watch RUN shows it); 0 for none. Such a step is the training step itself, in a program that counts, too."""
     tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write metrics and what --watch counts for TensorBoard, too, with the SummaryWriter of torch or tensorboardX."""
-    evaluate_every: int = 50
-    """Steps between evaluations on held-out examples; 0 evaluates at the end only."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointFlags:
+    """Checkpoints, and going on from one."""
+
     checkpoint_every: int = 1000
     """Steps between checkpoints, which are written while training goes on; the last step has one too. 0 writes none."""
     keep: int = 3
@@ -96,6 +111,12 @@ class Training:
     policy (if the params keep their dtype), the loss scale (which goes on from its value if it is of the same kind:
     static, dynamic or headroom, whatever its parameters) and what does not touch training may be others. The data may
     have moved, but must be the same."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceFlags:
+    """Several devices and processes."""
+
     mesh: Annotated[str | None, tyro.conf.arg(metavar="data=N,fsdp=N,tensor=N", help_behavior_hint="")] = None
     """How the devices of all processes share the work: data have a copy of the params each and rows of the batch of
     their own, fsdp rows of their own and a part of params and optimizer, tensor a part of each product (gpt2 and bert).
@@ -108,12 +129,25 @@ class Training:
     process_id: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Which of them this is, from 0. (default: see --coordinator)"""
     stall_seconds: int = 40
-    """Of several processes, one that makes no step for so long ends itself and says where it hangs, for the others wait
-    for it; what is not a step (compiling, evaluating, saving) may take 20 times as long. 0 waits for ever."""
+    """With several processes: a process without a step for so many seconds ends itself and says where it hangs, because
+    the others wait for it. Compiling, evaluating and saving may take 20 times as long. 0 waits for ever."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """The seed and the folders of a run."""
+
+    seed: int = 0
+    """Seed of the params and of the order of the examples."""
     data_dir: Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: Folder = None
     """Folder to write config, metrics, curves, checkpoints and summary to. (default: runs/NAME-TIME)"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(PrecisionFlags, MemoryFlags, EvaluationFlags, CheckpointFlags, DeviceFlags, RunFlags):
+    """Flags of every training script."""
 
 
 def require(flag: str, value: float, least: float, below: float = float("inf")) -> None:
@@ -135,7 +169,7 @@ def chosen(flag: str, names: Sequence[str], among: Mapping[str, T]) -> dict[str,
     """
     if unknown := [name for name in names if name not in among]:
         raise ValueError(f"{flag} must be among {', '.join(among)}; got {', '.join(unknown)}")
-    return {name: one for name, one in among.items() if name in (names or among)}
+    return {name: value for name, value in among.items() if name in (names or among)}
 
 
 def check(config: Any) -> None:
@@ -164,9 +198,29 @@ def check(config: Any) -> None:
 
 
 def parse(config_type: type[C], description: str, args: Sequence[str] | None = None) -> C:
-    """The flags in ``args``, or in this process's own. ``--help`` ends it with exit code 0, an unknown flag with 2."""
+    """Return the flags in ``args``, or in the command line of this process.
+
+    ``--help`` ends the process with exit code 0, an unknown flag with 2.
+    """
     program = " ".join(program_line()) if args is None else None
-    return tyro.cli(config_type, prog=program, description=description, args=args, config=(tyro.conf.OmitArgPrefixes,))
+    options: Any = {"prog": program, "description": description, "args": args, "config": (tyro.conf.OmitArgPrefixes,)}
+    groups = _groups(config_type)
+    if not groups:
+        return tyro.cli(config_type, **options)
+    flags: Any = tyro.cli(dataclasses.make_dataclass("Flags", groups.items()), **options)
+    return config_type(**{name: value for group in groups for name, value in vars(getattr(flags, group)).items()})
+
+
+def _groups(config_type: Any) -> dict[str, type]:
+    """Return the classes ``…Flags`` that hold all fields of a class.
+
+    Their names are the titles in ``--help``; empty if some fields are in none.
+    """
+    classes = [base for base in config_type.__mro__ if base.__name__.endswith("Flags")]
+    names = {field.name for base in classes for field in dataclasses.fields(base)}
+    if names != {field.name for field in dataclasses.fields(config_type)}:
+        return {}
+    return {base.__name__.removesuffix("Flags").lower(): base for base in classes}
 
 
 @contextmanager
@@ -191,7 +245,9 @@ def plain_warnings() -> None:
 
 
 def plain_threads() -> None:
-    """Without the tracebacks of what nobody can catch in tensorstore's threads, one an array that it cannot write.
+    """Silence the tracebacks of tensorstore's threads, which nobody can catch.
+
+    There is one for each array that cannot be written.
 
     What became of the write is raised where it is waited for.
     """

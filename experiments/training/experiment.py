@@ -42,6 +42,7 @@ class Experiment:
       unit: what is counted a second, ``"examples"`` or ``"tokens"``.
       closing: the trained state and its held-out metrics to what the summary says too, a sample say.
       create_on_mesh: seed to the state that training starts from, on several devices; None for one device.
+      cast_plan: arguments of the loss function to autocast's plan; None where the modules have the policy.
     """
 
     loss_fn: Callable[..., Any]
@@ -57,6 +58,7 @@ class Experiment:
     unit: str = "examples"
     closing: Callable[[jaxmp.TrainState, dict[str, float]], Closing] = lambda state, test: Closing({}, {})
     create_on_mesh: Callable[[int], jaxmp.TrainState] | None = None
+    cast_plan: Callable[..., jaxmp.CastPlan] | None = None
 
     def init(self, seed: int) -> jaxmp.TrainState:
         """A fresh state."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import data
 from experiments.data import images
 from experiments.training import cli
+
+SMALL = 64
+"""Up to this height a residual network has the stem for small images."""
 
 
 class Data(NamedTuple):
@@ -24,6 +28,46 @@ class Data(NamedTuple):
     def pixels(self, image_size: int, dtype: str) -> images.Pixels:
         """Return the resizing and the normalisation of the images."""
         return images.Pixels(image_size, self.mean, self.std, dtype)
+
+
+class Batches(NamedTuple):
+    """The batches of a run.
+
+    Attributes:
+      train: seed, and number of the first batch if not 0, to batches for ever.
+      test: returns the held-out batches.
+      shape: height, width and channels of an image.
+      classes: how many there are.
+      steps: how many steps to train.
+      origin: the set and where it is from.
+    """
+
+    train: Callable[..., Iterator[images.Batch]]
+    test: Callable[[], Iterator[images.Batch]]
+    shape: tuple[int, int, int]
+    classes: int
+    steps: int
+    origin: str
+
+
+def batches(config: Any, dtype: str, place: Any) -> Batches:
+    """Return the batches that the flags describe, with images in ``dtype``, each placed by ``place``."""
+    dataset = load(config.dataset, config.data_dir)
+    height, width, channels = dataset.train.image.shape[1:]
+    cli.require("--shift", config.shift, 0, height)
+    pixels = dataset.pixels(config.image_size, dtype)
+    shape = pixels.shape((height, width, channels))
+    size = config.batch_size
+    return Batches(
+        train=lambda seed, start=0: images.epochs(
+            dataset.train, size, seed, config.shift, start, config.flip, pixels, place
+        ),
+        test=lambda: images.in_order(dataset.test, 1024 if shape[0] <= SMALL else size, pixels, place),
+        shape=shape,
+        classes=dataset.classes,
+        steps=config.steps or config.epochs * images.steps_per_epoch(dataset.train, size),
+        origin=dataset.origin,
+    )
 
 
 @functools.cache

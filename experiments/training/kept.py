@@ -25,20 +25,20 @@ def read(file: Path) -> dict[str, Any]:
       ValueError: it is damaged, or no run's.
     """
     try:
-        found = json.loads(file.read_text())
-        missing = [name for name in ("setting", "environment") if name not in found]
+        content = json.loads(file.read_text())
+        missing = [name for name in ("setting", "environment") if name not in content]
         why = f"it has no {missing[0]}" if missing else ""
     except (ValueError, TypeError) as error:
         why = str(error)
     if why:
         raise ValueError(f"{file} is no result of a run ({why}); remove it, and it is measured anew")
-    return found
+    return content
 
 
 def _is_part(versions: str | None, others: str | None) -> bool:
     """Return whether one list of versions contains the other: a further package changes no figure."""
-    own, other = (set(text.split(", ")) if text else set() for text in (versions, others))
-    return bool(own and other) and (own <= other or other <= own)
+    here, other = (set(text.split(", ")) if text else set() for text in (versions, others))
+    return bool(here and other) and (here <= other or other <= here)
 
 
 def _may_be_had_now(record: dict[str, Any]) -> bool:
@@ -47,12 +47,14 @@ def _may_be_had_now(record: dict[str, Any]) -> bool:
 
 
 def require_alike(file: Path, now: dict[str, Any]) -> None:
-    """Checks that what is to be measured in a setting can be held against what the run folder has in a file.
+    """Check that new measurements can stand beside those of the run folder.
+
+    A file there has the settings of the earlier ones.
 
     Of versions one side may have packages that the other lacks: one was installed since.
 
     Raises:
-      ValueError: their settings differ, or the file is no result of a run.
+      ValueError: their settings differ, or the file is not a result of a run.
     """
     before, now = read(file)["setting"], strict_json(now)
     different = [name for name in {**now, **before} if before.get(name) != now.get(name)]
@@ -69,13 +71,16 @@ def require_alike(file: Path, now: dict[str, Any]) -> None:
 
 
 def joined(environments: list[dict[str, str]]) -> dict[str, str]:
-    """Device, versions and commands of all that was measured, what differs side by side, and the newest date."""
+    """Return device, versions, commands and the newest date of all measurements.
+
+    Texts that differ stand side by side.
+    """
     texts = {
-        name: [text for each in environments for text in each.get(name, "").split("; ") if text]
-        for name in {name: None for each in environments for name in each}
+        name: [text for environment in environments for text in environment.get(name, "").split("; ") if text]
+        for name in {name: None for environment in environments for name in environment}
     }
-    where = {name: "; ".join(dict.fromkeys(own)) for name, own in texts.items()}
-    return {**where, "date": max(each["date"] for each in environments)}
+    where = {name: "; ".join(dict.fromkeys(values)) for name, values in texts.items()}
+    return {**where, "date": max(environment["date"] for environment in environments)}
 
 
 class Clock:
@@ -116,27 +121,27 @@ class Kept:
         self.setting = {**{name: where[name] for name in place}, **setting}
         self.environments: list[dict[str, str]] = []
 
-    def require_alike(self, pattern: str, **own: Any) -> None:
-        """Checks that files in the folder are of the same setting, and of what is their ``own``.
+    def require_alike(self, pattern: str, **setting: Any) -> None:
+        """Checks that files in the folder are of the same setting.
 
         Raises:
-          ValueError: one is not, or is no result of a run.
+          ValueError: one is not, or is not a result of a run.
         """
         for file in self.folder.glob(pattern):
-            require_alike(file, {**own, **self.setting})
+            require_alike(file, {**setting, **self.setting})
 
     def read(self, name: str) -> dict[str, Any]:
         """Read the record of that name; empty if there is none."""
         file = self.folder / f"{name}.json"
         return read(file) if file.exists() else {}
 
-    def save(self, name: str, found: dict[str, Any], **own: Any) -> None:
-        """Writes what was found in the folder's setting, and in what is its ``own``."""
-        about = {"setting": {**own, **self.setting}, "environment": self.where}
-        write_json(self.folder / f"{name}.json", {**about, **found})
+    def save(self, name: str, record: dict[str, Any], **setting: Any) -> None:
+        """Writes what was found in the folder's setting and in ``setting``."""
+        about = {"setting": {**setting, **self.setting}, "environment": self.where}
+        write_json(self.folder / f"{name}.json", {**about, **record})
 
     def get(
-        self, name: str, find: Callable[[], dict[str, Any] | None], progress: Progress | None = None, **own: Any
+        self, name: str, find: Callable[[], dict[str, Any] | None], progress: Progress | None = None, **setting: Any
     ) -> dict[str, Any] | None:
         """Return the record of that name, or measure it now; None if there was no time.
 
@@ -146,13 +151,13 @@ class Kept:
         Raises:
           ValueError: what was found before is of another setting, or damaged.
         """
-        self.require_alike(f"{name}.json", **own)
+        self.require_alike(f"{name}.json", **setting)
         if progress:
             progress.advance(0, name)
         record = self.read(name)
         again = "error" in record or _may_be_had_now(record)
-        if (not record or again) and not self.clock.late() and (found := find()):
-            self.save(name, found, **own)
+        if (not record or again) and not self.clock.late() and (figures := find()):
+            self.save(name, figures, **setting)
             record = self.read(name)
         self.environments += [record["environment"]] if record else []
         if progress:

@@ -1,4 +1,7 @@
-"""The loop that every training script runs, from the first step or from the last checkpoint of an earlier process."""
+"""Run the loop of every training script.
+
+It starts at the first step, or at the last checkpoint of an earlier process.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str,
 def running(
     name: str, config: C, prepare: Callable[[C], Experiment], largest_batch: Callable[[C], int] | None = None
 ) -> Iterator[Any]:
-    """A run in its folder, from the first step or from the last checkpoint on: a loop over its batches trains it.
+    """Open a run in its folder; a loop over its batches trains it.
+
+    It starts at the first step or at the last checkpoint.
 
     When the block ends it is evaluated, and ``run.summary`` says what came out; not if SIGTERM stopped it before its
     last step. A folder that can no longer be written to ends the process with one line. Each of several processes runs

@@ -1,4 +1,7 @@
-"""The flag --mesh: the devices of all processes as a mesh, the rows of a batch on them, and what is read from them."""
+"""Read the flag --mesh.
+
+It arranges the devices of all processes and the rows of a batch on them.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ def _row_devices(mesh: Mesh) -> int:
 
 
 def spread(mesh: Mesh, shape: tuple[int, ...], rows: Callable[[slice], np.ndarray]) -> jax.Array:
-    """An array on the mesh, of which each process asks for the rows that lie on its own devices.
+    """Return an array on the mesh; each process asks for the rows on its own devices.
 
     Args:
       mesh: the devices.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp.base.dtypes import nearest
+from jaxmp.base.dtypes import closest_names
 from jaxmp.engine.rules import UnmatchedOverrideError
 
 # The scale of each of Apex's opt levels; float16 params (O3) go without.
@@ -75,7 +75,10 @@ class Precision(NamedTuple):
         return None if self.autocast else self.policy
 
     def input_dtype(self, config: Any) -> str:
-        """Return the dtype of images: the first module would round them anyway, unless an override says otherwise."""
+        """Return the dtype of images.
+
+        The first module would round them anyway, unless an override says otherwise.
+        """
         return "float32" if config.override or self.autocast else compute_dtype(self.policy).name
 
     def under_autocast(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +158,9 @@ def read_low_precision(inner: Any, low_precision: str, seed: int) -> Any:
 
 
 def require_matches(experiment: Any) -> None:
-    """Traces the loss function under autocast, so that an override that matches nothing is an error at once.
+    """Trace the loss function under autocast.
+
+    An override that matches nothing is then an error at once.
 
     Raises:
       ValueError: there is one.
@@ -176,19 +181,19 @@ def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable
     Raises:
       UnmatchedOverrideError: an override matches in none, a ValueError.
     """
-    own: list[dict[str, str]] = [{} for _ in functions]
+    of_functions: list[dict[str, str]] = [{} for _ in functions]
     for pattern, kind in autocast["overrides"].items():
         errors = []
-        for overrides, (function, args) in zip(own, functions, strict=True):
+        for overrides, (function, args) in zip(of_functions, functions, strict=True):
             try:
                 jax.eval_shape(jaxmp.autocast(function, autocast["policy"], overrides={pattern: kind}), *args)
             except UnmatchedOverrideError as error:
                 errors.append(error)
             else:
                 overrides[pattern] = kind
-        if len(errors) == len(own):
+        if len(errors) == len(of_functions):
             raise errors[0]
-    return [{**autocast, "overrides": overrides} for overrides in own]
+    return [{**autocast, "overrides": overrides} for overrides in of_functions]
 
 
 def compute_dtype(policy: Any) -> Any:
@@ -206,14 +211,14 @@ def read_loss_scale(text: str) -> Any:
     """
     kind, _, rest = text.strip().partition(":")
     if kind not in _KINDS:
-        known = nearest(kind, _KINDS)
+        known = closest_names(kind, _KINDS)
         raise ValueError(f"unknown loss scale {text!r}; known, nearest first: {known}; write static:4096, say")
     names = [field.name for field in dataclasses.fields(_KINDS[kind]) if field.init and field.name not in _NO_FLAGS]
     values: dict[str, Any] = {}
     for position, part in enumerate(filter(None, rest.split(","))):
         name, _, value = part.partition("=") if "=" in part or position or not names else (names[0], "=", part)
         if name not in names:
-            known = nearest(name, names) if names else "none at all"
+            known = closest_names(name, names) if names else "none at all"
             raise ValueError(f"the loss scale {kind!r} has no parameter {part!r}; its parameters: {known}")
         try:
             number = float(value)

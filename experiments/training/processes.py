@@ -1,4 +1,6 @@
-"""Several processes of one job: they start together, agree, stop together, and end if one of them hangs or is gone.
+"""Run several processes of one job.
+
+They start together, agree, stop together, and end if one of them hangs or is gone.
 
 ``jax.distributed`` is the meeting point, SLURM or Kubernetes the launcher, which starts all again when one has ended.
 A process that ends is missed after ``HEARTBEAT_S`` at most, and then JAX ends the others. One that hangs is alive to
@@ -45,26 +47,26 @@ def start(config: Any) -> None:
     Raises:
       ValueError: the flags are not all there or out of range; or not all processes came.
     """
-    given = {name: getattr(config, name) for name in ("coordinator", "processes", "process_id")}
-    named = [name for name, value in given.items() if value is not None]
+    flags = {name: getattr(config, name) for name in ("coordinator", "processes", "process_id")}
+    named = [name for name, value in flags.items() if value is not None]
     if not named and not _detected():
         return
     if named:
-        _check(**given)
+        _check(**flags)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Without checkpoints there is nothing to do on SIGTERM but to end, as a process does by itself.
     jax.config.update("jax_enable_preemption_service", config.checkpoint_every > 0)
     try:
         jax.distributed.initialize(
-            given["coordinator"],
-            given["processes"],
-            given["process_id"],
+            flags["coordinator"],
+            flags["processes"],
+            flags["process_id"],
             heartbeat_timeout_seconds=HEARTBEAT_S,
             initialization_timeout=START_S,
             shutdown_timeout_seconds=HEARTBEAT_S,
         )
     except (RuntimeError, ValueError) as error:
-        where = f" at {given['coordinator']}" if named else ""
+        where = f" at {flags['coordinator']}" if named else ""
         raise ValueError(
             f"all processes of a job must meet{where} within {START_S} s, but {' '.join(str(error).split())[:300]}; "
             "start as many as there are to be, with the same --coordinator and --processes and each its --process-id"
@@ -116,8 +118,8 @@ def exchange(text: str) -> list[str]:
     Raises:
       ValueError: one does not come.
     """
-    turn, own, said = next(_turns), global_state.process_id, []
-    global_state.client.key_value_set(f"jaxmp/{turn}/{own}", f"={text}")
+    turn, process_id, said = next(_turns), global_state.process_id, []
+    global_state.client.key_value_set(f"jaxmp/{turn}/{process_id}", f"={text}")
     for number in range(global_state.num_processes):
         try:
             said.append(global_state.client.blocking_key_value_get(f"jaxmp/{turn}/{number}", 1000 * START_S)[1:])
@@ -147,11 +149,11 @@ def together(make: Callable[[], T], *, first_before: bool = False) -> T:
     """
     if not several():
         return make()
-    error, made = "", []
+    error, result = "", []
     if first_before and not first():
         wait()
     try:
-        made.append(make())
+        result.append(make())
     except (ValueError, TypeError, OSError, ImportError) as raised:
         error = str(raised) or type(raised).__name__
     if first_before and first():
@@ -161,7 +163,7 @@ def together(make: Callable[[], T], *, first_before: bool = False) -> T:
     if failed:
         where = "" if len(failed) == len(said) else f" (on process {', '.join(map(str, failed))} of {len(said)})"
         raise ValueError(said[failed[0]] + where)
-    return made[0]
+    return result[0]
 
 
 def folder_of_first(make: Callable[[], Path]) -> Path:
@@ -172,8 +174,8 @@ def folder_of_first(make: Callable[[], Path]) -> Path:
     """
     if not several():
         return make()
-    made = together(lambda: make().absolute() if first() else Path())
-    folder = Path(exchange(str(made))[0])
+    folder = together(lambda: make().absolute() if first() else Path())
+    folder = Path(exchange(str(folder))[0])
     name = f".seen-{exchange(str(os.getpid()))[0]}"
     if first():
         (folder / name).touch()
@@ -202,11 +204,11 @@ def require_alike(flags: Mapping[str, Any]) -> None:
     """
     if not several():
         return
-    own = {f"--{name.replace('_', '-')}": value for name, value in flags.items() if name not in _OWN}
-    own |= {"JAX": jax.__version__, "the code of jaxmp and experiments": _code()}
-    said = [json.loads(text) for text in exchange(json.dumps(own, default=str))]
-    for name in own:
-        values = [each.get(name) for each in said]
+    settings = {f"--{name.replace('_', '-')}": value for name, value in flags.items() if name not in _OWN}
+    settings |= {"JAX": jax.__version__, "the code of jaxmp and experiments": _code()}
+    said = [json.loads(text) for text in exchange(json.dumps(settings, default=str))]
+    for name in settings:
+        values = [process.get(name) for process in said]
         if any(value != values[0] for value in values):
             number, other = next((n, value) for n, value in enumerate(values) if value != values[0])
             raise ValueError(

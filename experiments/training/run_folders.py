@@ -39,7 +39,7 @@ def run_folder(name: str, folder: Path | None) -> Path:
 
 @contextmanager
 def _told_of_folder(folder: Path, rule: str, remedy: str) -> Iterator[None]:
-    """Says of what the operating system refuses which folder was asked for, and what is in its way."""
+    """Add to an error of the operating system the folder, and what is in its way."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,7 @@
-"""A run's folder (config, metrics, curves, checkpoints, summary) and what is shown meanwhile, without steady syncs."""
+"""Write a run's folder, and show its progress without steady syncs.
+
+The folder has config, metrics, curves, checkpoints and summary.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from experiments.report import plots
 from experiments.report.json_files import strict_json, write_json
 from experiments.report.progress import Progress
 from experiments.training import cli, processes
+from experiments.training.describing import describe
 from experiments.training.experiment import Batch, Experiment
 from experiments.training.metrics import Late
 from experiments.training.run_folders import checkpoints_folder
@@ -70,6 +74,7 @@ class Run:
         checkpoint: Checkpoint | None,
     ) -> None:
         self.experiment, self.state, self.folder = experiment, state, folder
+        self._unwatched = experiment
         self.summary: dict[str, Any] = {}
         self.stopped = False
         self._terminated, self._held = threading.Event(), contextlib.ExitStack()
@@ -144,9 +149,15 @@ class Run:
             if self._step > self._start + 1:
                 self._waiting_s += time.perf_counter() - started
             yield batch
+            if self._step == 1 and not processes.several():
+                with self._pause():
+                    describe(self._unwatched, self.state, batch, self.folder)
 
     def _watched(self, state: jaxmp.TrainState, batch: Batch) -> Any:
-        """The step that comes, counted if its number says so; to compile either program is not counted as training."""
+        """Return the next step, in the counting program if its number says so.
+
+        Compiling either program does not count as training.
+        """
         assert self._watch is not None
         every = self._config.watch
         first = (self._start // every + 1) * every
@@ -157,7 +168,9 @@ class Run:
             return jax.block_until_ready(self._watch.step(self._step, state, batch))
 
     def log(self, metrics: dict[str, jax.Array]) -> None:
-        """Takes a step's metrics, still on the device, and writes those of some steps ago; evaluates and saves.
+        """Take a step's metrics, still on the device, and write those of earlier steps.
+
+        Evaluate and save when they are due.
 
         Both are done every so many steps, as the flags say, and after the last one. SIGTERM has it saved, too.
         """
@@ -172,8 +185,8 @@ class Run:
         if self._due(self._config.evaluate_every):
             self.log_evaluation(self.state)
         if self._checkpoints is not None:
-            asked = self._terminated.is_set() or processes.asked_to_stop(self._step - self._start)
-            self.stopped = asked and self._step < self.experiment.steps
+            is_asked = self._terminated.is_set() or processes.asked_to_stop(self._step - self._start)
+            self.stopped = is_asked and self._step < self.experiment.steps
             if self.stopped or self._due(self._config.checkpoint_every):
                 self.save(self.state)
             elif processes.several():
@@ -190,7 +203,10 @@ class Run:
         return self._step == self.experiment.steps or (every > 0 and self._step % every == 0)
 
     def log_evaluation(self, state: jaxmp.TrainState) -> None:
-        """Evaluates on the held-out examples and writes the result; the time it takes does not count as training."""
+        """Evaluate on the held-out examples and write the result.
+
+        The time it takes does not count as training.
+        """
         with self._pause():
             self._test = self.experiment.evaluate(state)
             self._write({"step": self._step, "split": "test", **self._test})

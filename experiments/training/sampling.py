@@ -24,7 +24,9 @@ def sample(
     top_k: int = 40,
     seed: int = 0,
 ) -> list[int]:
-    """So many tokens after a prompt. Every token is computed from the whole window anew: there is no cache to keep.
+    """Return ``count`` tokens after a prompt.
+
+    Every token is computed from the whole window anew: there is no cache.
 
     Args:
       apply: ``apply(params, tokens (1, context)) -> logits (1, context, vocabulary)``; a token may not depend on those
@@ -42,10 +44,10 @@ def sample(
     """
     if not len(prompt):
         raise ValueError("a sample goes on from a prompt of at least one token, got none; write --prompt 'a word', say")
-    seen = np.asarray(prompt, np.int32)[-context:]
-    window = jnp.asarray(np.pad(seen, (0, context - len(seen))))
+    window = np.asarray(prompt, np.int32)[-context:]
+    window = jnp.asarray(np.pad(window, (0, context - len(window))))
     run = jax.jit(functools.partial(_run, apply, count, temperature, top_k))
-    return mesh.on_host(run(params, window, jnp.asarray(len(seen)), jax.random.key(seed))).tolist()
+    return mesh.on_host(run(params, window, jnp.asarray(len(window)), jax.random.key(seed))).tolist()
 
 
 def _run(

@@ -52,8 +52,8 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextTraining(cli.Training):
-    """Flags of the scripts that train on text."""
+class TextFlags:
+    """The text, the transformer and its training."""
 
     dataset: Annotated[str, tyro.conf.arg(metavar="pysource|PATH")] = "pysource"
     """The text: pysource, the standard library's own sources; or the path of a text file, whose last tenth is held out,
@@ -66,7 +66,7 @@ class TextTraining(cli.Training):
     heads: Number = None
     """Attention heads in each."""
     width: Number = None
-    """Of the residual stream, a multiple of --heads."""
+    """Width of the residual stream, a multiple of --heads."""
     context: Number = None
     """Tokens that the model sees."""
     vocabulary: Number = None
@@ -82,7 +82,7 @@ class TextTraining(cli.Training):
     learning_rate: Real = None
     """AdamW's, or the largest one of the schedule."""
     schedule: Annotated[Literal["constant", "cosine"] | None, _HINT, tyro.conf.arg(metavar="{constant,cosine}")] = None
-    """Of the learning rate; cosine rises for a twentieth of the steps and then falls to a tenth."""
+    """Schedule of the learning rate; cosine rises for a twentieth of the steps and then falls to a tenth."""
     weight_decay: Real = None
     """AdamW's, for params of more than one dimension."""
     clip: Real = None
@@ -93,6 +93,11 @@ class TextTraining(cli.Training):
     pieces, which --tokens has not."""
     save_weights: File = None
     """Where to write the trained params in that form, which other libraries read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextTraining(TextFlags, cli.Training):
+    """Flags of the scripts that train on text."""
 
 
 def settled(config: Any, model: str) -> Any:
@@ -135,10 +140,10 @@ def load(config: Any) -> Text:
             f"--vocabulary must be at least the {text.tokenizer.size} tokens of {text.tokenizer.name}, got "
             f"{config.vocabulary}; leave it away, or take --tokens pairs"
         )
-    for split, held in (("training", text.train), ("held-out", text.test)):
-        if len(held) <= config.context:
+    for split, part in (("training", text.train), ("held-out", text.test)):
+        if len(part) <= config.context:
             raise data.DataError(
-                f"a context must be shorter than the {split} text of {len(held)} tokens, got --context {config.context}"
+                f"a context must be shorter than the {split} text of {len(part)} tokens, got --context {config.context}"
             )
     return text
 
@@ -208,7 +213,9 @@ def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequ
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A task under its precision, on a mesh or on one device: everything but the two steps, which a script makes.
+    """A task under its precision, on a mesh or on one device.
+
+    It has everything but the two steps, which a script makes.
 
     Attributes:
       config: the flags, settled.
@@ -288,6 +295,7 @@ class Setup:
             unit="tokens",
             closing=self.closing,
             create_on_mesh=None if self.sharding is None else self.create_on_mesh,
+            cast_plan=jaxmp.cast_plan(self.loss_fn, **self.autocast) if self.autocast else None,
         )
 
 

@@ -15,7 +15,10 @@ from jaxmp.inspect.watch_files import FILE, read
 
 
 class Watching:
-    """The watched steps of a run, each a line of watch.jsonl; of a resumed run those up to its checkpoint stay."""
+    """The watched steps of a run, each a line of watch.jsonl.
+
+    A resumed run keeps those up to its checkpoint.
+    """
 
     def __init__(self, step: Any, config: Any, folder: Path, start: int) -> None:
         self.step = Watch(step, every=config.watch)
@@ -32,11 +35,11 @@ class Watching:
 
     def write(self, board: Any, wait: bool = True) -> None:
         """Writes the watched steps that are there, or, with ``wait``, all."""
-        for step, found in self.step.take(wait).items():
+        for step, numerics in self.step.take(wait).items():
             metrics = self._metrics.pop(step, None)
             if metrics is None:  # the run was stopped before it logged the step
                 continue
-            text = line(step, found, {name: float(metrics[name]) for name in ("loss", "grad_norm", "skipped")})
+            text = line(step, numerics, {name: float(metrics[name]) for name in ("loss", "grad_norm", "skipped")})
             with self._path.open("a") as file:
                 file.write(text + "\n")
             row = json.loads(text)

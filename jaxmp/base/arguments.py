@@ -23,8 +23,8 @@ def require_order(model: Any, policy: Any, call: str) -> None:
     """Raise a TypeError if the model and the policy of a ``call`` are swapped."""
     if model is not None and any(_kinds_of(type(policy))) and not any(_kinds_of(type(model))):
         raise TypeError(
-            f"{call} takes (model, policy), got ({_shown(model)}, {_shown(policy)}): the two are swapped; write "
-            f"{call}(model, policy)"
+            f"{call} takes (model, policy), got ({_printed_argument(model)}, {_printed_argument(policy)}): the two are "
+            f"swapped; write {call}(model, policy)"
         )
 
 
@@ -41,13 +41,15 @@ def require_flag(name: str, value: Any, remedy: str) -> None:
 
 
 def require_whole_number(name: str, value: Any, least: int = 1) -> None:
-    """Raise a ValueError if a ``value`` is no integer of at least ``least``."""
+    """Raise a ValueError if a ``value`` is not an integer of at least ``least``."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}; {least} is the least")
+        raise ValueError(
+            f"{name} must be a whole number of at least {least}, got {value!r}; write {name}={least} or more"
+        )
 
 
 def require_function(fun: Any, name: str) -> None:
-    """Raise a TypeError if the argument of ``jaxmp.<name>`` is no function of arrays."""
+    """Raise a TypeError if the argument of ``jaxmp.<name>`` is not a function of arrays."""
     is_class = isinstance(fun, type)
     is_linen, is_nnx = _kinds_of(fun if is_class else type(fun))
     if is_class and (is_linen or is_nnx):
@@ -72,7 +74,9 @@ def takes_a_function(make: F) -> F:
             signature.bind(*args, **kwargs)
         except TypeError:
             name = f"jaxmp.{make.__name__}"
-            came = ", ".join([*map(_shown, args), *(f"{key}={_shown(value)}" for key, value in kwargs.items())])
+            came = ", ".join(
+                [*map(_printed_argument, args), *(f"{key}={_printed_argument(value)}" for key, value in kwargs.items())]
+            )
             raise TypeError(
                 f"{name} wraps a function, got {name}({came}); write half = {name}(fun, 'mixed_bfloat16'), or use the "
                 "context manager jaxmp.precision('float32')"
@@ -82,6 +86,6 @@ def takes_a_function(make: F) -> F:
     return cast(F, checked)
 
 
-def _shown(value: Any) -> str:
+def _printed_argument(value: Any) -> str:
     is_plain = value is None or isinstance(value, (str, int, float))
     return repr(value) if is_plain else getattr(value, "__name__", type(value).__name__)

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 decided: Any = jax.make_user_context(default_value=None)
-"""What the engine that traces depends on: what was jitted and traced without it is traced again in it."""
+"""The settings of the engine that traces: functions jitted and traced without it are traced again in it."""
 float32_caller: Any = jax.make_user_context(default_value=None)
 """The class of the float32 NNX module that calls: a jitted function hands out float32 to code that is traced in it."""
 policies_off: Any = jax.make_user_context(default_value=False)
-"""Whether code is traced as its author wrote it: every policy and every autocast is the identity meanwhile."""
+"""True while code is traced as its author wrote it: every policy and every autocast is the identity then."""
 assumed_hardware: Any = jax.make_user_context(default_value=None)
 """The short name of the GPU that is compiled for; None for the device at hand."""

@@ -30,7 +30,7 @@ class UnknownDtypeError(ValueError):
 
 def is_castable(aval: Any) -> bool:
     """Return whether the engine may change the dtype of a value."""
-    # A reference has the dtype of what it refers to, and all who read and write it agree on that.
+    # A reference has the dtype of its array, and all who read and write it agree on that.
     return getattr(aval, "dtype", None) in CASTABLE and not hasattr(aval, "inner_aval")
 
 
@@ -79,7 +79,7 @@ def canonical_dtype(dtype: Any) -> np.dtype:
     if result is None:
         known = [*NAMES, *_ALIASES, "half"]
         raise UnknownDtypeError(
-            f"unknown dtype {dtype!r}; known names, nearest first: {nearest(str(dtype), known)}"
+            f"unknown dtype {dtype!r}; known names, nearest first: {closest_names(str(dtype), known)}"
         ) from None
     if not jnp.issubdtype(result, jnp.floating):
         raise ValueError(
@@ -107,7 +107,7 @@ def nearest_first(word: str, known: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: -similarity[name])
 
 
-def nearest(word: str, known: Iterable[str], most: int = 8) -> str:
+def closest_names(word: str, known: Iterable[str], most: int = 8) -> str:
     """Return up to ``most`` names of ``known`` as a list with commas, the closest to ``word`` first."""
     ranked = nearest_first(word, known)
     return ", ".join(repr(name) for name in ranked[:most]) + (", …" if len(ranked) > most else "")

@@ -84,15 +84,15 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
     def is_finite(pattern: int) -> bool:
         return math.isfinite(decode(pattern))
 
-    one = int(np.ones((), dtype).view(f"uint{bits}"))
-    if jnp.finfo(dtype).bits != bits or decode(one | 1 << (bits - 1)) != -1.0:
+    bits_of_one = int(np.ones((), dtype).view(f"uint{bits}"))
+    if jnp.finfo(dtype).bits != bits or decode(bits_of_one | 1 << (bits - 1)) != -1.0:
         raise ValueError(
             f"format_of reads formats of whole bytes whose top bit is the sign, got {dtype.name}; "
             f"those of formats() are {', '.join(dtypes.NAMES)}"
         )
-    eps = decode(one + 1) - 1.0
+    eps = decode(bits_of_one + 1) - 1.0
     mantissa_bits = -round(math.log2(eps))
-    finite, beyond = one, 1 << (bits - 1)  # 1.0 is finite; `beyond` has the sign bit set
+    finite, beyond = bits_of_one, 1 << (bits - 1)  # 1.0 is finite; `beyond` has the sign bit set
     while beyond - finite > 1:
         middle = (finite + beyond) // 2
         finite, beyond = (middle, beyond) if is_finite(middle) else (finite, middle)
@@ -101,7 +101,7 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
         dtype.name,
         bits - 1 - mantissa_bits,
         mantissa_bits,
-        bias=one >> mantissa_bits,
+        bias=bits_of_one >> mantissa_bits,
         largest=decode(finite),
         smallest_normal=decode(1 << mantissa_bits),
         smallest_subnormal=decode(1),

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxmp.base.cache_keys import assumed_hardware
-from jaxmp.base.dtypes import nearest
+from jaxmp.base.dtypes import closest_names
 
 __all__ = ["Hardware", "align_dim", "assumed", "detect", "recommended_policy"]
 
@@ -165,7 +165,7 @@ def gpu_named(name: str) -> Any:
     if name not in GPUS:
         raise ValueError(
             f"device is None, for the one that is attached, or one of {', '.join(GPUS)}, got {name!r}; nearest: "
-            f"{nearest(str(name), GPUS)}. Another GPU is a row here and in jaxmp/inspect/program/targets.py"
+            f"{closest_names(str(name), GPUS)}. Another GPU is a row here and in jaxmp/inspect/program/targets.py"
         )
     kind, capability = GPUS[name]
     return types.SimpleNamespace(device_kind=kind, platform="gpu", compute_capability=capability)
@@ -211,7 +211,7 @@ def _positive(what: str, value: Any) -> int:
     return number
 
 
-def _parse(capability: Any) -> tuple[int, int] | None:
+def _parse_capability(capability: Any) -> tuple[int, int] | None:
     """Return NVIDIA's compute capability as a pair, None for anything else (``"gfx942"``, None)."""
     match = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(capability))
     return (int(match[1]), int(match[2])) if match else None
@@ -220,7 +220,7 @@ def _parse(capability: Any) -> tuple[int, int] | None:
 def _tensor_cores(name: str, platform: str, capability: Any) -> tuple[str, ...]:
     if platform == "tpu":
         return ("bfloat16", "int8") if name in _PEAKS else ("bfloat16",)
-    version = _parse(capability)
+    version = _parse_capability(capability)
     if version is None or _TURING_WITHOUT.search(name):
         return ()
     return tuple(dtype for since, dtypes in _SINCE if version >= since for dtype in dtypes)
@@ -249,7 +249,7 @@ def _recommend(name: str, platform: str, capability: Any, cores: tuple[str, ...]
             "tensor cores multiply float16 and not bfloat16; small gradients vanish in float16 without a loss scale: "
             "wrap the optimizer, jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())"
         )
-    if _parse(capability) is not None:
+    if _parse_capability(capability) is not None:
         return "float32", f"{name} has no tensor cores: half precision would save memory and no time"
     return "float32", (
         f"what {name} computes fast is not known to jaxmp; float32 is right on every device. Where the vendor says "

@@ -94,12 +94,14 @@ def sum_of_squares(tree: Any) -> jax.Array:
     >>> sum_of_squares({"a": jnp.array([3.0, 4.0]), "n": 5})
     Array(25., dtype=float32)
     """
-    sums = [jnp.sum(_squares(widen(jnp.asarray(leaf)))) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
+    sums = [
+        jnp.sum(_squared_magnitudes(widen(jnp.asarray(leaf)))) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)
+    ]
     dtype = np.result_type(np.float32, *(part.dtype for part in sums))
     return reduce(jnp.add, [part.astype(dtype) for part in sums], jnp.zeros((), dtype))
 
 
-def _squares(array: jax.Array) -> jax.Array:
+def _squared_magnitudes(array: jax.Array) -> jax.Array:
     return array.real**2 + array.imag**2 if jnp.iscomplexobj(array) else array**2
 
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import jaxmp
 from jaxmp.cli import (
-    arguments,
     audit,
     blame,
     compare,
     doctor,
+    flags,
     formats,
     memory,
     numerics,
@@ -74,6 +74,6 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        for argument, settings in (module.ARGUMENTS | arguments.JSON).items():
+        for argument, settings in (module.ARGUMENTS | flags.JSON).items():
             command.add_argument(argument, **settings)
     return parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxmp.cli.arguments import ARRAYS, LOSS_SCALE, NO_GRAD, POLICY
+from jaxmp.cli.flags import ARRAYS, LOSS_SCALE, NO_GRAD, POLICY
 from jaxmp.cli.inspecting import of_arrays, under
 from jaxmp.cli.printing import show
 
@@ -23,9 +23,9 @@ def run(options: argparse.Namespace) -> int:
     from jaxmp.inspect import first_nonfinite
 
     settings = {"grad": not options.no_grad, "loss_scale": options.loss_scale}
-    found = of_arrays(options, lambda fun: first_nonfinite(under(options.policy, fun), **settings))
-    if found is None:
+    blame = of_arrays(options, lambda fun: first_nonfinite(under(options.policy, fun), **settings))
+    if blame is None:
         print("null" if options.json else "All is finite.")
         return 0
-    show(options, found)
+    show(options, blame)
     return 1

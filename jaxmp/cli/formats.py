@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from jaxmp.cli.arguments import Arguments
+from jaxmp.cli.flags import Arguments
 from jaxmp.cli.printing import print_columns, print_json
 
 ARGUMENTS: Arguments = {}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from jaxmp.base.dtypes import canonical_dtype, nearest
+from jaxmp.base.dtypes import canonical_dtype, closest_names
 from jaxmp.cli.errors import UsageError
 
 
@@ -107,7 +107,7 @@ def function(name: str) -> Callable[..., Any]:
     for part in attribute.split("."):
         if not hasattr(value, part):
             known = [other for other in dir(value) if not other.startswith("_")]
-            raise UsageError(f"{module!r} has no {attribute!r}; nearest: {nearest(part, known) or 'none'}")
+            raise UsageError(f"{module!r} has no {attribute!r}; nearest: {closest_names(part, known) or 'none'}")
         value = getattr(value, part)
     if not callable(value):
         raise UsageError(f"a function is needed, got {name}, which is of type {type(value).__name__!r}")

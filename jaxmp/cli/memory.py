@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxmp.cli.arguments import DEVICE, PLOT, POLICY, SHAPES, TOPOLOGY
+from jaxmp.cli.flags import DEVICE, PLOT, POLICY, SHAPES, TOPOLOGY
 from jaxmp.cli.inspecting import of_shapes, under, where
 from jaxmp.cli.printing import show
 

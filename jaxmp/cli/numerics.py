@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxmp.cli.arguments import ARRAYS, LOSS_SCALE, PLOT, POLICY
+from jaxmp.cli.flags import ARRAYS, LOSS_SCALE, PLOT, POLICY
 from jaxmp.cli.inspecting import of_arrays
 from jaxmp.cli.printing import show
 

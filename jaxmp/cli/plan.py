@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmp.cli.arguments import AUTOCAST, PLOT, SHAPES
+from jaxmp.cli.flags import AUTOCAST, PLOT, SHAPES
 from jaxmp.cli.printing import show
 
 ARGUMENTS = SHAPES | AUTOCAST | PLOT

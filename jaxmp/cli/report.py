@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxmp.cli.arguments import AGAINST, OUT, RUN
+from jaxmp.cli.flags import AGAINST, OUT, RUN
 
 ARGUMENTS = RUN | AGAINST | OUT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxmp.cli.arguments import DEVICE, POLICY, SHAPES
+from jaxmp.cli.flags import DEVICE, POLICY, SHAPES
 from jaxmp.cli.inspecting import of_shapes, under
 from jaxmp.cli.printing import show
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jaxmp.cli.arguments import ARRAYS, NO_OPERATIONS, SAVE, SEEDS, TOLERANCE, TUNED_POLICY
 from jaxmp.cli.errors import UsageError
+from jaxmp.cli.flags import ARRAYS, NO_OPERATIONS, SAVE, SEEDS, TOLERANCE, TUNED_POLICY
 from jaxmp.cli.inspecting import of_arrays
 from jaxmp.cli.printing import show
 

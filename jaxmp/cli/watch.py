@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxmp.cli.arguments import PLOT, RUN
+from jaxmp.cli.flags import PLOT, RUN
 from jaxmp.cli.printing import console, plot, print_json, print_rich
 
 ARGUMENTS = RUN | PLOT
@@ -40,7 +40,7 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     """Return a line on the last step of a run, and the rows of its watched steps.
 
     Raises:
-      UsageError: it is no folder of a run, or the run is not watched.
+      UsageError: it is not the folder of a run, or the run is not watched.
     """
     from jaxmp.cli.loading import usage_errors
     from jaxmp.inspect.watch_files import metrics, read

@@ -74,7 +74,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
         if policies_off.value:
             return fun(*args, **kwargs)
         if one_policy.compute_dtype == np.float32 and not exceptions:
-            with precision(level_of(one_policy)), one_policy.precision():
+            with precision(level_of(one_policy)), one_policy.matmul_context():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
         rules = Rules(one_policy.compute_dtype, exceptions, {} if is_tracing() else programs, one_policy.float8)

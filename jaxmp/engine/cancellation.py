@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.engine.classes import INFER, Rule, State
 from jaxmp.engine.graph import Graph, Node, shape_read
-from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, multiple_of
+from jaxmp.engine.paths import OFFSETS, SCALES, SUMS, multiple_of
 
-_OFFSETS = SUMS | BOUNDS | SCALES
 _ROOTS = frozenset({"sqrt", "rsqrt"})
 
 Vectors = tuple[Node, Node]
@@ -127,8 +126,8 @@ def _are_same(product: Node, sums: Vectors) -> bool:
     for squares, weights in (vectors, vectors[::-1]):
         factors = _factors(squares)
         wanted = [{factor, weights} for factor in factors or ()]
-        found = [set(pair) for pair in pairs if pair is not None]
-        if wanted and (found == wanted or found == wanted[::-1]):
+        pairs_of_vectors = [set(pair) for pair in pairs if pair is not None]
+        if wanted and (pairs_of_vectors == wanted or pairs_of_vectors == wanted[::-1]):
             return True
     return False
 
@@ -151,5 +150,5 @@ def _is_norm(value: Node) -> bool:
     """Return whether a value is the norm of a vector, or 1 over it."""
     if value.name == "div" and value.inputs[0].is_constant:
         value = value.inputs[1]
-    root = multiple_of(value, _OFFSETS)
-    return root.name in _ROOTS and _squared_vector(multiple_of(root.inputs[0], _OFFSETS)) is not None
+    root = multiple_of(value, OFFSETS)
+    return root.name in _ROOTS and _squared_vector(multiple_of(root.inputs[0], OFFSETS)) is not None

@@ -19,7 +19,7 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
     if user.compute is not None:
         return user.compute
     if user.kind in (CLEAR, JOIN):
-        return None if user.late else operand.late
+        return None if user.deferred_cast else operand.deferred_cast
     return operand.written
 
 
@@ -38,13 +38,13 @@ def put_casts_off(nodes: Sequence[Node]) -> list[Node]:
             cast += node.inputs
             are_weights = all(operand.written == _FLOAT32 and not operand.is_cast_once for operand in node.inputs)
             if are_weights and _depends_on_arguments(node) and not node.in_rule:
-                node.kind, node.late = CLEAR, node.written
+                node.kind, node.deferred_cast = CLEAR, node.written
         elif node.kind is CLEAR and node.name in PICKS and len(node.inputs) == 1:
-            node.late = node.inputs[0].late
+            node.deferred_cast = node.inputs[0].deferred_cast
         elif node.name in _JOINED:
-            dtypes = {operand.late for operand in node.inputs}
+            dtypes = {operand.deferred_cast for operand in node.inputs}
             if len(dtypes) == 1 and None not in dtypes:
-                node.kind, node.late = CLEAR, dtypes.pop()
+                node.kind, node.deferred_cast = CLEAR, dtypes.pop()
     return cast
 
 
@@ -68,10 +68,10 @@ def move_casts(nodes: Sequence[Node]) -> None:
             continue
         wanted = {read_in(user, node) for user in node.users}
         dtype = wanted.pop() if len(wanted) == 1 else None
-        if dtype is None or dtype.itemsize != 2 or node.late not in (None, dtype):
+        if dtype is None or dtype.itemsize != 2 or node.deferred_cast not in (None, dtype):
             continue
         if node.is_cast_once or not _is_repeated(node):
-            node.compute, node.dtype, node.late = dtype, dtype, None
+            node.compute, node.dtype, node.deferred_cast = dtype, dtype, None
 
 
 def _is_repeated(node: Node) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._internals.jax.equations import size_of
 from jaxmp._internals.jax.primitives import BROADCAST, EXTREMES, MONOTONE
 from jaxmp._internals.jax.walk import PRODUCTS, walk
-from jaxmp.engine import patterns
+from jaxmp.engine import operation_patterns
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
 from jaxmp.engine.casts import move_casts, put_casts_off
@@ -61,7 +61,7 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     _find_half_copies([*narrowed, *operands, *graph.wanted], nodes)
     _settle(nodes)
 
-    graph.patterns = patterns.find(graph)
+    graph.patterns = operation_patterns.find_patterns(graph)
     _lower(nodes, halves)
     for node in nodes:
         node.compute, node.dtype = _dtypes(node)
@@ -182,11 +182,11 @@ def _computed_from(node: Node) -> list[Node]:
 def _rises(node: Node) -> bool:
     """Apply the two rules of neighbours to a node; return whether its state rose."""
     if node.kind is CLEAR:
-        highest = max(node.inputs, key=_state_of, default=None)
+        highest = max(node.inputs, key=_state_key, default=None)
         return highest is not None and node.raise_to(highest.state, Rule.FOLLOWS, highest)
     if node.kind not in (INFER, JOIN) or is_stream(node):
         return False
-    dragging = max((operand for operand in node.inputs if _drags(operand)), key=_state_of, default=None)
+    dragging = max((operand for operand in node.inputs if _drags(operand)), key=_state_key, default=None)
     if dragging is not None:
         return node.raise_to(dragging.state, Rule.FOLLOWS, dragging)
     if node.kind is INFER and node.after_product:
@@ -196,7 +196,7 @@ def _rises(node: Node) -> bool:
     return False
 
 
-def _state_of(node: Node) -> State:
+def _state_key(node: Node) -> State:
     return node.state
 
 
@@ -233,7 +233,9 @@ def _lower(nodes: Sequence[Node], halves: Sequence[Node]) -> None:
     for node in nodes:
         if node.kind is INFER and node.state is State.UNDECIDED and is_stream(node):
             node.state = State.HALF
-    starts = [node for node in nodes if node.state is State.HALF or node.late is not None or _is_rounded(node)]
+    starts = [
+        node for node in nodes if node.state is State.HALF or node.deferred_cast is not None or _has_rounded_copy(node)
+    ]
 
     def undecided(node: Node) -> list[Node]:
         return [user for user in node.users if user.state < State.FLOAT32 and user.kind in (INFER, CLEAR, JOIN)]
@@ -243,7 +245,7 @@ def _lower(nodes: Sequence[Node], halves: Sequence[Node]) -> None:
             node.state = State.HALF
 
 
-def _is_rounded(node: Node) -> bool:
+def _has_rounded_copy(node: Node) -> bool:
     return node.state is State.FLOAT32 and node.has_half_copy
 
 
@@ -251,8 +253,8 @@ def _dtypes(node: Node) -> tuple[np.dtype | None, np.dtype]:
     """Return the dtype that an operation computes in (None: as written), and its result's."""
     if node.kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
-        is_cast = node.late is not None or node.name == _CAST  # which readers make, or see through
-        return None, below.dtype if is_cast else below.late or below.dtype
+        is_cast = node.deferred_cast is not None or node.name == _CAST  # which readers make, or see through
+        return None, below.dtype if is_cast else below.deferred_cast or below.dtype
     if node.kind is KEPT:
         return None, node.written
     half = node.written if node.written.itemsize == 2 or node.half is None else node.half

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.bodies import Rule, bound, linear_solve, params_in_dtype, rebuilt
+from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, linear_solve, params_in_dtype, rebuilt
 from jaxmp._internals.jax.equations import (
     Bodies,
     Literal,
@@ -58,7 +58,7 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
             node.dtype = np.dtype(jax.typeof(value).dtype)
     decide(graph, dtypes, force)
     body = graph.body
-    changed = {node for node in graph.nodes if node.late is not None or node.dtype != node.written}
+    changed = {node for node in graph.nodes if node.deferred_cast is not None or node.dtype != node.written}
     for step in graph.steps:
         step.stands = _stands(step, changed)
     evaluation = _Evaluation(rules, body, args)
@@ -97,7 +97,7 @@ class _Evaluation:
             values = self.read(eqn.invars)
             stands = step.stands and not self.examples.are_many
             with in_place_of(eqn):
-                results = bound(eqn, values, eqn.params) if stands else self.results_of(step, values)
+                results = bind_equation(eqn, values, eqn.params) if stands else self.results_of(step, values)
             for var, value in zip(eqn.outvars, results, strict=True):
                 self.env[var] = value
             if eqn.primitive.name == _CAST and _is_widening(step):
@@ -114,7 +114,7 @@ class _Evaluation:
         if type(atom) is Literal:
             return np.asarray(value).astype(dtype)
         is_summed = bool(met) and dtype.itemsize == 2 and must_widen(met[0].eqn, atom, value, self.examples)
-        if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
+        if node.deferred_cast is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
             narrow, node = self.narrow[atom]
@@ -126,14 +126,14 @@ class _Evaluation:
             if (atom, dtype) not in self.shared:
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
-        if node.late in (None, dtype) and (is_summed or (met and dtype.itemsize < value.dtype.itemsize)):
+        if node.deferred_cast in (None, dtype) and (is_summed or (met and dtype.itemsize < value.dtype.itemsize)):
             return self.repeated(value, dtype, met[0], _met(met[0], met[1], self.examples.others, node))
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
         """Return the ``value`` of ``node`` in ``dtype``, after the cast of its author if that was put off."""
-        if node is not None and node.late is not None:
-            value = self.cast(value, node.late)
+        if node is not None and node.deferred_cast is not None:
+            value = self.cast(value, node.deferred_cast)
         if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the second asks more
             return np.asarray(value).astype(dtype)
         if value.dtype == dtype:
@@ -156,13 +156,13 @@ class _Evaluation:
         eqn, node = step.eqn, step.node
         operands = self.operands_of(step, values)
         if self.is_noted:
-            step.bound = [jax.typeof(operand) for operand in operands]
+            step.operand_types = [jax.typeof(operand) for operand in operands]
         if eqn.primitive.name == _CAST and node is not None and node.kind is not KEPT:
             return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
             return self.results_of_bodies(step, values, operands)
         if step.float8:
-            results, step.bound = step.float8.emit(operands)
+            results, step.operand_types = step.float8.emit(operands)
             return results
         if node and eqn.primitive.name in MAY_SUM and must_sum(eqn, operands[0], self.examples):
             return summed_in_float32(eqn, operands)
@@ -171,11 +171,11 @@ class _Evaluation:
             return linear_solve(eqn, functools.partial(_derived, self.rules, step), operands)
         params = eqn.params
         if dtype is not None and node is not None:
-            is_exact = node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
+            is_exact = node.requested != "tensorfloat32" and step.region.asked_by != OF_POLICY
             params = params_in_dtype(eqn, dtype, is_exact)
         if "precision" in params and asks_for_what_is_missing(params):
             params = {**params, "precision": None}
-        results = bound(eqn, operands, params)
+        results = bind_equation(eqn, operands, params)
         return results if node is None or dtype in (None, node.dtype) else [self.cast(results[0], node.dtype)]
 
     def operands_of(self, step: Step, values: list[Any]) -> list[Any]:
@@ -195,7 +195,7 @@ class _Evaluation:
     def cast_by_author(self, step: Step, node: Node, value: Any, operand: Any) -> Any:
         """Return the result of a cast of the program, from ``value`` in the dtype it reads."""
         if self.is_noted and not _is_widening(step):
-            step.bound = [jax.typeof(value)]
+            step.operand_types = [jax.typeof(value)]
         result = self.cast(operand, node.dtype)
         if step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype:
             del self.casts[-1:]  # this one is not added
@@ -206,9 +206,9 @@ class _Evaluation:
         name, same = step.eqn.primitive.name, self.examples.same
         make = functools.partial(_program, self.rules, step, same)
         if name == "jit":  # layers that share a jitted body share its program: JAX traces it for the first
-            return list(_shared(self.rules, step, same, make)(*operands))
+            return list(_result_of_equal_step(self.rules, step, same, make)(*operands))
         is_jitted = name in _LOOPS and not is_tracing()
-        run = _shared(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
+        run = _result_of_equal_step(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
         results = list(run(*operands))
         for number in step.unchanged:
             assert step.bodies is not None
@@ -220,8 +220,10 @@ def _program(rules: Rules, step: Step, same: Same) -> Callable[..., list[Any]]:
     """An equation that has bodies, written anew, as a function of its operands."""
     assert step.bodies is not None
     inside = enumerate(same_in_bodies(step.bodies, same))
-    functions = [functools.partial(_run, rules, step, position, own) for position, own in inside]
-    rule = Rule(functools.partial(_derived, rules, step), functools.partial(tracing, rules, step.region.products))
+    functions = [functools.partial(_run_body, rules, step, position, of_body) for position, of_body in inside]
+    rule = RuleEvaluation(
+        functools.partial(_derived, rules, step), functools.partial(tracing, rules, step.region.products)
+    )
     return rebuilt(step.eqn, step.bodies, functions, rule)
 
 
@@ -230,8 +232,8 @@ def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
     if step.bodies is None or step.bodies.kind != "scan" or step.node is None or step.node.in_rule:
         return []
     places = [*range(step.bodies.start), *(step.bodies.start + n for n in step.unchanged)]
-    halves = [(n, one) for n in places if (one := step.operands[n]) and one.dtype.itemsize == 2]
-    return [(place, one.dtype) for place, one in halves if read_often(step.eqn, place)]
+    halves = [(n, operand) for n in places if (operand := step.operands[n]) and operand.dtype.itemsize == 2]
+    return [(place, operand.dtype) for place, operand in halves if read_often(step.eqn, place)]
 
 
 def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:
@@ -240,10 +242,10 @@ def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node)
     if others or node.is_cast_once or WITH_RULE in step.names:
         return () if WITH_RULE in step.names else others
     pairs = zip(operands, step.operands, strict=True)
-    return [value for value, each in pairs if each and each.is_cast_once and is_staged(value)][:1]
+    return [value for value, operand in pairs if operand and operand.is_cast_once and is_staged(value)][:1]
 
 
-def _run(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
+def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
     """The results of a body of ``step``; those that go into joins in the dtypes of these."""
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
@@ -254,10 +256,13 @@ def _run(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> lis
     results = evaluation.results()
     if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
         pairs = zip(results, body.results, strict=True)
-        results = [evaluation.cast(value, node.late) if node and node.late else value for value, node in pairs]
+        results = [
+            evaluation.cast(value, node.deferred_cast) if node and node.deferred_cast else value
+            for value, node in pairs
+        ]
     if kind == "while" and position == 0:  # the condition
         return results
-    for number in step.unchanged:  # of which JAX then has one for all turns
+    for number in step.unchanged:  # then JAX has one for all turns
         results[number] = args[step.bodies.start + number]
     for number, join in enumerate(step.joins):
         if join is not None:
@@ -265,17 +270,19 @@ def _run(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> lis
     return results
 
 
-def _shared(rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def _result_of_equal_step(
+    rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
     """Return the result of an equal earlier step, or else of ``make``."""
     if rules.programs is None:
         return make()
     names = step.names if rules.paths else ours(step.names)  # by which derivative rules are decided later
     key = (step.eqn.primitive.name, *step.eqn.params.values(), names, _decisions(step), same)
-    made = rules.programs.get(key) or make()
+    program = rules.programs.get(key) or make()
     if len(rules.programs) >= 256:  # each holds the constants of its program
         rules.programs.clear()
-    rules.programs[key] = made
-    return made
+    rules.programs[key] = program
+    return program
 
 
 def _stands(step: Step, changed: set[Node]) -> bool:
@@ -289,7 +296,7 @@ def _stands(step: Step, changed: set[Node]) -> bool:
         return node is None or (node.compute is None and (node.dtype.itemsize > 2 or not sums_half(step.eqn)))
     # Derivative rules are decided when they run.
     can_stand = step.eqn.primitive.name not in _WITH_RULES or step.region.level == "written"
-    return can_stand and not _over_turns(step) and all(one.stands for body in step.inner for one in body.steps)
+    return can_stand and not _over_turns(step) and all(inner.stands for body in step.inner for inner in body.steps)
 
 
 def _is_widening(step: Step) -> bool:
@@ -305,7 +312,11 @@ def _wants(step: Step) -> list[np.dtype | None]:
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
     if node is None and name in COMPARISONS:
         # The derivative of a maximum asks which operand it is: rounded as it is, the operand still equals it.
-        largest = [one for one in operands if one and one.name in ("max", "min") and {*one.inputs} & {*operands}]
+        largest = [
+            operand
+            for operand in operands
+            if operand and operand.name in ("max", "min") and {*operand.inputs} & {*operands}
+        ]
         largest = largest if name in ("eq", "ne") else []
         dtypes = {operand.value_dtype for operand in largest or operands if operand and operand.const != (0.0, 0.0)}
         if len(dtypes) == 1 and (largest or dtypes != {np.dtype(np.float32)}):
@@ -313,13 +324,16 @@ def _wants(step: Step) -> list[np.dtype | None]:
     if node is None:
         return [None if operand is None else operand.written for operand in operands]
     if name == _CAST and (node.kind is KEPT or _is_widening(step)):  # from whatever dtype the value has
-        return [None if operand is None else operand.late for operand in operands]
-    return [None if each is None else node.compute or read_in(node, each) for each in operands]
+        return [None if operand is None else operand.deferred_cast for operand in operands]
+    return [None if operand is None else node.compute or read_in(node, operand) for operand in operands]
 
 
 def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
     # Half as they are, for JAX may repeat them for examples.
-    wants = [each.dtype if each and each.dtype.itemsize == 2 and not each.late else None for each in step.operands]
+    wants = [
+        operand.dtype if operand and operand.dtype.itemsize == 2 and not operand.deferred_cast else None
+        for operand in step.operands
+    ]
     if bodies.kind in ("scan", "while"):
         for n, join in enumerate(step.joins, bodies.start):
             wants[n] = join.dtype if join else wants[n]
@@ -330,7 +344,7 @@ def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
             if operand is not None and operand.is_cast_once:  # then the call saves no float32 copy of it
                 wants[position] = _half_wanted(step.inner[0], position)
             if operand is not None and step.eqn.primitive.name in _WITH_RULES:  # traced on what the author wrote
-                wants[position] = wants[position] or operand.late
+                wants[position] = wants[position] or operand.deferred_cast
     return wants
 
 
@@ -350,8 +364,10 @@ def _half_wanted(body: Body, position: int) -> np.dtype | None:
 
 
 def _decisions(step: Step) -> Any:
-    own: tuple[Any, ...] = tuple((node.compute, node.dtype, node.late) for node in step.nodes if node is not None)
-    shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
-    own = (*own, step.stands, *(step.float8.decision if step.float8 else ()))
+    decisions: tuple[Any, ...] = tuple(
+        (node.compute, node.dtype, node.deferred_cast) for node in step.nodes if node is not None
+    )
+    shared = tuple(operand is not None and (operand.is_cast_once, operand.deferred_cast) for operand in step.operands)
+    decisions = (*decisions, step.stands, *(step.float8.decision if step.float8 else ()))
     # What is wanted of comparisons depends on constants too.
-    return (own, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
+    return (decisions, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

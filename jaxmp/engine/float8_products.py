@@ -25,7 +25,7 @@ _MOVES = primitives_of(Class.CLEAR) | {"convert_element_type", "concatenate", "s
 _MASKING = _MOVES | {"select_n"}
 
 
-class Asked:
+class Float8Question:
     """A product in code whose policy has a recipe; true if it is float8.
 
     Args:
@@ -51,11 +51,11 @@ class Asked:
         return self._answer[0], self._recipe, self._is_fused, may_be_skipped()
 
     def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Its results, and the types of what it multiplies."""
+        """Return the results, and the types of the factors."""
         (lhs, rhs), numbers = operands, self._step.eqn.params["dimension_numbers"]
         weight, _ = self._answer
         result = float8_product.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)
-        return [result], [jax.ShapeDtypeStruct(each.shape, self._recipe.forward) for each in operands]
+        return [result], [jax.ShapeDtypeStruct(operand.shape, self._recipe.forward) for operand in operands]
 
     @functools.cached_property
     def _is_fused(self) -> bool:
@@ -68,13 +68,13 @@ class Asked:
             return [user for user in node.users if user.name not in PRODUCTS and not user.name.startswith("reduce_")]
 
         readers = walk([self._step.node], follow)
-        return all(each.users and (each.name != "tanh" or each.dtype.itemsize > 2) for each in readers)
+        return all(reader.users and (reader.name != "tanh" or reader.dtype.itemsize > 2) for reader in readers)
 
     @functools.cached_property
     def _answer(self) -> tuple[str | None, str]:
         """Return the position of the weight, or None and the reason against float8."""
         step, node, eqn = self._step, self._step.node, self._step.eqn
-        dtypes = [each and (node.compute or each.written) for each in step.operands[:2]] if node else []
+        dtypes = [operand and (node.compute or operand.written) for operand in step.operands[:2]] if node else []
         if not dtypes or any(dtype is None or dtype.itemsize != 2 for dtype in dtypes):
             return None, ""
         if eqn.primitive.name != "dot_general":
@@ -88,8 +88,8 @@ class Asked:
         if any(eqn.params["dimension_numbers"][1]):
             return None, "batched"
         # Of two that may be the weight, in a function's first product say, it is the second, as most write it.
-        weight = "rhs" if (origins := _origins(step.operands[1])) else "lhs"
-        if not (origins := origins or _origins(step.operands[0])):
+        weight = "rhs" if (origins := _weight_and_sources(step.operands[1])) else "lhs"
+        if not (origins := origins or _weight_and_sources(step.operands[0])):
             return None, "two activations"
         if _is_mask(step.operands[0 if weight == "rhs" else 1]):
             return None, "a mask or integers"
@@ -102,7 +102,7 @@ class Asked:
         return (None, reason) if reason else (weight, "")
 
 
-def asked(step: Any, rules: Any) -> Asked | None:
+def float8_question(step: Any, rules: Any) -> Float8Question | None:
     """The question whether a product is float8; None in code whose policy has no recipe.
 
     Args:
@@ -117,7 +117,7 @@ def asked(step: Any, rules: Any) -> Asked | None:
         marked = next((level.partition("=")[2] for level in levels if "=" in level), None)
     if marked is not None:
         recipe = None if marked == "None" else _recipe(marked)
-    return None if recipe is None else Asked(step, recipe)
+    return None if recipe is None else Float8Question(step, recipe)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,22 +127,22 @@ def _marked(names: Names) -> str | None:
     return next((mark[2] or "None" for mark in marks if mark[1] == "compute" or mark[2]), None)
 
 
-def _origins(node: Any) -> set[Any]:
+def _weight_and_sources(node: Any) -> set[Any]:
     """Return a value and its sources through moves and casts of arguments and constants."""
 
-    def is_moved(each: Any) -> bool:
+    def is_moved(value: Any) -> bool:
         # What was integers has no inputs here, and rows that were looked up belong to an example.
-        return each.inputs and each.name in _MOVES and not (each.is_looked_up and _has_rows(each))
+        return value.inputs and value.name in _MOVES and not (value.is_looked_up and _has_rows(value))
 
-    path = {*walk([node], lambda each: each.inputs if each.name in _MOVES else ())}
-    return path if all(each.kind is Kind.SOURCE or is_moved(each) for each in path) else set()
+    path = {*walk([node], lambda value: value.inputs if value.name in _MOVES else ())}
+    return path if all(value.kind is Kind.SOURCE or is_moved(value) for value in path) else set()
 
 
 def _is_mask(node: Any) -> bool:
     """Return whether a value is made of integers, bools and numbers that they select."""
-    path = walk([node], lambda each: each.inputs if each.name in _MASKING else ())
-    is_made = any(each.name == "select_n" or not (each.inputs or each.kind is Kind.SOURCE) for each in path)
-    return is_made and all(each.name in _MASKING or not each.shape for each in path)
+    path = walk([node], lambda value: value.inputs if value.name in _MASKING else ())
+    is_made = any(value.name == "select_n" or not (value.inputs or value.kind is Kind.SOURCE) for value in path)
+    return is_made and all(value.name in _MASKING or not value.shape for value in path)
 
 
 def _is_table(weight: set[Any]) -> bool:
@@ -153,7 +153,9 @@ def _is_table(weight: set[Any]) -> bool:
         return [user for user in alike if user.name not in PRODUCTS]
 
     readers = {*walk(weight, follow)}
-    one_hot = any(user.name in PRODUCTS and any(map(_is_mask, user.inputs)) for each in readers for user in each.users)
+    one_hot = any(
+        user.name in PRODUCTS and any(map(_is_mask, user.inputs)) for reader in readers for user in reader.users
+    )
     return one_hot or any(map(_has_rows, readers - weight))
 
 

@@ -41,39 +41,39 @@ def flops_of(eqn: Any, counts_padding: bool = True) -> int | None:
     """
     name, cls = eqn.primitive.name, classify(eqn.primitive.name)
     if name == "conv_general_dilated":
-        return _conv(eqn, counts_padding)
+        return _flops_of_conv(eqn, counts_padding)
     if name in _FORMULAS:
         return int(_FORMULAS[name](eqn))
     if name == "fft":
-        size = max(_size(atom) for atom in (*eqn.invars, *eqn.outvars))  # of real ones one side is half as long
+        size = max(_elements_in(atom) for atom in (*eqn.invars, *eqn.outvars))  # of real ones one side is half as long
         return round(5 * size * math.log2(max(math.prod(eqn.params["fft_lengths"]), 2)))
     if cls is None or cls is Class.LINALG or name in _UNKNOWN or name.startswith(_UNKNOWN_STARTS):
         return None
     if name in _FREE or not eqn.outvars or not jnp.issubdtype(getattr(eqn.outvars[0].aval, "dtype", int), np.inexact):
         return 0
     if name in _OF_UPDATES:
-        return _size(eqn.invars[2])
+        return _elements_in(eqn.invars[2])
     if name in ("reduce_window_sum", "cumlogsumexp"):
-        return _size(eqn.outvars[0]) * math.prod(eqn.params.get("window_dimensions", ()))
+        return _elements_in(eqn.outvars[0]) * math.prod(eqn.params.get("window_dimensions", ()))
     if cls is Class.ACCUMULATION:
-        return _size(eqn.invars[0])
-    return _size(eqn.outvars[0]) if cls in _PER_RESULT else 0
+        return _elements_in(eqn.invars[0])
+    return _elements_in(eqn.outvars[0]) if cls in _PER_RESULT else 0
 
 
-def _dot(eqn: Any) -> int:
+def _flops_of_dot(eqn: Any) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2 * _size(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    return 2 * _elements_in(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
 
 
-def _ragged_dot(eqn: Any) -> int:
+def _flops_of_ragged_dot(eqn: Any) -> int:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     known = {*contracted, *batch, *numbers.rhs_group_dimensions}
     columns = [size for axis, size in enumerate(eqn.invars[1].aval.shape) if axis not in known]
-    return 2 * _size(eqn.invars[0]) * math.prod(columns)  # each row meets the matrix of its own group only
+    return 2 * _elements_in(eqn.invars[0]) * math.prod(columns)  # each row meets the matrix of its own group only
 
 
-def _conv(eqn: Any, counts_padding: bool) -> int:
+def _flops_of_conv(eqn: Any, counts_padding: bool) -> int:
     params, results = eqn.params, eqn.outvars[0].aval.shape
     image, kernel = (atom.aval.shape for atom in eqn.invars)
     numbers = params["dimension_numbers"]
@@ -88,8 +88,8 @@ def _conv(eqn: Any, counts_padding: bool) -> int:
     return int(2 * terms)
 
 
-_FORMULAS = {"dot_general": _dot, "ragged_dot_general": _ragged_dot}
+_FORMULAS = {"dot_general": _flops_of_dot, "ragged_dot_general": _flops_of_ragged_dot}
 
 
-def _size(atom: Any) -> int:
+def _elements_in(atom: Any) -> int:
     return math.prod(getattr(atom.aval, "shape", ()))

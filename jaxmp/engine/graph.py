@@ -36,21 +36,21 @@ class Node:
     written: np.dtype  # the dtype that the author wrote
     shape: tuple[int, ...]
     reason: str  # why it is of this kind: a text for the plan, no more
-    asked: str  # the level that a region or an override asks for
+    requested: str  # the level that a region or an override asks for
     half: np.dtype | None  # the half dtype of the code that it stands in
     loop: int  # the number of the innermost loop body that it is computed in, 0 outside of any
-    in_rule: bool  # it is computed in a custom_vjp, whose rule is no derivative of it
+    in_rule: bool  # it is computed in a custom_vjp, whose rule is not its derivative
     dtype: np.dtype  # that of the result, which jaxmp.engine.decide finds out
     inputs: Sequence[Node]
     users: list[Node]
     # The first node of this value, which is written again where an equal operation has equal operands.
     same: Node = dataclasses.field(init=False)
-    origin: Node = dataclasses.field(init=False)  # that of what it was before it was moved
+    origin: Node = dataclasses.field(init=False)  # that of the value before it was moved
     const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
     step: Step | None = None  # the equation that it is a result of; None for arguments, constants and joins
     is_constant: bool = False  # made of constants and integers only
-    is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
-    float8: float8_products.Asked | None = None  # of a product, as its step has it
+    is_looked_up: bool = False  # rows of a table, or computed from some: of an example, not a weight
+    float8: float8_products.Float8Question | None = None  # of a product, as its step has it
 
     # What jaxmp.engine.decide finds out.
     after_product: bool = False  # a product, or a half argument, lies upstream
@@ -63,7 +63,9 @@ class Node:
     rule: Rule | None = None  # which rule raised the state
     cause: Node | None = None  # the neighbour by which it did so
     compute: np.dtype | None = None  # what it is computed in; None: as it was written, or was moved in
-    late: np.dtype | None = None  # the half dtype of a cast by its author that each reader makes; the value is float32
+    deferred_cast: np.dtype | None = (
+        None  # the half dtype of a cast by its author that each reader makes; the value is float32
+    )
 
     @property
     def is_cast_once(self) -> bool:
@@ -73,7 +75,7 @@ class Node:
     @property
     def value_dtype(self) -> np.dtype:
         """The dtype that its readers see."""
-        return self.late or self.dtype
+        return self.deferred_cast or self.dtype
 
     @property
     def is_half_product(self) -> bool:
@@ -82,7 +84,7 @@ class Node:
 
     def raise_to(self, state: State, rule: Rule, cause: Node | None = None) -> bool:
         """Raise the state, if it is lower; return whether it was. A level that was asked for is final."""
-        if state <= self.state or self.asked or self.kind is KEPT:
+        if state <= self.state or self.requested or self.kind is KEPT:
             return False
         self.state, self.rule, self.cause = state, rule, cause
         return True
@@ -114,13 +116,15 @@ class Step:
     kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
-    float8: float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
+    float8: float8_products.Float8Question | None = (
+        None  # of a product in code whose policy has a recipe: true if it is float8
+    )
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
-    unchanged: Collection[int] = ()  # what no turn of a scan changes of what it carries, by number
+    unchanged: Collection[int] = ()  # the carries of a scan that no turn changes, by number
     is_fixed: bool = False  # it is made of constants only, as the positions of a sequence: the same for every example
     stands: bool = False  # whether it is bound as it is
-    bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
+    operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
     node: Node | None = None  # that of the first floating result
     loops: range = range(0)  # of a loop the numbers of its body and of the loops in it
@@ -153,7 +157,9 @@ class Graph:
     body: Body
     steps: list[Step]  # all equations, each after those inside of it
     sources: list[Node | None]
-    patterns: list[Any] = dataclasses.field(default_factory=list)  # what jaxmp.engine.patterns names for readers
+    patterns: list[Any] = dataclasses.field(
+        default_factory=list
+    )  # what jaxmp.engine.operation_patterns names for readers
     wanted: Collection[Node] = ()  # the results that are wanted in half
     changes: bool = False  # whether anything is computed in another dtype than it was written in
 
@@ -183,7 +189,9 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rul
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
     """Return whether the results amplify the last digits of floating operands."""
-    is_largest = any(one.name in ("max", "min") and other in one.inputs for one in operands for other in operands)
+    is_largest = any(
+        operand.name in ("max", "min") and other in operand.inputs for operand in operands for other in operands
+    )
     return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
 
 
@@ -217,9 +225,11 @@ class _Builder:
             node.same = node.origin = same
         return node, same, is_fixed
 
-    def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: str = "") -> Node:
+    def node(
+        self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", requested: str = ""
+    ) -> Node:
         dtype, half = aval.dtype, self.region.half or self.rules.half
-        node = Node(kind, name, dtype, aval.shape, reason, asked, half, self.loop, self.in_rule, dtype, inputs, [])
+        node = Node(kind, name, dtype, aval.shape, reason, requested, half, self.loop, self.in_rule, dtype, inputs, [])
         node.state = _STATES.get(kind, State.UNDECIDED)
         node.is_constant = kind is not SOURCE and kind is not JOIN and all([operand.is_constant for operand in inputs])
         for operand in inputs:
@@ -294,8 +304,8 @@ class _Builder:
             if is_fixed:
                 results = [(node, number, True) for node, number, _ in results]
             step.nodes = [node for node, *_ in results]
-            made = [node for n, node in enumerate(step.nodes) if n not in step.unchanged]
-            step.node = next((node for node in made if node is not None), None)
+            varying = [node for n, node in enumerate(step.nodes) if n not in step.unchanged]
+            step.node = next((node for node in varying if node is not None), None)
         self.steps.append(step)
         return step, results
 
@@ -324,7 +334,9 @@ class _Builder:
         ]
         self.last_loop += 1
         self.loop = first = self.last_loop
-        conditions = [self.inner(step, one, [*values[: bodies.consts], *carry]) for one in bodies.jaxprs[:-1]]
+        conditions = [
+            self.inner(step, condition, [*values[: bodies.consts], *carry]) for condition in bodies.jaxprs[:-1]
+        ]
         turns = [(node, ("turn", number), False) for node, number, _ in values[stop:]]
         results = self.inner(step, bodies.jaxprs[-1], [*values[bodies.consts : start], *carry, *turns])
         self.loop = around
@@ -334,8 +346,8 @@ class _Builder:
                 join.inputs = [*join.inputs, node]
                 node.users.append(join)
                 self.check_range(join)
-        made = (*carry, *results, *itertools.chain(*conditions))
-        key = ("turns", *map(step.eqn.params.get, ("length", "reverse")), *(number for _, number, _ in made))
+        new_nodes = (*carry, *results, *itertools.chain(*conditions))
+        key = ("turns", *map(step.eqn.params.get, ("length", "reverse")), *(number for _, number, _ in new_nodes))
         changed = [self.value(node, (n, *key)) for n, (node, *_) in enumerate(carry) if n not in step.unchanged]
         ends = iter([(node, ("turns", number), False) for node, number, _ in (*changed, *results[bodies.carry :])])
         return [*(value if n in step.unchanged else next(ends) for n, value in enumerate(carry)), *ends]
@@ -366,21 +378,21 @@ class _Builder:
 
     def leaf(self, step: Step, form: Form, numbers: Sequence[Any], fixed: Sequence[bool]) -> list[_Value]:
         nodes: list[Node | None] = []
-        eqn, found, name, operands = step.eqn, [], step.eqn.primitive.name, step.operands
+        eqn, results, name, operands = step.eqn, [], step.eqn.primitive.name, step.operands
         inputs: Any = operands if None not in operands else [node for node in operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
         known = (self.marks, *constants)
         if (decision := form.decisions.get(known)) is None:
             decision = form.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
-        kind, reason, asked = decision
+        kind, reason, requested = decision
         step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is CLEAR
-        step.float8 = float8_products.asked(step, self.rules) if name in PRODUCTS else None
+        step.float8 = float8_products.float8_question(step, self.rules) if name in PRODUCTS else None
         for position, is_float in enumerate(form.are_floats):
             node: Any = None
             if is_float:
-                own = operands[position : position + 1] if is_moved and form.is_one_by_one else None
-                reads = inputs if own is None else [each for each in own if each is not None]
-                node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
+                moved = operands[position : position + 1] if is_moved and form.is_one_by_one else None
+                reads = inputs if moved is None else [operand for operand in moved if operand is not None]
+                node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, requested)
                 if step.node is None:
                     step.node = node
                 node.step = step
@@ -392,11 +404,11 @@ class _Builder:
                 node.same = same
                 node.origin = _origin_of(node)
             nodes.append(node)
-            found.append((node, same, step.is_fixed))
+            results.append((node, same, step.is_fixed))
         if step.node is None:
             for operand in inputs if inputs and _tells_apart(name, inputs) else ():
                 operand.is_seen = True
         elif is_moved and len(inputs) == 1:
             step.node.const = inputs[0].const
             step.node.is_looked_up = name == "gather" and not fixed[1]
-        return found
+        return results

@@ -100,17 +100,19 @@ class ProductsCheck:
 def _has_no_half_product(graph: Graph) -> bool:
     """Return whether a decided program has products, but none in half, under its modules."""
     products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
-    if any(_is_half(*product) for product in products):
+    if any(_is_half_product(*product) for product in products):
         return False
     closed = [step for step in graph.steps if step.bodies is None]  # what the engine does not look into
     inside = [(step, eqn) for step in closed for jaxpr in jaxprs_in(step.eqn) for eqn in equations(jaxpr)]
     products += [(step, eqn) for step, eqn in inside if eqn.primitive.name in PRODUCTS]
-    are_asked = any(step.region.level or (step.node and step.node.asked) for step, _ in products)
-    are_half = any(_is_half(*product) for product in products) or any(_may_multiply(step.eqn) for step in closed)
+    are_asked = any(step.region.level or (step.node and step.node.requested) for step, _ in products)
+    are_half = any(_is_half_product(*product) for product in products) or any(
+        _may_multiply(step.eqn) for step in closed
+    )
     return are_asked and not are_half
 
 
-def _is_half(step: Step, eqn: Any) -> bool:
+def _is_half_product(step: Step, eqn: Any) -> bool:
     """Return whether a product has half operands or a half result, or is float8."""
     compute = step.node.compute if step.node is not None and eqn is step.eqn else None
     return _is_narrow(compute) if compute is not None else any(map(_is_narrow_array, (*eqn.invars, *eqn.outvars)))

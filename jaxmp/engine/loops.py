@@ -58,11 +58,11 @@ def _decide_carries(graph: Graph, step: Step) -> None:
         if starts and _may_be_half(cycle, starts) and _goes_through_layers(frozenset(cycle), elements):
             layered.update(cycle)
     sums = cycles(inside, inputs_past_products)
-    asked = {node for cycle in sums for node in cycle if any(_is_asked(other, "float32") for other in cycle)}
+    in_float32 = {node for cycle in sums for node in cycle if any(_is_asked(other, "float32") for other in cycle)}
     halves = {node for cycle in sums for node in cycle if any(_is_asked(other, "half") for other in cycle)}
     states = set[Node]()
     for carry in carries:
-        is_half = (carry in layered and carry not in asked) or carry in halves
+        is_half = (carry in layered and carry not in in_float32) or carry in halves
         if carry.written == np.float32 and not is_half:
             states.add(carry)
             carry.raise_to(State.FLOAT32, Rule.CARRY)
@@ -76,7 +76,7 @@ def _decide_carries(graph: Graph, step: Step) -> None:
 
 
 def _is_asked(node: Node, level: str) -> bool:
-    return bool(node.asked) and (node.asked == "half") == (level == "half")
+    return bool(node.requested) and (node.requested == "half") == (level == "half")
 
 
 def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:

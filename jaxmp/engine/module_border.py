@@ -123,7 +123,7 @@ class Treatment:
         return self.mode == "float32"
 
     def called_by(self, caller: Treatment | None) -> Treatment:
-        """How it is computed where it is called: traced on float32 if that is what its ``caller`` has to give.
+        """Return how it is computed where it is called: traced on float32 if its ``caller`` has float32.
 
         Half results of its submodules beside that would be widened for good.
         """
@@ -165,14 +165,14 @@ def handed_out(
       map_arrays: maps a function over the arrays of a tree.
     """
     if caller is not None and caller.is_float32:
-        return map_arrays(widen, result)
+        return map_arrays(widen_for_float32_code, result)
     if treatment.is_float32:
         half = treatment.policy.compute_dtype
         return map_arrays(lambda leaf: leaf if id(leaf) in arguments else narrow(leaf, half), result)
     return result
 
 
-def widen(value: Any) -> Any:
+def widen_for_float32_code(value: Any) -> Any:
     """A leaf for code that is traced in float32: half arrays are widened."""
     return widened(jnp.asarray(value)) if _tree.is_float_array(value) and is_half(value.dtype) else value
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp.base.arguments import printed
-from jaxmp.base.dtypes import CASTABLE, is_half, nearest
+from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
 from jaxmp.engine.classes import Class, classify, primitives_of
 from jaxmp.policy.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, path_and_primitive, pattern_text
 from jaxmp.policy.policies import Policy
@@ -89,11 +89,16 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
             )
         _, primitive = path_and_primitive(key)
         is_operation = bool(primitive) or key.startswith(OPERATIONS)
-        levels[key] = _level(value, half, recipe, is_operation)
+        levels[key] = _level_of_value(value, half, recipe, is_operation)
         if levels[key] == "half" and half == np.float32:
             raise ValueError(
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
                 f"{value!r}; make a half policy the default, and the rest float32 by overrides"
+            )
+        if key == f"class:{Class.LINALG}" and levels[key] == "half":
+            raise ValueError(
+                f"{key!r} stays float32, as few of its kernels exist in half precision, got 'half'; leave it out, or "
+                "write 'primitive:<name>' for one that does"
             )
         names_operations = ":" in key.split("/")[0] and key != EVERY  # rightly or wrongly: errors list what there is
         named: Any = ()
@@ -109,7 +114,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
     return levels
 
 
-def _level(value: Any, half: np.dtype | None, recipe: Any, is_operation: bool) -> str:
+def _level_of_value(value: Any, half: np.dtype | None, recipe: Any, is_operation: bool) -> str:
     if str(value).startswith("policy;recipe="):  # as levels_of returns it
         return str(value)
     if _is_level(value):
@@ -200,6 +205,6 @@ def primitives_named_by(key: str) -> frozenset[str]:
         known = [cls.value for cls in Class if cls not in FIXED]
         remedy = "these are all; cast_plan(fun, policy)(*args) says in which one an operation is, docs/autocast.md more"
     raise UnknownOperationError(
-        f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known, len(classes))}; "
-        f"{remedy}"
+        f"the override {key!r} names a {kind} that does not exist; the nearest: "
+        f"{closest_names(name, known, len(classes))}; {remedy}"
     )

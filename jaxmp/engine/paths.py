@@ -11,6 +11,7 @@ from jaxmp.engine.graph import Node
 SUMS = frozenset({"add", "sub", "add_any"})
 SCALES = frozenset({"mul", "div", "neg"})
 BOUNDS = frozenset({"max", "min", "clamp"})
+OFFSETS = SUMS | SCALES | BOUNDS
 
 
 def readers_of(node: Node) -> list[Node]:
@@ -32,6 +33,6 @@ def multiple_of(node: Node, through: Collection[str] = SCALES) -> Node:
 
 
 def _only_variable(node: Node) -> Node | None:
-    """Return the one operand that is no constant; None if there are several or none."""
+    """Return the one operand that is not a constant; None if there are several or none."""
     variable = [operand for operand in node.inputs if not operand.is_constant]
     return variable[0] if len(variable) == 1 else None

@@ -35,7 +35,7 @@ _LINE = "{:<24} {:<36} {:>8} {:>8}  {:<12} {} | {} | {}"  # no width depends on 
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One equation of the plan.
 
     Attributes:
@@ -158,7 +158,7 @@ class CastPlan:
 
     policy: str
     overrides: Mapping[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     summary: Summary
 
     def __str__(self) -> str:
@@ -237,14 +237,18 @@ def cast_plan(
         jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
         reasons, uncounted = Reasons(graph), set[str]()
         rows = tuple(_rows(graph.body.steps, reasons, uncounted, {}, itertools.count()))
-        return CastPlan(str(one_policy), rules.overrides, rows, _summary(rows, uncounted, reasons, graph.body.casts))
+        return CastPlan(str(one_policy), rules.overrides, rows, _totals(rows, uncounted, reasons, graph.body.casts))
 
     return planned
 
 
 def _rows(
-    steps: Iterable[Step], reasons: Reasons, uncounted: set[str], made: dict[Node, int], numbers: Iterator[int]
-) -> Iterator[Row]:
+    steps: Iterable[Step],
+    reasons: Reasons,
+    uncounted: set[str],
+    numbers_of_nodes: dict[Node, int],
+    numbers: Iterator[int],
+) -> Iterator[PlanRow]:
     """Yield a row for each equation, before the rows of its bodies."""
     for step in steps:
         number = last = next(numbers)
@@ -254,11 +258,11 @@ def _rows(
         casts = [*step.casts, *(turns * size for body in step.inner for size in body.casts)]
         flops = 0 if bodies_of(eqn) is not None else flops_of(eqn)
         uncounted |= {name} if flops is None else set()
-        row = Row(
+        row = PlanRow(
             path="/".join(path_of(step.names)),
             primitive=name,
             cls=str(classify(name) or "unknown"),
-            operands=tuple(map(name_of, step.bound or (atom.aval for atom in eqn.invars))),
+            operands=tuple(map(name_of, step.operand_types or (atom.aval for atom in eqn.invars))),
             result=", ".join(name_of(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
             why=reasons.of(step) + (step.float8.why if step.float8 is not None else ""),
             source=source_of(eqn),
@@ -266,11 +270,11 @@ def _rows(
             casts=len(casts),
             cast_bytes=sum(casts),
             depth=0,
-            reads=tuple(sorted({made[node] for node in read if node in made})),
+            reads=tuple(sorted({numbers_of_nodes[node] for node in read if node in numbers_of_nodes})),
             pattern=reasons.pattern_of(step),
         )
         yield row
-        for last, inner in enumerate(_rows(_inside(step), reasons, uncounted, made, numbers), number + 1):  # noqa: B007
+        for last, inner in enumerate(_rows(_inside(step), reasons, uncounted, numbers_of_nodes, numbers), number + 1):  # noqa: B007
             yield dataclasses.replace(
                 inner,
                 source=inner.source or row.source,  # a function of JAX's that was traced before knows no caller
@@ -279,7 +283,7 @@ def _rows(
                 depth=inner.depth + 1,
             )
         if step.bodies is None:
-            made |= dict.fromkeys(filter(None, step.nodes), last)
+            numbers_of_nodes |= dict.fromkeys(filter(None, step.nodes), last)
 
 
 def _inside(step: Step) -> Iterator[Step]:
@@ -291,7 +295,7 @@ def _inside(step: Step) -> Iterator[Step]:
             yield Step(eqn, (*step.names, *names_of(eqn)), step.operands, [], Kind.KEPT, step.reason)
 
 
-def _summary(rows: Sequence[Row], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
+def _totals(rows: Sequence[PlanRow], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
     """The totals; ``of_results`` are the bytes of the casts of the function's results."""
     half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
     full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxmp._internals.jax.walk import nearest
+from jaxmp._internals.jax.walk import nearest_ends
 from jaxmp.engine.classes import Class, Kind, Rule, State, classify
 from jaxmp.engine.graph import Graph, Node, Step
 
@@ -34,8 +34,8 @@ class Reasons:
         self.groups = [pattern.name for pattern in patterns]
         self.group_of = {node.same: pattern.name for pattern in patterns for node in pattern.nodes}
         nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # None: the result of the function
-        self.above = nearest(nodes, lambda node: node.inputs, _is_half)
-        self.below = nearest(nodes[::-1], lambda node: node.users, _is_half, known=ends)
+        self.above = nearest_ends(nodes, lambda node: node.inputs, _is_half_value)
+        self.below = nearest_ends(nodes[::-1], lambda node: node.users, _is_half_value, known=ends)
 
     def of(self, step: Step) -> str:
         """Why an equation is computed as it is."""
@@ -43,7 +43,9 @@ class Reasons:
         if step.bodies is not None:
             return self._of_bodies(step)
         if step.kind is Kind.KEPT:
-            return step.reason if node is None or node.late is None else "put off to each operation that reads it"
+            return (
+                step.reason if node is None or node.deferred_cast is None else "put off to each operation that reads it"
+            )
         if not self.changed:
             is_product = classify(step.eqn.primitive.name) is Class.HALF
             return step.reason if is_product else "no product in half: nothing changes"
@@ -93,7 +95,7 @@ class Reasons:
         return f"{text}; a state in float32" if self.changed and states else text
 
 
-def _is_half(node: Node) -> bool:
+def _is_half_value(node: Node) -> bool:
     return (node.kind is Kind.HALF and node.state is State.HALF) or (
         node.kind is Kind.SOURCE and node.dtype.itemsize == 2
     )

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._internals.jax.equations import asks_for_highest, names_a_dtype
 from jaxmp._internals.jax.primitives import PICKS
 from jaxmp._internals.jax.sources import Names
-from jaxmp.base.dtypes import CASTABLE, is_castable, is_other_float, nearest, range_of
+from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_float, range_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.policy.patterns import EVERY, OPERATIONS, matches, path_and_primitive
@@ -31,7 +31,7 @@ class Decision(NamedTuple):
 
     kind: Kind
     reason: str
-    asked: str = ""
+    requested: str = ""
 
 
 @dataclasses.dataclass
@@ -63,13 +63,15 @@ class Rules:
     def check(self) -> None:
         """Raises an UnmatchedOverrideError if one matched nothing, with the nearest paths or primitives."""
         for key in [key for key in self.overrides if key not in self.matched]:
-            if key in self.paths:
+            if key in {name for _, name in self.visited}:
+                what = f"key: 'primitive:{key}'"
+            elif key in self.paths:
                 primitive = path_and_primitive(key)[1]
                 visited = {(names, f":{name}" if primitive else "") for names, name in self.visited if names}
                 known = sorted(glob.escape("/".join(names)) + name for names, name in visited)
-                what = f"paths: {nearest(key, known) or _NO_SCOPES}"
+                what = f"paths: {closest_names(key, known) or _NO_SCOPES}"
             else:
-                what = f"primitives: {nearest(key.partition(':')[2], sorted({name for _, name in self.visited}))}"
+                what = f"primitives: {closest_names(key.partition(':')[2], sorted({name for _, name in self.visited}))}"
             raise UnmatchedOverrideError(
                 f"every override must match an operation of the function, but {key!r} matched none; nearest {what}. "
                 "Operations of its derivative are seen in autocast(grad(f)) only"
@@ -105,7 +107,7 @@ class Rules:
             return Decision(Kind.KEPT, "a body that autocast does not look into")
         if cls is Class.OPAQUE or names_a_dtype(eqn):
             return Decision(Kind.KEPT, "opaque: its meaning depends on its dtypes")
-        request = self.asked_of(name, names)
+        request = self.request_of(name, names)
         if cls is Class.CLEAR:
             fill = abs(eqn.params.get("fill_value") or 0)  # of a gather, for indices beyond the end
             decision = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
@@ -124,7 +126,7 @@ class Rules:
             return Decision(Kind.FULL, "part of a special function")
         return self._kind_by_constants(name, constants, half)
 
-    def asked_of(self, name: str, names: Names) -> tuple[str, str] | None:
+    def request_of(self, name: str, names: Names) -> tuple[str, str] | None:
         """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
         region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:

@@ -29,11 +29,11 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
 
     def ask() -> np.dtype | None:
         names = current_names()
-        asked = silent.asked_of("dot_general", names)
-        return None if asked is not None and asked[0] != "half" else region_of(names).half or rules.half
+        request = silent.request_of("dot_general", names)
+        return None if request is not None and request[0] != "half" else region_of(names).half or rules.half
 
     token = _tracing.set(ask)
-    # Without the default precision, so that what is left in a product is what its author wrote there. The adapters set
+    # Without the default precision, so that a product keeps what its author wrote. The adapters set
     # that of each module's policy.
     precision: Any = contextlib.nullcontext()
     if products or rules.half is not None:
@@ -49,7 +49,7 @@ def autocast_dtype() -> np.dtype | None:
     """The half dtype in which autocast will compute a float32 product that is written here.
 
     For the code of operations that have derivative rules or kernels of their own, and decide what they keep by the
-    dtype of what they are given: autocast traces them on the dtypes that are written, float32.
+    dtype of their arguments: autocast traces them on the dtypes that are written, float32.
 
     Returns:
       None outside of autocast, and where a region or an override asks for float32.
@@ -67,7 +67,7 @@ def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[
     avals = [atom.aval for atom in program.jaxpr[0].outvars]
     dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
     if policy is not None and policy.output_dtype.itemsize == 2:
-        dtypes[: program.returned] = [dtype and policy.output_dtype for dtype in dtypes[: program.returned]]
+        dtypes[: program.result_count] = [dtype and policy.output_dtype for dtype in dtypes[: program.result_count]]
     return dtypes
 
 

@@ -16,7 +16,7 @@ from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.inspect.program.evidence import Argument, Sent
 from jaxmp.inspect.traffic import Collective
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
-from jaxmp.sharding.specs import names_of as axes_of
+from jaxmp.sharding.specs import axes_in_spec as axes_of
 
 _ROLE_OF_CLASS = {
     nnx.Optimizer: "optimizer",
@@ -36,7 +36,7 @@ _ROLE_OF_COLLECTION = {"params": "params", "batch_stats": "statistics"}
 """The roles of Flax's collections."""
 
 
-def has_loss_scale(args: Any) -> bool | None:
+def is_loss_scaled(args: Any) -> bool | None:
     """Return whether a loss scale among the arguments scales.
 
     None if there is no loss scale.

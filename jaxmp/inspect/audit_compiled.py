@@ -19,15 +19,15 @@ _ScopesAndPass = tuple[frozenset[str], bool]
 def _scopes_of_instruction(instruction: hlo.Instruction) -> _ScopesAndPass | None:
     """Return the scopes that an instruction was compiled from; None without metadata."""
     name = instruction.op_name
-    return (_scopes(name), "transpose(" in name) if name else None
+    return (_scopes_in_name(name), "transpose(" in name) if name else None
 
 
 def _scopes_of_value(value: Value) -> _ScopesAndPass:
-    return _scopes("/".join((*value.at.names, value.name))), value.at.phase == "backward"
+    return _scopes_in_name("/".join((*value.at.names, value.name))), value.at.phase == "backward"
 
 
-def _scopes(op_name: str) -> frozenset[str]:
-    return frozenset(hlo.path_of(op_name).split("/"))
+def _scopes_in_name(op_name: str) -> frozenset[str]:
+    return frozenset(hlo.path_in_name(op_name).split("/"))
 
 
 def dtypes_that_ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Value, str]:
@@ -36,7 +36,7 @@ def dtypes_that_ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Va
     Products that cannot be told apart are left out.
     """
     compiled: dict[Any, set[str]] = {}
-    for computation, instruction, _ in program.walk():
+    for computation, instruction, _ in program.instructions_by_run():
         scopes = _scopes_of_instruction(instruction) if product_kind(instruction) else None
         dtypes = [hlo.dtype_name(dtype) for dtype in program.dtypes(computation, instruction)[:2]]
         if scopes is None or not dtypes:
@@ -74,7 +74,7 @@ class CastsInLoops:
 
 def _computations_in_loops(program: hlo.HloProgram) -> set[str]:
     stack: list[str] = []
-    for _, instruction, _ in program.walk():
+    for _, instruction, _ in program.instructions_by_run():
         if instruction.opcode == "while":
             stack += program.bodies(instruction)
     inside: set[str] = set()

@@ -17,7 +17,7 @@ from jaxmp.engine.flops import flops_of
 from jaxmp.inspect.program.products import multiplied, work
 from jaxmp.inspect.program.reading_values import same_turn
 from jaxmp.inspect.program.values import Read, Value, Values
-from jaxmp.inspect.program.weights import unaligned
+from jaxmp.inspect.program.weight_operands import unaligned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +78,13 @@ def product_of(value: Value, ran: str | None, device: Hardware, weights: Sequenc
         flops=flops,
         count=place.count,
         bytes=size,
-        bound=_bound(flops, size, widest(operands), place.eqn.params.get("precision"), device),
+        bound=_bound_by(flops, size, widest(operands), place.eqn.params.get("precision"), device),
         aligned=not unaligned(value, weights),
         phase=place.phase,
     )
 
 
-def _bound(flops: int, size: int, dtype: str, precision: Any, device: Hardware) -> str | None:
+def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardware) -> str | None:
     is_tensorfloat = dtype == "float32" and "tensorfloat32" in device.peak_tflops and not asks_for_highest(precision)
     rate = device.peak_tflops.get("tensorfloat32" if is_tensorfloat else dtype)
     if rate is None or device.peak_bandwidth is None:

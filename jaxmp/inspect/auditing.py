@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base import hardware, tables
-from jaxmp.base.dtypes import nearest
-from jaxmp.inspect.audit_arguments import has_loss_scale, kinds_of, roles_of, sent_over_batch_axes
+from jaxmp.base.dtypes import closest_names
+from jaxmp.inspect.audit_arguments import is_loss_scaled, kinds_of, roles_of, sent_over_batch_axes
 from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect.audit_products import Product, product_of, products_in_kernels, shares_of_flops, widest
 from jaxmp.inspect.compiled import hlo
@@ -22,7 +22,7 @@ from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import FINDERS, Finding, findings
 from jaxmp.inspect.program.products import work
 from jaxmp.inspect.program.reading_values import values_of
-from jaxmp.inspect.program.weights import weights_in
+from jaxmp.inspect.program.weight_operands import weights_in
 from jaxmp.policy.patterns import matches
 from jaxmp.policy.policy_map import get_policy
 
@@ -88,7 +88,7 @@ class Audit(tables.Shown):
             kind, pattern = (kind_or_pair, "**") if isinstance(kind_or_pair, str) else kind_or_pair
             if kind not in FINDERS:
                 raise ValueError(
-                    f"there is no kind of finding {kind!r}; kinds, nearest first: {nearest(kind, FINDERS)}"
+                    f"there is no kind of finding {kind!r}; kinds, nearest first: {closest_names(kind, FINDERS)}"
                 )
             allowed.append((kind, pattern))
         faults = []
@@ -203,7 +203,7 @@ def audit(
         jitted, inputs = compiling.call_of(fun, args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the loss has float16 products")  # a finding of its own
-            trace = compiling.traced(jitted, inputs, device, compile, topology)
+            trace = compiling.trace_of_call(jitted, inputs, device, compile, topology)
         program = memory = None
         if compile:
             compiled = compiling.compiled_of(trace, device)
@@ -242,7 +242,7 @@ def _audit_of(
         kinds=kinds,
         weights=weights,
         policy=policy,
-        has_loss_scale=has_loss_scale(inputs),
+        is_loss_scaled=is_loss_scaled(inputs),
         repeated=None if program is None else CastsInLoops(program),
         on_cpu=device.platform == "cpu",
         sent=() if memory is None else tuple(sent_over_batch_axes(memory.collectives.rows, inputs, kinds)),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxmp.base import tables
 from jaxmp.base.trees import widen
-from jaxmp.inspect.blame_origins import Range, kind_of, on_host, ranges_of
+from jaxmp.inspect.blame_origins import Range, failure_kind, on_host, ranges_of
 from jaxmp.inspect.blame_search import ProgramRun, Rank, first_suspect
 from jaxmp.inspect.program import stepping
 from jaxmp.inspect.program.calls import (
@@ -25,9 +25,9 @@ from jaxmp.inspect.program.calls import (
     require_own_settings,
     step_call,
 )
-from jaxmp.inspect.program.equations import program_of
-from jaxmp.inspect.program.evaluate import is_whole
+from jaxmp.inspect.program.equation_places import program_of
 from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.inspect.program.recorded_evaluation import is_whole
 from jaxmp.inspect.program.values import Turns, Value, Values, leading_to
 from jaxmp.optim.loss_scale import StaticLossScale
 from jaxmp.optim.scaling_state import LossScalingState
@@ -237,5 +237,5 @@ def _blame_of_operation(run: ProgramRun, values: Values, value: Value, turns: Tu
         turn = length - 1 - turns[-1] if value.scans[-1].reverse and phase == "forward" else turns[-1]
     elif place.turns:
         turn = failure.while_turn
-    kind = "input" if phase == "input" else kind_of(failure.name, origin)
+    kind = "input" if phase == "input" else failure_kind(failure.name, origin)
     return Blame(phase, failure.name, place.path, place.source, kind, origin.ranges, turn, False)

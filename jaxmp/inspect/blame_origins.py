@@ -140,7 +140,7 @@ def origin_of(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Ori
     )
 
 
-def kind_of(name: str, origin: Origin) -> str:
+def failure_kind(name: str, origin: Origin) -> str:
     """Return ``"overflow"``, ``"division by zero"`` or ``"invalid"``."""
     if not origin.is_born or (origin.is_nan and name not in _OVERFLOWS_TO_NAN):
         return "invalid"

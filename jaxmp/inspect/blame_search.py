@@ -13,10 +13,8 @@ import numpy as np
 
 from jaxmp.inspect.blame_origins import Origin, on_host, origin_of, where_nan
 from jaxmp.inspect.program import stepping
-from jaxmp.inspect.program.equations import Key
 from jaxmp.inspect.program.values import Turns, Value
 
-At = tuple[Key, Turns]
 """An operation in one turn of each scan around it; in a while loop in the first turn in which it fails."""
 _FLAGS_AT_ONCE = 4096
 """The number of operations whose flags are fetched together: one fetch for each would take most of the time."""
@@ -47,8 +45,8 @@ class ProgramRun:
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> None:
         self._jaxpr, self._consts, self.inputs = jaxpr, consts, inputs
-        self.failures: dict[At, Failure] = {}
-        self.origins: dict[At, Origin] = {}
+        self.failures: dict[stepping.At, Failure] = {}
+        self.origins: dict[stepping.At, Origin] = {}
         pending: list[tuple[stepping.Moment, str, list[Any]]] = []
 
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
@@ -57,7 +55,7 @@ class ProgramRun:
                 self._add_failures(pending)
                 pending.clear()
 
-        self.results, self.branches = stepping.run(jaxpr, consts, inputs, visit)
+        self.results, self.branches = stepping.step_through(jaxpr, consts, inputs, visit)
         self._add_failures(pending)
 
     def _add_failures(self, pending: list[tuple[stepping.Moment, str, list[Any]]]) -> None:
@@ -67,7 +65,7 @@ class ProgramRun:
             if bad:
                 self.failures.setdefault((moment.key, moment.turns), Failure(name, bad, moment.while_turn))
 
-    def look_at(self, wanted: set[At]) -> None:
+    def look_at(self, wanted: set[stepping.At]) -> None:
         """Run again, up to the last of some failures, to find their origins."""
 
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
@@ -78,9 +76,9 @@ class ProgramRun:
                     raise _AllLookedAt
 
         with contextlib.suppress(_AllLookedAt):
-            stepping.run(self._jaxpr, self._consts, self.inputs, visit, wanted)
+            stepping.step_through(self._jaxpr, self._consts, self.inputs, visit, wanted)
 
-    def origin(self, at: At) -> Origin:
+    def origin(self, at: stepping.At) -> Origin:
         """Return the origin of a failure; run again if it is not known yet."""
         if at not in self.origins:
             self.look_at({at})
@@ -120,7 +118,7 @@ class Suspect(NamedTuple):
     reader: tuple[Value, Turns] | None
 
     @property
-    def at(self) -> At:
+    def at(self) -> stepping.At:
         """Its operation, in its turn."""
         return self.value.key, self.turns
 

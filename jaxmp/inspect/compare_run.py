@@ -15,10 +15,10 @@ from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named
-from jaxmp.inspect.program.equations import Key, program_of
-from jaxmp.inspect.program.evaluate import evaluate, is_whole
+from jaxmp.inspect.program.equation_places import Key, program_of
 from jaxmp.inspect.program.products import multiplied
 from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record, is_whole
 from jaxmp.inspect.program.values import Value, leading_to
 from jaxmp.inspect.taps import Taps
 
@@ -100,7 +100,7 @@ def run_and_record(
     numbers = differentiated(args) if grad else []
 
     scale = loss_scale if grad else None
-    results, records, grads, cotangents = _evaluate(jaxpr, consts, inputs, numbers, taps, scale)
+    results, records, grads, cotangents = _run_with_taps(jaxpr, consts, inputs, numbers, taps, scale)
     values = values_of(jaxpr, consts, functools.partial(is_whole, keeps_rules=True))
     leading = [value for value in leading_to(values.results) if value.is_computed]
     return RecordedProgram(
@@ -118,7 +118,7 @@ def run_and_record(
     )
 
 
-def _evaluate(
+def _run_with_taps(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], numbers: Sequence[int], taps: Taps, scale: float | None
 ) -> tuple[Any, Any, Any, Any]:
     """Return results, records, gradients and the gradients of the sinks.
@@ -131,7 +131,7 @@ def _evaluate(
         inputs = list(inputs)
         for n, leaf in zip(numbers, leaves, strict=True):
             inputs[n] = leaf
-        results, records = evaluate(jaxpr, consts, inputs, taps, sinks, keeps_rules=True)
+        results, records = evaluate_and_record(jaxpr, consts, inputs, taps, sinks, keeps_rules=True)
         if scale is None:
             return 0.0, (results, records)
         return results[0] if scale == 1 else widen(results[0]) * scale, (results, records)

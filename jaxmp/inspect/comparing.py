@@ -150,7 +150,7 @@ def compare(
             stack.enter_context(jax.default_matmul_precision("highest"))
             if reference == "float64":
                 stack.enter_context(jax.enable_x64(True))
-                args = jax.tree.map(_as_float64, args)
+                args = jax.tree.map(_floating_as_float64, args)
             return _compared(half, run_and_record(loss_fn, widen(args), paths, grad, scale))
 
     return run
@@ -159,7 +159,7 @@ def compare(
 class _LossOnly(TrainStep):
     """A train step whose loss is differentiated from outside."""
 
-    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
+    def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
         loss, (model_state, metrics) = loss_fn(state.params)
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         return (loss, (jax.lax.stop_gradient(model_state), metrics)), zeros, {}
@@ -182,7 +182,7 @@ def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return loss_fn, (state.params, state.model_state, batch)
 
 
-def _as_float64(leaf: Any) -> Any:
+def _floating_as_float64(leaf: Any) -> Any:
     return jnp.asarray(leaf, jnp.float64) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
 
 

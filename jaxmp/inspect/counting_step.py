@@ -39,7 +39,7 @@ class CountingStep(TrainStep):
         self.records, self.loss_scale = counted.pop(_RECORDS), metrics["loss_scale"]
         return state, metrics
 
-    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
+    def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
         """See :class:`jaxmp.training.step.TrainStep`."""
         fun = scaled_loss(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         result, grads, activations = gradients_and_records(fun, state.params)

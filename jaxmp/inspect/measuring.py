@@ -62,7 +62,7 @@ class Numerics(tables.Shown):
         gradients = [*self.activation_gradients.values(), *self.gradients.values()]
         if not gradients:
             return 1.0
-        together = statistics.merged(gradients)
+        together = statistics.merged_statistics(gradients)
         limit = formats.format_of(dtypes.canonical_dtype(dtype)).largest
         scales = [2.0**n for n in range(25) if 4 * together.amax * 2.0**n <= limit] or [1.0]
         return min(scales, key=lambda scale: together.under(dtype, scale).vanished)
@@ -183,7 +183,7 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
 
     @jax.jit
     def count(form: Any, params: Any, args: Any, opt_state: Any, scale: jax.Array) -> StepRecords:
-        arrays, fill = form.opened(params)
+        arrays, fill = form.params_and_rebuild(params)
 
         def loss_of(params: Any, *args: Any) -> jax.Array:
             result = loss_fn(fill(params), *args)
@@ -217,7 +217,7 @@ class _TreeForm:
     :mod:`jaxmp.inspect.program.nnx_models` has one for models.
     """
 
-    def opened(self, params: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def params_and_rebuild(self, params: Any) -> tuple[Any, Callable[[Any], Any]]:
         """Return the arrays, and a function that makes the loss's argument of them."""
         return params, lambda params: params
 
@@ -227,5 +227,5 @@ def _form_and_arrays(params: Any) -> tuple[Any, Any]:
         from jaxmp.inspect.program import nnx_models
 
         if nnx_models.is_module(params):
-            return nnx_models.arrays_of(params)
+            return nnx_models.split_model(params)
     return _TreeForm(), params

@@ -67,7 +67,7 @@ def temporaries_in_memory(program: HloProgram, size: int) -> tuple[list[ArrayInM
     ``size`` is the sum of both, which the compiler reports.
     """
     arrays = []
-    for buffer in memory_of_hlo.peak(program):
+    for buffer in memory_of_hlo.buffers_at_peak(program):
         if buffer.bytes <= size:  # the buffers are an estimate, which may be a little too large
             size -= int(buffer.bytes)
             kind = "activations" if _is_activation(program, buffer) else "temporaries"

@@ -34,7 +34,7 @@ class _Search:
         return low + int((self._limit - self.peaks[low]) / slope) if slope > 0 else None
 
 
-def largest_batch(peak_of: Callable[[int], int], limit: int, step: int, start: int) -> int:
+def largest_multiple_that_fits(peak_of: Callable[[int], int], limit: int, step: int, start: int) -> int:
     """Return the largest multiple of ``step`` that fits; 0 when nothing fits.
 
     Args:

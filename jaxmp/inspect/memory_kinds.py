@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxmp.base.trees import path_name
-from jaxmp.sharding.specs import names_of as axes_of
+from jaxmp.sharding.specs import axes_in_spec as axes_of
 
 _KIND_OF_NAME = {
     "params": "params",

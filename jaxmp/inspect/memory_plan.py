@@ -98,7 +98,7 @@ class Memory(tables.Shown):
             return self.peak if size == self.batch else self._peak_with(size)
 
         step = math.lcm(int(multiple_of), self._parts)
-        return memory_batch.largest_batch(peak_of, limit, step, self.batch)
+        return memory_batch.largest_multiple_that_fits(peak_of, limit, step, self.batch)
 
     def _shown(self) -> Any:
         unit, unit_bytes = ("MiB", 2**20) if self.peak >= 10 * 2**20 else ("KiB", 2**10)

@@ -15,9 +15,9 @@ from jaxmp.base import dtypes
 from jaxmp.base.trees import is_float_array, path_name
 from jaxmp.inspect.program import counting, statistics
 from jaxmp.inspect.program.borders import returned
-from jaxmp.inspect.program.counting import Record
-from jaxmp.inspect.program.equations import Key, program_of
-from jaxmp.inspect.program.evaluate import evaluate
+from jaxmp.inspect.program.counting import Counts
+from jaxmp.inspect.program.equation_places import Key, program_of
+from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.statistics import Statistics
 from jaxmp.inspect.taps import Taps
 
@@ -107,7 +107,7 @@ def _by_path(parts: list[tuple[RecordedTensor, Statistics]]) -> dict[str, Statis
     by_path: dict[str, list[Statistics]] = {}
     for tensor, part in sorted(parts, key=lambda pair: pair[0].number):
         by_path.setdefault(tensor.path, []).append(part)
-    return {path: statistics.merged(parts) for path, parts in by_path.items()}
+    return {path: statistics.merged_statistics(parts) for path, parts in by_path.items()}
 
 
 def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activations: TensorRecords) -> StepRecords:
@@ -148,8 +148,8 @@ def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[Reco
         tensors, leaves, weights_of_group = zip(*group, strict=True)
         moved = ()
         if kind == "updates":
-            moved = jax.vmap(counting.moved)(jnp.stack(leaves), jnp.stack(weights_of_group))
-        packed = counting.packed(jax.vmap(counting.record)(jnp.stack(leaves)), *moved)
+            moved = jax.vmap(counting.distance_moved)(jnp.stack(leaves), jnp.stack(weights_of_group))
+        packed = counting.packed(jax.vmap(counting.counts_of)(jnp.stack(leaves)), *moved)
         records.append((tensors, packed))
     return records
 
@@ -173,12 +173,12 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
         arguments = list(leaves)
         for n, leaf in zip(numbers, floats, strict=True):
             arguments[n] = leaf
-        results, records = evaluate(jaxpr, consts, arguments, taps, sinks, keeps_rules=True)
+        results, records = evaluate_and_record(jaxpr, consts, arguments, taps, sinks, keeps_rules=True)
         return results[0], (results, records)
 
     differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
     (grads_of_floats, sinks), (results, records) = differentiate([leaves[n] for n in numbers], taps.sinks())
-    packed = jax.tree.map(counting.packed, records, is_leaf=lambda node: isinstance(node, Record))
+    packed = jax.tree.map(counting.packed, records, is_leaf=lambda node: isinstance(node, Counts))
     recorded = [*taps.named("activations", packed), *taps.named("activation_gradients", sinks)]
     grads = [jnp.zeros_like(leaf) for leaf in leaves]
     for n, grad in zip(numbers, grads_of_floats, strict=True):
@@ -197,7 +197,7 @@ def _tap_forward(value: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _tap_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return cotangent, counting.packed(counting.record(cotangent))
+    return cotangent, counting.packed(counting.counts_of(cotangent))
 
 
 _tap.defvjp(_tap_forward, _tap_backward)
@@ -213,8 +213,8 @@ class _CountingTaps(Taps):
         is_loss = [True] + [False] * (len(jaxpr.outvars) - 1)
         super().__init__(jaxpr, returned(jaxpr, is_loss))
 
-    def record(self, value: jax.Array) -> Record:
-        return counting.record(value)
+    def record(self, value: jax.Array) -> Counts:
+        return counting.counts_of(value)
 
     def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
         return _tap(value, sink)
@@ -222,7 +222,7 @@ class _CountingTaps(Taps):
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
         return jnp.zeros((*turns, counting.SIZE))
 
-    def merge(self, old: Record, new: Record) -> Record:
+    def merge(self, old: Counts, new: Counts) -> Counts:
         return old.added(new)
 
     def named(self, kind: str, records: Mapping[Key, Any]) -> TensorRecords:

@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxmp.base import hardware, tables
-from jaxmp.inspect.compiled.hlo import COLLECTIVES, CONTROL, NO_KERNEL, TRIPS, HloProgram, Instruction, is_end, path_of
+from jaxmp.inspect.compiled.hlo import (
+    COLLECTIVES,
+    CONTROL,
+    NO_KERNEL,
+    TRIPS,
+    HloProgram,
+    Instruction,
+    is_end,
+    path_in_name,
+)
 from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
 from jaxmp.inspect.program import compiling, targets
 
@@ -25,7 +34,7 @@ recorded steps of ResNet-50 and BERT come out.
 """
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _ONLY_MOVE = ("__cub$", "AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")  # or sort
-BOUNDS = ("arithmetic", "bytes", "launch")
+LIMITS = ("arithmetic", "bytes", "launch")
 ACHIEVED_BANDWIDTH = 0.9
 """The share of the memory's bandwidth that kernels reach: a copy moved 4.3 of an H200's 4.8 TB/s."""
 ON_RECORD = "NVIDIA H200"
@@ -94,7 +103,7 @@ class Roofline(tables.Shown):
             notes.append(f"… and {len(self.kernels) - _SHOWN} more")
         if self.uncounted:
             notes.append(f"takes longer, for only the bytes are counted of: {', '.join(self.uncounted)}")
-        times = dict.fromkeys(BOUNDS, 0.0)
+        times = dict.fromkeys(LIMITS, 0.0)
         for kernel in self.kernels:
             times[kernel.bound] += kernel.milliseconds
         notes.append("bound by: " + ", ".join(f"{bound} {time:.3g} ms" for bound, time in times.items()))
@@ -173,7 +182,7 @@ def of_program(program: HloProgram, device: hardware.Hardware) -> Roofline:
 def _uncounted(program: HloProgram) -> list[str]:
     """Return the names of kernels with unknown FLOPs, and of collectives."""
     names = set()
-    for computation, instruction, _ in program.walk():
+    for computation, instruction, _ in program.instructions_by_run():
         target = _TARGET.search(instruction.text) if instruction.opcode == "custom-call" else None
         if target and not products_of(program, computation, instruction) and not target[1].startswith(_ONLY_MOVE):
             names.add(target[1])
@@ -215,7 +224,7 @@ def _kernel(
     made_by = program.made_by(instruction)
     return Kernel(
         name=instruction.name,
-        path=path_of(made_by.op_name),
+        path=path_in_name(made_by.op_name),
         source=program.source(made_by),
         dtype=max(products, key=lambda product: product.flops).dtype if products else "",
         count=times,

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 
 from jaxmp.base import tables, versions
-from jaxmp.engine.plan import CastPlan
 
 COLUMNS = ("step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped")
 _WAITING = 20
@@ -53,9 +52,8 @@ class Record:
             self._write_oldest()
 
     def plan(self, plan: Any) -> None:
-        """Keep what :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit` returned."""
-        name = "plan.json" if isinstance(plan, CastPlan) else "audit.json"
-        (self.folder / name).write_text(plan.to_json())
+        """Keep what :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit` returned, the last one of several."""
+        (self.folder / "plan.json").write_text(plan.to_json())
 
     def memory(self, plan: Any) -> None:
         """Keep what :func:`jaxmp.inspect.memory` returned."""

@@ -14,18 +14,18 @@ from typing import Any
 import jax
 
 from jaxmp.inspect.program.borders import AtBorder
-from jaxmp.inspect.program.equations import Key, places
+from jaxmp.inspect.program.equation_places import Key, equation_places
 
 
 class Taps(ABC):
-    """A :class:`jaxmp.inspect.program.evaluate.Recorder` of values at borders.
+    """A :class:`jaxmp.inspect.program.recorded_evaluation.Recorder` of values at borders.
 
     Attributes:
       borders: the values, with the shape and dtype of one turn.
     """
 
     def __init__(self, jaxpr: Any, borders: Sequence[AtBorder]) -> None:
-        avals = {place.key: [var.aval for var in place.eqn.outvars] for place in places(jaxpr)}
+        avals = {place.key: [var.aval for var in place.eqn.outvars] for place in equation_places(jaxpr)}
         self.borders = [(border, avals[border.key][border.position]) for border in borders]
         self._positions: dict[Key, list[int]] = {}
         for border in borders:
@@ -62,18 +62,18 @@ class Taps(ABC):
         return sinks
 
     def at(
-        self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], given: Mapping[int, Any] | None
+        self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], extra: Mapping[int, Any] | None
     ) -> tuple[list[Any], Any]:
-        """See :class:`jaxmp.inspect.program.evaluate.Recorder`."""
+        """See :class:`jaxmp.inspect.program.recorded_evaluation.Recorder`."""
         positions = self._positions.get(key)
         if positions is None:
             return results, None
         records = {position: self.record(results[position]) for position in positions}
         tapped = list(results)
-        for position, sink in (given or {}).items():
+        for position, sink in (extra or {}).items():
             tapped[position] = self.tap(results[position], sink)
         return tapped, records
 
     def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
-        """See :class:`jaxmp.inspect.program.evaluate.Recorder`."""
+        """See :class:`jaxmp.inspect.program.recorded_evaluation.Recorder`."""
         return {position: self.merge(old[position], new[position]) for position in new}

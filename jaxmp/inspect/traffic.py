@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jaxmp.base import tables
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.traffic_groups import axis_of, groups_of
-from jaxmp.sharding.specs import names_of
+from jaxmp.sharding.specs import axes_in_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
 
 
 def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
-    mesh, names = leaf.sharding.mesh, set(names_of(leaf.sharding.spec))
+    mesh, names = leaf.sharding.mesh, set(axes_in_spec(leaf.sharding.spec))
 
     def size(axes: set[str]) -> int:
         return math.prod(mesh.shape[name] for name in axes)
@@ -134,7 +134,7 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
     program = program or hlo.HloProgram(str(compiled.as_text()))
     mesh = _mesh_of(compiled)
     counts: collections.Counter[Any] = collections.Counter()
-    for computation, instruction, times in program.walk(repeat_loops=True):
+    for computation, instruction, times in program.instructions_by_run(repeat_loops=True):
         kind = instruction.opcode.removesuffix("-start")
         if kind in hlo.COLLECTIVES:
             groups = groups_of(instruction.text) or [list(range(program.partitions))]

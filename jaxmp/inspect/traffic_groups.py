@@ -64,8 +64,8 @@ def _groups_of_reshaped(shape: list[int], order: list[int], transposed: list[int
 def _groups_of_mesh(sizes: dict[str, int], device_ids: list[int], axes: str) -> Groups:
     """Return the groups of ``mesh['x'=8,'y'=2] {'x':(2)4}``.
 
-    An axis of which a part takes part, here 4 of the 8 after a factor of 2, is split in three: the factors before it,
-    the part itself, and the factors after it.
+    If only a part of an axis communicates, here 4 of the 8 after a factor of 2, the axis is split in three: the factors
+    before the part, the part, and the factors after it.
     """
     devices = np.array(device_ids) if device_ids else np.arange(math.prod(sizes.values()))
     parts = {}

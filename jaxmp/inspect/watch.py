@@ -141,7 +141,7 @@ def _zero_shares(step: Numerics, kind: str) -> dict[str, float]:
     return {path: tensor.zeros / max(tensor.count, 1) for path, tensor in getattr(step, kind).items()}
 
 
-def line(step: int, found: Numerics, metrics: Mapping[str, float], dtype: Any = "float16") -> str:
+def line(step: int, numerics: Numerics, metrics: Mapping[str, float], dtype: Any = "float16") -> str:
     """Return a watched step as a line of JSON.
 
     It has the metrics, and by kind and path: ``vanished``, the share of values that become 0 in ``dtype`` under the
@@ -151,12 +151,12 @@ def line(step: int, found: Numerics, metrics: Mapping[str, float], dtype: Any = 
     row = {
         "step": step,
         **metrics,
-        "loss_scale": found.loss_scale,
-        "recommended_scale": found.recommended_scale(dtype),
+        "loss_scale": numerics.loss_scale,
+        "recommended_scale": numerics.recommended_scale(dtype),
         "dtype": str(dtype),
-        "not_finite": sum(tensor.overflow for _, _, tensor in found.rows()),
-        "vanished": {kind: _vanished_shares(found, kind, dtype) for kind in kinds},
-        "zeros": {kind: _zero_shares(found, kind) for kind in kinds},
-        "ratio": {path: tensor.ratio for path, tensor in found.updates.items()},
+        "not_finite": sum(tensor.overflow for _, _, tensor in numerics.rows()),
+        "vanished": {kind: _vanished_shares(numerics, kind, dtype) for kind in kinds},
+        "zeros": {kind: _zero_shares(numerics, kind) for kind in kinds},
+        "ratio": {path: tensor.ratio for path, tensor in numerics.updates.items()},
     }
     return json.dumps(tables.plain(row), allow_nan=False)

@@ -14,7 +14,7 @@ from jaxmp._internals.jax.walk import equations
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
-from jaxmp.engine.module_border import widen
+from jaxmp.engine.module_border import widen_for_float32_code
 from jaxmp.linen.variables import PARAMS
 
 
@@ -37,7 +37,7 @@ def trace_initializers_once(module: Any, shapes: dict[Any, Any], is_wide: bool) 
         is_there = bound.has_variable(PARAMS, name)
         init = functools.partial(_init_once, shapes, init_fn) if is_there else functools.partial(_init, init_fn)
         value = make(bound, name, init, *args, **kwargs)
-        return jax.tree.map(widen, value) if is_wide else value
+        return jax.tree.map(widen_for_float32_code, value) if is_wide else value
 
     object.__setattr__(module, "param", param)
 

@@ -30,7 +30,7 @@ from jaxmp.engine.half_check import ProductsCheck
 from jaxmp.engine.module_border import autocast_map, is_running_in, remembered, wrong_model
 from jaxmp.linen.fields import replaced_fields
 from jaxmp.linen.root import Root
-from jaxmp.linen.run import Run, is_running, run_with_root, running
+from jaxmp.linen.run import RootRun, is_running, run_with_root, running
 from jaxmp.linen.variables import Variables
 from jaxmp.policy.policy_map import PolicyMap
 
@@ -61,7 +61,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
         name of the root, as tools print it: ``Net/head`` is ``head``.
 
     Raises:
-      TypeError: ``module`` is no instance of a Linen module.
+      TypeError: ``module`` is not an instance of a Linen module.
       ValueError: when the module runs, for only then its submodules exist: a pattern matched no module; an
         ``nnx.bridge.ToLinen`` wraps an NNX module without a policy of its own; every product stays float32 under a half
         policy, by overrides or by the dtypes of its modules (in a call that runs all of them).
@@ -90,7 +90,7 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
         patterns are those of :class:`jaxmp.PolicyMap`, and those of operations that :func:`jaxmp.autocast` takes.
 
     Raises:
-      TypeError: ``module`` is no instance of a Linen module.
+      TypeError: ``module`` is not an instance of a Linen module.
       ValueError: the policy computes in no half dtype, or an override neither in that nor in float32; an override names
         no primitive or class that there is; or, when the module runs: a pattern matched no module and no variable, an
         override no operation; every product stays float32 by overrides of modules, of ``"class:half"`` or
@@ -137,7 +137,7 @@ class _Policied(Hooks):
             check = ProductsCheck(self.jaxmp_root.policies.root)
             lifted = functools.partial(_through_engine, self.jaxmp_root, check)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
-        with running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
+        with running(RootRun(self, self.jaxmp_root, bare_variables, name)) as run:
             result = run.cast_output(call())
         if check:
             check.ran(run.not_half)
@@ -190,7 +190,7 @@ class _Policied(Hooks):
         return copy
 
     def __reduce__(self) -> Any:
-        return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
+        return _rebuild, (_base(type(self)), _author_fields(self), self.jaxmp_root, self.name)
 
 
 def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,7 +254,7 @@ def _classes_of(base: Any) -> _Classes:
 def _make_class(base: Any, root: Root) -> Any:
     """Make the subclass of ``base`` under the policies of ``root``."""
 
-    # The root is no field of the module: lifted transforms hand the fields of one class to the constructor of another.
+    # Not a field of the module: lifted transforms hand the fields of one class to the constructor of another.
     class Policied(_Policied, base):
         jaxmp_root = root
         jaxmp_programs: ClassVar[dict[Any, Any]] = {}
@@ -276,7 +276,7 @@ def _base(cls: Any) -> Any:
     return next(base for base in cls.__mro__ if not issubclass(base, Hooks))
 
 
-def _fields(module: Any) -> dict[str, Any]:
+def _author_fields(module: Any) -> dict[str, Any]:
     """Return the fields of a module as its author wrote them."""
     names = [field.name for field in dataclasses.fields(module) if field.init]
     with _views.turned(False):
@@ -291,13 +291,13 @@ def _rebuild(base: Any, fields: dict[str, Any], root: Root, name: str | None, pa
 
 def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
     """Return a copy of ``module`` under the policies of ``root``."""
-    return _rebuild(_base(type(module)), _fields(module), root, module.name, parent)
+    return _rebuild(_base(type(module)), _author_fields(module), root, module.name, parent)
 
 
 def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
     """Return a function that makes the variables of ``module`` in the same place, without policies."""
     scope = module.scope
-    fields = _fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # as they are before the run
+    fields = _author_fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # as they are before the run
 
     def make() -> Variables:
         bare = Scope({}, rngs=scope.rngs, mutable=scope.mutable, path=scope.path, flags={"initializing": True})

@@ -28,7 +28,7 @@ from jaxmp._internals.jax.patches import keeping_carries
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.half_check import NotHalf, Reason, reason_not_half
 from jaxmp.engine.marks import computing
-from jaxmp.engine.module_border import Mode, Treatment, handed_out, is_floating, is_running_in, widen
+from jaxmp.engine.module_border import Mode, Treatment, handed_out, is_floating, is_running_in, widen_for_float32_code
 from jaxmp.engine.overrides import level_of
 from jaxmp.linen.bridge import is_bridge, require_policy_in_bridge
 from jaxmp.linen.fields import fill_dtypes
@@ -68,12 +68,12 @@ class _LinenDecision(Treatment):
 class _LinenCall:
     """A method of a Linen module that runs."""
 
-    run: Run
+    run: RootRun
     module: nn.Module
     path: Path
     decision: Treatment
 
-    def is_around(self, run: Run, module: nn.Module) -> bool:
+    def is_around(self, run: RootRun, module: nn.Module) -> bool:
         """Return whether a method of ``module`` called now is a helper, or the body of a lifted transform."""
         related = isinstance(module, type(self.module)) or isinstance(self.module, type(module))
         return self.run is run and self.path == module.path and related
@@ -83,10 +83,10 @@ class _Running(threading.local):
     """The runs and the methods that are under way in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[RootRun] = []
         self.frames: list[_LinenCall] = []
 
-    def run_of(self, module: nn.Module) -> Run | None:
+    def run_of(self, module: nn.Module) -> RootRun | None:
         """Return the innermost run that ``module`` belongs to."""
         if module.scope is None or ROOT_FLAG not in module.scope.flags:
             return None
@@ -111,14 +111,14 @@ def is_running() -> bool:
     return bool(_running.runs)
 
 
-def run_with_root(module: nn.Module) -> Run | None:
+def run_with_root(module: nn.Module) -> RootRun | None:
     """Return the run of ``module`` as the root, if it is under way."""
     run = _running.run_of(module)
     return run if run is not None and run.path == module.path else None
 
 
 @contextlib.contextmanager
-def running(run: Run) -> Iterator[Run]:
+def running(run: RootRun) -> Iterator[RootRun]:
     """Enter ``run``, and check it at the end."""
     outer_token = run.module.scope.flags.get(OUTER_FLAG)
     for outer in _running.runs:
@@ -147,7 +147,7 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: An
     return run.call(context.module, context.method_name, next_fun, args, kwargs)
 
 
-class Run:
+class RootRun:
     """The modules called while a root's method runs, with their decisions by path.
 
     Args:
@@ -168,7 +168,7 @@ class Run:
         self.variables = self._foresee() if make_variables else module.variables
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _LinenDecision] = {}
-        self.shapes: dict[Any, Any] = {}  # of what initializers make
+        self.shapes: dict[Any, Any] = {}  # of the values that initializers make
         self.defaults: dict[int, tuple[type, dict[str, Any]]] = {}  # of fields, by the ids of classes, with these
         self.called: dict[Path, Reason | None] = {}  # why they are not half, if they are not
         self.not_half: list[NotHalf] = []  # set at the end, if no run is around this one and every module was called
@@ -308,7 +308,7 @@ class Run:
         arguments = set[int]()
         if treatment.is_float32:
             if not is_inside:
-                args, kwargs = jax.tree.map(widen, (args, kwargs))
+                args, kwargs = jax.tree.map(widen_for_float32_code, (args, kwargs))
             arguments = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
         products = decision.products(caller.decision if caller else None, self.ambient_precision)
         with _running.method(_LinenCall(self, module, module.path, treatment)), decision.mark(), products:

@@ -17,7 +17,7 @@ from jaxmp.policy.patterns import Path
 
 Variables = Mapping[str, Any]
 PARAMS = "params"
-# Collections of what modules computed, in the dtype they computed it in. All others keep the dtypes of the bare module.
+# Collections of computed values, in the dtype they computed it in. All others keep the dtypes of the bare module.
 _COMPUTED = ("cache", "intermediates")
 _ACTIVATIONS = (*_COMPUTED, "perturbations")
 
@@ -25,10 +25,10 @@ _ACTIVATIONS = (*_COMPUTED, "perturbations")
 def leaves(collection: Any) -> Iterator[tuple[Path, Any]]:
     """Yield every leaf of ``collection`` with its path, as strings."""
     for keys, leaf in jax.tree.leaves_with_path(collection):
-        yield _names(keys), leaf
+        yield _path_of_keys(keys), leaf
 
 
-def _names(keys: Any) -> Path:
+def _path_of_keys(keys: Any) -> Path:
     """Return a path of JAX as strings."""
     return tuple(_tree.path_name((key,)) for key in keys)
 
@@ -91,7 +91,7 @@ def store_params(
     exact: dict[Path, Any] = {}
 
     def stored(above: Path, keys: Any, leaf: Any) -> Any:
-        path = above + _names(keys)
+        path = above + _path_of_keys(keys)
         dtype = wanted(path)
         if dtype is None or not _tree.is_float_array(leaf):
             return leaf

@@ -50,11 +50,11 @@ class Optimizer(_Object):
       wrt: filter of the Variables to be trained.
       loss_scale: wraps a bare ``tx`` in ``jaxmp.loss_scaling``. None is for a ``tx`` that has a loss scale already; a
         bare one gets ``NoOpLossScale``, which skips non-finite steps and scales nothing.
-      ema: whether to keep a float32 moving average of what is trained, ``ema``, which
+      ema: whether to keep a float32 moving average of the trained Variables, ``ema``, which
         ``jaxmp.nnx.make_train_step(ema_decay=…)`` updates and :meth:`ema_model` evaluates.
 
     Raises:
-      TypeError: ``model`` is no NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
+      TypeError: ``model`` is not an NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
       ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale and ``loss_scale`` is given as well,
         or ``tx`` has several; something but ``loss_scaling`` stands
         around ``low_precision``.
@@ -96,13 +96,14 @@ class Optimizer(_Object):
         get_loss_scale(self.opt_state)  # raises if there are several
         require_outermost(tx, self.opt_state)
         self._needs_policy = needs_policy(model)
+        self._structure: Any = jax.tree.structure(nnx.as_pure(params))
         self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
         # None of the model's own arrays: two that jax.device_put makes of one may share a buffer, which no step can
         # donate twice.
-        seen = {*map(id, jax.tree.leaves(nnx.as_pure(params)))}
-        kept = nnx.as_pure(self.opt_state), _tree.widen(nnx.as_pure(params)) if ema else None
-        opt_state, average = jax.tree.map(lambda leaf: copied_if_seen(leaf, seen), kept)
+        arrays_of_model = {*map(id, jax.tree.leaves(nnx.as_pure(params)))}
+        own_arrays = nnx.as_pure(self.opt_state), _tree.widen(nnx.as_pure(params)) if ema else None
+        opt_state, average = jax.tree.map(lambda leaf: copied_if_seen(leaf, arrays_of_model), own_arrays)
         _set(self.opt_state, opt_state)
         self.ema: Any = nnx.data(average)
 
@@ -149,9 +150,10 @@ class Optimizer(_Object):
           The updates that were added to the params; -0.0 if the step was skipped.
 
         Raises:
-          TypeError: ``model`` is no NNX model: the gradients, say, where the two are swapped.
-          ValueError: ``model`` is the one that ``apply_policy`` was called with, not the one it returned; the optimizer
-            keeps a moving average, of which only a train step has the decay.
+          TypeError: ``model`` is not an NNX model: the gradients, say, where the two are swapped.
+          ValueError: ``model`` is the one that ``apply_policy`` was called with, not the one it returned; its params
+            have another structure than those of the model that the optimizer was made with; the optimizer
+            keeps a moving average, whose decay only a train step has.
         """
         require_model(model, "optimizer.update", "(model, grads)")
         require_policy(model, self)
@@ -161,6 +163,7 @@ class Optimizer(_Object):
                 "jaxmp.nnx.make_train_step(loss_fn, ema_decay=0.999), or leave ema=True out"
             )
         params = nnx.as_pure(nnx.state(model, self.wrt))
+        self._require_structure(params)
         grads, opt_state, kwargs = map(nnx.as_pure, (nnx.state(grads, self.wrt), self.opt_state, kwargs))
         updates, opt_state, skipped = take_step(self.tx, grads, opt_state, params, kwargs)
         new_params = optax.apply_updates(_tree.widen(params), updates)
@@ -172,6 +175,15 @@ class Optimizer(_Object):
             _put_back(skipped == 0, model, self._before)
             self._before = nnx.data(None)
         return updates
+
+    def _require_structure(self, params: Any) -> None:
+        """Raise a ValueError if the optimizer was made with a model of other params."""
+        structure: Any = jax.tree.structure(params)
+        if structure != self._structure:
+            raise ValueError(
+                f"the optimizer was made with a model of {self._structure.num_leaves} params in another structure, got "
+                f"one of {structure.num_leaves};\nwrite optimizer = jaxmp.nnx.Optimizer(model, tx) with this model"
+            )
 
     def _take(self, state: TrainState) -> None:
         """Takes over what a train step made of this optimizer's state."""
@@ -201,7 +213,7 @@ def require_model(model: Any, call: str, arguments: str) -> None:
 
     Args:
       model: the first argument of the call.
-      call: the name of what is called.
+      call: the name of the called function.
       arguments: its arguments, as the message shows them.
     """
     if is_module(model):
@@ -228,10 +240,10 @@ def _require_some(params: Any, model: Any, wrt: Any) -> None:
 def _values(model: Any) -> dict[str, Any]:
     """Return the arrays of ``model`` by path, without random number generators."""
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
-    return {_name(path): value_of(leaf) for path, leaf in leaves}
+    return {_path_text(path): value_of(leaf) for path, leaf in leaves}
 
 
-def _name(path: Any) -> str:
+def _path_text(path: Any) -> str:
     return json.dumps(path, default=str)
 
 
@@ -245,8 +257,8 @@ def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
     """Gives ``model`` the values ``before`` unless ``finite``."""
     arrays = []
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
-        old, new = before.get(_name(path)), value_of(leaf)
-        if _name(path) not in before or not _is_alike(new, old):
+        old, new = before.get(_path_text(path)), value_of(leaf)
+        if _path_text(path) not in before or not _is_alike(new, old):
             continue  # made by the step, or of another shape by now, as an intermediate may be
         value = _tree.select_tree(finite, new, old)
         if isinstance(leaf, nnx.Variable):
@@ -287,8 +299,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Return a function of the true loss and gradients, under ``optimizer``'s loss scale.
 
-    It takes the place of ``nnx.value_and_grad`` in a step of your own; see :func:`jaxmp.value_and_grad`. What the loss
-    function writes to the model (batch statistics, say) is put back by ``optimizer.update`` if the step is skipped.
+    It takes the place of ``nnx.value_and_grad`` in a step of your own; see :func:`jaxmp.value_and_grad`. If the step is
+    skipped, ``optimizer.update`` undoes what the loss function wrote to the model, such as batch statistics.
 
     Args:
       loss_fn: returns the loss, or ``(loss, aux)`` with ``has_aux``.
@@ -313,7 +325,9 @@ def value_and_grad(
     """
     require_optimizer(optimizer, "value_and_grad")
     places = places_of(argnums, nnx.DiffState)
-    wanted = [one if isinstance(one, nnx.DiffState) else nnx.DiffState(int(one), optimizer.wrt) for one in places]
+    wanted = [
+        place if isinstance(place, nnx.DiffState) else nnx.DiffState(int(place), optimizer.wrt) for place in places
+    ]
     gradient = nnx.value_and_grad(
         scaled_loss(loss_fn, optimizer.loss_scale, has_aux),
         argnums=tuple(wanted) if is_list(argnums) else wanted[0],

@@ -146,7 +146,7 @@ def _put_under(
     """Decide for every module of ``graph`` first, then change them all."""
     decisions = [_decide(policies, by_autocast, node, graph, operations) for node in graph.nodes]
     if is_checked:
-        decisions[0] = dataclasses.replace(decisions[0], half=_half_policy(policies, graph, decisions))
+        decisions[0] = dataclasses.replace(decisions[0], half=_policy_to_check(policies, graph, decisions))
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
         _set_up(node, decision, graph, casts)
@@ -189,7 +189,7 @@ def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) ->
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
 
-def _half_policy(policies: PolicyMap, graph: ModuleGraph, decisions: list[NnxDecision]) -> HalfPolicy | None:
+def _policy_to_check(policies: PolicyMap, graph: ModuleGraph, decisions: list[NnxDecision]) -> HalfPolicy | None:
     """Return the policy and the modules that it leaves in another dtype; None if there are none."""
     not_half = []
     for node, decision in zip(graph.nodes, decisions, strict=True):
@@ -212,7 +212,7 @@ def _set_up(
     has_param_dtype = "param_dtype" in fills or "param_dtype" not in node.dtypes
     if decision.mode != "autocast" and has_param_dtype and not node.wraps_linen:
         _cast_params(node.module, policy.param_dtype, casts)
-    decision = dataclasses.replace(decision, level=_level(node, decision, graph))
+    decision = dataclasses.replace(decision, level=_nesting_level(node, decision, graph))
     vars(node.module).update(node.dtypes | fills)
     object.__setattr__(node.module, "__class__", policied_class(bare_class(node.module), decision))
 
@@ -230,7 +230,7 @@ def _cast_params(module: nnx.Module, dtype: np.dtype, casts: dict[int, nnx.Varia
     change_own(module, cast_once)
 
 
-def _level(node: ModuleNode, decision: NnxDecision, graph: ModuleGraph) -> int:
+def _nesting_level(node: ModuleNode, decision: NnxDecision, graph: ModuleGraph) -> int:
     """Return how many modules of the same class and decision are around a module."""
     # Modules around it are set up already; roots inside are from an earlier call.
     related = graph.nested if decision.is_root else [outer.module for outer in node.around]

@@ -28,7 +28,15 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.cache_keys import float32_caller, policies_off
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.half_check import NotHalf, ProductsCheck
-from jaxmp.engine.module_border import Treatment, handed_out, is_running_in, like, narrow, remembered, widen
+from jaxmp.engine.module_border import (
+    Treatment,
+    handed_out,
+    is_running_in,
+    like,
+    narrow,
+    remembered,
+    widen_for_float32_code,
+)
 from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policies import Policy, check_backend
@@ -62,8 +70,8 @@ class NnxDecision(Treatment):
     Attributes:
       is_root: whether its results are cast to the policy's output dtype.
       replaced: the attributes that the policy replaced, as the author wrote them.
-      level: how many modules of the same class are around it for which the same was decided, so that one that is nested
-        in another is told from a copy that a transform has made.
+      level: how many modules of the same class and decision are around it. It distinguishes a nested module from a copy
+        that a transform has made.
       operations: the exceptions of operations from autocast.
       half: of a root under a half policy, what that leaves in another dtype; None if nothing.
     """
@@ -129,13 +137,15 @@ def _is_generator(method: Any) -> bool:
 def _entrance(name: str, method: Any) -> Callable[..., Any]:
     """Return ``method`` so that it runs under the decision for its module."""
     # The default of Flax's init_cache, float32, fits no layer that computes in another dtype, a bare one neither.
-    own = inspect.signature(method) if name == "init_cache" and inspect.isfunction(method) else inspect.Signature()
-    makes_cache = "dtype" in own.parameters
+    signature = (
+        inspect.signature(method) if name == "init_cache" and inspect.isfunction(method) else inspect.Signature()
+    )
+    makes_cache = "dtype" in signature.parameters
 
     @functools.wraps(getattr(method, "func", method), updated=())
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = _dtype_of_cache(self) if makes_cache and not policies_off.value else None
-        if dtype is not None and "dtype" not in own.bind_partial(self, *args, **kwargs).arguments:
+        if dtype is not None and "dtype" not in signature.bind_partial(self, *args, **kwargs).arguments:
             kwargs["dtype"] = dtype
         return _call(self, method, args, kwargs)
 
@@ -152,8 +162,8 @@ numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", defa
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Run:
-    """One call of a root, or of a module below one by itself, with all that runs in it."""
+class _RootRun:
+    """One call of a root, or of a module below it that is called directly, with all that runs in it."""
 
     cls: type  # of the root
     ambient_precision: str | None  # of products, around it all
@@ -171,7 +181,7 @@ class _Run:
                 return False
         return True
 
-    def find(self, module: Any, path: Path) -> None:
+    def find_paths(self, module: Any, path: Path) -> None:
         """Note the paths of a module and of those below it."""
         self.paths.update((id(node), (node, (*path, *below))) for below, node in modules_in(module))
 
@@ -180,7 +190,7 @@ class _Run:
 class _NnxCall:
     """A method of an NNX module that runs, its run, and its caller."""
 
-    run: _Run
+    run: _RootRun
     module: Any
     path: Path
     decision: NnxDecision
@@ -216,7 +226,7 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     """
     caller, decision = _innermost.get(), _decision_now(module)
     if caller is not None and not (decision.is_root and not caller.is_in_run_of(type(module))):
-        return _run(caller.run, module, method, args, kwargs)
+        return _run_method(caller.run, module, method, args, kwargs)
 
     if (runs := numbers.get()) is None:
         return _outermost(module, method, args, kwargs, caller, decision)
@@ -235,20 +245,20 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCal
     config: Any = jax.config
     ambient = caller.run.ambient_precision if caller else config.jax_default_matmul_precision
     if policies_off.value:
-        run = _Run(type(module), ambient, {})
-        run.find(module, ())
-        with _author_dtypes([node for node, _ in run.paths.values()]):
-            return _run(run, module, method, args, kwargs)
+        run = _RootRun(type(module), ambient, {})
+        run.find_paths(module, ())
+        with _with_author_dtypes([node for node, _ in run.paths.values()]):
+            return _run_method(run, module, method, args, kwargs)
     half = None if caller is not None or is_running_in("linen") else decision.half
     check = half and ProductsCheck(half.policy)
     decided = check.decided if check else id
 
     def fun(module: Any, args: Any, kwargs: Any) -> Any:  # copies of them that may change in this trace
-        run = _Run(type(module), ambient, {})
-        run.find(module, ())
+        run = _RootRun(type(module), ambient, {})
+        run.find_paths(module, ())
         modules = dict(run.paths)
         with keeping_carries(), _half_params_widened([node for node, _ in modules.values()]):
-            result = _run(run, module, method, args, kwargs)
+            result = _run_method(run, module, method, args, kwargs)
         if half and check:
             check.ran(half.not_half if run.called_all(modules) else ())
         return result
@@ -260,10 +270,10 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCal
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
     key = method, call.key, numbers.get() is None, check is None
     result = call.write(*remembered(programs, key, call.pure, Rules(None, decided=decided), call.arguments))
-    return _arrays(widen, result) if caller is not None and caller.decision.is_float32 else result
+    return _arrays(widen_for_float32_code, result) if caller is not None and caller.decision.is_float32 else result
 
 
-def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+def _run_method(run: _RootRun, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     """Call a method of ``module`` in a run; a method that another one of the module calls just runs."""
     decision, caller = _decision_now(module), _innermost.get()
     bound = method.__get__(module, type(module))
@@ -273,7 +283,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
             return bound(*args, **kwargs)
     around = here.path if here else ()
     if known is None:  # a copy that a transform has made
-        run.find(module, (*around, type(module).__name__))
+        run.find_paths(module, (*around, type(module).__name__))
         known = run.paths[id(module)]
     path = known[1]
     scope = "/".join(path[len(around) :] if path[: len(around)] == around else path)
@@ -282,7 +292,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
     arguments = set[int]()
     if decision.is_float32:
-        args, kwargs = _arrays(widen, (args, kwargs))
+        args, kwargs = _arrays(widen_for_float32_code, (args, kwargs))
         arguments = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
     treatment = decision.called_by(here.decision if here else None)
     run.called.add(id(module))
@@ -309,7 +319,7 @@ def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _author_dtypes(modules: list[Any]) -> Iterator[None]:
+def _with_author_dtypes(modules: list[Any]) -> Iterator[None]:
     """Give modules the dtype attributes that their author wrote, while the context lasts."""
     filled = [(vars(module), dict(decision.replaced)) for module in modules if (decision := decision_of(module))]
     before = [{name: attributes[name] for name in replaced} for attributes, replaced in filled]
@@ -330,7 +340,7 @@ def _half_params_widened(modules: list[Any]) -> Iterator[None]:
         decision = decision_of(module)
         for var in own_variables(module) if decision is not None and decision.is_float32 else ():
             value = var.get_raw_value()
-            wide = jax.tree.map(widen, value) if isinstance(var, nnx.Param) else value
+            wide = jax.tree.map(widen_for_float32_code, value) if isinstance(var, nnx.Param) else value
             if wide is not value:
                 var.set_raw_value(wide)
                 stored.append((var, value, wide))

@@ -16,7 +16,7 @@ from jaxmp.base.trees import path_name, select_tree
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
 from jaxmp.optim.checks import require_loss
-from jaxmp.sharding.plan import Sharding
+from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.training import loss_function
 from jaxmp.training import step as train_step
 
@@ -63,7 +63,7 @@ def make_train_step(
       TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; all that
         :func:`jaxmp.make_train_step` raises.
       ValueError: the model is the one that ``apply_policy`` was called with, not the one it returned, and the step has
-        no policy either; the loss function adds or removes Variables, or changes an attribute that is no array.
+        no policy either; the loss function adds or removes Variables, or changes an attribute that is not an array.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -151,7 +151,7 @@ class _State(train_step.TrainState):
         try:
             return gradients(self)
         except _TrainedWritten as found:  # which only a trace can tell; most loss functions write to none
-            params = dict(zip(_names(self.params), jax.tree.leaves(self.params), strict=True))
+            params = dict(zip(_leaf_names(self.params), jax.tree.leaves(self.params), strict=True))
             written = {name: params[name] for name in found.names}
         return gradients(self.replace(model_state=(*self.model_state, written)))
 
@@ -200,6 +200,7 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
     require_optimizer(optimizer, "a train step")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
     params, *others = map(nnx.as_pure, parts)
+    optimizer._require_structure(params)
     return _State(
         step=optimizer.step.get_raw_value(),
         skipped=optimizer._skipped.get_raw_value(),
@@ -234,14 +235,14 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
         require_loss(loss, "return loss, or (loss, metrics), in this order")
         if graphdef != form.graphdef:
             raise _changed_form(nnx.merge(form.graphdef, params, *before), nnx.merge(graphdef, after, *others))
-        trained, values = _names(params), jax.tree.leaves(after)
+        trained, values = _leaf_names(params), jax.tree.leaves(after)
         arrays = zip(trained, values, jax.tree.leaves(params), strict=True)
         if any(new is not old for name, new, old in arrays if name not in written):
             # By nnx.remat and nnx.scan, which return all that they took; whether it is the same the program says,
             # for which the loss is traced once more: the graphdef that the first trace returned is in no program.
             ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
-            if found := [name for n, name in enumerate(trained) if ends[n] != n and name not in written]:
-                raise _TrainedWritten(found)
+            if written_now := [name for n, name in enumerate(trained) if ends[n] != n and name not in written]:
+                raise _TrainedWritten(written_now)
         if written:
             others.append({name: value for name, value in zip(trained, values, strict=True) if name in written})
         return loss, (form, *others), metrics
@@ -251,7 +252,7 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
 
 def _changed_form(before: Any, after: Any) -> ValueError:
     """Return the error for a loss function that adds or removes Variables."""
-    old, new = ({*_names(nnx.as_pure(nnx.state(model, graph=True)))} for model in (before, after))
+    old, new = ({*_leaf_names(nnx.as_pure(nnx.state(model, graph=True)))} for model in (before, after))
     was, now = _attributes(before), _attributes(after)
     changed = {name for name in was.keys() | now.keys() if was.get(name, ...) != now.get(name, ...)}
     names = sorted((old ^ new) | changed)
@@ -265,9 +266,9 @@ def _changed_form(before: Any, after: Any) -> ValueError:
 
 def _attributes(model: Any) -> dict[str, Any]:
     """Return the plain attributes of modules in ``model``, such as numbers and strings, by path."""
-    found = [((*path, name), value) for path, node in modules_in(model) for name, value in items(node)]
-    return {"/".join(path): value for path, value in found if type(value) in PLAIN}
+    attributes = [((*path, name), value) for path, node in modules_in(model) for name, value in items(node)]
+    return {"/".join(path): value for path, value in attributes if type(value) in PLAIN}
 
 
-def _names(*states: Any) -> list[str]:
+def _leaf_names(*states: Any) -> list[str]:
     return [path_name(path) for state in states for path, _ in jax.tree.leaves_with_path(state)]

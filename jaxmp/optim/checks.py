@@ -22,7 +22,7 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     """Return ``tx`` as an optimizer that ignores extra arguments of an update that it has no name for.
 
     Raises:
-      TypeError: ``tx`` is no optimizer.
+      TypeError: ``tx`` is not an optimizer.
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
@@ -99,8 +99,8 @@ def check_state(state: Any) -> None:
 
 def check_same_shapes(updates: Any, params: Any) -> None:
     """Raise a ValueError if an update has another shape than its param; other trees pass."""
-    made: Any = jax.tree.structure(updates)
-    if made != jax.tree.structure(params):
+    structure: Any = jax.tree.structure(updates)
+    if structure != jax.tree.structure(params):
         return
     for (path, update), param in zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True):
         if jnp.shape(update) != jnp.shape(param):

@@ -77,8 +77,8 @@ class LossScale:
         """
 
         def times(x: jax.Array) -> jax.Array:
-            wide = _wide(x.dtype)
-            return (x.astype(wide) * _constant(self.loss_scale, wide)).astype(x.dtype)
+            wide = _at_least_float32(x.dtype)
+            return (x.astype(wide) * _untrained(self.loss_scale, wide)).astype(x.dtype)
 
         return _map_inexact(times, tree)
 
@@ -94,14 +94,14 @@ class LossScale:
             return tuple(factor.astype(dtype) for factor in self._inverse(np.finfo(dtype).dtype))
 
         def divide(x: jax.Array) -> jax.Array:
-            wide = _wide(x.dtype)
+            wide = _at_least_float32(x.dtype)
             return functools.reduce(jnp.multiply, factors(wide), x.astype(wide))
 
         return _map_inexact(divide, tree)
 
     def _inverse(self, dtype: np.dtype) -> tuple[jax.Array, ...]:
         """Return one or two factors whose product is 1 / S."""
-        scale = _constant(self.loss_scale, dtype)
+        scale = _untrained(self.loss_scale, dtype)
         ceiling = getattr(self, "max_loss_scale", self.loss_scale)
         if isinstance(ceiling, float) and ceiling <= 2.0**126:
             return (1 / scale,)
@@ -255,13 +255,13 @@ class DynamicLossScale(ScaleState, LossScale):
     def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
         """See :meth:`LossScale.adjust`."""
         finite = _flag(grads_finite)
-        scale, counter = _constant(self.loss_scale, jnp.float32), _constant(self.counter, jnp.int32)
+        scale, counter = _untrained(self.loss_scale, jnp.float32), _untrained(self.counter, jnp.int32)
         due = finite & (counter + 1 >= self.period)
         grown = scale * self.factor  # inf where float32 ends, which is above any maximum
         backed_off = scale * (1 / self.factor if self.backoff is None else self.backoff)
         new = {"counter": jnp.where(finite & ~due, counter + 1, 0)}
         if self.hysteresis > 1:
-            left = _constant(self.countdown, jnp.int32)
+            left = _untrained(self.countdown, jnp.int32)
             left = jnp.where(finite, left, jnp.maximum(left - 1, 0))
             backed_off = jnp.where(left > 0, scale, backed_off)
             new["countdown"] = jnp.where(due, self.hysteresis, left)
@@ -295,7 +295,7 @@ class HeadroomLossScale(ScaleState, LossScale):
       dtype: the name of the dtype that may overflow.
 
     Raises:
-      ValueError: a number is outside its range, the scale or a bound is no power of two, or the dtype is unknown.
+      ValueError: a number is outside its range, the scale or a bound is not a power of two, or the dtype is unknown.
 
     >>> scale = HeadroomLossScale(headroom=4)  # float16's largest number is 65504, and 65504 / 2**4 is 4094
     >>> for grad_max in (1.0, 0.0, 8.0):
@@ -334,8 +334,8 @@ class HeadroomLossScale(ScaleState, LossScale):
                 "HeadroomLossScale needs grad_max, the largest absolute value of the true gradients, got None; call "
                 "adjust(grads_finite, grad_max)"
             )
-        finite, largest = _flag(grads_finite), _constant(grad_max, jnp.float32)
-        scale, running = _constant(self.loss_scale, jnp.float32), _constant(self.running_max, jnp.float32)
+        finite, largest = _flag(grads_finite), _untrained(grad_max, jnp.float32)
+        scale, running = _untrained(self.loss_scale, jnp.float32), _untrained(self.running_max, jnp.float32)
         limit = float(jnp.finfo(self.dtype).max) / 2**self.headroom
         is_informative = finite & (largest > 0) & (largest < jnp.inf)
         followed = jnp.maximum(jnp.where(is_informative, largest, 0), running * 2 ** (-1 / self.period))
@@ -391,11 +391,11 @@ def _map_inexact(fun: Callable[[jax.Array], jax.Array], tree: T) -> T:
     return jax.tree.map(visit, tree)
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
+def _at_least_float32(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
-def _constant(x: ArrayLike, dtype: Any) -> jax.Array:
+def _untrained(x: ArrayLike, dtype: Any) -> jax.Array:
     return jax.lax.stop_gradient(jnp.asarray(x, dtype))
 
 
@@ -410,6 +410,6 @@ def _flag(grads_finite: ArrayLike) -> jax.Array:
     if flag.dtype != jnp.bool_ or flag.ndim:
         raise ValueError(
             f"grads_finite must be a boolean scalar, got {flag.dtype} of shape {flag.shape}; pass "
-            "jaxmp.all_finite(grads)"
+            "jaxmp.jmp.all_finite(grads)"
         )
     return flag

@@ -40,7 +40,7 @@ class ScaleState:
     _leaves: ClassVar[Mapping[str, Any]]
 
     def _with(self, **fields: Any) -> Self:
-        return rebuilt(type(self), {**vars(self), **fields})
+        return new_instance(type(self), {**vars(self), **fields})
 
     def __post_init__(self) -> None:
         for name, x in vars(self).items():
@@ -140,20 +140,24 @@ def register(cls: type) -> None:
 
     def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
         fields = {**dict(structure.static), "_structure": structure}
-        return rebuilt(cls, fields, zip(structure.leaf_names, leaves, strict=True))
+        return new_instance(cls, fields, zip(structure.leaf_names, leaves, strict=True))
 
     def save(x: Any) -> dict[str, Any]:
-        return {name: to_state_dict(value) for name, value in _fields(x).items() if _is_saved(value)}
+        return {name: to_state_dict(value) for name, value in _attributes_of(x).items() if _is_saved(value)}
 
     def restore(target: Any, state: dict[str, Any]) -> Any:
-        fields = _fields(target)
+        fields = _attributes_of(target)
         if state.keys() != (expected := save(target)).keys():
             raise ValueError(
                 f"the state of a {cls.__name__} has the entries {sorted(expected)}, got {sorted(state)}: restore it "
                 "into an object of the class it was saved from"
             )
         new = {name: from_state_dict(fields[name], value, name) for name, value in state.items()}
-        return dataclasses.replace(target, **new) if isinstance(target, ScaleState) else rebuilt(cls, {**fields, **new})
+        return (
+            dataclasses.replace(target, **new)
+            if isinstance(target, ScaleState)
+            else new_instance(cls, {**fields, **new})
+        )
 
     with contextlib.suppress(ValueError):  # registered already
         jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
@@ -161,7 +165,7 @@ def register(cls: type) -> None:
         register_serialization_state(cls, save, restore)
 
 
-def rebuilt(cls: type, fields: Mapping[str, Any], leaves: Iterable[tuple[str, Any]] = ()) -> Any:
+def new_instance(cls: type, fields: Mapping[str, Any], leaves: Iterable[tuple[str, Any]] = ()) -> Any:
     """Return an instance without calling the constructor, which refuses tracers."""
     new: Any = object.__new__(cls)
     vars(new).update(fields)
@@ -169,7 +173,7 @@ def rebuilt(cls: type, fields: Mapping[str, Any], leaves: Iterable[tuple[str, An
     return new
 
 
-def _fields(x: Any) -> dict[str, Any]:
+def _attributes_of(x: Any) -> dict[str, Any]:
     """Return the attributes of a loss scale by name, those of a dataclass first."""
     # The fields of a dataclass may be class attributes.
     declared = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
@@ -187,8 +191,8 @@ def _structure(x: Any) -> Structure:
     if known is not None and known.describes(attributes):
         return known
     leaf_names, static = [], []
-    for name, value in _fields(x).items():
-        is_leaf = name not in x.static_fields and all(map(_is_number, jax.tree.leaves(value)))
+    for name, value in _attributes_of(x).items():
+        is_leaf = name not in x.static_fields and all(map(_is_numeric, jax.tree.leaves(value)))
         if is_leaf:
             leaf_names.append(name)
         else:
@@ -196,10 +200,10 @@ def _structure(x: Any) -> Structure:
     return Structure(tuple(leaf_names), tuple(sorted(static, key=lambda item: item[0])))
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_numeric(leaf: Any) -> bool:
     numbers = (int, float, complex, np.generic, np.ndarray, jax.Array, jax.ShapeDtypeStruct)
     return isinstance(leaf, numbers) and not isinstance(leaf, bool)
 
 
 def _is_saved(value: Any) -> bool:
-    return all(isinstance(leaf, (bool, str, bytes)) or _is_number(leaf) for leaf in jax.tree.leaves(value))
+    return all(isinstance(leaf, (bool, str, bytes)) or _is_numeric(leaf) for leaf in jax.tree.leaves(value))

@@ -69,9 +69,10 @@ def loss_scaling(
 
     Raises:
       RuntimeError: a donating step has had the state or the params.
-      TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale; ``update`` got a state that ``init`` did
-      not make. ValueError: the scale is no positive scalar; ``inner`` has a loss scale already; another transform
-        stands around ``low_precision``; an update does not have the shape of its param.
+      TypeError: ``inner`` is not an optimizer; ``loss_scale`` is not a loss scale; ``update`` got a state that
+        ``init`` did not make.
+      ValueError: the scale is not a positive scalar; ``inner`` has a loss scale already; another transform stands
+        around ``low_precision``; an update does not have the shape of its param.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -85,7 +86,7 @@ def loss_scaling(
     """
     require_flag("grad_norm", grad_norm, "to clip, put optax.clip_by_global_norm(1.0) inside loss_scaling")
     require_flag("check_updates", check_updates, "pass True to test the updates beside the gradients")
-    transform = _Transform(as_optimizer(inner), as_loss_scale(loss_scale), axis_name, grad_norm, check_updates)
+    transform = _ScalingTransform(as_optimizer(inner), as_loss_scale(loss_scale), axis_name, grad_norm, check_updates)
     tx = LossScaling(transform.init, transform.update)
     tx.inner, tx.step = transform.inner, transform.step
     return tx
@@ -111,7 +112,7 @@ class Derived(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Transform:
+class _ScalingTransform:
     """The functions of :func:`loss_scaling` with its arguments."""
 
     inner: optax.GradientTransformationExtraArgs

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import optax
 
 from jaxmp.base.arguments import require_whole_number
-from jaxmp.base.dtypes import nearest
+from jaxmp.base.dtypes import closest_names
 from jaxmp.base.trees import is_float_array, path_name, widen
 from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.stochastic_rounding import Draw, stochastic_bfloat16
 from jaxmp.optim.stored_moments import (
+    as_float8_blocks,
     decoded,
     in_bfloat16,
-    in_float8,
     is_blocks,
     leaves_of_state,
     readable_with_scales,
@@ -81,7 +81,7 @@ def low_precision(
       block: numbers along the last axis that share a scale.
 
     Raises:
-      TypeError: ``inner`` is no optimizer.
+      TypeError: ``inner`` is not an optimizer.
       ValueError: another argument is none of those; ``init`` got float16 or float8 params, or moments were asked for of
         an optimizer that has none; ``update`` got no params, or the state of another optimizer.
 
@@ -96,11 +96,11 @@ def low_precision(
         if choice not in known:
             raise ValueError(
                 f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}; nearest: "
-                f"{nearest(str(choice), known)}"
+                f"{closest_names(str(choice), known)}"
             )
     require_whole_number("block", block)
     require_whole_number("seed", seed, least=0)
-    transform = _Transform(as_optimizer(inner), rounding, moments, seed, block)
+    transform = _LowPrecisionTransform(as_optimizer(inner), rounding, moments, seed, block)
     tx = LowPrecision(transform.init, transform.update)
     tx.transform = transform
     return tx
@@ -109,14 +109,14 @@ def low_precision(
 class LowPrecision(optax.GradientTransformationExtraArgs):
     """The transform of :func:`low_precision`; ``str()`` says how everything is stored."""
 
-    transform: _Transform
+    transform: _LowPrecisionTransform
 
     def __str__(self) -> str:
         return self.transform.shown()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Transform:
+class _LowPrecisionTransform:
     """The functions of :func:`low_precision` with its arguments."""
 
     inner: optax.GradientTransformationExtraArgs
@@ -144,7 +144,7 @@ class _Transform:
         count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
         if self.rounding == "kahan":
-            compensation = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if _is_rounded(leaf) else None, weights)
+            compensation = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if _is_bfloat16(leaf) else None, weights)
             if before is not None and before.compensation is not None:
 
                 def keep(_: Any, new: Any, old: Any) -> Any:
@@ -186,7 +186,7 @@ class _Transform:
         is_kahan = self.rounding == "kahan"
 
         def landing(path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
-            if not _is_rounded(weight):
+            if not _is_bfloat16(weight):
                 return change, None
             draw = Draw(self.seed, state.count, f"params/{path_name(path)}") if self.rounding == "stochastic" else None
             update, remainder = _landing(weight, change, lost, draw)
@@ -222,7 +222,7 @@ class _Transform:
             elif self.moments == "bfloat16":
                 encoded.append(in_bfloat16(leaf, is_second, draw))
             else:
-                encoded.append(in_float8(leaf, is_second, self.block, draw, scale))
+                encoded.append(as_float8_blocks(leaf, is_second, self.block, draw, scale))
         return jax.tree.unflatten(structure, encoded)
 
     def shown(self) -> str:
@@ -296,13 +296,13 @@ def in_dtype_of(leaf: Any, other: Any) -> Any:
     return leaf if jnp.result_type(leaf) == jnp.result_type(other) else leaf.astype(other.dtype)
 
 
-def _is_rounded(leaf: Any) -> bool:
+def _is_bfloat16(leaf: Any) -> bool:
     return bool(leaf.dtype == jnp.bfloat16)
 
 
 def _require_dtypes(weights: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(weights):
-        if is_float_array(leaf) and leaf.dtype.itemsize < 4 and not _is_rounded(leaf):
+        if is_float_array(leaf) and leaf.dtype.itemsize < 4 and not _is_bfloat16(leaf):
             raise ValueError(
                 f"low_precision rounds bfloat16 params and leaves float32 ones alone, got {path_name(path)!r} of "
                 f"{leaf.dtype}, whose range loses small weights; make the params bfloat16"

@@ -41,7 +41,7 @@ class LossScalingState(NamedTuple):
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
     """Return the state of ``loss_scaling(tx, loss_scale)`` around a trained state of ``tx``.
 
-    ``grad_norm`` is what :func:`loss_scaling` is given.
+    ``grad_norm`` is the argument of :func:`loss_scaling`.
 
     >>> tx = optax.adam(1e-3)
     >>> opt_state = tx.init(jnp.ones(3))  # … and many steps later
@@ -85,18 +85,18 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
     """
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("an optimizer's state is needed, got the optimizer itself; pass opt_state = tx.init(params)")
-    found = scalings_in(opt_state)
-    if not found:
+    scalings = scalings_in(opt_state)
+    if not scalings:
         raise ValueError(
             f"the optimizer's state has no loss scale, got {type(opt_state).__name__}; wrap the optimizer, "
             "tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), and call tx.init again"
         )
-    if len(found) > 1:
+    if len(scalings) > 1:
         raise ValueError(
-            f"one loss has one scale, but the optimizer's state has {len(found)}; put one loss_scaling around the "
+            f"one loss has one scale, but the optimizer's state has {len(scalings)}; put one loss_scaling around the "
             "whole optimizer"
         )
-    return found[0]
+    return scalings[0]
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:

@@ -59,7 +59,7 @@ class Float8Blocks:
     def decoded(self) -> jax.Array:
         """Return the array in float32, positive second moments above 0."""
         shares = self.codes.astype(jnp.float32) / LARGEST
-        scales = _spread(self.scales, shares)
+        scales = _scale_of_each_number(self.scales, shares)
         if not self.squared:
             return shares * scales
         tiny = jnp.float32(np.finfo(np.float32).tiny)
@@ -75,7 +75,7 @@ def in_bfloat16(leaf: jax.Array, squared: bool, draw: Draw) -> jax.Array:
     return jnp.where((leaf > 0) & (new == 0), smallest, new)
 
 
-def in_float8(leaf: jax.Array, squared: bool, block: int, draw: Draw, scales: Any = None) -> Any:
+def as_float8_blocks(leaf: jax.Array, squared: bool, block: int, draw: Draw, scales: Any = None) -> Any:
     """Return a moment in float8 blocks, or as it is if the block does not divide its last axis.
 
     Args:
@@ -89,7 +89,7 @@ def in_float8(leaf: jax.Array, squared: bool, block: int, draw: Draw, scales: An
         return leaf
     values = jnp.sqrt(leaf) if squared else leaf
     scales = _block_scales(leaf, block) if scales is None else scales
-    spread = _spread(scales, values)
+    spread = _scale_of_each_number(scales, values)
     spread = (jnp.sqrt(spread) if squared else spread) / LARGEST
     scaled = jnp.where(spread > 0, values / spread, values)
     codes = stochastic_float8(scaled, draw.bits(leaf.shape)[1])
@@ -104,7 +104,7 @@ def _block_scales(leaf: jax.Array, block: int) -> jax.Array:
     A power of two is the same on any number of devices. The largest size is not: XLA rounds a product and a sum once or
     twice, depending on the program.
     """
-    largest = jnp.max(jnp.abs(_split(leaf, block)), axis=-1)
+    largest = jnp.max(jnp.abs(_in_blocks(leaf, block)), axis=-1)
     exponents = jax.lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
     above = jnp.minimum(2 * jax.lax.bitcast_convert_type(exponents, jnp.float32), jnp.finfo(jnp.float32).max)
     return jnp.where(jnp.isfinite(largest), above, largest)
@@ -123,13 +123,13 @@ def readable_with_scales(stored: Any, new: Any, block: int) -> tuple[Any, list[A
     return jax.tree.unflatten(structure, [leaf for leaf, _ in pairs]), [scales for _, scales in pairs]
 
 
-def _spread(scales: jax.Array, like: jax.Array) -> jax.Array:
+def _scale_of_each_number(scales: jax.Array, like: jax.Array) -> jax.Array:
     """Return the scale of each number of an array, from those of its blocks."""
     block = like.shape[-1] // scales.shape[-1]
     return _merged(jnp.broadcast_to(scales[..., None], (*scales.shape, block)), like)
 
 
-def _split(array: jax.Array, block: int) -> jax.Array:
+def _in_blocks(array: jax.Array, block: int) -> jax.Array:
     """Return ``array`` with its last axis in blocks, split over devices as the axis was."""
     sizes = (*array.shape[:-1], array.shape[-1] // block, block)
     place = _place_in_blocks(array, sizes[-2])

@@ -1,1 +1,1 @@
-"""Policies: which dtype a part of a model stores, computes and returns."""
+"""Policies: the dtypes of the params, the computation and the output of a part of a model."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp.base import hardware
-from jaxmp.base.dtypes import canonical_dtype, nearest
+from jaxmp.base.dtypes import canonical_dtype, closest_names
 
 _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
 _CHOICES = {
@@ -23,7 +23,7 @@ _CHOICES = {
     "accumulate": ("fast", "precise", "fast_forward"),
     "keep": ("float8", "compute"),
 }
-_DIVISOR = 16  # of each dimension of a float8 product: XLA pads others, by a copy
+_DIVISOR = 16  # divides each dimension of a float8 product; XLA would copy others to pad them
 _VARIABLE = "JAXMP_FLOAT8"
 _warned: list[str] = []
 
@@ -32,21 +32,23 @@ _warned: list[str] = []
 class Float8:
     """The recipe of a policy's float8 products: ``Policy(..., float8=Float8())``.
 
-    The formats are those of Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, where forward and
-    gradient are these. Frozen and hashable.
+    The defaults are the formats of Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433. A recipe is
+    frozen and hashable.
 
     Attributes:
-      forward: the format of both operands in the forward pass: float8_e4m3fn, which GPUs multiply by itself.
-      gradient: that of the results' gradients: float8_e5m2 for its range, or float8_e4m3fn.
-      weight_gradient: ``"float8"``, or ``"compute"`` for the policy's compute dtype.
-      accumulate: how Hopper's tensor cores sum: ``"fast"`` (about 14 bits), ``"precise"`` (float32), or
-        ``"fast_forward"``, precise in the backward pass only.
-      min_dim: the least size of both dimensions of a weight.
-      min_tokens: the least number of rows that it is multiplied by.
-      keep: what the backward pass keeps of the operands: ``"float8"``, or ``"compute"`` to quantise them again.
+      forward: the format of both operands in the forward pass; always float8_e4m3fn.
+      gradient: the format of the results' gradients: float8_e5m2 for its range, or float8_e4m3fn.
+      weight_gradient: the dtype of the product for the weight's gradient: ``"float8"``, or ``"compute"`` for the
+        policy's compute dtype.
+      accumulate: the accumulation of Hopper's tensor cores: ``"fast"`` (about 14 bits), ``"precise"`` (float32), or
+        ``"fast_forward"`` (precise in the backward pass only).
+      min_dim: the minimum size of both dimensions of a weight.
+      min_tokens: the minimum number of rows that are multiplied by the weight.
+      keep: the form in which operands are stored for the backward pass: ``"float8"``, or ``"compute"`` to quantise them
+        again.
 
     Raises:
-      ValueError: a format or a choice is none of these, or a size is no positive integer.
+      ValueError: a format or a choice is not in these lists, or a size is not a positive integer.
 
     >>> str(jaxmp.Float8(min_dim=1024))
     'float8(min_dim=1024)'
@@ -66,22 +68,22 @@ class Float8:
                 object.__setattr__(self, name, canonical_dtype(getattr(self, name)).name)
         if self.forward == _E5M2:
             raise ValueError(
-                f"one operand of a float8 product must be {_E4M3}, for no GPU multiplies two of {_E5M2}, and forward "
-                f"is the format of both; got forward={_E5M2!r}; leave it {_E4M3!r}, and take {_E5M2!r} for gradient"
+                f"forward of a Float8 must be {_E4M3!r}, because no GPU multiplies two operands in {_E5M2}, got "
+                f"forward={_E5M2!r}; use {_E5M2!r} for gradient"
             )
         for name, known in _CHOICES.items():
             choice = getattr(self, name)
             if choice not in known:
                 raise ValueError(
                     f"{name} of a Float8 must be {' or '.join(map(repr, known))}, got {choice!r}; "
-                    f"nearest: {nearest(str(choice), known, 1)}"
+                    f"nearest: {closest_names(str(choice), known, 1)}"
                 )
         for name in ("min_dim", "min_tokens"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
                 raise ValueError(
-                    f"{name} of a Float8 must be a positive integer, the least size of a product that is float8, got "
-                    f"{size!r}; 1 takes every size"
+                    f"{name} of a Float8 must be a positive integer, got {size!r}; it is the minimum size of a float8 "
+                    "product, and 1 allows every size"
                 )
             object.__setattr__(self, name, int(size))
 
@@ -95,11 +97,11 @@ class Float8:
 
 
 def get_recipe(recipe: Any) -> Float8 | None:
-    """Return the recipe that a text names, None for None and ``"none"``.
+    """Return the recipe that a text names, and None for None and ``"none"``.
 
     Raises:
-      ValueError: the text is none, or a value is not allowed.
-      TypeError: it is something else.
+      ValueError: the text does not name a recipe, or a value is not allowed.
+      TypeError: ``recipe`` has another type.
 
     >>> str(get_recipe("float8(gradient=e4m3, min_dim=1024)"))
     'float8(gradient=float8_e4m3fn,min_dim=1024)'
@@ -116,8 +118,7 @@ def get_recipe(recipe: Any) -> Float8 | None:
     match = re.fullmatch(r"float8(?:\(([^()]*)\))?", text)
     if match is None:
         raise ValueError(
-            f"float8 products are named 'float8' or 'float8(FIELD=VALUE,…)', got {recipe!r}; write e.g. "
-            "'float8(min_dim=1024)'"
+            f"a float8 recipe is 'float8' or 'float8(FIELD=VALUE,…)', got {recipe!r}; write e.g. 'float8(min_dim=1024)'"
         )
     names = [field.name for field in dataclasses.fields(Float8)]
     fields: dict[str, Any] = {}
@@ -125,8 +126,8 @@ def get_recipe(recipe: Any) -> Float8 | None:
         name, _, value = part.partition("=")
         if name not in names or name in fields or not value:
             raise ValueError(
-                f"between the parentheses of float8 there must be FIELD=VALUE, each field once, got {part!r} in "
-                f"{recipe!r}; write e.g. min_dim=1024; fields, nearest first: {nearest(name, names)}"
+                f"float8(…) takes FIELD=VALUE, each field once, got {part!r} in {recipe!r}; write e.g. min_dim=1024; "
+                f"fields, nearest first: {closest_names(name, names)}"
             )
         fields[name] = int(value) if re.fullmatch(r"-?\d+", value) else value
     return Float8(**fields)
@@ -139,10 +140,10 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
 
     Args:
       lhs: an array or a shape.
-      rhs: likewise.
+      rhs: an array or a shape.
       dimension_numbers: as ``jax.lax.dot_general`` takes them.
-      recipe: the least sizes.
-      weight: which operand is the weight; the free dimensions of the other are the tokens.
+      recipe: the minimum sizes.
+      weight: the operand that is the weight; the free dimensions of the other are the tokens.
 
     >>> lhs, rhs = jax.ShapeDtypeStruct((8, 512, 768), "bfloat16"), jax.ShapeDtypeStruct((768, 3072), "bfloat16")
     >>> refusal(lhs, rhs, (((2,), (0,)), ((), ())), jaxmp.Float8())
@@ -168,19 +169,19 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
 
 
 def available() -> str:
-    """Return how the traced program will compute float8: ``"native"``, ``"emulate"`` or ``"no"``.
+    """Return how the traced program computes float8: ``"native"``, ``"emulate"`` or ``"no"``.
 
-    ``JAXMP_FLOAT8=emulate`` asks for the same numbers by casts on any device. The device is the first local one, or
-    that of :func:`jaxmp.hardware.assumed`. The first one without float8 products is warned of, once a process.
+    ``JAXMP_FLOAT8=emulate`` computes the same numbers with casts on any device. The device is the first local one, or
+    that of :func:`jaxmp.hardware.assumed`. If it has no float8 products, you get a warning once per process.
 
     Raises:
-      ValueError: ``JAXMP_FLOAT8`` is something else.
+      ValueError: ``JAXMP_FLOAT8`` has another value.
     """
     setting = os.environ.get(_VARIABLE, "")
     if setting not in ("", "emulate"):
         raise ValueError(
-            f"{_VARIABLE} must be 'emulate', which computes float8 products by casts on any device, or unset, got "
-            f"{setting!r}; unset it, or {_VARIABLE}=emulate"
+            f"{_VARIABLE} must be unset or 'emulate', got {setting!r}; {_VARIABLE}=emulate computes float8 products "
+            "with casts on any device"
         )
     if setting:
         return setting
@@ -190,9 +191,9 @@ def available() -> str:
     if not _warned:
         _warned.append(device.name)
         warnings.warn(
-            f"float8 products are computed by GPUs of compute capability 8.9 or more, and {device.name} has none: they "
-            f"are bfloat16 here; {_VARIABLE}=emulate computes their numbers by casts, and to compile for another "
-            "device, trace in jaxmp.hardware.assumed('h200')",
+            f"float8 products need a GPU of compute capability 8.9 or more, got {device.name}: they are bfloat16 here. "
+            f"Set {_VARIABLE}=emulate to compute them with casts, or trace in jaxmp.hardware.assumed('h200') to "
+            "compile for another device",
             stacklevel=2,
         )
     return "no"

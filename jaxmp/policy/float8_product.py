@@ -1,8 +1,8 @@
 """A float8 product and its derivatives.
 
-Each tensor has one scale, from its own largest magnitude ("current scaling"), so there is no state. The product is
-written as XLA's rewriter wants it: float8 values converted to bfloat16, times a scalar. Devices without float8 compute
-it as it is written.
+Each tensor has one scale, which comes from its largest magnitude ("current scaling"). So there is no state. The program
+has the form that XLA rewrites to a float8 product: float8 values converted to bfloat16, times a scalar. Devices without
+float8 run it unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxmp._internals.jax.traces import manual_axes, may_be_skipped
 from jaxmp.policy.float8 import Float8, get_recipe
 
 RESIDUALS = "jaxmp_float8"
-"""The name of what the backward pass keeps in float8, for ``jax.checkpoint_policies.save_only_these_names``."""
+"""The name of float8 residuals, for ``jax.checkpoint_policies.save_only_these_names``."""
 
 _COMPUTE = np.dtype(jnp.bfloat16)
 
@@ -41,22 +41,22 @@ def dot_general(
     weight: str | None = None,
     is_fused: bool = False,
 ) -> jax.Array:
-    """Multiply operands in float8, as ``jax.lax.dot_general`` does; derivatives too.
+    """Compute ``jax.lax.dot_general`` and its derivatives in float8.
 
-    The members of a ``jax.vmap`` share one scale, and so do the shards of an array. In a branch or a loop of a
-    ``shard_map`` each shard has its own. A NaN makes its row NaN, an infinity the whole result. Derivatives treat the
-    quantisation as the identity. The backward pass keeps float8 arrays, named :data:`RESIDUALS`; differentiated without
-    ``jax.jit``, it keeps the operands too.
+    The examples of a ``jax.vmap`` share one scale, and so do the shards of an array. In a branch or a loop of a
+    ``shard_map`` each shard has its own scale. A NaN makes its row NaN, and an infinity makes the whole result NaN.
+    Derivatives treat the quantisation as the identity. The residuals are float8 arrays, named :data:`RESIDUALS`. If you
+    differentiate without ``jax.jit``, the operands are stored too.
 
     Args:
       lhs: a floating array, bfloat16 under a policy.
       rhs: the other operand.
       dimension_numbers: as ``jax.lax.dot_general`` takes them, batch dimensions too.
-      recipe: the formats, the sums, and what is kept.
+      recipe: the formats, the accumulation and the residuals.
       preferred_element_type: the dtype of the result; by default that of the operands.
-      weight: ``"lhs"`` or ``"rhs"``, whose gradient ``recipe.weight_gradient`` is about; None for neither.
-      is_fused: whether XLA may fuse what reads the result into the kernel of the product. XLA crashes on a bfloat16
-        GELU of the tanh form there, so pass True only if you know the reader.
+      weight: the operand that is the weight, ``"lhs"`` or ``"rhs"``, for ``recipe.weight_gradient``; None for neither.
+      is_fused: whether XLA may fuse the reader of the result into the product's kernel. XLA crashes if it fuses a
+        bfloat16 GELU of the tanh form, so pass True only if you know the reader.
 
     >>> x, w = jax.numpy.full((16, 32), 0.4375), jax.numpy.full((32, 16), 0.875)  # 448 times a power of two: exact
     >>> float(dot_general(x, w, (((1,), (0,)), ((), ())), jaxmp.Float8())[0, 0])
@@ -66,7 +66,7 @@ def dot_general(
     dimensions = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
     with jax.named_scope(f"jaxmp.float8({recipe})"):
-        # Quantised outside of the product, so that a weight can be quantised once for many products.
+        # Quantising outside of the product allows one quantisation of a weight for many products.
         is_own = may_be_skipped()
         operands = quantised(lhs, recipe.forward, is_own), quantised(rhs, recipe.forward, is_own)
         return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own)(*operands)
@@ -100,7 +100,7 @@ class _Product:
 
     def with_derivatives(self) -> Callable[..., Any]:
         """Return the product as a function of two results of :func:`quantised`."""
-        # The checkpoint keeps the operands in float8, and not what they are dequantised to.
+        # The checkpoint stores the float8 operands, not their dequantised values.
         tangent = jax.checkpoint(self._tangent, prevent_cse=False)
 
         @jax.custom_jvp
@@ -128,14 +128,14 @@ class _Product:
     def _forward(self, lhs: Any, rhs: Any) -> Any:
         out = _COMPUTE if self.dtype == _COMPUTE else jnp.float32
         result = self._dot(_dequantised(*lhs), _dequantised(*rhs), self.recipe.accumulate == "precise", out)
-        # Without the barrier XLA fuses a GELU into the product, and dies of the float8 GELU_AUX that it made.
+        # Without the barrier XLA fuses a GELU into the product, and crashes on its float8 GELU_AUX.
         return (result if self.is_fused else jax.lax.optimization_barrier(result)).astype(self.dtype)
 
     def _transpose(self, cotangent: Any) -> Any:
         return dequantised(quantised(cotangent, self.recipe.gradient, self.is_own), self.recipe.gradient)
 
     def _tangent(self, tangents: Any, operands: Any) -> Any:
-        """Return the tangent of the result: one product for each operand with a tangent, None if it has none."""
+        """Return the tangent of the result: one product for each operand with a tangent, or None."""
         in_float8: list[Any] = []
         in_compute: list[Any] = []
         for side, tangent in enumerate(tangents):
@@ -167,7 +167,7 @@ class _Product:
 def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:
     """Return a value, its bits in float8, and the scale of all shards or of this one."""
     scale = checkpoint_name(_scale(value, dtype, is_own), RESIDUALS)
-    # JAX rounds named float8 residuals once more, as if e4m3fn had infinities: 256 would become one. Bits stay as is.
+    # JAX rounds named float8 residuals again, as if e4m3fn had infinities: 256 would become infinite. Bits are safe.
     bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
     return value, checkpoint_name(bits, RESIDUALS), scale
 
@@ -179,7 +179,7 @@ def _opened(operand: tuple[Any, Any, Any], dtype: str) -> tuple[Any, Any, Any]:
 
 
 def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
-    """Return the operand of a product that the result of :func:`quantised` stands for."""
+    """Return the dequantised operand of a product from the result of :func:`quantised`."""
     return _dequantised(*_opened(operand, dtype))
 
 
@@ -191,28 +191,28 @@ def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
     scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
     scale = jax.lax.select(largest > 0, scale, jnp.ones_like(scale))
     # Rounded up to a bfloat16 number, so that dequantising in bfloat16 uses the same scale as quantising. A remainder
-    # that may be float32's own rounding is dropped.
+    # as small as float32's rounding error is dropped first.
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + np.uint32(0xFFF0)
     return jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
 
 
 @custom_vmap
 def _largest(value: Any) -> Any:
-    """Return the largest magnitude in ``value``, in float32: one for all members of a ``jax.vmap``."""
-    # Columns first, then one number: XLA computes the first stage in the kernel that computes `value`, but would merge
-    # the two stages into a kernel that reads `value` again.
+    """Return the largest magnitude in ``value``, in float32: one for all examples of a ``jax.vmap``."""
+    # First by column, then in total. XLA then computes the first stage in the kernel that computes `value`, instead of
+    # reading `value` again in one reduction.
     columns = jax.lax.reduce_max(jnp.abs(value), tuple(range(value.ndim - 1)))
     return jax.lax.reduce_max(jax.lax.optimization_barrier(columns), tuple(range(columns.ndim))).astype(jnp.float32)
 
 
 @_largest.def_vmap
 def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
-    return _largest(value), False  # a scale for each member would be a vector, which XLA multiplies in bfloat16
+    return _largest(value), False  # with one scale per example, XLA would multiply in bfloat16
 
 
 def _cast(value: Any, scale: Any, dtype: str) -> Any:
     largest = np.float32(jnp.finfo(dtype).max)
-    # Without this XLA reads the float32 numbers that were rounded to `value`: it writes them, or computes them twice.
+    # Without this XLA reads the float32 values before the rounding to `value`: it stores them, or computes them twice.
     info = jnp.finfo(value.dtype)
     rounded = jax.lax.reduce_precision(jax.lax.stop_gradient(value), info.nexp, info.nmant)
     scaled = rounded.astype(jnp.float32) / scale

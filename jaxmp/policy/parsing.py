@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jaxmp.base.dtypes import nearest
+from jaxmp.base.dtypes import closest_names
 from jaxmp.policy.policies import Policy
 
 
@@ -27,7 +27,7 @@ def parse_fields(text: str) -> Policy:
         if field is None:
             known = ("params", "compute", "output", "matmul_precision", "p", "c", "o", "m")
             raise ValueError(
-                f"unknown key {key!r} in policy {text!r}; known keys, nearest first: {nearest(key, known)}"
+                f"unknown key {key!r} in policy {text!r}; known keys, nearest first: {closest_names(key, known)}"
             )
         if field in fields:
             raise ValueError(f"a policy names each dtype once, got {key!r} twice in {text!r}; remove one of them")
@@ -37,7 +37,7 @@ def parse_fields(text: str) -> Policy:
     return Policy(params, compute, fields.pop("output_dtype", compute), **fields)
 
 
-ALIASES = {  # what Lightning and accelerate call them, and what people make of that
+ALIASES = {  # the names in Lightning and accelerate, and common variants
     **dict.fromkeys(("mixed_fp16", "mixed_f16", "fp16-mixed", "16-mixed"), "mixed_float16"),
     **dict.fromkeys(("mixed_bf16", "bf16-mixed"), "mixed_bfloat16"),
     **dict.fromkeys(("mixed_fp8", "mixed_f8"), "mixed_float8"),

@@ -15,13 +15,13 @@ Pattern = str | type
 
 
 OPERATIONS = ("primitive:", "class:")
-"""How the keys of overrides begin that mean operations and not modules."""
+"""The prefixes of override keys that mean operations, not modules."""
 EVERY = "class:*"
 """The key of each operation that no other key names."""
 
 
 def check_pattern(pattern: Any) -> Pattern:
-    """Return ``pattern``.
+    """Return ``pattern`` if it is valid.
 
     Raises:
       TypeError: it is neither a string nor a class.
@@ -29,14 +29,14 @@ def check_pattern(pattern: Any) -> Pattern:
     """
     if isinstance(pattern, str) and pattern.startswith(OPERATIONS):
         raise ValueError(
-            f"a pattern of a policy means modules, got {pattern!r}, which means operations; autocast decides on those: "
-            "give it as an override to jaxmp.autocast, jaxmp.linen.autocast or jaxmp.nnx.autocast"
+            f"a pattern of a policy must match modules, got {pattern!r}, which matches operations; pass it as an "
+            "override to jaxmp.autocast, jaxmp.linen.autocast or jaxmp.nnx.autocast"
         )
     if isinstance(pattern, (str, type)):
         return pattern
     raise TypeError(
-        f"a pattern is a glob on the module path such as '**/BatchNorm_*', or a module class, got {printed(pattern)}; "
-        "for a partial or an instance write its class"
+        f"a pattern must be a glob on the module path, such as '**/BatchNorm_*', or a module class, got "
+        f"{printed(pattern)}; write the class of a partial or an instance"
     )
 
 
@@ -60,13 +60,12 @@ def pairs_of(overrides: Any) -> list[tuple[Any, Any]]:
     if isinstance(overrides, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in overrides):
         return list(overrides)
     raise TypeError(
-        f"overrides map patterns to policies, got {printed(overrides)}; write {{'**/head': 'float32'}}, say, with the "
-        "pattern of what is meant"
+        f"overrides must map patterns to policies, got {printed(overrides)}; write e.g. {{'**/head': 'float32'}}"
     )
 
 
 def is_class_pattern(pattern: Pattern) -> bool:
-    """Return whether ``pattern`` is one on classes, and not on paths."""
+    """Return whether ``pattern`` matches classes, not paths."""
     return isinstance(pattern, type) or pattern.startswith("type:")
 
 

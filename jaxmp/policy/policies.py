@@ -1,4 +1,4 @@
-"""A policy: the dtypes of params, compute and output of one piece of a model."""
+"""A policy: the dtypes of the params, the computation and the output of a part of a model."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The dtypes of one piece of a model. Frozen and hashable: a static argument of ``jax.jit``.
+    """The dtypes of the params, the computation and the output of a part of a model.
+
+    A policy is frozen and hashable, so it can be a static argument of ``jax.jit``. The dtypes may be anything that
+    :func:`jaxmp.base.dtypes.canonical_dtype` reads. The method is that of Micikevicius et al., "Mixed Precision
+    Training", arXiv:1710.03740; the names are jmp's.
 
     Attributes:
-      param_dtype: what parameters are stored in (master weights).
-      compute_dtype: what matrix products and convolutions run in.
-      output_dtype: what results are handed out in.
-      matmul_precision: ``jax.default_matmul_precision`` for the code under this policy, or None for JAX's own choice.
-        On a GPU that choice for float32 products is TensorFloat-32; ``"highest"`` asks for true float32.
-      float8: which products are float8, and how: a :class:`jaxmp.Float8` or its text (``"float8(min_dim=1024)"``), or
-        None for none. ``apply_policy``, ``autocast`` and ``make_train_step`` use it; casts do not.
-
-    The dtypes may be given as anything :func:`jaxmp.base.dtypes.canonical_dtype` reads. The scheme is that of
-    Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; the names are jmp's.
+      param_dtype: the dtype of stored params (master weights).
+      compute_dtype: the dtype of matrix products and convolutions.
+      output_dtype: the dtype of results.
+      matmul_precision: ``jax.default_matmul_precision`` for the code under this policy, or None for JAX's default. On a
+        GPU that default for float32 products is TensorFloat-32; ``"highest"`` means true float32.
+      float8: the recipe of float8 products: a :class:`jaxmp.Float8`, its text (``"float8(min_dim=1024)"``), or None.
+        ``apply_policy``, ``autocast`` and ``make_train_step`` use it; casts do not.
 
     Raises:
-      ValueError: a dtype is unknown, not floating or float8, the precision is none that JAX knows, or there are float8
-        products in what does not compute in bfloat16.
+      ValueError: a dtype is unknown, not floating or float8; JAX does not know the precision; or a policy with float8
+        products does not compute in bfloat16.
 
     >>> policy = Policy("float32", "float16", "float32")
     >>> policy.cast_to_compute(jax.numpy.ones(3)).dtype
@@ -53,7 +54,7 @@ class Policy:
     matmul_precision: str | None = dataclasses.field(default=None, kw_only=True)
     float8: Float8 | None = dataclasses.field(default=None, kw_only=True)
 
-    if TYPE_CHECKING:  # the fields are dtypes, the arguments whatever names one
+    if TYPE_CHECKING:  # the fields are dtypes, and the arguments anything that names a dtype
 
         def __init__(
             self,
@@ -69,7 +70,7 @@ class Policy:
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
             dtype = canonical_dtype(getattr(self, name))
             if dtype.itemsize == 1:
-                needs = "a float8 product needs a scale for each operand, which no cast has"
+                needs = "a float8 product needs a scale for each operand, and a cast has none"
                 remedy = "use bfloat16, with float8='float8' for such products"
                 if not dtype.name.startswith("float8"):
                     needs, remedy = "no product here computes in it", "use bfloat16 or float16"
@@ -77,20 +78,20 @@ class Policy:
             object.__setattr__(self, name, dtype)
         if self.matmul_precision is not None:
             try:
-                jax.default_matmul_precision(self.matmul_precision)  # checks its argument when it is made
+                jax.default_matmul_precision(self.matmul_precision)  # raises if JAX does not know it
             except ValueError:
                 raise ValueError(
-                    f"matmul_precision must be one that jax.default_matmul_precision takes, got "
+                    f"matmul_precision must be a precision of jax.default_matmul_precision, got "
                     f"{self.matmul_precision!r}; use 'highest' for true float32, 'tensorfloat32', 'bfloat16', or None"
                 ) from None
         object.__setattr__(self, "float8", get_recipe(self.float8))
         if self.float8 is not None and self.compute_dtype.name != "bfloat16":
             raise ValueError(
-                f"float8 products stand in for those of bfloat16, so {self.float8} goes with compute=bfloat16, "
-                f"got compute={self.compute_dtype.name}; write e.g. 'mixed_float8', or float8=None"
+                f"a policy with {self.float8} must have compute=bfloat16, got compute={self.compute_dtype.name}; write "
+                "e.g. 'mixed_float8', or float8=None"
             )
 
-    def precision(self) -> contextlib.AbstractContextManager[Any]:
+    def matmul_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which products run at ``matmul_precision``; None changes nothing."""
         if self.matmul_precision is None:
             return contextlib.nullcontext()
@@ -125,7 +126,7 @@ class Policy:
             if policies_off.value:
                 return fun(*args, **kwargs)
             args, kwargs = self.cast_to_compute((args, kwargs))
-            with self.precision():
+            with self.matmul_context():
                 return self.cast_to_output(fun(*args, **kwargs))
 
         return cast(F, wrapped)
@@ -140,6 +141,6 @@ def check_backend(policy: Policy) -> None:
     """Raise a ValueError if the default backend has no products in the policy's compute dtype."""
     if policy.compute_dtype == np.float16 and jax.default_backend() == "tpu":
         raise ValueError(
-            "autocast needs a backend that multiplies in the policy's compute dtype, got float16 on a TPU, whose "
-            "matrix unit has bfloat16 only; use 'mixed_bfloat16'"
+            "autocast needs a backend with products in the policy's compute dtype, got float16 on a TPU, which only "
+            "has bfloat16 products; use 'mixed_bfloat16'"
         )

@@ -22,7 +22,7 @@ def write_policy(file: str | Path, policy: Any, *, loss_scale: float | None, com
       ValueError: the name of the file does not end in ``.toml``.
     """
     if Path(file).suffix != ".toml":
-        raise ValueError(f"a policy file's name ends in .toml, got {str(file)!r}")
+        raise ValueError(f"the name of a policy file must end in .toml, got {str(file)!r}")
     lines = [f"# {comment}" for comment in comments]
     lines += [f"policy = {_quoted(str(policy.root))}"]
     if loss_scale is not None:
@@ -46,9 +46,9 @@ def read_policy(file: str | Path) -> tuple[str, dict[str, str]]:
         raise ValueError(f"{file} is not a policy file: {error}") from None
     for key in content:
         if key not in _KEYS:
-            raise ValueError(f"a policy file has the keys {', '.join(_KEYS)}, got {key!r} in {file}")
+            raise ValueError(f"the keys of a policy file are {', '.join(_KEYS)}, got {key!r} in {file}")
     if not isinstance(content.get("policy"), str):
-        raise ValueError(f'a policy file has a policy, such as policy = "mixed_bfloat16", got none in {file}')
+        raise ValueError(f'a policy file must have a policy, such as policy = "mixed_bfloat16", got none in {file}')
     overrides = content.get("overrides", {})
     if not isinstance(overrides, dict):
         raise ValueError(f"overrides of a policy file are a table, got {overrides!r} in {file}")

@@ -1,4 +1,4 @@
-"""Policies for parts of a model, the presets, and :func:`get_policy`, which reads them all."""
+"""Policies for the parts of a model, the presets, and :func:`get_policy`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmp.base import hardware
 from jaxmp.base.arguments import printed
-from jaxmp.base.dtypes import UnknownDtypeError, canonical_dtype, is_half, nearest, nearest_first
+from jaxmp.base.dtypes import UnknownDtypeError, canonical_dtype, closest_names, is_half, nearest_first
 from jaxmp.policy.float8 import Float8
 from jaxmp.policy.parsing import ALIASES, AMBIGUOUS, parse_fields
 from jaxmp.policy.patterns import (
@@ -31,18 +31,18 @@ from jaxmp.policy.policy_files import read_policy
 class PolicyMap:
     """A default policy and overrides for parts of a model; the first pattern that matches wins.
 
+    It is frozen and hashable, like its policies.
+
     Args:
-      default: the policy of every module that no pattern matches; a PolicyMap here adds its own rules after these.
-      overrides: pattern to policy, in order. A string is a glob on the module path below the root: ``*`` stays within
-        one level, ``**`` crosses zero or more (``"**/BatchNorm_*"``, ``"encoder/layer_0"``); ``"type:*Norm"`` is a glob
-        on the name of the module's class and of its bases; a class matches its instances. A pattern covers the module
-        it matches and everything below. ``"flow:add"`` means an operation there, for autocast of a function only.
+      default: the policy of modules that no pattern matches. If it is a PolicyMap, its rules follow ``overrides``.
+      overrides: a mapping from pattern to policy, in order. A pattern covers the modules that it matches and everything
+        below them. A string is a glob on the module path below the root: ``*`` matches within one level, ``**`` matches
+        zero or more levels (``"**/BatchNorm_*"``, ``"encoder/layer_0"``). ``"type:*Norm"`` is a glob on the names of
+        the module's class and its bases. A class matches its instances.
       strict: whether a pattern that matches nothing in the model is an error (see :meth:`check`).
 
-    Frozen and hashable like the policies in it.
-
     Raises:
-      TypeError: a pattern is neither a string nor a class; the overrides are no mapping.
+      TypeError: a pattern is neither a string nor a class; the overrides are not a mapping.
 
     >>> policies = PolicyMap("mixed_float16", {"**/head": "float32"})
     >>> policies.resolve(("decoder", "head", "Dense_0"))[0] == get_policy("float32")
@@ -59,7 +59,7 @@ class PolicyMap:
         for pattern, policy in pairs_of(overrides):
             rules[check_pattern(pattern)] = _of_override(policy, default, pattern)
         if isinstance(default, PolicyMap) and (default.strict == strict or not rules):
-            # Maps of equal meaning become equal: the rules of the inner map follow those of this one.
+            # The rules of the inner map follow those of this one, so that maps of equal meaning are equal.
             for pattern, policy in default.overrides:
                 rules.setdefault(pattern, policy)
             default, strict = default.default, default.strict
@@ -69,7 +69,7 @@ class PolicyMap:
 
     @property
     def root(self) -> Policy:
-        """Return the policy of modules that no pattern matches; the root's output is cast to its output dtype."""
+        """Return the policy of the root and of modules that no pattern matches."""
         return self.default.root if isinstance(self.default, PolicyMap) else self.default
 
     @property
@@ -99,23 +99,23 @@ class PolicyMap:
 
     @property
     def rules(self) -> list[tuple[Pattern, Policy]]:
-        """Return the overrides of this map and of the one it adds to, in the order in which they are tried."""
+        """Return all overrides, including those of ``default``, in the order in which they are tried."""
         return [(pattern, policy) for _, pattern, policy in self._rules()]
 
     @property
     def patterns(self) -> list[Pattern]:
-        """Return the patterns of this map and of the one it adds to, in the order in which they are tried."""
+        """Return all patterns, including those of ``default``, in the order in which they are tried."""
         return [pattern for _, pattern, _ in self._rules()]
 
     def resolve(
         self, path: Path, classes: Mapping[Path, type | tuple[type, ...]] | None = None
     ) -> tuple[Policy, Pattern | None]:
-        """Return the policy of the module at ``path``, and the pattern that matched it, None for the default.
+        """Return the policy of the module at ``path`` and its pattern (None for the default).
 
         Args:
-          path: names of the modules from below the root down to this one; ``()`` is the root.
-          classes: the classes of this module and of those above it, by path, for patterns on classes; several at a
-            path where modules share a scope.
+          path: the names of the modules from below the root to this one; ``()`` is the root.
+          classes: the classes of this module and of the modules above it, by path. A path has several classes if
+            modules share a scope.
         """
         prefixes = [path[:depth] for depth in range(len(path) + 1)]
         for _, pattern, policy in self._rules():
@@ -126,7 +126,7 @@ class PolicyMap:
     def below(self, root: str) -> PolicyMap:
         """Return this map with the name of the root removed from the front of its patterns.
 
-        :mod:`jaxmp.inspect` and cast plans print paths in a Linen model with it: ``Net/head`` is ``head``.
+        :mod:`jaxmp.inspect` and cast plans print Linen paths with that name: ``Net/head`` means ``head``.
         """
         default = self.default.below(root) if isinstance(self.default, PolicyMap) else self.default
         overrides: dict[Pattern, Policy] = {}
@@ -139,12 +139,12 @@ class PolicyMap:
 
         Args:
           modules: the classes of the modules visited, by path.
-          variables: the paths of the model's variables, of which all but the last names are modules.
-          complete: whether every module that has variables was visited; if not, a pattern on classes may well match one
-            that was not, and is let pass.
+          variables: the paths of the model's variables; all names of a path but the last are modules.
+          complete: whether every module with variables was visited. If not, class patterns are not checked, because
+            they may match an unvisited module.
 
         Raises:
-          ValueError: naming the pattern and the nearest paths or classes of the model.
+          ValueError: a pattern matched nothing; the error names the nearest paths or classes of the model.
         """
         paths = {path[:depth] for path in variables for depth in range(len(path))}
         for strict, pattern, _ in self._rules():
@@ -158,7 +158,7 @@ class PolicyMap:
             if is_class_pattern(pattern):
                 if complete:
                     raise _unmatched(pattern, "classes", {cls.__name__ for cls in modules.values()})
-            elif not any(matches(pattern, path, None) for path in paths):  # the path of a module that was not visited
+            elif not any(matches(pattern, path, None) for path in paths):  # it may be the path of an unvisited module
                 _require_no_variable(pattern, variables)
                 raise _unmatched(pattern, "paths", {"/".join(path) for path in paths.union(modules)})
 
@@ -180,7 +180,7 @@ class PolicyMap:
 def _unmatched(pattern: Pattern, kind: str, known: set[str]) -> ValueError:
     """Return the error for a pattern that matched nothing; ``known`` are the model's paths or classes."""
     text = pattern_text(pattern)
-    near = nearest(text, sorted(known - {""})) or "none, the model has no submodules"
+    near = closest_names(text, sorted(known - {""})) or "none, the model has no submodules"
     return ValueError(
         f"every pattern of a policy must match a module, but {text!r} matched none; nearest {kind}: {near}"
     )
@@ -232,20 +232,25 @@ def get_policy(policy: object) -> Policy | PolicyMap: ...
 def get_policy(policy: Any) -> Policy | PolicyMap:
     """Return the policy that a text, a dtype or an object describes.
 
+    The presets are ``float32`` (= ``O0``), ``tensorfloat32``, ``mixed_float16`` (= ``mixed_fp16`` = ``16-mixed``),
+    ``mixed_bfloat16`` (= ``mixed_bf16`` = ``bf16-mixed``), ``mixed_float8``, ``float16`` (= ``O3``), ``bfloat16``,
+    ``bfloat16_sr`` (bfloat16 for :func:`jaxmp.low_precision`, with norms in float32) and ``O2`` (mixed_float16 with
+    norms in float32). The preset ``float32`` has ``matmul_precision="highest"``, true float32 products on a GPU too;
+    ``"params=float32,compute=float32"`` has JAX's default.
+
     Args:
-      policy: a preset (``float32`` = ``O0``, ``tensorfloat32``, ``mixed_float16`` = ``mixed_fp16`` = ``16-mixed``,
-        ``mixed_bfloat16`` = ``mixed_bf16`` = ``bf16-mixed``, ``mixed_float8``, ``float16`` = ``O3``, ``bfloat16``,
-        ``bfloat16_sr``, ``O2``; the last two are PolicyMaps with norms in float32, of pure bfloat16 for
-        :func:`jaxmp.low_precision` and of mixed_float16); a dtype for all three; a string in jmp's long or short form
-        (a missing compute dtype follows params, a missing output dtype follows compute); ``"auto"`` for the attached
-        device; the name of a TOML file, as :func:`jaxmp.inspect.tune` saves it; a Policy, a PolicyMap, or any object
-        with jmp's three attributes. Case and spaces are ignored. The preset ``float32`` has
-        ``matmul_precision="highest"``, true float32 products on a GPU too; ``"params=float32,compute=float32"`` has
-        JAX's default, as ``str`` shows.
+      policy: one of the following; case and spaces are ignored:
+
+        - the name of a preset, or ``"auto"`` for the attached device;
+        - a dtype, for params, compute and output;
+        - a text in jmp's long or short form; a missing compute dtype follows params, a missing output dtype follows
+          compute;
+        - the name of a TOML file that :func:`jaxmp.inspect.tune` has saved;
+        - a Policy, a PolicyMap, or any object with jmp's three attributes.
 
     Raises:
-      ValueError: the name, the key or a dtype is unknown; the name could mean two policies, as ``"fp16"`` and
-        ``"bf16"`` could; or it is ``"O1"``, which is autocast.
+      ValueError: the name, a key or a dtype is unknown; the name is ambiguous, such as ``"fp16"`` and ``"bf16"``; or it
+        is ``"O1"``, which is autocast.
       TypeError: the object is none of the above.
       FileNotFoundError: there is no such TOML file.
 
@@ -255,15 +260,15 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
     if isinstance(policy, (Policy, PolicyMap)):
         return policy
     if isinstance(policy, str):
-        return _parse(policy)
+        return _parse_policy(policy)
     if all(hasattr(policy, name) for name in ("param_dtype", "compute_dtype", "output_dtype")):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     try:
         dtype = canonical_dtype(policy)
     except ValueError:
         raise TypeError(
-            "a policy is a preset's name, a string such as 'params=float32,compute=float16,output=float32', a Policy "
-            f"or a PolicyMap, got {printed(policy)}; presets: {', '.join(PRESETS)}"
+            "a policy must be the name of a preset, a text such as 'params=float32,compute=float16,output=float32', a "
+            f"Policy or a PolicyMap, got {printed(policy)}; presets: {', '.join(PRESETS)}"
         ) from None
     return _of_dtype(dtype)
 
@@ -279,26 +284,25 @@ def _of_override(policy: Any, default: Policy | PolicyMap, pattern: Pattern) -> 
         root = default.root if isinstance(default, PolicyMap) else default
         if not is_half(root.compute_dtype):
             raise ValueError(
-                f"'half' in overrides is the compute dtype of the policy, but {default} computes in "
-                f"{root.compute_dtype.name}; for {pattern_text(pattern)!r} name a policy such as 'mixed_bfloat16'"
+                f"'half' in overrides means the policy's compute dtype, but {default} computes in "
+                f"{root.compute_dtype.name}; for {pattern_text(pattern)!r} write a policy such as 'mixed_bfloat16'"
             )
         return root
     result = get_policy(policy)
     if isinstance(result, PolicyMap):
         raise TypeError(
-            f"an override names one policy for what its pattern covers, got the PolicyMap {result}; "
-            "write its rules as patterns"
+            f"an override must be a single policy, got the PolicyMap {result}; write its rules as overrides"
         )
     return result
 
 
-def _parse(text: str) -> Policy | PolicyMap:
+def _parse_policy(text: str) -> Policy | PolicyMap:
     if text.endswith(".toml"):
         policy, overrides = read_policy(text)
-        return PolicyMap(_parse(policy), overrides) if overrides else _parse(policy)
+        return PolicyMap(_parse_policy(policy), overrides) if overrides else _parse_policy(policy)
     default, *rules = text.split(";")
     if rules:
-        return PolicyMap(_parse(default), dict(_parse_rules(rules)))
+        return PolicyMap(_parse_policy(default), dict(_parse_rules(rules)))
     text_without_spaces = "".join(text.split())
     if "=" in text_without_spaces:
         return parse_fields(text_without_spaces)
@@ -307,7 +311,7 @@ def _parse(text: str) -> Policy | PolicyMap:
     if name in presets:
         return presets[name]
     if name == "auto":
-        return _parse(hardware.recommended_policy())
+        return _parse_policy(hardware.recommended_policy())
     _require_clear_name(name, text)
     try:
         return _of_dtype(canonical_dtype(name))
@@ -318,11 +322,11 @@ def _parse(text: str) -> Policy | PolicyMap:
 
 
 def _require_clear_name(name: str, text: str) -> None:
-    """Raise a ValueError for a name that is no policy, or that could mean two."""
+    """Raise a ValueError for a name that is not a policy, or that could mean two."""
     if name == "o1":
         raise ValueError(
-            "O1 decides operation by operation, so it is no policy but autocast; write jaxmp.linen.autocast(model, "
-            "'mixed_float16'), or the same of jaxmp.nnx, or jaxmp.autocast(fun, 'mixed_float16')"
+            "O1 is autocast, not a policy; write jaxmp.linen.autocast(model, 'mixed_float16'), "
+            "jaxmp.nnx.autocast(model, 'mixed_float16') or jaxmp.autocast(fun, 'mixed_float16')"
         )
     if name in AMBIGUOUS:
         half = canonical_dtype(name).name
@@ -362,7 +366,7 @@ def _parse_rules(rules: list[str]) -> Iterator[tuple[str, str]]:
 _FLOAT32 = Policy("float32", "float32", "float32", matmul_precision="highest")
 _MIXED_FLOAT16 = Policy("float32", "float16", "float32")
 _FLOAT16 = Policy("float16", "float16", "float16")
-# Norms by the names of their classes, so that the preset needs neither Linen nor NNX; a model without norms is fine.
+# Norms are matched by class name, so that the preset imports neither Linen nor NNX. A model without norms is fine.
 _NORMS = tuple(f"type:*{kind}Norm" for kind in ("Batch", "Layer", "RMS", "Group", "Instance"))
 PRESETS: Mapping[str, Policy | PolicyMap] = {
     "float32": _FLOAT32,
@@ -372,7 +376,7 @@ PRESETS: Mapping[str, Policy | PolicyMap] = {
     "mixed_float8": Policy("float32", "bfloat16", "float32", float8=Float8()),
     "float16": _FLOAT16,
     "bfloat16": Policy("bfloat16", "bfloat16", "bfloat16"),
-    "bfloat16_sr": PolicyMap(  # for jaxmp.low_precision; the scale of a norm, near 1, has no bits to lose
+    "bfloat16_sr": PolicyMap(  # for jaxmp.low_precision; the scale of a norm is near 1 and needs float32
         Policy("bfloat16", "bfloat16", "float32"), {norm: _FLOAT32 for norm in _NORMS}, strict=False
     ),
     "O0": _FLOAT32,

@@ -11,6 +11,6 @@ from jaxmp.sharding.fsdp import Description as Description
 from jaxmp.sharding.fsdp import describe as describe
 from jaxmp.sharding.fsdp import fsdp_specs as fsdp_specs
 from jaxmp.sharding.gather import gather as gather
-from jaxmp.sharding.plan import Sharding as Sharding
+from jaxmp.sharding.mesh_plan import Sharding as Sharding
 
 __all__ = ["Description", "Sharding", "describe", "fsdp_specs", "gather"]

@@ -14,13 +14,13 @@ from jaxmp._internals.jax.bodies import is_body_alone, rebuilt
 from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
 from jaxmp._internals.jax.invariants import same_in_turns
 from jaxmp.sharding.weight_readers import has_one_reader
-from jaxmp.sharding.weights import Source, Use, Value, arrays_of, as_value, weight_of
+from jaxmp.sharding.weights import RewrittenValue, Source, Use, as_value, results_as_arrays, weight_of
 from jaxmp.sharding.whole_weights import read_whole
 
 _NO_RULE: Any = None  # calls, scans and branches have no derivative rule
 _ENTERED_CALLS = frozenset({"jit", "remat2"})
 
-Rewrite = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
+Rewrite = Callable[[Any, Sequence[Any], Sequence[RewrittenValue]], list[RewrittenValue]]
 
 
 def is_entered(eqn: Any) -> bool:
@@ -41,7 +41,7 @@ class EnteredBodies:
       operands: of the equation.
     """
 
-    def __init__(self, rewrite: Rewrite, eqn: Any, bodies: Bodies, operands: Sequence[Value]) -> None:
+    def __init__(self, rewrite: Rewrite, eqn: Any, bodies: Bodies, operands: Sequence[RewrittenValue]) -> None:
         self._rewrite, self._eqn, self._bodies = rewrite, eqn, bodies
         self._name, self._is_scan = eqn.primitive.name, bodies.kind == "scan"
         indices = int(bodies.kind == "cond")  # the index of a branch is a number, and so common
@@ -53,9 +53,9 @@ class EnteredBodies:
         self._any_use = next(iter(self._uses.values()), None)
         self._whole_stacks = {n for n, use in self._uses.items() if self._is_sliced(n) and _is_stack_whole(use)}
         self._outer_sources = dict[Source, Source]()  # by the sources inside the body
-        self._results_of_bodies = list[list[Value]]()
+        self._results_of_bodies = list[list[RewrittenValue]]()
 
-    def results(self) -> list[Value]:
+    def results(self) -> list[RewrittenValue]:
         """Return the results of the equation."""
         arrays = [self._operand(n) if n in self._uses else value for n, (value, _) in enumerate(self._operands)]
         functions = [functools.partial(self._body, body) for body in self._bodies.jaxprs]
@@ -74,7 +74,7 @@ class EnteredBodies:
         if position in self._carry:
             return read_whole(use, self._eqn, position + len(self._index))
         if position in self._whole_stacks:
-            return use.read(source.wide)
+            return use.read(source.sum_dtype)
         if self._is_sliced(position):
             if not source.is_gathered:
                 return source.param
@@ -93,7 +93,7 @@ class EnteredBodies:
         ends = self._rewrite(jaxpr, consts, values)
         self._results_of_bodies.append(ends)
         if self._bodies.kind != "call":
-            return arrays_of(ends, jaxpr)
+            return results_as_arrays(ends, jaxpr)
         return [end.source.param if isinstance(end, Use) else end for end, _ in ends]
 
     def _argument(self, position: int, arg: Any, jaxpr: Any) -> Any:
@@ -104,7 +104,7 @@ class EnteredBodies:
             return arg
         use = self._uses[position]
         if position in self._whole_stacks:
-            return dataclasses.replace(weight_of(use.source, arg, use.source.wide), rounded=use.rounded)
+            return dataclasses.replace(weight_of(use.source, arg, use.source.sum_dtype), rounded=use.rounded)
         inner = self._use_inside(position, arg, jaxpr)
         self._outer_sources[inner.source] = use.source
         return inner
@@ -127,7 +127,7 @@ class EnteredBodies:
         inner.gathers_again &= self._name != "remat2"  # a remat frees the gathered weight by itself
         return dataclasses.replace(use, source=inner)
 
-    def _result(self, n: int, result: Any) -> Value:
+    def _result(self, n: int, result: Any) -> RewrittenValue:
         """Return the value of a result of the equation."""
         end, _ = self._results_of_bodies[-1][n]
         if self._bodies.kind == "call" and isinstance(end, Use):

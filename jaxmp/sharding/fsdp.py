@@ -12,15 +12,15 @@ from jax.sharding import PartitionSpec
 
 from jaxmp.base import tables
 from jaxmp.base import trees as _tree
-from jaxmp.sharding.plan import Sharding as Sharding
+from jaxmp.sharding.mesh_plan import Sharding as Sharding
 from jaxmp.sharding.specs import (
     Mesh,
     as_tuple,
+    axes_in_spec,
     covers,
     fitting,
     following,
     is_train_state,
-    names_of,
     parts_of,
     require_axes,
     require_match,
@@ -29,7 +29,7 @@ from jaxmp.sharding.specs import (
     text_of,
 )
 
-Rules = Mapping[str, PartitionSpec]
+SpecRules = Mapping[str, PartitionSpec]
 
 
 def fsdp_specs(
@@ -37,7 +37,7 @@ def fsdp_specs(
     mesh: Mesh,
     *,
     axis: str = "fsdp",
-    rules: Rules | None = None,
+    rules: SpecRules | None = None,
     min_size: int = 65_536,
     stacked: Iterable[str] | None = None,
 ) -> Any:
@@ -70,8 +70,8 @@ def fsdp_specs(
     True
     """
     if is_train_state(shapes):
-        own = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
-        return following(shapes, shapes.params, own, mesh)
+        param_specs = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
+        return following(shapes, shapes.params, param_specs, mesh)
     require_axes(mesh, [axis], "axis")
     rules, stacked = dict(rules or {}), as_tuple(stacked)
     leaves = jax.tree.leaves_with_path(shapes)
@@ -158,7 +158,7 @@ def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
     for (path, leaf), spec in zip(jax.tree.leaves_with_path(shapes), specs_in(specs), strict=True):
         name = _tree.path_name(path)
         fitting(spec, name, name, tuple(leaf.shape), mesh)
-        parts = math.prod(mesh.shape[axis] for axis in names_of(spec))
+        parts = math.prod(mesh.shape[axis] for axis in axes_in_spec(spec))
         size = math.prod(leaf.shape) * leaf.dtype.itemsize // parts
         rows.append(ShardedLeaf(name, tuple(leaf.shape), leaf.dtype.name, text_of(spec), size, parts == 1))
     return Description(tuple(sorted(rows, key=lambda row: -row.bytes)))

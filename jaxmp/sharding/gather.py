@@ -12,12 +12,12 @@ from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 from jaxmp._internals.jax.traces import manual_axes, shows_what_varies
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import canonical_dtype
-from jaxmp.sharding.plan import Sharding as Sharding
-from jaxmp.sharding.plan import reduced_in, spread, to_reduce_in
+from jaxmp.sharding.mesh_plan import Sharding as Sharding
+from jaxmp.sharding.mesh_plan import reduced_in, spread, to_reduce_in
 from jaxmp.sharding.specs import (
     as_tuple,
+    axes_in_spec,
     fitting,
-    names_of,
     require_axes,
     require_specs,
     without,
@@ -85,10 +85,12 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
             "gather must know which arrays differ between devices, and shard_map(…, check_vma=False) hides it; leave "
             "check_vma=False out"
         )
-    how = {AxisType.Explicit: _resharded, AxisType.Manual: _collected, AxisType.Auto: _constrained}[types[axes[0]]]
+    how = {AxisType.Explicit: _resharded, AxisType.Manual: _collected, AxisType.Auto: _gathered_by_constraints}[
+        types[axes[0]]
+    ]
 
     def gathered(path: Any, leaf: Any, spec: PartitionSpec) -> Any:
-        is_split = not set(names_of(spec)).isdisjoint(axes)
+        is_split = not set(axes_in_spec(spec)).isdisjoint(axes)
         if not _tree.is_float_array(leaf) or not (is_split or how is _collected):
             return leaf
         name = _tree.path_name(path)
@@ -149,7 +151,7 @@ def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
     return whole(leaf)
 
 
-def _constrained(
+def _gathered_by_constraints(
     leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, name: str
 ) -> Any:
     """Gather on axes of type Auto, by two constraints.

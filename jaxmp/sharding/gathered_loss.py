@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.bodies import bound, is_body_alone
+from jaxmp._internals.jax.bodies import bind_equation, is_body_alone
 from jaxmp._internals.jax.equations import bodies_of, opened
 from jaxmp._internals.jax.program import TracedProgram, arrays_in
 from jaxmp._internals.jax.rebind import in_place_of
@@ -38,11 +38,11 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
 from jaxmp.policy.float8_product import recipe_of
 from jaxmp.sharding.entered_bodies import EnteredBodies, is_entered
-from jaxmp.sharding.plan import Plan, while_tracing
+from jaxmp.sharding.mesh_plan import Plan, while_tracing
 from jaxmp.sharding.specs import require_specs, specs_in
-from jaxmp.sharding.weight_products import computed_wide, goes_by_rows, in_float8, may_be_wide, product_by_rows
-from jaxmp.sharding.weight_readers import dtypes_read, has_one_reader, is_copying, is_move
-from jaxmp.sharding.weights import Source, Use, Value, arrays_of, as_value
+from jaxmp.sharding.weight_products import computed_wide, float8_row_product, goes_by_rows, may_be_wide, product_by_rows
+from jaxmp.sharding.weight_readers import dtypes_read, has_one_reader, is_copying, only_moves_or_casts
+from jaxmp.sharding.weights import RewrittenValue, Source, Use, as_value, results_as_arrays
 from jaxmp.sharding.whole_weights import LOOSE_PRODUCTS, computed_whole, equations_inside
 
 _FLOAT32 = np.dtype(np.float32)
@@ -97,7 +97,7 @@ class Gathered:
         values = [(value, True) for value in (*leaves, *model_state)] + [(value, False) for value in examples]
         jaxpr, consts = program.jaxpr
         results = _Rewriting(self.plan).results(jaxpr, consts, values)
-        return program.unflatten(arrays_of(results, jaxpr))
+        return program.unflatten(results_as_arrays(results, jaxpr))
 
     def gather(self, params: Any, *rest: Any) -> GatheredParams:
         """Gather all params, for several calls."""
@@ -153,23 +153,23 @@ class _Rewriting:
 
     plan: Plan
 
-    def results(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+    def results(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[RewrittenValue]) -> list[RewrittenValue]:
         """Return the results of a body; ``values`` are its arguments."""
 
-        def equation(eqn: Any, operands: list[Value]) -> list[Value]:
+        def equation(eqn: Any, operands: list[RewrittenValue]) -> list[RewrittenValue]:
             with in_place_of(eqn):
                 if self._is_rewritten(eqn, operands):
                     results = self._rewritten(eqn, operands)
                 else:
                     is_common = all(known for _, known in operands)
-                    arrays = bound(eqn, [value for value, _ in operands], eqn.params)
+                    arrays = bind_equation(eqn, [value for value, _ in operands], eqn.params)
                     results = [(array, is_common) for array in arrays]
-            return [(value, is_common or _is_number(value)) for value, is_common in results]
+            return [(value, is_common or _is_scalar(value)) for value, is_common in results]
 
-        known = [(value, is_common or _is_number(value)) for value, is_common in values]
+        known = [(value, is_common or _is_scalar(value)) for value, is_common in values]
         return interpreted(jaxpr, [(const, True) for const in consts], known, equation, lambda atom: (atom.val, True))
 
-    def _is_rewritten(self, eqn: Any, operands: Sequence[Value]) -> bool:
+    def _is_rewritten(self, eqn: Any, operands: Sequence[RewrittenValue]) -> bool:
         """Return whether an equation reads a weight or sums activations over examples."""
         if any(isinstance(value, Use) for value, _ in operands):
             return True
@@ -177,7 +177,7 @@ class _Rewriting:
             return False
         return _may_sum_examples(eqn, operands) or (is_entered(eqn) and _has_loose_products(eqn))
 
-    def _rewritten(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    def _rewritten(self, eqn: Any, operands: Sequence[RewrittenValue]) -> list[RewrittenValue]:
         """Return the results of an equation that :meth:`_is_rewritten`."""
         name = eqn.primitive.name
         uses = [(position, value) for position, (value, _) in enumerate(operands) if isinstance(value, Use)]
@@ -186,7 +186,7 @@ class _Rewriting:
                 return self._entered(eqn, operands)
             return [(array, False) for array in _computed_wide(eqn, [value for value, _ in operands])]
         position, use = uses[0]
-        if is_move(eqn):
+        if only_moves_or_casts(eqn):
             return [(moved, True) for moved in use.followed(eqn)]
         if is_copying(eqn):
             return [(use.copies(eqn.outvars[0].aval.dtype), False)]
@@ -195,13 +195,13 @@ class _Rewriting:
             repeats_rows = name == "gather" and eqn.outvars[0].aval.size > eqn.invars[position].aval.size
             if not is_common or repeats_rows:
                 return [as_value(use, product_by_rows(eqn, position, use, values), is_common)]
-        if (recipe := recipe_of(eqn)) and (product := in_float8(eqn, recipe, values)) is not None:
+        if (recipe := recipe_of(eqn)) and (product := float8_row_product(eqn, recipe, values)) is not None:
             return [as_value(use, product, is_common)]
         if is_entered(eqn):
             return self._entered(eqn, operands)
         return computed_whole(eqn, operands, uses)
 
-    def _entered(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    def _entered(self, eqn: Any, operands: Sequence[RewrittenValue]) -> list[RewrittenValue]:
         """Return the results of a call, a scan or a branch, with its own weights gathered inside."""
         bodies = bodies_of(eqn)
         assert bodies is not None
@@ -214,7 +214,7 @@ class _Rewriting:
         return EnteredBodies(self.results, eqn, bodies, operands).results()
 
 
-def _may_sum_examples(eqn: Any, operands: Sequence[Value]) -> bool:
+def _may_sum_examples(eqn: Any, operands: Sequence[RewrittenValue]) -> bool:
     """Return whether an equation is a half product of activations whose derivative may sum over examples."""
     return _is_loose_product(eqn) and not any(is_common for _, is_common in operands[:2])
 
@@ -238,6 +238,6 @@ def _computed_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     return [result.astype(var.aval.dtype) for result, var in zip(results, eqn.outvars, strict=True)]
 
 
-def _is_number(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     """Return whether an array is a number. A PRNG key is none: draws may differ between examples."""
     return not isinstance(value, Use) and np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)

@@ -17,14 +17,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._internals.jax.bodies import Rule, bound, rebuilt
+from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, rebuilt
 from jaxmp._internals.jax.equations import RESHARDS, bodies_of, opened
 from jaxmp._internals.jax.program import TracedProgram, arrays_in, is_array
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted, is_jaxpr
 from jaxmp.sharding.specs import Mesh
 
-LossFn = Callable[..., Any]
+AnyLossFn = Callable[..., Any]
 _SHARDING_PARAMS = ("out_sharding", "sharding")
 
 
@@ -37,7 +37,7 @@ def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
     return None
 
 
-def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:
+def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossFn:
     """Return ``loss_fn`` traced by the types of the Explicit axes of ``mesh``, for a call on Auto axes.
 
     The params, the model state and the rng are typed as whole on each device, and the examples of the batch as split
@@ -101,29 +101,31 @@ def _rebound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in RESHARDS:
-        return [_constrained(operands[0], params["dst_sharding"])]
+        return [_placed(operands[0], params["dst_sharding"])]
     bodies = bodies_of(eqn)
     if bodies is None:
-        return _bound(eqn, operands)
+        return _bind_without_types(eqn, operands)
     if name == "shard_map":
         eqn = eqn.replace(params={**params, "mesh": _on_auto(params["mesh"])})
     # Derivative rules of the author's are typed as the loss is.
-    rule = Rule(
+    rule = RuleEvaluation(
         lambda body, args, _: _evaluated(*body, args), functools.partial(jax.sharding.use_abstract_mesh, traced_on)
     )
-    return rebuilt(eqn, bodies, [functools.partial(_body, body) for body in bodies.jaxprs], rule)(*operands)
+    return rebuilt(eqn, bodies, [functools.partial(_evaluated_body, body) for body in bodies.jaxprs], rule)(*operands)
 
 
-def _bound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _bind_without_types(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Bind an equation without bodies; where its parameters say that the result lies, put a constraint."""
     params = jax.tree.map(_without_types, dict(eqn.params), is_leaf=is_jaxpr)
     for key in _SHARDING_PARAMS:
         if _names_explicit_axes(params.get(key)):
             sharding = params[key]
             params[key] = None
-            results = operands[:1] if eqn.primitive.name == "sharding_constraint" else bound(eqn, operands, params)
-            return [_constrained(result, sharding) for result in results]
-    return bound(eqn, operands, params)
+            results = (
+                operands[:1] if eqn.primitive.name == "sharding_constraint" else bind_equation(eqn, operands, params)
+            )
+            return [_placed(result, sharding) for result in results]
+    return bind_equation(eqn, operands, params)
 
 
 def _without_types(param: Any) -> Any:
@@ -131,14 +133,14 @@ def _without_types(param: Any) -> Any:
     if not hasattr(param, "in_avals") or not any(_names_explicit_axes(aval.sharding) for aval in param.in_avals):
         return param
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in param.in_avals]
-    return jax.make_jaxpr(functools.partial(_body, param))(*shapes)
+    return jax.make_jaxpr(functools.partial(_evaluated_body, param))(*shapes)
 
 
 def _names_explicit_axes(sharding: Any) -> bool:
     return isinstance(sharding, NamedSharding) and bool(sharding.mesh.explicit_axes)
 
 
-def _body(body: Any, *args: Any) -> list[Any]:
+def _evaluated_body(body: Any, *args: Any) -> list[Any]:
     jaxpr, consts = opened(body)
     return _evaluated(jaxpr, consts, args)
 
@@ -155,7 +157,7 @@ def _untyped(const: Any) -> Any:
     return jax.sharding.reshard(const, PartitionSpec())
 
 
-def _constrained(value: Any, sharding: NamedSharding) -> Any:
+def _placed(value: Any, sharding: NamedSharding) -> Any:
     """Constrain ``value`` to lie as ``sharding`` says, if that names axes that were Explicit."""
     if not _names_explicit_axes(sharding):
         return value

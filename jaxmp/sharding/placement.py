@@ -19,11 +19,11 @@ def settled(state: Any) -> Any:
     Arrays have strong types, lie where the params are committed to, and are in it once: a buffer is donated once only.
     """
     home = home_of(state.params)
-    seen: set[int] = set()
+    ids: set[int] = set()
 
     def settle(leaf: Any) -> Any:
-        again = id(leaf) in seen
-        seen.add(id(leaf))
+        again = id(leaf) in ids
+        ids.add(id(leaf))
         leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=again)
         return leaf if home is None or isinstance(leaf, jax.core.Tracer) else at_home(leaf, home)
 
@@ -35,14 +35,14 @@ def each_once(state: Any) -> Any:
     leaves, structure = jax.tree.flatten(state)
     if len({*map(id, leaves)}) == len(leaves):  # as a rule
         return state
-    seen: set[int] = set()
-    return jax.tree.unflatten(structure, [copied_if_seen(leaf, seen) for leaf in leaves])
+    ids: set[int] = set()
+    return jax.tree.unflatten(structure, [copied_if_seen(leaf, ids) for leaf in leaves])
 
 
-def copied_if_seen(leaf: Any, seen: set[int]) -> Any:
-    """Return a copy of an array whose id is in ``seen``, else ``leaf``; add the id."""
-    again = id(leaf) in seen and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    seen.add(id(leaf))
+def copied_if_seen(leaf: Any, ids: set[int]) -> Any:
+    """Return a copy of an array whose id is in ``ids``, else ``leaf``; add the id."""
+    again = id(leaf) in ids and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    ids.add(id(leaf))
     return jnp.copy(leaf) if again else leaf
 
 
@@ -59,16 +59,16 @@ def at_home(leaf: Any, home: Any) -> jax.Array:
     """Return ``leaf``, moved to ``home`` if it is uncommitted."""
     if is_put(leaf):
         return leaf
-    return jax.device_put(leaf, home) if home.is_fully_addressable else _spread(home)(leaf)
+    return jax.device_put(leaf, home) if home.is_fully_addressable else _copier_to_all_devices(home)(leaf)
 
 
 @functools.cache
-def _spread(home: Any) -> Any:
+def _copier_to_all_devices(home: Any) -> Any:
     """Return a function that copies a process's array to all devices, keys included."""
     return jax.jit(lambda leaf: leaf, out_shardings=home)
 
 
-def at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
+def placed_by_specs(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
     """Return ``leaf`` where the specs of a step say.
 
     Raises:

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxmp.base import trees as _tree
-from jaxmp.base.dtypes import nearest
+from jaxmp.base.dtypes import closest_names
 from jaxmp.optim.stored_moments import Float8Blocks
 from jaxmp.policy.patterns import Path, is_class_pattern, matches
 
@@ -67,7 +67,7 @@ def require_match(pattern: str, paths: Sequence[Path]) -> None:
     if not any(covers(pattern, path) for path in paths):
         raise ValueError(
             f"the pattern {pattern!r} matches no leaf; the nearest paths: "
-            f"{nearest(pattern, ['/'.join(path) for path in paths])}"
+            f"{closest_names(pattern, ['/'.join(path) for path in paths])}"
         )
 
 
@@ -99,7 +99,7 @@ def require_specs(tree: Any, specs: Any) -> None:
 
 def fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Return ``spec`` if it fits an array of ``shape``, else raise an error."""
-    names = names_of(spec)
+    names = axes_in_spec(spec)
     require_axes(mesh, names, f"the axes of {key!r}")
     if len(spec) > len(shape) or len(set(names)) < len(names):
         raise ValueError(
@@ -138,7 +138,7 @@ def devices_in(entry: Any, mesh: Mesh) -> int:
     return math.prod(mesh.shape[name] for name in as_tuple(entry))
 
 
-def names_of(spec: PartitionSpec) -> list[str]:
+def axes_in_spec(spec: PartitionSpec) -> list[str]:
     """Return the names of all axes of the mesh in a spec."""
     return [name for entry in spec for name in as_tuple(entry)]
 

@@ -10,12 +10,12 @@ import numpy as np
 from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.engine.marks import DECIDED, region_of
-from jaxmp.sharding.plan import COPIES
+from jaxmp.sharding.mesh_plan import COPIES
 
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "split"})
 
 
-def is_move(eqn: Any) -> bool:
+def only_moves_or_casts(eqn: Any) -> bool:
     """Return whether an equation only moves or casts its operand, alike on all devices."""
     if eqn.primitive.name == "convert_element_type":
         return bool(jnp.issubdtype(eqn.params["new_dtype"], jnp.floating))
@@ -23,7 +23,7 @@ def is_move(eqn: Any) -> bool:
 
 
 def is_copying(eqn: Any) -> bool:
-    """Return whether an equation is that of :meth:`jaxmp.sharding.plan.Plan.copies`."""
+    """Return whether an equation is that of :meth:`jaxmp.sharding.mesh_plan.Plan.copies`."""
     return eqn.primitive.name == "broadcast_in_dim" and COPIES in names_of(eqn)
 
 
@@ -84,7 +84,7 @@ def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
         for position, atom in enumerate(eqn.invars):
             if is_literal(atom) or atom not in moved:
                 continue
-            if is_move(eqn):
+            if only_moves_or_casts(eqn):
                 moved.update(eqn.outvars)
             else:
                 readers.append((eqn, position))

@@ -13,11 +13,11 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
-from jaxmp._internals.jax.bodies import bound
+from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp.base.trees import is_float_array
-from jaxmp.sharding.plan import Plan, wide
+from jaxmp.sharding.mesh_plan import Plan, sum_dtype
 
-Value = tuple[Any, bool]
+RewrittenValue = tuple[Any, bool]
 """An array, or the use of a weight, and whether it is common. Uses always are."""
 
 
@@ -56,9 +56,9 @@ class Source:
         return self.half, self.tap
 
     @property
-    def wide(self) -> np.dtype:
+    def sum_dtype(self) -> np.dtype:
         """Return the dtype of its cotangents."""
-        return wide(self.param.dtype)
+        return sum_dtype(self.param.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class Use:
         """Return the results of an equation that only moves the weight."""
         if eqn.primitive.name == "convert_element_type":
             new = np.dtype(eqn.params["new_dtype"])
-            is_rounding = new.itemsize < (self.rounded or self.source.wide).itemsize
+            is_rounding = new.itemsize < (self.rounded or self.source.sum_dtype).itemsize
             return [dataclasses.replace(self, rounded=new) if is_rounding else self]
         return [dataclasses.replace(self, moves=(*self.moves, (eqn, number))) for number, _ in enumerate(eqn.outvars)]
 
@@ -81,7 +81,7 @@ class Use:
         """Return ``value`` after the moves of the weight, without names of the author's if not ``is_named``."""
         for eqn, number in self.moves:
             if is_named or eqn.primitive.name != "name":
-                value = bound(eqn, [value], anywhere(eqn.params))[number]
+                value = bind_equation(eqn, [value], anywhere(eqn.params))[number]
         return value
 
     def cast(self, value: Any, dtype: Any) -> Any:
@@ -103,7 +103,7 @@ class Use:
 
         @jax.custom_vjp
         def value(param: Any, half: Any) -> Any:
-            return self.cast(half, source.wide)  # which rounds no cotangent
+            return self.cast(half, source.sum_dtype)  # which rounds no cotangent
 
         def backward(_: None, cotangent: Any) -> tuple[Any, None]:
             # XLA reduces the cotangent of a computed weight where it reaches a split one.
@@ -125,7 +125,7 @@ class Use:
             return plan.by_rows(jnp.broadcast_to(weight, (plan.devices, *weight.shape)))
 
         def backward(_: None, parts: Any) -> tuple[None, Any]:
-            return None, plan.of_parts(jax.vmap(self.moved_back)(parts.astype(self.source.wide)), self.source.spec)
+            return None, plan.of_parts(jax.vmap(self.moved_back)(parts.astype(self.source.sum_dtype)), self.source.spec)
 
         copies.defvjp(lambda half, tap: (copies(half, tap), None), backward)
         return copies(half, tap)
@@ -139,18 +139,18 @@ def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
       value: the array.
       dtype: the dtype that the program has it in.
     """
-    value = value.astype(wide(value.dtype))
+    value = value.astype(sum_dtype(value.dtype))
     source = Source(origin.plan, origin.name, value, PartitionSpec(), dtype, False, False, is_computed=True)
     return Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None)
 
 
-def as_value(use: Use, array: Any, is_common: bool) -> Value:
+def as_value(use: Use, array: Any, is_common: bool) -> RewrittenValue:
     """Return an array that was computed from a weight: a weight again if it is common."""
     is_weight = is_common and is_float_array(array)
     return (weight_of(use.source, array, array.dtype), True) if is_weight else (array, is_common)
 
 
-def arrays_of(values: Sequence[Value], jaxpr: Any) -> list[Any]:
+def results_as_arrays(values: Sequence[RewrittenValue], jaxpr: Any) -> list[Any]:
     """Return the results of a body as arrays."""
     arrays = []
     for (value, _), atom in zip(values, jaxpr.outvars, strict=True):

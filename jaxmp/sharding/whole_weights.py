@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._internals.jax.bodies import bound
+from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp._internals.jax.invariants import same_results
 from jaxmp._internals.jax.primitives import BROADCAST
 from jaxmp._internals.jax.sources import user_source_of
@@ -15,21 +15,23 @@ from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.trees import is_float_array
 from jaxmp.engine.classes import Class, classify
-from jaxmp.sharding.plan import wide
+from jaxmp.sharding.mesh_plan import sum_dtype
 from jaxmp.sharding.weight_products import computed_wide, may_be_wide
-from jaxmp.sharding.weights import Use, Value, weight_of
+from jaxmp.sharding.weights import RewrittenValue, Use, weight_of
 
 _FLOAT32 = np.dtype(np.float32)
 LOOSE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
 # Classes of operations that sum the cotangents of their operands in the dtype of these; unknown primitives may.
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
 # Classes that weights go through in float32 where they are half: the engine casts their operands as well.
-_WIDENED = frozenset({Class.CLEAR, Class.WIDEST, Class.INFER, Class.POINTWISE, Class.ACCUMULATION})
+_MAY_BE_WIDE = frozenset({Class.CLEAR, Class.WIDEST, Class.INFER, Class.POINTWISE, Class.ACCUMULATION})
 _FILLS = frozenset({"pad"})  # with a scalar, whose cotangent is a sum
 _ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # its operands, not their cotangents
 
 
-def computed_whole(eqn: Any, operands: Sequence[Value], uses: Sequence[tuple[int, Use]]) -> list[Value]:
+def computed_whole(
+    eqn: Any, operands: Sequence[RewrittenValue], uses: Sequence[tuple[int, Use]]
+) -> list[RewrittenValue]:
     """Return the results of an equation that takes weights as a whole.
 
     Args:
@@ -49,8 +51,8 @@ def computed_whole(eqn: Any, operands: Sequence[Value], uses: Sequence[tuple[int
         if sums_cotangents and not (all(are_common) and _repeats_nothing(eqn, position)):
             _require_float32(use, eqn, position)
         arrays[position] = read_whole(use, eqn, position, is_wide)
-    results = computed_wide(eqn, arrays) if is_wide else bound(eqn, arrays, eqn.params)
-    values = list[Value]()
+    results = computed_wide(eqn, arrays) if is_wide else bind_equation(eqn, arrays, eqn.params)
+    values = list[RewrittenValue]()
     for var, result, is_common in zip(eqn.outvars, results, are_common, strict=True):
         if is_common and is_float_array(result):  # in float32, so that the cotangents of its uses add up so
             values.append((weight_of(first_use.source, result, var.aval.dtype), True))
@@ -62,7 +64,7 @@ def computed_whole(eqn: Any, operands: Sequence[Value], uses: Sequence[tuple[int
 def _is_widened(eqn: Any, are_all_common: bool) -> bool:
     """Return whether an equation of weights is computed in float32."""
     name = eqn.primitive.name
-    is_of_weights = are_all_common and (name in LOOSE_PRODUCTS or classify(name) in _WIDENED)
+    is_of_weights = are_all_common and (name in LOOSE_PRODUCTS or classify(name) in _MAY_BE_WIDE)
     return (is_of_weights or name in _FILLS) and may_be_wide(eqn)
 
 
@@ -70,7 +72,7 @@ def read_whole(use: Use, eqn: Any, position: int, is_wide: bool = False) -> Any:
     """Return a weight for an equation that takes all of it."""
     aval, shapes = eqn.invars[position].aval, [var.aval.shape for var in eqn.outvars]
     repeats = eqn.primitive.name in BROADCAST and aval.shape != shapes[0]
-    return use.read(wide(aval.dtype) if is_wide else aval.dtype, shapes[0] if repeats else None)
+    return use.read(sum_dtype(aval.dtype) if is_wide else aval.dtype, shapes[0] if repeats else None)
 
 
 def _repeats_nothing(eqn: Any, position: int) -> bool:

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
+from jaxmp.sharding.mesh_plan import BATCH_AXES, on_auto_axes
 from jaxmp.sharding.mesh_types import explicit_mesh_of, typed
-from jaxmp.sharding.plan import BATCH_AXES, on_auto_axes
 from jaxmp.training.batches import require_examples
 from jaxmp.training.loss_function import LossFn, under_policy
 from jaxmp.training.state import TrainState

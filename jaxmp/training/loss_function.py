@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp.base.arguments import printed
 from jaxmp.base.cache_keys import policies_off
-from jaxmp.base.dtypes import nearest
+from jaxmp.base.dtypes import closest_names
 from jaxmp.base.trees import path_name
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.overrides import policy_and_exceptions
@@ -27,7 +27,7 @@ from jaxmp.policy.policies import check_backend
 LossFn = Callable[[Any, Any, Any, Any], Any]
 """``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""
 OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
-"""What a step reports itself."""
+"""Metrics that a step adds itself."""
 
 REMAT: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -41,7 +41,7 @@ def checked(loss_fn: LossFn) -> LossFn:
     """Return ``loss_fn`` with its result checked, in the form ``(loss, (model_state, metrics))``.
 
     Raises:
-      TypeError: it is no function, or does not take four arguments.
+      TypeError: it is not a function, or does not take four arguments.
     """
     require_arguments(loss_fn, "params, model_state, batch, rng")
 
@@ -93,15 +93,15 @@ def require_arguments(loss_fn: Any, names: str) -> None:
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
     """Return ``loss_fn`` checked, under autocast if the policy or the overrides ask for it."""
     loss_fn = checked(loss_fn)
-    given = dict(pairs_of(overrides))
+    override_of = dict(pairs_of(overrides))
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
     if one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions):
-        if given:
+        if override_of:
             raise ValueError(
-                f"overrides are exceptions from a half policy, got {given} and policy={policy!r}; pass "
+                f"overrides are exceptions from a half policy, got {override_of} and policy={policy!r}; pass "
                 "policy='mixed_bfloat16', say, or leave them out"
             )
-        return loss_fn if one_policy is None else _within(one_policy.precision, loss_fn)
+        return loss_fn if one_policy is None else _within(one_policy.matmul_context, loss_fn)
     # A pure policy would round the loss and the batch statistics on their way out. Nor is anything widened there, as by
     # jaxmp.autocast under float32: a half loss is refused and half metrics are handed on, with overrides as without.
     widest = one_policy.with_output_dtype(np.float32)
@@ -112,7 +112,7 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
         check_backend(widest)
         return computed(loss_fn, Rules(widest.compute_dtype, exceptions, float8=widest.float8), args, {}, widest)
 
-    return _within(widest.precision, decided)
+    return _within(widest.matmul_context, decided)
 
 
 def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn) -> LossFn:
@@ -127,7 +127,7 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
     """Return a loss function whose backward pass recomputes what ``remat`` says.
 
     Raises:
-      ValueError: there is no rematerialisation of that name.
+      ValueError: no rematerialisation has that name.
       TypeError: ``remat`` is neither a name nor a policy.
     """
     if remat is None or remat == "none":
@@ -137,7 +137,7 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
         names = [n for n in dir(jax.checkpoint_policies) if n.endswith("_saveable") or n.startswith("checkpoint_")]
         policies = {**REMAT, **{name: getattr(jax.checkpoint_policies, name) for name in names}}
         if remat not in policies:
-            known = nearest(remat, ["none", *policies], 12)
+            known = closest_names(remat, ["none", *policies], 12)
             raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {known}")
         remat = policies[remat]
     return jax.checkpoint(loss_fn, policy=remat)

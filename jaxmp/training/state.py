@@ -19,11 +19,11 @@ from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.loss_scaling import Derived, in_precision_of, loss_scaling, require_outermost, take_step
 from jaxmp.optim.low_precision import in_dtype_of, with_compensation
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state, has_loss_scale
+from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import (
     require_params,
     settled,
 )
-from jaxmp.sharding.plan import Sharding
 from jaxmp.training.loss_function import (
     as_key,
     require_same_structure,
@@ -81,6 +81,7 @@ class TrainState(flax.struct.PyTreeNode):
             device.
 
         Raises:
+          TypeError: ``make_params`` is not a function.
           ValueError: the specs are of another tree than the params, or do not fit them.
 
         >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
@@ -120,7 +121,7 @@ class TrainState(flax.struct.PyTreeNode):
           **fields: further fields of a subclass.
 
         Raises:
-          TypeError: ``tx`` is no optimizer.
+          TypeError: ``tx`` is not an optimizer.
           ValueError: it has several loss scales, or another transform than ``loss_scaling`` stands around
             ``low_precision``; ``params`` are empty, or variables with other collections beside the params.
           RuntimeError: a donating step has had the params.
@@ -137,7 +138,7 @@ class TrainState(flax.struct.PyTreeNode):
         Kahan's compensation kept of them.
 
         Raises:
-          TypeError: ``tx`` is no optimizer.
+          TypeError: ``tx`` is not an optimizer.
           ValueError: ``tx`` keeps other numbers than the optimizer of this state.
           RuntimeError: a donating step has had the state.
         """
@@ -248,6 +249,11 @@ def created_sharded(
     cls: type[S], make_params: Callable[[], Any], tx: Any, sharding: Sharding, fields: Mapping[str, Any]
 ) -> S:
     """See :meth:`TrainState.create_sharded`."""
+    if not callable(make_params):
+        raise TypeError(
+            f"create_sharded takes a function that makes the params, got {type(make_params).__name__}; write "
+            "lambda: params"
+        )
     arrays: dict[str, Any] = {}
     static: dict[str, Any] = {}
     for name, value in fields.items():

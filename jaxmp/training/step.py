@@ -25,9 +25,9 @@ from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.sharding.gathered_loss import Gathered, GatheredParams
+from jaxmp.sharding.mesh_plan import Sharding, on_auto_axes
 from jaxmp.sharding.mesh_types import typed
-from jaxmp.sharding.placement import at, at_home, each_once, home_of, is_traced
-from jaxmp.sharding.plan import Sharding, on_auto_axes
+from jaxmp.sharding.placement import at_home, each_once, home_of, is_traced, placed_by_specs
 from jaxmp.training.accumulation import accumulated
 from jaxmp.training.batches import microbatches, require_examples
 from jaxmp.training.loss_function import (
@@ -237,7 +237,7 @@ class TrainStep:
             home = home_of((state, batch))
             return state if home is None else jax.tree.map(lambda leaf: at_home(leaf, home), state)
         if _layout_of(state) != self._planned_layout:  # every state that the step returns has it
-            state = jax.tree.map_with_path(at, state, self._plan.shardings(state))
+            state = jax.tree.map_with_path(placed_by_specs, state, self._plan.shardings(state))
             self._planned_layout = _layout_of(state)
         return state
 
@@ -370,10 +370,10 @@ class TrainStep:
         def loss_of_params(params: Any) -> Any:
             return loss_fn(params, model_state, batch, rng)
 
-        (loss, (new_model_state, metrics)), grads, records = self.differentiated(loss_of_params, state)
+        (loss, (new_model_state, metrics)), grads, records = self.differentiate(loss_of_params, state)
         return loss, grads, require_same_structure(new_model_state, model_state), metrics, records
 
-    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
+    def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
         """Return the results of ``loss_fn``, the gradients, and what a subclass records: here nothing."""
         gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         return *gradients(state.params), {}

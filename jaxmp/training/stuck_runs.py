@@ -59,18 +59,18 @@ class StuckRuns:
         with contextlib.suppress(IndexError):  # another thread has read the last report
             while self._reports and self._is_due(self._reports[0][0]):
                 skipped, batch = self._reports.popleft()
-                if _read(skipped) and not is_deleted(batch):
+                if _read_now(skipped) and not is_deleted(batch):
                     bad_batches.append(batch)
         if not bad_batches or is_traced(state.stuck) or is_deleted(state.stuck):
             return []
-        return bad_batches if int(_read(state.stuck)) >= self.limit else []
+        return bad_batches if int(_read_now(state.stuck)) >= self.limit else []
 
     def _is_due(self, report: Any) -> bool:
         # What is ready differs between processes, and all must come to an error at the same step.
         return report.is_ready() if report.is_fully_addressable else len(self._reports) > _LAG
 
 
-def _read(array: jax.Array) -> np.ndarray:
+def _read_now(array: jax.Array) -> np.ndarray:
     with jax.transfer_guard_device_to_host("allow"):
         return np.asarray(array)
 

@@ -50,7 +50,7 @@ from readme_tools import (
 import jaxmp
 from jaxmp._internals.jax.walk import equations
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.slow("runs the code of the docs")]
 
 # torch: autocast and GradScaler.
 
@@ -307,7 +307,7 @@ def expected_wrapper() -> Any:
 
 
 class Row(NamedTuple):
-    """What the left column needs, what runs each column and says what was seen, and what must be seen."""
+    """The packages of the left column, functions that run each column, and the expected result."""
 
     needs: tuple[str, ...]
     known: Callable[[Code], Any]
@@ -351,7 +351,7 @@ TABLE = read_page()
 
 
 def runs_here(needs: tuple[str, ...]) -> bool:
-    """Whether the libraries are installed; Apex's amp, which its newer releases lack, runs on GPUs only."""
+    """Return whether the libraries are installed; Apex's amp, which its newer releases lack, runs on GPUs only."""
     try:
         if not all(importlib.util.find_spec(name) for name in needs):
             return False

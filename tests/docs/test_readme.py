@@ -10,7 +10,7 @@ import pytest
 from pages import blocks
 from places import ROOT
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.slow("runs the code of the docs")]
 
 README = ROOT / "README.md"
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 from recompiles import compiled_once
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.slow("runs the code of the docs")]
 
 PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 

@@ -1,4 +1,4 @@
-"""What makes the low digits of a value high ones reads it in float32: places, phases, factorisations, logarithms."""
+"""Operations that amplify the low digits of a value read it in float32: places, phases, factorisations, logarithms."""
 
 from __future__ import annotations
 

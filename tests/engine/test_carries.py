@@ -1,4 +1,4 @@
-"""What a loop adds to its carry in small parts, and what it passes on unchanged: nothing is lost to half precision."""
+"""Carries that add up small terms, or pass on unchanged, lose nothing to half precision."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def test_what_the_plan_says_decides_nothing(monkeypatch):
         return ask
 
     expected = {name: found(*case) for name, case in DECIDED.items()}
-    for name in ("kind_of", "asked_of"):
+    for name in ("kind_of", "request_of"):
         monkeypatch.setattr(Rules, name, reworded(getattr(Rules, name)))
     assert {name: found(*case) for name, case in DECIDED.items()} == expected
 

@@ -44,12 +44,12 @@ def told(fun, *args, policy=SMALL, overrides=None):
 
 
 def multiplied(fun, *args):
-    """What each product of a traced function multiplies."""
+    """Return the operand dtypes of each product of a traced function."""
     return [each.operands for each in jaxmp.inspect.audit(fun, compile=False)(*args).products]
 
 
 def in_float8(fun, *args):
-    """Of the forward and of the backward pass, how many products are float8, and how many are not."""
+    """Count the products in float8 and the others, in the forward and in the backward pass."""
     products = jaxmp.inspect.audit(fun, compile=False)(*args).products
     found = {"forward": [0, 0], "backward": [0, 0]}
     for each in products:

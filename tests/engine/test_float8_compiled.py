@@ -47,7 +47,11 @@ def program(fun, *args):
 
 def calls(found):
     """The matrix products of a program: in float8, and in whatever else."""
-    each = [step.text for _, step, _ in found.walk(into_fusions=True) if step.opcode in ("custom-call", "dot")]
+    each = [
+        step.text
+        for _, step, _ in found.instructions_by_run(into_fusions=True)
+        if step.opcode in ("custom-call", "dot")
+    ]
     of = [re.search(r'custom_call_target="([^"]*)"', text) for text in each]
     names = [match[1] if match else "dot" for match in of]
     return sum(name.endswith("matmul$f8") for name in names), sum(
@@ -57,7 +61,8 @@ def calls(found):
 
 def kernels(found):
     return sum(
-        step.opcode not in NO_KERNEL and not is_end(step.opcode) for _, step, _ in found.walk(into_fusions=False)
+        step.opcode not in NO_KERNEL and not is_end(step.opcode)
+        for _, step, _ in found.instructions_by_run(into_fusions=False)
     )
 
 

@@ -39,7 +39,7 @@ def exact(x):
 
 
 def by_hand(x, dtype=E4M3):
-    """What stands for ``x``: the smallest bfloat16 scale with which its largest fits, and a cast."""
+    """Return ``x`` in float8: the smallest bfloat16 scale with which its largest element fits, and a cast."""
     x = np.asarray(x, np.float32)
     scale = np.float32(np.max(np.abs(x))) / np.float32(ml_dtypes.finfo(dtype).max)
     rounded = np.asarray(scale, ml_dtypes.bfloat16)
@@ -67,7 +67,7 @@ def off(found, wanted):
 
 
 ROUNDED = 0.004
-"""Of a bfloat16 result."""
+"""The rounding error of a bfloat16 result."""
 
 
 @pytest.fixture(scope="module")

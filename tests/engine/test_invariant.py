@@ -1,4 +1,4 @@
-"""What a program does not change: results that are its arguments, untouched, and what a loop computes once."""
+"""Values that a program does not change: results that are its arguments, and values that a loop computes once."""
 
 from __future__ import annotations
 

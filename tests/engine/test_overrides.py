@@ -245,6 +245,8 @@ def test_a_float32_function_with_overrides_casts_its_results_as_one_without():
 def test_overrides_that_mean_nothing_raise():
     for overrides, error, text in (
         ({"**/haed": "float32"}, ValueError, "'**/haed' matched none; nearest paths: 'head'"),
+        ({"dot_general": "float32"}, ValueError, "'dot_general' matched none; nearest key: 'primitive:dot_general'"),
+        ({"class:linalg": "half"}, ValueError, "'class:linalg' stays float32"),
         ({"primitive:log": "half"}, ValueError, "'primitive:log' matched none; nearest primitives: "),
         ({"primitive:transpose": "half"}, ValueError, "an override names operations that compute in a dtype"),
         ({"class:clear": "float32"}, ValueError, "'class:clear': all_gather, all_gather_invariant, "),

@@ -124,7 +124,7 @@ def leaves(jaxpr, trips=1):
 
 
 def is_cast(eqn):
-    """Whether an equation casts one floating dtype to another."""
+    """Return whether an equation casts one floating dtype to another."""
     dtypes = (
         (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) if eqn.primitive.name == "convert_element_type" else ()
     )

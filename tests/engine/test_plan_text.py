@@ -20,7 +20,7 @@ from plan_tools import MLP, looped, mlp, plan, shape
 from rich.console import Console
 
 import jaxmp
-from jaxmp.engine.plan import Row
+from jaxmp.engine.plan import PlanRow
 
 pytestmark = pytest.mark.once
 
@@ -57,7 +57,7 @@ def test_json_holds_all_that_the_plan_holds():
     read = json.loads(found.to_json())
     assert set(read) == {"policy", "overrides", "rows", "summary"}
     restored = [
-        Row(**{**row, "operands": tuple(row["operands"]), "reads": tuple(row["reads"])}) for row in read["rows"]
+        PlanRow(**{**row, "operands": tuple(row["operands"]), "reads": tuple(row["reads"])}) for row in read["rows"]
     ]
     assert tuple(restored) == found.rows
     assert read["summary"] == json.loads(json.dumps(vars(found.summary)))

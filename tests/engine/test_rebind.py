@@ -8,7 +8,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxmp
 from jaxmp._internals.jax import equations as _equations
-from jaxmp._internals.jax.bodies import bound
+from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.sources import names_of, source_of
@@ -45,7 +45,7 @@ def described(jaxpr):
 def bound_again(jaxpr, consts, args):
     def equation(eqn, operands):
         with in_place_of(eqn):
-            return bound(eqn, operands, eqn.params)
+            return bind_equation(eqn, operands, eqn.params)
 
     return interpreted(jaxpr, consts, args, equation)
 

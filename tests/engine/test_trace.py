@@ -1,4 +1,4 @@
-"""What autocast sees while it traces: special functions of JAX are marked by a scope, and only then."""
+"""While autocast traces, and only then, scopes mark special functions of JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the experiments the newest Python runs too, and the folder of data that their tests share."""
+"""The tests of the experiments that the newest Python runs too, and a shared folder of data."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_the_cosine_rises_and_falls_to_zero_and_adamw_is_as_it_was():
 
 
 def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path, data_dir, capsys):
-    """Of networks with running statistics."""
+    """The networks have running statistics."""
     folder = tmp_path / "run"
     flags = (("model=resnet18", "image-size=8", "flip", "shift=1", "optimizer=sgd"),)
     chosen = compare.Config(

@@ -56,6 +56,7 @@ def run(config, experiment):
     return summary, *states
 
 
+@pytest.mark.slow("trains 160 steps, and goes on from a checkpoint")
 def test_gpt2_learns_a_text_writes_in_its_words_and_goes_on_bit_for_bit_when_it_was_stopped(
     run, config, experiment, tmp_path
 ):

@@ -16,13 +16,15 @@ from run_tools import start, train
 from experiments import image_classification, language_modeling
 from experiments.benchmarks import loss_scaling
 from experiments.training import cli, run_folders, runs
+from experiments.training.describing import describe
 
 SOURCES = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # the whole library is read for seconds
 
 
 def read_run(folder: Path) -> tuple[dict, dict, list[dict[str, str]]]:
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "checkpoints", "config.json", "curves.png", "metrics.csv", "summary.json", "summary.md",
+        ".lock", "checkpoints", "config.json", "curves.png", "memory.json", "metrics.csv", "plan.json", "summary.json",
+        "summary.md",
     ]  # fmt: skip
     config, summary = (json.loads((folder / name).read_text()) for name in ("config.json", "summary.json"))
     with (folder / "metrics.csv").open() as file:
@@ -65,6 +67,31 @@ def test_a_run_of_one_step_claims_no_rate(tmp_path, data_dir, capsys):
     assert summary["ms_per_step"] is summary["examples_per_s"] is None and rows[0]["examples_per_s"] == ""
     shown = (tmp_path / "run" / "summary.md").read_text()
     assert "None" not in shown and "| ms_per_step | not measured: the one step of this process compiled |" in shown
+
+
+def test_the_plan_and_the_memory_of_a_step_that_ran_compile_nothing_and_an_error_is_a_warning(tmp_path, data_dir):
+    compiled = []
+
+    def count(event, *_, **__):
+        compiled.append(event) if event.endswith("backend_compile_duration") else None
+
+    config = image_classification.Config(policy="mixed_bfloat16", autocast=True, data_dir=data_dir)
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        experiment = image_classification.prepare(config)
+        batch = next(experiment.train_batches(0))
+        state, metrics = jax.block_until_ready(experiment.step(experiment.init(0), batch))
+        jax.monitoring.register_event_duration_secs_listener(count)
+        try:
+            describe(experiment, state, batch, tmp_path)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(count)
+    plan, memory = (json.loads((tmp_path / name).read_text()) for name in ("plan.json", "memory.json"))
+    assert not compiled and "product" in {row["why"] for row in plan["rows"]} and memory["peak"] > 0
+
+    broken = dataclasses.replace(experiment, cast_plan=None, step=None)
+    with pytest.warns(UserWarning, match="has no (plan|memory).json"):
+        describe(broken, state, batch, tmp_path / "none")
+    assert metrics["loss"] > 0 and not (tmp_path / "none").exists()
 
 
 def test_a_folder_that_cannot_be_written_to_or_has_no_name_is_refused_with_the_reason(tmp_path, monkeypatch, capsys):
@@ -140,6 +167,7 @@ def test_a_script_started_as_a_file_finds_its_packages_and_ends_bad_values_with_
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_the_benchmark_times_every_variant_and_writes_what_it_found(tmp_path, capsys):
     config = loss_scaling.Config(models=("mlp",), rounds=2, block_ms=1, batch_size=2, layers=1, width=8)
     folder = tmp_path / "run"

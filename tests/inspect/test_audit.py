@@ -1,4 +1,4 @@
-"""What an audit says of products, how it is shown and checked, and what it refuses."""
+"""The audit of products, how it is shown and checked, and what it refuses."""
 
 from __future__ import annotations
 

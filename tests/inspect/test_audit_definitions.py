@@ -1,4 +1,4 @@
-"""What counts as a weight, a sum, a loss, a move, an integer and a loss scale, at the borders of each."""
+"""The definitions of weight, sum, loss, move, integer and loss scale, at the borders of each."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def compensated(x: Any) -> Any:
 
 
 def gradient(body: Any) -> Any:
-    """Of the sum of what a loop ends with; of weights of which each turn reads some."""
+    """Sums of the result of a loop; weights of which each turn reads some."""
     return jax.grad(lambda w, x: scan(lambda c, each: (body(c, w, each), None), ZEROS, x)[0].astype(F32).sum())
 
 

@@ -26,7 +26,7 @@ X = jnp.array([1.0, 2.0, 100.0])
 
 
 def line_of(fun, marker="BAD"):
-    """Of a function, the line with the marker, as a source."""
+    """Return the source line of a function that has the marker."""
     numbered = enumerate(Path(__file__).read_text().splitlines(), 1)
     first = inspect.unwrap(fun).__code__.co_firstlineno
     return next(n for n, text in numbered if n >= first and marker in text)

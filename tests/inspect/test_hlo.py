@@ -1,4 +1,4 @@
-"""What is read from XLA's programs for GPUs: kernels, attentions, products in loops, and what fills the memory."""
+"""Facts from XLA's programs for GPUs: kernels, attentions, products in loops, memory."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_program_without_loops_has_a_kernel_for_each_of_its_operations():
 
 def test_the_peak_lists_what_is_alive_at_once_with_the_code_that_made_it():
     # The loop's buffers are smaller; parameters, constants and what is returned do not count.
-    assert [(each.bytes, str(each.array), each.made_by) for each in memory_of_hlo.peak(PROGRAM)] == [
+    assert [(each.bytes, str(each.array), each.made_by) for each in memory_of_hlo.buffers_at_peak(PROGRAM)] == [
         (2048, "bf16[2,4,8,16]", "fmha.1"),
         (256, "f32[2,4,8]", "fmha.1"),
     ]
@@ -148,7 +148,7 @@ ENTRY %main (x: f32[1024]) -> f32[] {
   ROOT %last = f32[] fusion(%third), kind=kInput, calls=%f
 }
 """)
-    assert [buffer.bytes for buffer in memory_of_hlo.peak(program)] == [4096]
+    assert [buffer.bytes for buffer in memory_of_hlo.buffers_at_peak(program)] == [4096]
 
 
 def test_a_text_that_is_no_program_is_an_error():

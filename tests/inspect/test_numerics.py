@@ -23,7 +23,7 @@ X = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
 
 
 def same(found, x):
-    """Whether the statistics are those of an array, the mean to float32."""
+    """Return whether the statistics are those of an array, the mean to float32."""
     expected = statistics_of(x)
     names = ("count", "zeros", "overflow", "below_normal", "amax", "amin", "histogram")
     np.testing.assert_allclose(found.mean_abs, expected.mean_abs, rtol=1e-5)

@@ -126,7 +126,7 @@ def test_no_values_have_no_sizes():
 def test_a_record_that_went_through_a_cotangent_is_the_same_also_beyond_what_a_float32_holds():
     values = np.float32([0, 1e-45, 2e-39, -3e-8, 0.1, 7, -65520, 1e38, np.inf, np.nan])
     most = jnp.full(counting.COUNTERS, 2**32 - 3, jnp.uint32)
-    for there in counting.record(values), counting.Record(most, jnp.uint32([2**31 + 1, 7]), jnp.float32(0.1)):
+    for there in counting.counts_of(values), counting.Counts(most, jnp.uint32([2**31 + 1, 7]), jnp.float32(0.1)):
         back = counting.unpacked(np.asarray(counting.packed(there)))[0]
         for one, other in zip(there, back, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -140,7 +140,7 @@ def test_lost_updates_are_below_half_the_spacing_of_their_weight(data):
     with np.errstate(all="ignore"):
         close = np.ldexp(np.where(np.isfinite(weight), weight, 1), near).astype(np.float32)
     update = np.where(np.arange(SIZE) % 2, update, close)
-    lost = np.asarray(counting.moved(jnp.asarray(update), jnp.asarray(weight))[0])
+    lost = np.asarray(counting.distance_moved(jnp.asarray(update), jnp.asarray(weight))[0])
     for name in FORMATS:
         dtype, form = jnp.dtype(name), formats.format_of(name)
         with np.errstate(all="ignore"):
@@ -153,7 +153,10 @@ def test_lost_updates_are_below_half_the_spacing_of_their_weight(data):
 
 def test_statistics_of_several_tensors_are_those_of_all_values():
     parts = [np.float32([1, 2, 0]), np.float32([1e-9, np.inf]), np.float32([])]
-    found, whole = statistics.merged([statistics_of(part) for part in parts]), statistics_of(np.concatenate(parts))
+    found, whole = (
+        statistics.merged_statistics([statistics_of(part) for part in parts]),
+        statistics_of(np.concatenate(parts)),
+    )
     np.testing.assert_allclose(found.mean_abs, whole.mean_abs, rtol=1e-6)
     found = dataclasses.replace(found, mean_abs=whole.mean_abs)
     assert (found, found.under("float16")) == (whole, whole.under("float16"))

@@ -11,8 +11,8 @@ import pytest
 
 import jaxmp
 from jaxmp.inspect.program.borders import returned
-from jaxmp.inspect.program.equations import places, program_of
-from jaxmp.inspect.program.evaluate import evaluate
+from jaxmp.inspect.program.equation_places import equation_places, program_of
+from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's own norms need it
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
@@ -80,7 +80,7 @@ def test_a_module_returns_what_it_hands_out_call_by_call_and_statistics_are_no_r
 def test_products_have_path_phase_turns_and_the_users_line(net):
     loss, variables = net
     jaxpr, *_ = program_of(jax.value_and_grad(loss, has_aux=True), variables["params"])
-    found = [place for place in places(jaxpr) if place.eqn.primitive.name == "dot_general"]
+    found = [place for place in equation_places(jaxpr) if place.eqn.primitive.name == "dot_general"]
     known = [place for place in found if "Checkpoint" not in place.path]  # whose caller JAX has forgotten
     assert {place.source.partition(":")[0] for place in known} == {"test_program.py"}
     forward = [place for place in found if place.phase == "forward"]
@@ -91,7 +91,7 @@ def test_products_have_path_phase_turns_and_the_users_line(net):
     # Two for each; the first layer's input has no gradient; a product of what is computed again may come on top.
     assert {place.path for place in backward} == {place.path for place in forward}
     assert {place.count for place in found if "blocks" in place.path} == {3}
-    assert [place.key for place in places(jaxpr)] == sorted(place.key for place in places(jaxpr))
+    assert [place.key for place in equation_places(jaxpr)] == sorted(place.key for place in equation_places(jaxpr))
 
 
 def test_a_train_step_has_an_update_after_its_backward_pass(net):
@@ -101,7 +101,7 @@ def test_a_train_step_has_an_update_after_its_backward_pass(net):
         params=variables["params"], tx=tx, model_state={"batch_stats": variables["batch_stats"]}
     )
     step = jaxmp.make_train_step(lambda params, model_state, batch, rng: loss(params))
-    found = places(program_of(step, state, X)[0])
+    found = equation_places(program_of(step, state, X)[0])
     phases = {place.eqn.primitive.name: place.phase for place in found}
     assert phases["sqrt"] == "update"  # Adam's
     assert {place.phase for place in found if place.path} == {"forward", "backward"}
@@ -113,10 +113,12 @@ def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(n
     fun = jax.value_and_grad(jaxmp.autocast(loss, "mixed_bfloat16"), has_aux=True)
     params = variables["params"]
     jaxpr, consts, tree = program_of(fun, params)
-    results, records = jax.jit(lambda *args: evaluate(jaxpr, consts, args, Largest()))(*jax.tree.leaves(params))
+    results, records = jax.jit(lambda *args: evaluate_and_record(jaxpr, consts, args, Largest()))(
+        *jax.tree.leaves(params)
+    )
     found = jax.tree.unflatten(tree, results)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3), found, jax.jit(fun)(params))
-    by_key = {place.key: place for place in places(jaxpr)}
+    by_key = {place.key: place for place in equation_places(jaxpr)}
     assert all(each.shape == by_key[key].turns for key, record in records.items() for each in record)
     leaves = {
         place.key for place in by_key.values()
@@ -128,13 +130,13 @@ def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(n
 def test_what_is_given_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
     loss, variables = net
     jaxpr, consts, _ = program_of(loss, variables["params"])
-    leaves, by_key = jax.tree.leaves(variables["params"]), {place.key: place for place in places(jaxpr)}
+    leaves, by_key = jax.tree.leaves(variables["params"]), {place.key: place for place in equation_places(jaxpr)}
     found = returned(jaxpr, [True] + [False] * (len(jaxpr.outvars) - 1))
     zeros = {
         each.key: jnp.zeros((*each.turns, *by_key[each.key].eqn.outvars[each.position].aval.shape)) for each in found
     }
     gradients = jax.jit(
-        jax.grad(lambda given: evaluate(jaxpr, consts, leaves, Largest(), given, keeps_rules=True)[0][0])
+        jax.grad(lambda given: evaluate_and_record(jaxpr, consts, leaves, Largest(), given, keeps_rules=True)[0][0])
     )(zeros)
     out = jax.jit(lambda params: Net().apply({**variables, "params": params}, X, mutable=["batch_stats"])[0])
     expected = 2 * (out(variables["params"]) - 1) / X.size
@@ -153,10 +155,10 @@ def test_a_while_loop_merges_and_a_branch_that_was_not_taken_records_zeros(sign)
 
     x = jnp.full(3, 0.5 * sign)
     jaxpr, consts, _ = program_of(fun, x)
-    results, records = jax.jit(lambda x: evaluate(jaxpr, consts, [x], Largest()))(x)
+    results, records = jax.jit(lambda x: evaluate_and_record(jaxpr, consts, [x], Largest()))(x)
     np.testing.assert_allclose(results[0], jax.jit(fun)(x), rtol=1e-6)
     named = {}
-    for place in places(jaxpr):
+    for place in equation_places(jaxpr):
         if place.key in records:
             named.setdefault(place.eqn.primitive.name, []).append(float(records[place.key][0]))
     values = [float(x[0])]

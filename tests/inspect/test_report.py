@@ -78,14 +78,25 @@ def test_a_run_with_metrics_alone_says_how_to_get_the_rest(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("losses", "words"),
     [([1.0, 0.1], "half reaches the loss of full"), ([1.0, 0.2], "half does not reach the loss of full"),
-     ([1.0, float("nan")], "a step takes")],
+     ([1.0, float("nan")], "half reaches")],
 )  # fmt: skip
 def test_the_verdict_compares_with_the_first_other_run(tmp_path: Path, losses: list[float], words: str) -> None:
     full = _run(tmp_path / "full", [1.0, 0.1], ms_per_step=4.0, test_loss=0.1)
-    summary = {"ms_per_step": 2.0} | ({} if losses[1] == losses[1] else {"test_loss": 0.1})
+    summary: dict[str, object] = {"ms_per_step": 2.0, "device": "1 × a GPU (gpu)"}
+    summary |= {} if losses[1] == losses[1] else {"test_loss": 0.1}
     half = _run(tmp_path / "half", losses, **summary)
     text = write_report(half, [full], tmp_path / "page.html").read_text()
-    assert words in text and "2 ms and 4 ms" in text
+    assert words in text and "a step takes 2 ms and 4 ms" in text
+    assert "a CPU does not show its gains" in write_report(full, [half]).read_text()
+
+
+def test_seeds_are_compared_by_their_mean_and_their_spread(tmp_path: Path) -> None:
+    for seed, loss in enumerate((0.10, 0.12)):
+        _run(tmp_path / "full" / f"seed{seed}", [1.0, loss], test_accuracy=0.5 + loss)
+        _run(tmp_path / "half" / f"seed{seed}", [1.0, loss + 0.01])
+    text = write_report(tmp_path / "half", [tmp_path / "full"], tmp_path / "page.html").read_text()
+    assert "half reaches the loss of full: 0.12 and 0.11 (+9.1 %" in text and "over 2 seeds" in text
+    assert "half (2 seeds)" in text and "0.11 ± 0.014" in text and "61.00% ± 1.41%" in text
 
 
 def test_a_long_run_with_a_large_plan_stays_below_two_megabytes(tmp_path: Path) -> None:

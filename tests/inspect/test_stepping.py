@@ -11,14 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp.inspect import first_nonfinite
 from jaxmp.inspect.program import stepping
-from jaxmp.inspect.program.equations import program_of
+from jaxmp.inspect.program.equation_places import program_of
 
 
 def stepped(fun, *args):
     """The results, and the moments of all operations."""
     moments = []
     jaxpr, consts, structure = program_of(fun, *args)
-    results, branches = stepping.run(jaxpr, consts, jax.tree.leaves(args), lambda moment, *_: moments.append(moment))
+    results, branches = stepping.step_through(
+        jaxpr, consts, jax.tree.leaves(args), lambda moment, *_: moments.append(moment)
+    )
     return jax.tree.unflatten(structure, results), moments, branches
 
 
@@ -128,7 +130,7 @@ def test_a_long_scan_has_the_results_and_flags_of_its_turns_alone(monkeypatch):
             if any(flag is not None and flag != 0 for flag in flags):
                 found.add((moment.key, moment.turns, eqn.primitive.name))
 
-        results, _ = stepping.run(jaxpr, consts, jax.tree.leaves(args), visit)
+        results, _ = stepping.step_through(jaxpr, consts, jax.tree.leaves(args), visit)
         return found, results
 
     args = jnp.ones(()), jax.random.key(0)

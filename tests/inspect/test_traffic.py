@@ -1,4 +1,4 @@
-"""What devices send each other, read from a compiled step, against what is least."""
+"""The bytes that devices send each other, read from a compiled step, against the least possible."""
 
 from __future__ import annotations
 

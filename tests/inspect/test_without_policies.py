@@ -1,4 +1,4 @@
-"""What the tools say of models under policies, and of train steps, beside casts by hand and NumPy."""
+"""The tools on models under policies, and on train steps, beside casts by hand and NumPy."""
 
 import functools
 

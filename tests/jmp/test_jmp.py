@@ -33,7 +33,7 @@ TRUE, FALSE = jnp.bool_(True), jnp.bool_(False)
 
 @pytest.fixture
 def jmps_promotion():
-    """What jmp itself needs: it multiplies int32 by bool and float16 by float32."""
+    """Allow the promotions of jmp itself: it multiplies int32 by bool and float16 by float32."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -100,7 +100,7 @@ def test_what_jmp_cannot_read_is_refused_as_jmp_does_and_with_what_can_be_read()
             real.get_policy(text)
         with pytest.raises(ValueError, match=f"{said}.*known (names|keys), nearest first: "):
             jmp.get_policy(text)
-    with pytest.raises(ValueError, match=r"A policy of jmp's has no rules, got 'c=f16; a -> f32': jaxmp\.get_policy"):
+    with pytest.raises(ValueError, match=r"A policy of jmp has no rules, got 'c=f16; a -> f32'; use jaxmp\.get_policy"):
         jmp.get_policy("c=f16; a -> f32")
 
 
@@ -235,7 +235,7 @@ def test_loss_scales_are_kept_whole():
 def test_selection_asks_for_a_boolean_scalar_and_says_what_came():
     assert jmp.select_tree(np.bool_(True), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"].tolist() == [1, 1]
     for pred, got in ((jnp.ones(1, bool), r"bool of shape \(1,\)"), (jnp.float32(1), r"float32 of shape \(\)")):
-        with pytest.raises(AssertionError, match=f"expected boolean scalar, got {got}: select_tree takes what all_fin"):
+        with pytest.raises(AssertionError, match=f"expected boolean scalar, got {got}: pass the result of all_finite"):
             jmp.select_tree(pred, None, None)
         with pytest.raises(AssertionError, match="expected boolean scalar"):
             real.select_tree(pred, None, None)

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from linen_zoo import (
     MLP,
-    ResNet,
     Tied,
     data,
     model_products,
+    numbers,
     products,
+    quick_jit,
     rngs,
     same_bits,
     same_computation,
@@ -56,8 +57,17 @@ class Helped(nn.Module):
         return nn.relu(self.body(x))
 
 
+class Small(nn.Module):
+    """A convolution, a norm that keeps statistics, and a layer."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(4, (3, 3))(x)))
+        return nn.Dense(3)(jnp.mean(x, axis=(1, 2)))
+
+
 def test_it_makes_the_variables_of_the_bare_module_and_computes_what_autocast_by_hand_computes():
-    bare = ResNet()
+    bare = Small()
     model = autocast(bare, " Mixed_Float16 ")
     same_computation(model.init, bare.init, rngs(), IMAGES)
     by_hand = jaxmp.autocast(functools.partial(bare.apply, mutable=["batch_stats"]), "mixed_float16")
@@ -76,8 +86,8 @@ def test_an_override_by_path_shows_in_the_program_and_the_first_that_matches_win
 
 
 def test_an_override_by_class_shows_in_the_program():
-    found = model_products(autocast(ResNet(), "mixed_float16", {nn.Conv: "float32"}), IMAGES)
-    assert found[:-1] == ["float32"] * 9 and found[-1] == "float16"
+    found = model_products(autocast(Small(), "mixed_float16", {nn.Conv: "float32"}), IMAGES)
+    assert found == ["float32", "float16"]
 
     model = autocast(MLP((4, 4, 3)), "mixed_float16", {"Dense_2": "half", "**": "float32"})
     assert model_products(model, data(2, 5)) == ["float32", "float32", "float16"]
@@ -123,10 +133,13 @@ def test_layers_in_a_scan_follow_the_path_of_the_stack():
 
 def test_dropout_masks_are_those_of_the_bare_module():
     bare, model = Noisy(Noisy()), Noisy(autocast(Noisy(), "mixed_float16"))
-    variables = bare.init(rngs(), data(3, 4))
-    want, mutated = bare.apply(variables, data(3, 4), rngs=rngs(1), capture_intermediates=True)
-    got, also = model.apply(variables, data(3, 4), rngs=rngs(1), capture_intermediates=True)
-    masks = jax.tree.map(lambda x: x == 0, (mutated, also))
+
+    @quick_jit
+    def both(variables):
+        return [m.apply(variables, data(3, 4), rngs=rngs(1), capture_intermediates=True) for m in (bare, model)]
+
+    (want, mutated), (got, also) = both(numbers(shapes(bare, data(3, 4))))
+    masks = jax.tree.map(lambda x: np.asarray(x) == 0, (mutated, also))
     same_bits(masks[0], masks[1])
     np.testing.assert_allclose(got, want, atol=0.02)
     assert not np.array_equal(got, want)

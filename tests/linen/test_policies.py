@@ -51,23 +51,35 @@ def trained(model: nn.Module) -> Any:
     return apply
 
 
-def norm_dtypes(model: nn.Module, x: jax.Array = IMAGE) -> set[str]:
-    """The dtypes that the BatchNorms in ``model`` return."""
+@pytest.fixture(scope="module")
+def resnet() -> Any:
+    """The variables of a residual network, as shapes."""
+    with standard_promotion():
+        return shapes(ResNet(), IMAGE)
+
+
+def dtypes_in(model: nn.Module, variables: Any) -> tuple[list[str], set[str]]:
+    """The operand dtypes of the products in ``model``, and the dtypes that its BatchNorms return."""
 
     def norms(module: nn.Module, _: str) -> bool:
         return isinstance(module, nn.BatchNorm)
 
-    apply = functools.partial(model.apply, capture_intermediates=norms, mutable=True)
-    return dtypes_of(jax.eval_shape(apply, shapes(model, x), x)[1]["intermediates"])
+    returned = {}
+
+    def apply(variables: Any) -> Any:
+        out, state = model.apply(variables, IMAGE, capture_intermediates=norms, mutable=True)
+        returned.update(state["intermediates"])
+        return out
+
+    return products(apply, variables), dtypes_of(returned)
 
 
-def test_every_product_of_the_residual_network_is_half_though_its_dtype_defaults_to_float32():
+def test_every_product_of_the_residual_network_is_half_though_its_dtype_defaults_to_float32(resnet):
     policy = "mixed_float16"
     model, by_hand = apply_policy(ResNet(), policy), ResNet(dtype=HALVES[policy])
-    assert model_products(model, IMAGE) == [HALVES[policy]] * 10
-    assert norm_dtypes(model) == {HALVES[policy]}
-    same_computation(model.init, ResNet().init, rngs(), IMAGE)
-    same_computation(trained(model), trained(by_hand), shapes(ResNet(), IMAGE))
+    assert dtypes_in(model, resnet) == ([HALVES[policy]] * 10, {HALVES[policy]})
+    assert shapes(model, IMAGE) == resnet
+    same_computation(trained(model), trained(by_hand), resnet)
 
 
 OVERRIDES: list[Any] = [
@@ -76,22 +88,14 @@ OVERRIDES: list[Any] = [
 ]
 
 
-def test_norms_are_float32_and_products_half_by_pattern_or_class():
+def test_norms_are_float32_and_products_half_by_pattern_or_class(resnet):
     for overrides in OVERRIDES:
         model = apply_policy(ResNet(), "mixed_bfloat16", overrides)
-        assert norm_dtypes(model) == {"float32"}
-        assert set(model_products(model, IMAGE)) == {"bfloat16"}
+        assert dtypes_in(model, resnet) == (["bfloat16"] * 10, {"float32"})
 
 
-def test_O2_makes_norms_float32_and_products_float16_and_takes_overrides_of_its_own():
-    model = apply_policy(ResNet(), "O2")
-    assert norm_dtypes(model) == {"float32"}
-    assert set(model_products(model, IMAGE)) == {"float16"}
-    same_computation(
-        trained(model),
-        trained(apply_policy(ResNet(), "mixed_float16", {"type:*Norm": "float32"})),
-        shapes(model, IMAGE),
-    )
+def test_O2_makes_norms_float32_and_products_float16_and_takes_overrides_of_its_own(resnet):
+    assert dtypes_in(apply_policy(ResNet(), "O2"), resnet) == (["float16"] * 10, {"float32"})
     assert model_products(apply_policy(MLP(), "O2", {"Dense_1": "float32"}), X) == ["float16", "float32"]
 
 
@@ -100,9 +104,9 @@ def test_the_first_pattern_that_matches_wins():
     assert model_products(apply_policy(MLP((4, 4, 4)), "mixed_float16", rules), X) == ["bfloat16", "float32", "float32"]
 
 
-def test_an_override_covers_everything_below():
+def test_an_override_covers_everything_below(resnet):
     model = apply_policy(ResNet(), "mixed_float16", {"Bottleneck_1": "float32"})
-    assert model_products(model, IMAGE) == ["float16"] * 5 + ["float32"] * 4 + ["float16"]
+    assert dtypes_in(model, resnet)[0] == ["float16"] * 5 + ["float32"] * 4 + ["float16"]
 
 
 def test_a_pattern_on_a_class_covers_everything_below_its_subclasses_and_what_transforms_make_of_it():

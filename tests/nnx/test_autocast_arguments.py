@@ -74,7 +74,7 @@ TRANSFORMS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 
 def arrays(model: Any, *filters: Any) -> Any:
-    """What the Variables hold, keys as their data."""
+    """Return the values of the Variables, keys as their data."""
 
     def data_of(leaf: Any) -> Any:
         return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf

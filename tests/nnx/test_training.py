@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from linen_zoo import data, same_bits
-from nnx_zoo import Net, rngs, values
+from nnx_zoo import rngs, values
 from optimizer_tools import bits
 from recompiles import compiled_once
 
@@ -25,9 +26,9 @@ from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
 from jaxmp.sharding import Sharding
 
-BATCH = {"x": data(4, 5, 5, 3), "y": data(4, 8, seed=8)}
-BAD = {**BATCH, "x": BATCH["x"].at[1].set(jnp.nan)}
 ROWS = {"x": data(8, 6), "y": data(8, 3, seed=5)}
+BAD = {**ROWS, "x": jnp.asarray(np.where(np.arange(8)[:, None] == 3, np.inf, ROWS["x"]))}
+ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +47,12 @@ def mlp(seed: int = 0, **dtypes: Any) -> nnx.Sequential:
 
 
 def setup(model: Any = None, policy: str = "mixed_float16", scale: Any = None, tx: Any = None, **kwargs: Any) -> Any:
-    model = apply_policy(Net(rngs()) if model is None else model, policy)
+    model = apply_policy(Net() if model is None else model, policy)
     loss_scale = scale or jaxmp.DynamicLossScale(2.0**10)
-    return model, Optimizer(model, tx or optax.adam(1e-2), loss_scale=loss_scale, **kwargs)
+    return model, Optimizer(model, tx or ADAM, loss_scale=loss_scale, **kwargs)
+
+
+step_of_loss = make_train_step(loss_fn)  # compiled once for equal models and one optimizer
 
 
 def host(*trees: Any) -> Any:
@@ -67,16 +71,9 @@ def close(got: Any, want: Any, **tolerance: float) -> None:
 def test_a_step_gives_the_numbers_of_gradients_and_update_by_hand():
     (model, optimizer), (twin, twin_optimizer) = setup(), setup()
 
-    @nnx.jit
-    def by_hand(model: Any, optimizer: Any, batch: Any) -> jax.Array:
-        loss, grads = value_and_grad(loss_fn, optimizer)(model, batch)
-        optimizer.update(model, grads)
-        return loss
-
-    step = make_train_step(loss_fn)
-    for batch in (BATCH, BAD, BATCH):
-        metrics = step(model, optimizer, batch)
-        np.testing.assert_allclose(metrics["loss"], by_hand(twin, twin_optimizer, batch), rtol=1e-3)
+    for batch in (ROWS, BAD, ROWS):
+        metrics = step_of_loss(model, optimizer, batch)
+        np.testing.assert_allclose(metrics["loss"], own_step(twin, twin_optimizer, batch), rtol=1e-3)
     close(values(model), values(twin), rtol=2e-3, atol=1e-4)
     counts = [nnx.as_pure(nnx.state(each, nnx.RngCount)) for each in (model, twin)]
     assert bits(counts[0]) == bits(counts[1])
@@ -100,6 +97,15 @@ class NNXNet(nnx.Module):
         return self.two(nnx.relu(self.norm(self.one(x))))
 
 
+class Net(NNXNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nnx.Dropout(0.5, rngs=rngs())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(self.drop(x))
+
+
 @pytest.mark.once
 def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights():
     policy = "float32"
@@ -121,9 +127,8 @@ def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights():
     state = jaxmp.TrainState.create(params=params, tx=tx, model_state={"batch_stats": stats}, ema=True)
     optimizer = Optimizer(model, tx, ema=True)
     step, linen_step = make_train_step(nnx_loss, **options), jaxmp.make_train_step(linen_loss, **options)
-    bad = {**ROWS, "x": ROWS["x"].at[3, 2].set(jnp.inf)}
     tolerance = {"rtol": 1e-5, "atol": 1e-6}
-    for batch in (ROWS, bad, ROWS, ROWS):
+    for batch in (ROWS, BAD, ROWS):
         metrics, (state, expected) = step(model, optimizer, batch), linen_step(state, batch)
         close(metrics, expected, **tolerance)
     close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), state.params, **tolerance)
@@ -132,12 +137,13 @@ def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights():
     assert int(optimizer.skipped) == int(state.skipped) == 1
 
 
-def by_hand(model: Any, optimizer: Any, batch: Any, n: int) -> float:
+@functools.partial(nnx.jit, static_argnums=3)
+def by_hand(model: Any, optimizer: Any, batch: Any, n: int) -> jax.Array:
     """A step of n microbatches, as NNX's own functions write it."""
     parts = [jax.tree.map(lambda leaf, k=k: leaf[k::n], batch) for k in range(n)]
     losses, grads = zip(*(value_and_grad(loss_fn, optimizer)(model, part) for part in parts), strict=True)
     optimizer.update(model, jax.tree.map(lambda *each: sum(each) / n, *grads))
-    return np.mean(losses)
+    return sum(losses) / n
 
 
 @pytest.mark.once
@@ -149,7 +155,7 @@ def test_what_a_loss_function_writes_to_what_is_trained_goes_on_as_by_hand(norm,
 
     (model, optimizer), (twin, twin_optimizer) = make(), make()
     step = make_train_step(loss_fn, accumulate_steps=accumulate_steps)
-    for n in (1, 1, np.inf, 1):
+    for n in (1, np.inf, 1):
         batch, before = {**ROWS, "x": n * ROWS["x"]}, host(values(model))[0]
         loss = step(model, optimizer, batch)["loss"]
         np.testing.assert_allclose(loss, by_hand(twin, twin_optimizer, batch, accumulate_steps), rtol=1e-5)
@@ -162,7 +168,7 @@ def test_what_a_loss_function_writes_to_what_is_trained_goes_on_as_by_hand(norm,
 @pytest.mark.once
 def test_a_moving_average_and_a_mesh_hold_what_is_written_to_what_is_trained():
     mesh, got = jax.make_mesh((4,), ("fsdp",)), []
-    for reduce in (None, "each", "once"):
+    for reduce in (None, "once"):
         normed = nnx.WeightNorm(nnx.Linear(6, 8, rngs=rngs()), rngs=rngs())
         model, optimizer = setup(nnx.Sequential(normed, nnx.tanh, nnx.Linear(8, 3, rngs=rngs(1))), "float32", ema=True)
         options: dict[str, Any] = {"accumulate_steps": 2, "ema_decay": 0.5}
@@ -170,12 +176,11 @@ def test_a_moving_average_and_a_mesh_hold_what_is_written_to_what_is_trained():
             specs = jaxmp.sharding.fsdp_specs(nnx.state(model, nnx.Param), mesh, min_size=1)
             options["sharding"] = Sharding(mesh, specs, reduce=reduce)
         step = make_train_step(loss_fn, **options)
-        losses = [float(step(model, optimizer, ROWS)["loss"]) for _ in range(3)]
+        losses = [float(step(model, optimizer, ROWS)["loss"]) for _ in range(2)]
         got.append(host(losses, values(model), optimizer.ema))
-        assert losses[2] < losses[0]
+        assert losses[1] < losses[0]
     assert model.layers[0].layer_instance.kernel[...].sharding.spec == PartitionSpec(None, "fsdp")
     close(got[1], got[0])
-    close(got[2], got[0])
     with pytest.raises(AssertionError):
         close(got[0][2], nnx.as_pure(nnx.state(model, nnx.Param)))
 
@@ -221,7 +226,7 @@ def test_a_shared_layer_is_trained_once_and_stays_shared():
     model, optimizer = setup(Tied(), "mixed_bfloat16", tx=optax.sgd(0.1))
     before = np.array(model.one.kernel[...])
     make_train_step(lambda model, x: jnp.mean(model(x) ** 2))(model, optimizer, ROWS["x"])
-    assert model.again is model.one and np.any(model.one.kernel[...] != before)
+    assert model.again is model.one and np.any(np.asarray(model.one.kernel[...]) != before)
 
 
 # ---- one program
@@ -280,16 +285,16 @@ def test_what_remat_and_scan_of_nnx_return_is_what_they_took_unless_it_is_writte
 
 
 def test_autocast_of_the_loss_function_puts_its_products_in_half_and_keeps_what_is_written():
-    model = Net(rngs())
-    optimizer = Optimizer(model, optax.sgd(0.1))
+    model = Net()
+    optimizer = Optimizer(model, SGD)
     step = make_train_step(loss_fn, policy="mixed_bfloat16", accumulate_steps=2, remat="full")
-    assert " dot_general" not in (text := step.lower(model, optimizer, BATCH).as_text()) and "bf16" in text
+    assert " dot_general" not in (text := step.lower(model, optimizer, ROWS).as_text()) and "bf16" in text
     before = np.array(model.norm.mean[...])
-    assert np.isfinite(step(model, optimizer, BATCH)["loss"]) and int(model.drop.rngs.count[...]) == 2
-    assert np.any(model.norm.mean[...] != before) and model.norm.mean[...].dtype == jnp.float32
+    assert np.isfinite(step(model, optimizer, ROWS)["loss"]) and int(model.drop.rngs.count[...]) == 2
+    assert np.any(np.asarray(model.norm.mean[...]) != before) and model.norm.mean[...].dtype == jnp.float32
     with pytest.raises(ValueError, match="names a class that does not exist"):
         make_train_step(loss_fn, policy="mixed_bfloat16", overrides={"class:nothing": "float32"})(
-            model, optimizer, BATCH
+            model, optimizer, ROWS
         )
 
 
@@ -301,25 +306,24 @@ def test_steps_compile_once_never_wait_and_reuse_the_memory_of_the_model():
         jax.tree.leaves(nnx.as_pure(optimizer.opt_state.inner_state))[1],
     )
     step = make_train_step(loss_fn, ema_decay=0.9, accumulate_steps=2)
-    bad = {**ROWS, "x": ROWS["x"].at[1].set(jnp.nan)}
     step(model, optimizer, ROWS)
     with jax.transfer_guard("disallow"):
-        for batch in (bad, ROWS, ROWS):
+        for batch in (BAD, ROWS, ROWS):
             step(model, optimizer, batch)
     assert compiled_once(step.of_trees) and kernel.is_deleted() and moment.is_deleted()
 
 
 def test_without_donation_a_clone_made_before_lives_on():
-    model, optimizer = setup(mlp(), tx=optax.sgd(0.1))
+    model, optimizer = setup(mlp(), tx=SGD)
     twin = nnx.clone(model)
     make_train_step(loss_fn, donate=False)(model, optimizer, ROWS)
-    assert np.all(np.isfinite(twin(ROWS["x"]))) and np.any(model.layers[0].kernel[...] != twin.layers[0].kernel[...])
-    step = make_train_step(loss_fn)
-    step(model, optimizer, ROWS)
+    kernel, old = (np.asarray(each.layers[0].kernel[...]) for each in (model, twin))
+    assert np.all(np.isfinite(old)) and np.any(kernel != old)
+    step_of_loss(model, optimizer, ROWS)
     stale = nnx.clone(model)
-    step(model, optimizer, ROWS)
+    step_of_loss(model, optimizer, ROWS)
     with pytest.raises(RuntimeError, match=r"'params/layers/0/bias' was donated .*donate=False"):
-        step(stale, optimizer, ROWS)
+        step_of_loss(stale, optimizer, ROWS)
 
 
 def test_a_step_inside_a_jit_of_the_users_own_steps():
@@ -327,7 +331,7 @@ def test_a_step_inside_a_jit_of_the_users_own_steps():
     step = make_train_step(loss_fn)
     before = np.array(model.layers[0].kernel[...])
     metrics = nnx.jit(lambda model, optimizer, batch: step(model, optimizer, batch))(model, optimizer, ROWS)
-    assert np.isfinite(metrics["loss"]) and np.any(model.layers[0].kernel[...] != before)
+    assert np.isfinite(metrics["loss"]) and np.any(np.asarray(model.layers[0].kernel[...]) != before)
 
 
 def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
@@ -388,15 +392,15 @@ def test_a_skipped_step_changes_no_bit_but_the_scale_the_counters_and_the_rng_co
     accumulate_steps = 2
     model, optimizer = setup(ema=True)
     step = make_train_step(loss_fn, ema_decay=0.9, accumulate_steps=accumulate_steps)
-    step(model, optimizer, BATCH)
+    step(model, optimizer, ROWS)
     before = host(values(model), nnx.as_pure(optimizer.opt_state).inner_state, optimizer.ema)
     metrics = step(model, optimizer, BAD)
     assert metrics["skipped"] and np.isnan(metrics["loss"]) and metrics["loss_scale"] == 2.0**10
     same_bits((values(model), nnx.as_pure(optimizer.opt_state).inner_state, optimizer.ema), before)
     assert int(model.drop.rngs.count[...]) == 2 * accumulate_steps
     assert (int(optimizer.skipped), float(optimizer.loss_scale.loss_scale), int(optimizer.step[...])) == (1, 512.0, 2)
-    step(model, optimizer, BATCH)
-    assert np.any(model.norm.mean[...] != before[0]["norm"]["mean"]) and int(optimizer.skipped) == 1
+    step(model, optimizer, ROWS)
+    assert np.any(np.asarray(model.norm.mean[...]) != before[0]["norm"]["mean"]) and int(optimizer.skipped) == 1
 
 
 @pytest.mark.once
@@ -477,18 +481,15 @@ def test_arguments_that_do_not_fit_are_told():
         make_train_step(loss_fn, accumulate=2)
 
 
+@nnx.jit
 def own_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
     """A step as the guide writes it."""
-
-    @nnx.jit
-    def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
-        loss, grads = value_and_grad(loss_fn, optimizer)(model, batch)
-        optimizer.update(model, grads)
-        return loss
-
-    return step(model, optimizer, batch)
+    loss, grads = value_and_grad(loss_fn, optimizer)(model, batch)
+    optimizer.update(model, grads)
+    return loss
 
 
+@nnx.jit
 def flax_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
     """A step with the gradients of Flax's own function."""
     loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
@@ -497,7 +498,7 @@ def flax_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
 
 
 def made_step(*args: Any) -> jax.Array:
-    return make_train_step(loss_fn)(*args)["loss"]
+    return step_of_loss(*args)["loss"]
 
 
 @pytest.mark.parametrize(
@@ -508,14 +509,14 @@ def test_the_model_that_apply_policy_was_called_with_is_refused_where_its_copy_i
     model, scale = adapter(net, "mixed_bfloat16"), jaxmp.NoOpLossScale()
     before = host(values(net))
     for optimizer in (
-        Optimizer(model, optax.sgd(0.1), loss_scale=scale),
-        Optimizer(net, optax.sgd(0.1), loss_scale=scale),
+        Optimizer(model, SGD, loss_scale=scale),
+        Optimizer(net, SGD, loss_scale=scale),
     ):
         with pytest.raises(ValueError, match="training needs the model that apply_policy or autocast returned"):
             step(net, optimizer, ROWS)
         same_bits(host(values(net)), before)
-        loss_in_half = loss_fn(model, ROWS)
-        assert step(model, optimizer, ROWS) == pytest.approx(float(loss_in_half), rel=1e-3)
+        loss_in_half = nnx.jit(loss_fn)(model, ROWS)
+        assert float(step(model, optimizer, ROWS)) == pytest.approx(float(loss_in_half), rel=1e-3)
         before = host(values(net))
 
 
@@ -594,11 +595,10 @@ def test_a_moving_average_without_a_decay_and_the_other_way_round_are_refused():
     model, optimizer = setup(mlp(), ema=True)
     with pytest.raises(ValueError, match="that this step would never update; pass make_train_step"):
         make_train_step(loss_fn)(model, optimizer, ROWS)
-    _, grads = value_and_grad(loss_fn, optimizer)(model, ROWS)
     with pytest.raises(
         ValueError, match=r"update does not update a moving average.*make_train_step\(loss_fn, ema_decay"
     ):
-        optimizer.update(model, grads)
+        optimizer.update(model, nnx.state(model, nnx.Param))
 
 
 def test_what_a_loss_function_does_to_the_model_beside_writing_variables_is_told():
@@ -642,8 +642,8 @@ def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_t
     def distance(model: Any, batch: Any) -> jax.Array:
         return jnp.mean((model(batch["x"]) - batch["target"](batch["x"])) ** 2)
 
-    (model, optimizer), (target, other) = setup(mlp(), "mixed_bfloat16"), setup(mlp(1), "mixed_bfloat16")
-    step, follow, batch = make_train_step(loss_fn), make_train_step(distance), {**ROWS, "target": target}
+    (model, optimizer), (target, other) = (setup(mlp(seed), tx=SGD) for seed in (0, 1))
+    step, follow, batch = step_of_loss, make_train_step(distance), {**ROWS, "target": target}
     nnx.update(target, nnx.state(model))
     step(model, optimizer, ROWS)
     with pytest.raises(RuntimeError, match="was donated to an earlier step, which deleted it; copy before the step"):
@@ -654,7 +654,7 @@ def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_t
         nnx.grad(lambda target: jnp.mean(target(ROWS["x"])))(target)
     nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))
     follow(model, optimizer, batch)
-    assert np.all(np.isfinite(target(ROWS["x"])))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(values(target)))
 
 
 def test_the_mode_of_a_model_is_chosen_before_the_step():

@@ -149,7 +149,7 @@ MISTAKES = {
         "a half flag": (
             lambda: DynamicLossScale().adjust(jnp.float32(1)),
             ValueError,
-            "grads_finite must be a boolean scalar, got float32 of shape ()",
+            "grads_finite must be a boolean scalar, got float32 of shape (); pass jaxmp.jmp.all_finite(grads)",
         ),
         "several flags": (
             lambda: HeadroomLossScale().adjust(jnp.array([True]), 1.0),

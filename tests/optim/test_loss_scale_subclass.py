@@ -39,7 +39,7 @@ class Plain(LossScale):
 
 
 class Named(Plain):
-    """What Flax can save: a scale and a name."""
+    """Flax can save it: a scale and a name."""
 
     def __init__(self, loss_scale: Any = 2.0**10):
         self.loss_scale, self.kind = loss_scale, "named"

@@ -1,4 +1,4 @@
-"""What loss scales do to trees of arrays, and how the headroom scale follows the gradients."""
+"""Loss scales multiply and divide trees of arrays, and the headroom scale follows the gradients."""
 
 from __future__ import annotations
 

@@ -59,17 +59,17 @@ def test_a_scale_that_is_no_power_of_two_agrees_to_rounding():
 
 def test_small_float16_gradients_do_not_underflow_adams_second_moment():
     """In float16 the square of 1e-4 is 0, and Adam divides by epsilon alone: an update of -1.01 instead of -0.001."""
-    true = jnp.full(3, 1e-4, jnp.float32)
-    params = jnp.ones(3, jnp.float16)
+    true = np.full(3, 1e-4, np.float32)
+    params = np.ones(3, np.float16)
     naive = standard(optax.adam(1e-3))
-    naive_update, _ = naive.update(true.astype(jnp.float16), naive.init(params), params)
-    assert (jnp.abs(naive_update) > 1).all()
+    naive_update, _ = jax.jit(lambda grads: naive.update(grads, naive.init(params), params))(true.astype(np.float16))
+    assert (np.abs(naive_update) > 1).all()
 
     tx = loss_scaling(standard(optax.adam(1e-3)), DynamicLossScale(2.0**12))
-    scaled = (true * 2.0**12).astype(jnp.float16)
+    scaled = (true * 2**12).astype(np.float16)
     updates, state = tx.update(jaxmp.unscale(scaled, tx.init(params)), tx.init(params), params)
     oracle = standard(optax.adam(1e-3))
-    widened = scaled.astype(jnp.float32) / 2.0**12
+    widened = scaled.astype(np.float32) / 2**12
     expected, inner_state = oracle.update(widened, oracle.init(jnp.ones(3)), jnp.ones(3))
     assert same_bits(updates, expected) and same_bits(state.inner_state, inner_state)
     np.testing.assert_allclose(updates, -0.001, rtol=1e-3)
@@ -85,13 +85,12 @@ def test_small_float16_gradients_do_not_underflow_adams_second_moment():
 def test_the_inner_state_is_float32_for_half_params(make, dtype):
     params, batch = problem(dtype=dtype)
     tx = loss_scaling(standard(make()), DynamicLossScale())
-    state = tx.init(params)
-    _, grads = value_and_grad(loss_fn, state)(params, batch)
+    state = jax.eval_shape(tx.init, params)
+    _, grads = jax.eval_shape(lambda state: value_and_grad(loss_fn, state)(params, batch), state)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    updates, new_state = tx.update(grads, state, params)
+    updates, new_state = jax.eval_shape(tx.update, grads, state, params)
     for leaf in jax.tree.leaves((updates, state.inner_state, new_state.inner_state)):
         assert leaf.dtype == jnp.float32 or jnp.issubdtype(leaf.dtype, jnp.integer)
-    assert new_state.last_finite
 
 
 def test_the_inner_transform_sees_float32_params_and_gradients():
@@ -128,8 +127,8 @@ def test_a_gradient_penalty_is_that_of_the_true_loss():
         return loss + 10.0 * optax.tree.norm(grads) ** 2
 
     state = loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(params)
-    loss, grads = value_and_grad(penalized, state)(params)
-    expected_loss, expected = jax.value_and_grad(penalized)(params)
+    loss, grads = jax.jit(lambda params: value_and_grad(penalized, state)(params))(params)
+    expected_loss, expected = jax.jit(jax.value_and_grad(penalized))(params)
     assert bits(loss) == bits(expected_loss)
     assert same_bits(grads, expected)
 
@@ -154,10 +153,14 @@ def test_params_need_not_be_given_where_the_inner_transform_needs_none():
 
 def test_float64_gradients_stay_float64():
     with jax.enable_x64(True):
-        params = jnp.ones(2, jnp.float64)
-        tx = loss_scaling(standard(optax.adam(1e-3)), DynamicLossScale())
-        state = tx.init(params)
-        loss, grads = value_and_grad(lambda p: jnp.sum(p**2) / 3, state)(params)
-        updates, state = tx.update(grads, state, params)
+        params, tx = np.ones(2), loss_scaling(standard(optax.adam(1e-3)), DynamicLossScale())
+
+        @jax.jit
+        def step(params):
+            state = tx.init(params)
+            loss, grads = value_and_grad(lambda p: jnp.sum(p**2) / 3, state)(params)
+            return loss, grads, *tx.update(grads, state, params)
+
+        loss, grads, updates, state = step(params)
         assert {loss.dtype, grads.dtype, updates.dtype, state.inner_state[0].nu.dtype} == {jnp.dtype("float64")}
-        assert grads[0] == jax.grad(lambda p: jnp.sum(p**2) / 3)(params)[0]
+        np.testing.assert_allclose(grads, 2 / 3, rtol=1e-15)

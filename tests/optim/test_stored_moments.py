@@ -14,7 +14,7 @@ import pytest
 import jaxmp
 from jaxmp.optim import stored_moments
 from jaxmp.optim.stochastic_rounding import Draw
-from jaxmp.optim.stored_moments import in_bfloat16, in_float8
+from jaxmp.optim.stored_moments import as_float8_blocks, in_bfloat16
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes by itself
 
@@ -101,7 +101,7 @@ def test_flax_writes_and_reads_blocks():
 def stored_and_read(values, squared, block=None, name="mu"):
     """A moment as it is read after it was stored, in blocks of float8 or in bfloat16."""
     draw = Draw(0, jnp.int32(0), name)
-    stored = in_float8(values, squared, block, draw) if block else in_bfloat16(values, squared, draw)
+    stored = as_float8_blocks(values, squared, block, draw) if block else in_bfloat16(values, squared, draw)
     return stored_moments.decoded({name: stored})[name]
 
 

@@ -32,19 +32,19 @@ class TestRecipe:
 
     def test_errors_name_the_field_what_came_and_what_may(self):
         for name, value, words in (
-            ("forward", "e5m2", "leave it 'float8_e4m3fn'"),
+            ("forward", "e5m2", "use 'float8_e5m2' for gradient"),
             ("forward", "bfloat16", "got 'bfloat16'; nearest: 'float8_"),
             ("gradient", "int8", "'float8_e4m3fn' or 'float8_e5m2', got 'int8'"),
             ("weight_gradient", "bf16", "'float8' or 'compute', got 'bf16'"),
             ("accumulate", "quick", "got 'quick'; nearest: "),
             ("keep", None, "got None"),
-            ("min_dim", 0, "got 0; 1 takes every size"),
+            ("min_dim", 0, "got 0; it is the minimum size"),
             ("min_tokens", 2.5, "got 2.5"),
             ("min_dim", True, "got True"),
         ):
             with pytest.raises(ValueError, match=f"{name}.*{re.escape(words)}"):
                 Float8(**{name: value})
-        with pytest.raises(ValueError, match="no GPU multiplies two of float8_e5m2"):
+        with pytest.raises(ValueError, match="no GPU multiplies two operands in float8_e5m2"):
             Float8(forward="e5m2", gradient="e5m2")
 
     def test_errors_of_texts_name_what_is_wrong_in_them(self):
@@ -117,7 +117,7 @@ class TestPolicy:
             lambda: Policy("float32", "float16", "float32", float8="float8"),
             lambda: get_policy("compute=float32,float8"),
         ):
-            with pytest.raises(ValueError, match="float8 goes with compute=bfloat16, got compute=float"):
+            with pytest.raises(ValueError, match="float8 must have compute=bfloat16, got compute=float"):
                 call()
         with pytest.raises(ValueError, match="use bfloat16, with float8='float8' for such products"):
             Policy("float32", "float8_e4m3fn", "float32")
@@ -135,7 +135,7 @@ class TestDevice:
         monkeypatch.setattr(float8, "_warned", [])
 
     def test_a_device_without_float8_products_is_warned_of_once(self):
-        with pytest.warns(UserWarning, match="and cpu has none: .* JAXMP_FLOAT8=emulate"):
+        with pytest.warns(UserWarning, match="got cpu: .* JAXMP_FLOAT8=emulate"):
             assert float8.available() == "no"
         assert float8.available() == "no"  # warnings are errors here
 
@@ -143,7 +143,7 @@ class TestDevice:
         monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
         assert float8.available() == "emulate"
         monkeypatch.setenv("JAXMP_FLOAT8", "1")
-        with pytest.raises(ValueError, match=r"JAXMP_FLOAT8 must be 'emulate', .* or unset, got '1'; unset it"):
+        with pytest.raises(ValueError, match=r"JAXMP_FLOAT8 must be unset or 'emulate', got '1'; JAXMP_FLOAT8=emulate"):
             float8.available()
 
     def test_an_assumed_gpu_is_the_device_while_a_function_is_traced(self):

@@ -195,8 +195,8 @@ def test_the_output_dtype_can_be_changed():
         ("p=f32,c=", r"KEY=DTYPE or .*, got 'c=' in"),
         ("p=f32,c=int8", r"got int8: integers, .* use one of float64, float32, bfloat16, float16$"),
         ("complex64", "must be floating, got complex64"),
-        ("p=f32,m=sharp", r"matmul_precision must be one that .* got 'sharp'; use 'highest'"),
-        ("O1", r"no policy but autocast; write jaxmp\.linen\.autocast\(model, 'mixed_float16'\)"),
+        ("p=f32,m=sharp", r"matmul_precision must be a precision of .* got 'sharp'; use 'highest'"),
+        ("O1", r"O1 is autocast, not a policy; write jaxmp\.linen\.autocast\(model, 'mixed_float16'\)"),
         (" F16", r"could mean two policies; write 'mixed_float16' .*, or 'float16'"),
         ("BF16", r"could mean two policies; write 'mixed_bfloat16' .*, or 'bfloat16'"),
         ("mixed_float16; a float32", r"'pattern -> policy', each pattern once, got 'a float32'"),
@@ -230,12 +230,12 @@ def test_what_cannot_be_read_is_named_with_what_can(text, said):
         (
             lambda: PolicyMap("float32", {"**/head": "half"}),
             ValueError,
-            r"'half'.*computes in float32; for '\*\*/head' name a policy",
+            r"'half'.*computes in float32; for '\*\*/head' write a policy",
         ),
         (
             lambda: PolicyMap("mixed_float16", {"a": "O2"}),
             TypeError,
-            "one policy for what .* covers, got the PolicyMap",
+            "an override must be a single policy, got the PolicyMap",
         ),
     ],
 )
@@ -252,7 +252,9 @@ def test_what_is_no_policy_is_named_with_the_presets():
         nn.Dense(3, dtype=jnp.float16),
     ]
     for what in (None, 16, ("float32",), object(), jnp.int8, *with_a_dtype):
-        with pytest.raises(TypeError, match=r"a policy is a preset's name, a string .*, got .*; presets: float32, "):
+        with pytest.raises(
+            TypeError, match=r"a policy must be the name of a preset, a text .*, got .*; presets: float32, "
+        ):
             get_policy(what)
 
 
@@ -384,7 +386,7 @@ def test_casting_is_differentiated_and_batched():
 def test_wrap_casts_arguments_to_the_compute_dtype_and_results_to_the_output_dtype():
     @get_policy("p=f32,c=f16,o=bf16").wrap
     def dot(params, x, n, nothing=None, *, scale, flag):
-        """Of its own."""
+        """Multiply, with a docstring of its own."""
         assert (params["w"].dtype, x.dtype, scale.dtype) == (F16, F16, F16)
         assert (params["n"].dtype, n, nothing, flag) == (jnp.int32, 3, None, True)
         return {"y": x @ params["w"] * scale, "n": params["n"], "none": None}
@@ -392,7 +394,7 @@ def test_wrap_casts_arguments_to_the_compute_dtype_and_results_to_the_output_dty
     params = {"w": jnp.ones((2, 2)), "n": jnp.arange(2)}
     out = dot(params, np.ones((1, 2), np.float32), 3, scale=np.float32(2), flag=True)
     assert (out["y"].dtype, out["n"].dtype, out["none"]) == (BF16, jnp.int32, None)
-    assert (dot.__name__, dot.__doc__) == ("dot", "Of its own.")
+    assert (dot.__name__, dot.__doc__) == ("dot", "Multiply, with a docstring of its own.")
 
 
 def test_wrap_gives_the_gradients_of_casts_by_hand_in_the_dtype_of_the_params():

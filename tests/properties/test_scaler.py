@@ -52,7 +52,7 @@ def nnx_run(tx=None, policy="mixed_float16", model=None, scale=None):
 
 
 def contents(model, optimizer):
-    """What a skipped step must not change: every Variable but the counts of random numbers, and the inner state."""
+    """Return what a skipped step must not change: the inner state, and all Variables but rng counts."""
     scaling = jaxmp.optim.scaling_state.get_loss_scaling_state(nnx.as_pure(optimizer.opt_state))
     return jax.tree.leaves((nnx.state(model, nnx.Not(nnx.RngState)), scaling.inner_state))
 

@@ -29,7 +29,7 @@ def named(text: str) -> list[tuple[str, str]]:
 
 @functools.cache
 def collected_from(file: str) -> set[str]:
-    """What pytest collects in a file: functions, and what is assigned to a name that begins with Test."""
+    """Return the names that pytest collects in a file: functions, and names that begin with Test."""
     body = ast.parse((TESTS / file).read_text()).body
     functions = {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
     classes = {getattr(target, "id", "") for node in body if isinstance(node, ast.Assign) for target in node.targets}

@@ -1,4 +1,4 @@
-"""What a train step on a mesh cannot do is an error that says what to do."""
+"""Train steps on a mesh refuse what they cannot do, and say what to write."""
 
 from __future__ import annotations
 
@@ -77,6 +77,12 @@ def gathers_itself(params, model_state, batch, rng):
 def test_a_step_that_cannot_be_made_says_why(make, said):
     with pytest.raises(ValueError, match=said):
         jaxmp.make_train_step(loss_fn, sharding=make())
+
+
+def test_params_in_place_of_the_function_that_makes_them_are_refused():
+    text = "takes a function that makes the params, got dict; write lambda: params"
+    with pytest.raises(TypeError, match=text):
+        jaxmp.TrainState.create_sharded({"w": EXAMPLES}, tx_of(), Sharding(mesh_of(), {"w": P("fsdp")}))
 
 
 def test_a_mesh_alone_is_no_sharding():
@@ -199,6 +205,6 @@ def test_a_jit_of_the_users_own_knows_the_mesh_by_the_state_or_by_what_is_around
     assert jax.jit(loss)(placed, EXAMPLES) == expected
     with jax.set_mesh(mesh):
         assert jax.jit(loss)(a_state(), EXAMPLES) == expected
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), placed)
+    states = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), placed)
     found = jax.jit(jax.vmap(loss, (0, None)))(states, EXAMPLES)
     np.testing.assert_allclose(found, [expected] * 2, rtol=1e-6)

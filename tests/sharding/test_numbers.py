@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -47,13 +45,14 @@ class TestNumbers:
     """In float32 those of one device."""
 
     def require_one_devices(self, mesh, specs, model=MODEL, more=(), **options):
-        """Of a small GPT-2, and each param lies where its spec says."""
+        """A small GPT-2; each param lies where its spec says."""
         steps, states = pair(lambda: linen_params(model), untyped(linen_loss(model)), mesh, specs, more, **options)
         one, many = after_five(steps, states, tokens())
         assert differences(one.params, many.params) <= 2e-6
         for leaf, spec in zip(jax.tree.leaves(many.params), specs_in(specs), strict=True):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
 
+    @pytest.mark.slow("compiles two steps of a model; layers in a scan are a small one")
     def test_linen(self):
         mesh = mesh_of(EXPLICIT)
         specs, more = specs_of(linen_params, mesh), {"accumulate_steps": 2, "remat": "dots"}
@@ -80,15 +79,11 @@ class TestNumbers:
         specs = specs_of(linen_params, mesh, rules=rules)
         self.require_one_devices(mesh, specs, more={"accumulate_steps": 2}, reduce="once")
 
-    @pytest.mark.parametrize(
-        ("kind", "sizes", "reduce"), [(AUTO, {"data": 2, "fsdp": 2}, "once"), (EXPLICIT, {"fsdp": 4}, "each")]
-    )
-    def test_layers_in_a_scan(self, kind, sizes, reduce):
-        mesh = mesh_of(kind, **sizes)
+    def test_layers_in_a_scan(self):
+        mesh = mesh_of(EXPLICIT, data=2, fsdp=2)
         specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
         assert specs["layers"]["up"] == P(None, None, "fsdp") and specs["bias"] == P()
-        more = {"accumulate_steps": 2} if reduce == "once" else {}
-        steps, states = pair(stacked_params, stacked_loss, mesh, specs, more, reduce=reduce)
+        steps, states = pair(stacked_params, stacked_loss, mesh, specs, {"accumulate_steps": 2}, reduce="once")
         one, many = after_five(steps, states, tokens())
         assert differences(one.params, many.params) <= 2e-6
 
@@ -107,23 +102,7 @@ class TestNumbers:
         one, many = after_five(steps, states, np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32))
         assert differences(one.params, many.params) <= 2e-6
 
-    def test_calls_and_remat_whose_weights_were_gathered_before_them(self):
-        first, second = jax.jit(lambda x, w: jnp.tanh(x @ w)), jax.checkpoint(lambda x, w: jnp.sin(x @ w))
-
-        def loss_fn(params, model_state, x, rng):
-            x = second(first(x, params["a"]), params["b"])
-            x = jax.jit(lambda x, w: first(x, w) + second(x, w))(x, params["c"])
-            return jnp.mean(x**2), model_state
-
-        mesh, names = mesh_of(), "abc"
-        batch = np.random.default_rng(1).normal(size=(BATCH, 16)).astype(np.float32)
-        specs, more = dict.fromkeys(names, P("fsdp")), {"accumulate_steps": 2}
-        make_params = functools.partial(dict.fromkeys, names, jnp.eye(16))
-        steps, states = pair(make_params, loss_fn, mesh, specs, more, reduce="once")
-        one, many = after_five(steps, states, batch)
-        assert differences(one.params, many.params) <= 2e-6
-
-    @pytest.mark.parametrize(("kind", "reduce"), [(AUTO, "each"), (EXPLICIT, "once")])
+    @pytest.mark.parametrize(("kind", "reduce"), [(AUTO, "once"), (EXPLICIT, "each")])
     def test_a_weight_of_many_uses(self, kind, reduce):
         """Side by side, in calls of calls, in loops, computed again, for each example, in a branch."""
         jitted, again = jax.jit(lambda x, w: jnp.tanh(x @ w)), jax.checkpoint(lambda x, w: jnp.sin(x @ w))
@@ -159,7 +138,7 @@ class TestNumbers:
             return jnp.mean(logits**2), new
 
         images = np.random.default_rng(0).normal(size=(BATCH, 4, 4, 3)).astype(np.float32)
-        variables = Net().init(jax.random.key(0), images)
+        variables = jax.jit(Net().init)(jax.random.key(0), images)
         params, rest = variables["params"], {"batch_stats": variables["batch_stats"]}
         mesh = mesh_of()
         specs = specs_of(lambda: params, mesh)
@@ -189,7 +168,7 @@ class TestNumbers:
         def loss_fn(model, batch):
             return jnp.mean(jaxmp.losses.cross_entropy(model(batch[:, :-1]), batch[:, 1:]))
 
-        specs = sharding.fsdp_specs(nnx.state(made()[0], nnx.Param), mesh, min_size=512)
+        specs = sharding.fsdp_specs(nnx.eval_shape(lambda: nnx.state(Net(nnx.Rngs(0)), nnx.Param)), mesh, min_size=512)
         found = []
         for options in ({}, {"sharding": Sharding(mesh, specs)}):
             (model, optimizer), step = made(), jaxmp.nnx.make_train_step(loss_fn, **options)
@@ -277,9 +256,9 @@ class TestNumbers:
             return jnp.sum((params["table"][ids] @ params["w"]) * times)
 
         rng, mesh = np.random.default_rng(0), mesh_of(AxisType.Explicit)
-        params = {"table": jnp.ones((8, 4)), "w": jnp.ones((4, 4))}
+        params = {"table": np.ones((8, 4), np.float32), "w": np.ones((4, 4), np.float32)}
         batch = {"ids": rng.integers(0, 8, (512, 2)), "times": rng.integers(0, 3, (512, 2, 4)).astype(np.float32)}
-        loss, gradient = jax.value_and_grad(exact)(params, **batch)
+        loss, gradient = jax.jit(jax.value_and_grad(exact))(params, **batch)
         on_mesh = Sharding(mesh, {"table": spec, "w": P("fsdp")}, reduce=reduce)
         scale = microbatches
         state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(float(scale)), on_mesh)
@@ -296,7 +275,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize(
         ("kind", "tool"),
-        [(EXPLICIT, audit), (AUTO, audit), (EXPLICIT, first_nonfinite), (EXPLICIT, memory), (AUTO, numerics)],
+        [(EXPLICIT, audit), (EXPLICIT, memory), (AUTO, numerics)],
     )
     def test_tools_take_a_state_that_was_never_on_the_mesh_of_its_step(self, kind, tool):
         def loss_fn(params, model_state, batch, rng):
@@ -321,6 +300,7 @@ class TestNumbers:
         state = jaxmp.TrainState.create_sharded(
             lambda: {"w": jnp.ones((WIDTH, WIDTH))}, optax.sgd(1.0), Sharding(mesh, specs)
         )
+        on_no_mesh = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=optax.sgd(1.0))
         step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs), max_consecutive_skips=1)
         batch = np.zeros((BATCH, WIDTH), np.float32)
         moved = jaxmp.inspect.collectives(step.lower(state, batch).compile())
@@ -329,7 +309,7 @@ class TestNumbers:
         with pytest.raises(jaxmp.NonFiniteTrainingError, match=message) as caught:
             for _ in range(9):
                 state, _ = jax.block_until_ready(step(state, batch))
-        assert first_nonfinite(step)(state, caught.value.batch).primitive == "log"
+        assert first_nonfinite(step)(on_no_mesh, caught.value.batch).primitive == "log"
 
     @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
     def test_the_examples_of_a_batch_that_is_on_no_mesh_are_split_in_every_program(self, kind):
@@ -366,17 +346,13 @@ class TestNumbers:
         assert flops[P("data", "seq")] < 0.8 * flops[P("data")]
 
     def test_half_policies_stay_near_one_device(self):
-        mesh = mesh_of()
-        model = jaxmp.linen.apply_policy(MODEL, "mixed_bfloat16")
-        steps, states = pair(linen_params, linen_loss(model), mesh, specs_of(linen_params, mesh))
+        mesh, start = mesh_of(), stacked_params()
+        specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
+        steps, states = pair(stacked_params, stacked_loss, mesh, specs, {"policy": "mixed_bfloat16"})
         states = [step(state, tokens())[0] for step, state in zip(steps, states, strict=True)]
-        start = linen_params()
-        for key in ("wte", "h_0"):
-            moved = [
-                jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), s.params[key], start[key]) for s in states
-            ]
-            for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
-                assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(a) + 1e-6
+        moved = [jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), state.params, start) for state in states]
+        for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
+            assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(a)
 
     def test_activations_as_large_as_a_weight_are_none(self):
         """A param for each example, and a norm whose scale is a slice of a larger one."""

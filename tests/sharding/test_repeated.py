@@ -1,4 +1,4 @@
-"""What repeats a half weight over the rows of a batch leaves the sum of its gradient to float32, over all devices."""
+"""The gradient of a half weight repeated over the rows of a batch is summed in float32, over all devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case of the tables of functions under autocast is: a function, its inputs, and how far it may err."""
+"""A case of the tables of functions under autocast: a function, its inputs, and the error allowed."""
 
 from __future__ import annotations
 

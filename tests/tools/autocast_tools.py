@@ -1,4 +1,4 @@
-"""What the tests of autocast share: programs looked at equation by equation, and gradients compared."""
+"""Tools for tests of autocast: read programs equation by equation, and compare gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def half(fun: Any, policy: str = "mixed_bfloat16", overrides: Any = None) -> Any
 
 
 def both(fun: Any, policy: str, *args: Any) -> Any:
-    """What ``fun`` gives under a policy and without one: one program, as each operation by itself is one too."""
+    """Return the results of ``fun`` under a policy and without one, in one program."""
     return compiled(lambda *args: (half(fun, policy)(*args), fun(*args)))(*args)
 
 

@@ -260,7 +260,7 @@ def cosine(x: Any, y: Any) -> Any:
 
 
 def moves() -> Iterator[Case]:
-    """What moves, orders and picks."""
+    """Functions that move, order and pick elements."""
     for name, fun in (
         ("reshape", lambda x: x.reshape(2, 16)),
         ("transpose", lambda x: x.T),

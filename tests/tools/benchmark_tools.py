@@ -21,7 +21,7 @@ _UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive
 
 
 def once(fun, *args):
-    """What a jitted function returns that is called once: without what its compiler does for speed."""
+    """Return the result of a jitted function that is called once, compiled without optimisation."""
     return jax.jit(fun).lower(*args).compile(_UNOPTIMISED)(*args)
 
 

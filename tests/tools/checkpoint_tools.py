@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: a small experiment with all that a state can have, and processes to kill."""
+"""Tools for tests of checkpoints: a small experiment with all that a state can have, and processes to kill."""
 
 from __future__ import annotations
 

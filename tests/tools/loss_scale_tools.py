@@ -1,4 +1,4 @@
-"""What the tests of loss scales share: one of each kind, recorded runs of torch, and many steps in one program."""
+"""Tools for tests of loss scales: a scale of each kind, recorded runs of torch, many steps in one program."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def call(model: Any, *args: Any) -> Any:
 
 
 def outcome(model: Any, *args: Any, call: Callable[..., Any] = call) -> Any:
-    """What ``model`` returns, widened; the gradients of the sum of its squares; and the model's arrays afterwards."""
+    """Return the widened outputs of ``model``, the gradients of the sum of their squares, and the model's arrays."""
 
     def loss_fn(model: Any) -> Any:
         out = widen(call(model, *args))

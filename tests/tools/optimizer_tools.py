@@ -1,4 +1,4 @@
-"""What the tests of the optimizer and of the train step share: a small problem, and comparison bit by bit."""
+"""Tools for tests of the optimizer and of the train step: a small problem, and comparison bit by bit."""
 
 from __future__ import annotations
 
@@ -65,5 +65,7 @@ def train_loss(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax
 def replace_element(tree: Any, leaf: int, value: float) -> Any:
     """``tree`` with ``value`` as the last element of its ``leaf``-th leaf."""
     leaves, structure = jax.tree.flatten(tree)
-    leaves[leaf] = leaves[leaf].ravel().at[-1].set(value).reshape(leaves[leaf].shape)
+    array = np.array(leaves[leaf])
+    array.flat[-1] = value
+    leaves[leaf] = jnp.asarray(array)
     return structure.unflatten(leaves)

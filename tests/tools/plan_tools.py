@@ -1,4 +1,4 @@
-"""What the tests of the plan share."""
+"""Tools for tests of the plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxmp
-from jaxmp.engine.plan import CastPlan, Row
+from jaxmp.engine.plan import CastPlan, PlanRow
 
 
 def shape(*sizes, dtype="float32"):
@@ -18,7 +18,7 @@ def plan(fun, *args, policy="mixed_bfloat16", overrides=None) -> CastPlan:
     return jaxmp.cast_plan(fun, policy, overrides)(*args)
 
 
-def rows(fun, *args, **options) -> list[Row]:
+def rows(fun, *args, **options) -> list[PlanRow]:
     return list(plan(fun, *args, **options).rows)
 
 

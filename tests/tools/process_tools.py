@@ -25,7 +25,7 @@ HEARTBEAT_S = 60
 
 
 def flags(folder: Path) -> list[str]:
-    """Of a small GPT-2 that skips steps now and then, with a text of its own in ``folder``."""
+    """Return the flags of a small GPT-2 that skips steps now and then, with a text of its own in ``folder``."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}.\n" for n in range(2000)))
@@ -92,7 +92,7 @@ class Job:
         os.close(self._port)
 
     def said(self, number: int) -> str:
-        """What the script itself wrote."""
+        """The lines that the script itself wrote."""
         return self._outputs[number].read_text()
 
     def output(self, number: int) -> str:
@@ -100,7 +100,7 @@ class Job:
         return self.said(number) + _below(self._outputs[number]).read_text(errors="replace")
 
     def errors(self) -> list[str]:
-        """What each process said was its error."""
+        """The error of each process."""
         return ["\n".join(line for line in self.said(n).splitlines() if line.startswith("error: "))
                 for n in range(len(self._outputs))]  # fmt: skip
 

@@ -126,7 +126,7 @@ class _Place:
             yield Sum(eqn.primitive.name, dtype.name, terms, "/".join(names_of(eqn)))
 
     def adds_up(self, var: Any) -> bool:
-        """Whether ``var`` is a sum over an axis or over the turns of a loop."""
+        """Return whether ``var`` is a sum over an axis or over the turns of a loop."""
         eqn, index = self.made.get(var, (None, 0))
         if eqn is None:
             return False
@@ -202,7 +202,7 @@ def _operands(place: _Place, eqn: Any) -> int:
 
 
 def has_loops(jaxpr: Any) -> bool:
-    """Whether there are loops or branches in a program."""
+    """Return whether a program has loops or branches."""
     return any(bodies is not None and bodies.kind != "call" for bodies in map(bodies_of, equations(jaxpr)))
 
 

@@ -1,4 +1,4 @@
-"""What tests/docs/test_coming_from.py runs docs/coming_from.md with.
+"""Names and inputs with which tests/docs/test_coming_from.py runs docs/coming_from.md.
 
 Its blocks, stand-ins for the reader's program, and what is to be seen of them.
 """

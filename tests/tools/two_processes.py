@@ -1,4 +1,4 @@
-"""What one of two processes with two CPU devices each does in tests/test_processes.py: writes JSON to a file."""
+"""Run as one of two processes with two CPU devices each for tests/test_processes.py, and write JSON to a file."""
 
 from __future__ import annotations
 

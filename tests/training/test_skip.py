@@ -58,7 +58,7 @@ def linen_run(accumulate_steps=1, tx=None):
 
 
 def contents(state):
-    """What a skipped step must not change."""
+    """Return the arrays that a skipped step must not change."""
     scaling = jaxmp.optim.scaling_state.get_loss_scaling_state(state.opt_state)
     return state.params, scaling.inner_state, state.model_state, state.ema_params
 

@@ -40,6 +40,7 @@ def test_pyright_finds_no_error_in_a_users_program(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow("belongs to the checks of types")
 def test_the_users_program_runs():
     result = run(str(PROGRAM))
     assert result.returncode == 0, result.stdout + result.stderr

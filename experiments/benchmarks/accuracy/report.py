@@ -53,17 +53,20 @@ def outcome(metrics: Path, summary: dict[str, Any], failure: str, steps: int) ->
 
 
 def _curve(rows: list[dict[str, str]], points: int) -> dict[str, list[float]]:
-    """Steps and metrics, each value the mean over a span of steps; without a metric that the rows do not have."""
+    """Return steps and metrics, each the mean over a span of steps.
+
+    Metrics that the rows do not have are left out.
+    """
     names = [name for name in ("step", "loss", "accuracy") if rows and rows[0][name]]
     values = [[float(row[name]) for name in names] for row in rows]
     spans = np.array_split(values, min(points, len(rows))) if rows else []
     return {name: [float(f"{span[:, i].mean():.6g}") for span in spans] for i, name in enumerate(names)}
 
 
-def by_variant(found: list[Record]) -> dict[str, Variants]:
+def by_variant(recorded: list[Record]) -> dict[str, Variants]:
     """Task to policy and loss scale to the runs of each seed, in the order of the records."""
     tasks: dict[str, Variants] = {}
-    for record in found:
+    for record in recorded:
         tasks.setdefault(record["task"], {}).setdefault((record["policy"], record["loss_scale"]), []).append(record)
     return tasks
 
@@ -73,8 +76,8 @@ def differences(task: str, runs: list[Record], baseline: list[Record]) -> list[f
     reference = {run["seed"]: run["final"] for run in baseline}
     pairs = [(run["final"], reference[run["seed"]]) for run in runs if run["seed"] in reference]
     if METRICS[task] == "accuracy":
-        return [100 * (own["accuracy"] - other["accuracy"]) for own, other in pairs]
-    return [100 * (own["loss"] / other["loss"] - 1) for own, other in pairs]
+        return [100 * (run["accuracy"] - other["accuracy"]) for run, other in pairs]
+    return [100 * (run["loss"] / other["loss"] - 1) for run, other in pairs]
 
 
 def goal(
@@ -86,20 +89,20 @@ def goal(
 
     Runs that stopped decide it at once, all others together only when there are ``SEEDS`` of them.
     """
-    found = differences(task, runs, baseline)
+    gains = differences(task, runs, baseline)
     if failed := [run for run in runs if run["failure"]]:
         return False, f"NOT MET: {name} stopped with seed {failed[0]['seed']}: {failed[0]['failure']}"
-    if not found:
+    if not gains:
         return None, f"open: {name} has no seed in common with {reference}"
-    mean, seeds = statistics.fmean(found), f"{len(found)} seed{'s' * (len(found) > 1)}"
-    few = "" if len(found) >= SEEDS else f", of {SEEDS} that are wanted"
+    mean, seeds = statistics.fmean(gains), f"{len(gains)} seed{'s' * (len(gains) > 1)}"
+    few = "" if len(gains) >= SEEDS else f", of {SEEDS} that are wanted"
     if METRICS[task] == "accuracy":
         met, reached = mean >= -POINTS_LOST, "reached" if mean >= -POINTS_AIM else "not reached"
         rule = f"the goal at most {POINTS_LOST} lost (aim {POINTS_AIM}: {reached})"
     else:
         most = _most(name)
         met, rule = mean <= most, f"the goal at most {most} gained"
-    far = f"{deviating(found, '+.2f')} {UNITS[METRICS[task]]}"
+    far = f"{deviating(gains, '+.2f')} {UNITS[METRICS[task]]}"
     word = "open" if few else "met" if met else "NOT MET"
     return None if few else met, f"{word}: {name} is {far} from {reference} over {seeds}{few}, {rule}"
 
@@ -113,16 +116,24 @@ def title(runs: list[Record]) -> str:
 
 
 def _most(name: str) -> float:
-    """The percent of the loss that a policy may gain: less of float8 products and of params without float32 copies."""
+    """Return the percent of the loss that a policy may gain.
+
+    It is less for float8 products and for params without float32 copies.
+    """
     return LOW_PERCENT if "+" in name else FLOAT8_PERCENT if "float8" in name else LOSS_PERCENT
 
 
 def goals(task: str, variants: Variants) -> dict[str, tuple[bool | None, str]]:
-    """Every policy but float32 to :func:`goal` of it; that of float8 products is held against bfloat16 ones."""
-    own = {label(*variant): runs for variant, runs in variants.items() if variant != BASELINE}
-    against = {name: BFLOAT16 if _most(name) == FLOAT8_PERCENT and BFLOAT16 in variants else BASELINE for name in own}
+    """Judge every policy but float32 by :func:`goal`.
+
+    Float8 products are compared with those of bfloat16.
+    """
+    judged = {label(*variant): runs for variant, runs in variants.items() if variant != BASELINE}
+    against = {
+        name: BFLOAT16 if _most(name) == FLOAT8_PERCENT and BFLOAT16 in variants else BASELINE for name in judged
+    }
     return {
-        name: goal(task, name, runs, variants.get(against[name], []), against[name][0]) for name, runs in own.items()
+        name: goal(task, name, runs, variants.get(against[name], []), against[name][0]) for name, runs in judged.items()
     }
 
 
@@ -143,33 +154,33 @@ def _row(task: str, policy: str, loss_scale: str, runs: list[Record], baseline: 
     def shown(value: float, form: str, hidden: bool = False) -> str:
         return "" if hidden or math.isnan(value) else form.format(value)
 
-    minutes, bytes_, own = mean(runs, "minutes"), mean(runs, "step_bytes"), runs is baseline
+    minutes, bytes_, is_baseline = mean(runs, "minutes"), mean(runs, "step_bytes"), runs is baseline
     return (
         policy,
         loss_scale,
         str(len(runs)),
         deviating([100 * run["final"]["accuracy"] for run in runs], ".2f"),
         deviating([run["final"]["loss"] for run in runs], ".4f"),
-        "" if own else deviating(differences(task, runs, baseline), "+.2f"),
+        "" if is_baseline else deviating(differences(task, runs, baseline), "+.2f"),
         shown(minutes, "{:.3g}"),
-        shown(mean(baseline, "minutes") / minutes if minutes else math.nan, "{:.2f}", own),
+        shown(mean(baseline, "minutes") / minutes if minutes else math.nan, "{:.2f}", is_baseline),
         shown(bytes_ / 2**20, "{:.0f} MiB"),
-        shown(100 - 100 * bytes_ / mean(baseline, "step_bytes"), "{:.0f} %", own),
+        shown(100 - 100 * bytes_ / mean(baseline, "step_bytes"), "{:.0f} %", is_baseline),
         str(sum(run["skipped"] for run in runs)),
     )
 
 
-def write(found: list[Record], folder: Path) -> None:
+def write(recorded: list[Record], folder: Path) -> None:
     """Writes accuracy.md, accuracy.json and accuracy.png, and shows the tables."""
-    tasks = by_variant(found)
-    where = kept.joined([record["environment"] for record in found])
-    where["data"] = "; ".join(sorted({record["data"] for record in found}))
+    tasks = by_variant(recorded)
+    where = kept.joined([record["environment"] for record in recorded])
+    where["data"] = "; ".join(sorted({record["data"] for record in recorded}))
     judged = {
         task: {name: {"met": met, "text": text} for name, (met, text) in goals(task, variants).items()}
         for task, variants in tasks.items()
     }
     tables, panels = ([make(*task) for task in tasks.items()] for make in (table, pictures))
-    data = {"goals": judged, "runs": found}
+    data = {"goals": judged, "runs": recorded}
     shows = "what was reached, and how far from float32"
     records.record(folder, "accuracy", "Accuracy under every policy", where, tables, data, (), shows, panels)
 
@@ -177,11 +188,11 @@ def write(found: list[Record], folder: Path) -> None:
 def pictures(task: str, variants: Variants) -> tuple[plots.Panel, plots.Panel]:
     """Each policy's held-out metric and its difference to float32: mean over the seeds, least and most."""
     metric, baseline = METRICS[task], variants.get(BASELINE, [])
-    held_out = {label(*own): _range([run["final"][metric] for run in runs]) for own, runs in variants.items()}
-    far = {label(*own): _range(differences(task, runs, baseline)) for own, runs in variants.items()}
-    most = min((_most(label(*own)) for own in variants if own != BASELINE), default=LOSS_PERCENT)
+    held_out = {label(*variant): _range([run["final"][metric] for run in runs]) for variant, runs in variants.items()}
+    far = {label(*variant): _range(differences(task, runs, baseline)) for variant, runs in variants.items()}
+    most = min((_most(label(*variant)) for variant in variants if variant != BASELINE), default=LOSS_PERCENT)
     most = -POINTS_LOST if metric == "accuracy" else most
-    left, right = ({"": {name: of for name, of in found.items() if of}} for found in (held_out, far))
+    left, right = ({"": {name: of for name, of in ranges.items() if of}} for ranges in (held_out, far))
     name, rows = title(next(iter(variants.values()))), dict.fromkeys(held_out)
     return (
         plots.Panel(name, f"held-out {metric}", rows, left, form=".4g"),

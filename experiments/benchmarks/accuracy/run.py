@@ -1,4 +1,6 @@
-"""Trains ResNet-50 on CIFAR-10, GPT-2 and BERT under every policy, and holds what comes out against float32.
+"""Train ResNet-50, GPT-2 and BERT under every policy, and compare with float32.
+
+ResNet-50 trains on CIFAR-10.
 
 python -m experiments.benchmarks.accuracy --tasks gpt2 --policies float32 --seeds 0 --run-dir runs/accuracy
 
@@ -97,7 +99,10 @@ class Config(records.Pieces, records.Small):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A task under a policy with a seed; ``flags`` are of the task's script, but for policy, seed and folder."""
+    """A task under a policy with a seed.
+
+    ``flags`` are those of the task's script, except for policy, seed and folder.
+    """
 
     task: str
     policy: str
@@ -109,11 +114,11 @@ class Run:
     def setting(self) -> dict[str, Any]:
         """The setting of all runs of a task in a folder; ``whole``: the field's sizes."""
         task = TASKS[self.task]
-        own, preset = (
+        flags, preset = (
             {name: value for name, value in strict_json(dataclasses.asdict(flags)).items() if name not in RESERVED}
             for flags in (self.flags, task.script.Config(**task.preset))
         )
-        return own | {"whole": own == preset}
+        return flags | {"whole": flags == preset}
 
     @property
     def name(self) -> str:
@@ -129,7 +134,9 @@ def variants(policies: tuple[str, ...]) -> list[tuple[str, str]]:
     Raises:
       ValueError: a policy or a loss scale is unknown.
     """
-    return [found for found in compare.variants(policies, ("dynamic",)) if found != BASELINE or "float32" in policies]
+    return [
+        variant for variant in compare.variants(policies, ("dynamic",)) if variant != BASELINE or "float32" in policies
+    ]
 
 
 def task_flags(config: Config, name: str) -> Any:
@@ -141,14 +148,16 @@ def task_flags(config: Config, name: str) -> Any:
     if config.flags and len(config.tasks) > 1:
         raise ValueError(f"--flags are those of one script, got --tasks {' '.join(config.tasks)}; name one of them")
     flags = (SMOKE_TASKS if config.smoke else TASKS)[name].flags(config.flags, RESERVED, "benchmark")
-    given = {"steps": config.steps} if config.steps else {}
+    changes = {"steps": config.steps} if config.steps else {}
     # With --minutes there is a checkpoint when the time is up, and none before.
     checkpoint_every = 10**9 if config.minutes and checkpoints_can_be() else 0
-    return dataclasses.replace(flags, data_dir=config.data_dir, checkpoint_every=checkpoint_every, keep=1, **given)
+    return dataclasses.replace(flags, data_dir=config.data_dir, checkpoint_every=checkpoint_every, keep=1, **changes)
 
 
 def plan(config: Config) -> list[Run]:
-    """All runs that the flags ask for, done or not, the seeds of a policy one after the other: it is compiled once.
+    """Return all runs that the flags ask for, done or not.
+
+    The seeds of a policy follow one another, so that it is compiled once.
 
     Raises:
       ValueError: a flag has a value that cannot be.
@@ -175,8 +184,8 @@ def finished(folder: Path) -> list[dict[str, Any]]:
     order = [(task, *variant) for task in TASKS for variant in variants(POLICIES)]
 
     def place(record: dict[str, Any]) -> Any:
-        own = (record["task"], record["policy"], record["loss_scale"])
-        return order.index(own) if own in order else len(order), own, record["seed"]
+        key = (record["task"], record["policy"], record["loss_scale"])
+        return order.index(key) if key in order else len(order), key, record["seed"]
 
     return sorted((numbers(kept.read(path)) for path in folder.glob("*-seed*.json")), key=place)
 
@@ -188,7 +197,10 @@ class _TimeIsUp(Exception):
 def train(
     run: Run, experiment: Experiment, baseline: Experiment, folder: Path, clock: kept.Clock
 ) -> dict[str, Any] | None:
-    """Trains once, from the baseline's params, and returns the record of it; None if the time was up before its end."""
+    """Train once from the baseline's params, and return the record.
+
+    None if the time is up before the end.
+    """
     if not checkpoints_can_be():
         shutil.rmtree(checkpoints_folder(folder), ignore_errors=True)  # that nobody here can read: it begins anew
     resumable = any(checkpoints_folder(folder).glob("*"))
@@ -259,9 +271,9 @@ def main(config: Config) -> list[dict[str, Any]]:
                 except Exception as error:  # whatever a policy breaks: the others go on
                     broken.append(f"{run.name}: {failed(error)}")
     finally:  # what was finished before an interruption counts
-        if found := finished(folder):
-            accuracy_report.write(found, folder)
+        if recorded := finished(folder):
+            accuracy_report.write(recorded, folder)
     has.end()
     if broken:
         cli.fail(f"{'; '.join(broken)}; see above", 1)
-    return found
+    return recorded

@@ -56,7 +56,7 @@ def goals(result: dict[str, Any], torch: float | None = None, float32: float | N
     if result["full"]:  # no other size was measured
         torch, float32 = torch or recorded.torch * MIB, float32 or recorded.float32 * MIB
     against = "memory saved against float32 by hand as"
-    found = [
+    judged = [
         Goal("memory", "peak memory / torch.compile's", share(half, torch), limits.memory),
         Goal("remat_memory", "peak memory with remat / torch.compile's", share(remat, torch), limits.remat_memory),
         Goal("saved", f"{against} measured", saved(share(half, float32)), limits.saved, least=True, form=".2%"),
@@ -66,10 +66,10 @@ def goals(result: dict[str, Any], torch: float | None = None, float32: float | N
     for key, row in {"half": "jaxmp-bf16", "half_fp16": "jaxmp-fp16", "half_autocast": "autocast-bf16"}.items():
         if row in rows:
             name = f"{rows[row]['label']}: share of FLOPs on tensor cores in half"
-            found.append(Goal(key, name, rows[row]["half"], TENSOR_FLOPS, least=True, form=".2%"))
+            judged.append(Goal(key, name, rows[row]["half"], TENSOR_FLOPS, least=True, form=".2%"))
     ratio = share(peaks.get("autocast-bf16"), half)
-    found.append(Goal("autocast_memory", "peak memory under autocast / with a policy", ratio, AUTOCAST_MEMORY))
-    return [goal for goal in found if goal.value is not None]
+    judged.append(Goal("autocast_memory", "peak memory under autocast / with a policy", ratio, AUTOCAST_MEMORY))
+    return [goal for goal in judged if goal.value is not None]
 
 
 def notes(result: dict[str, Any]) -> list[str]:

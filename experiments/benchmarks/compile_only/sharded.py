@@ -74,16 +74,22 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main(config: Any) -> list[dict[str, Any]]:
-    """Compiles ``--sizes`` in ``--ways`` for each ``--topology``, and writes sharded.md and .json in the folder."""
+    """Compile ``--sizes`` in ``--ways`` for each ``--topology``.
+
+    The results are sharded.md and sharded.json in the folder.
+    """
     with cli.bad_values_end_it():
         target = targets.target_of(config.target)
-        meshes = {each: mesh_of(config.mesh, len(targets.devices_of(target.text(), each))) for each in config.topology}
+        meshes = {
+            topology: mesh_of(config.mesh, len(targets.devices_of(target.text(), topology)))
+            for topology in config.topology
+        }
         folder = records.folder_of("sharded", config)
         has = kept.Kept(folder, 0, environment(target=config.target), smoke=config.smoke)
     with Progress("sharded", len(config.sizes) * len(config.ways) * len(meshes)) as progress:
         for size, way, (topology, mesh) in itertools.product(config.sizes, config.ways, meshes.items()):
-            own = gpt2.sized(None if config.smoke else size)
-            find = functools.partial(measure, own, config.target, topology, mesh, way)
+            sized = gpt2.sized(None if config.smoke else size)
+            find = functools.partial(measure, sized, config.target, topology, mesh, way)
             name = "-".join([size, way, topology.replace(" ", ""), *(f"{axis}{n}" for axis, n in mesh.items())])
             has.get(name, find, progress, size=size)
     rows = sorted(map(kept.read, folder.glob("*-*.json")), key=_order)

@@ -70,8 +70,8 @@ def fixed_point() -> Made:
             return jnp.tanh(z @ params["w"] + x @ params["u"])
 
         solver = optimistix.FixedPointIteration(rtol=1e-4, atol=1e-4)
-        found = optimistix.fixed_point(layer, solver, jnp.zeros_like(x), params, max_steps=200, throw=False)
-        return jnp.mean(found.value**2)
+        solution = optimistix.fixed_point(layer, solver, jnp.zeros_like(x), params, max_steps=200, throw=False)
+        return jnp.mean(solution.value**2)
 
     return loss, {"w": _weight(2), "u": _weight(3, 1.0)}
 
@@ -87,8 +87,8 @@ def newton() -> Made:
             return z - jnp.tanh(params["w"] @ z + params["u"] @ x)
 
         solver = optimistix.Newton(rtol=1e-4, atol=1e-4)
-        found = optimistix.root_find(residual, solver, jnp.zeros(SIZE), params, max_steps=50, throw=False)
-        return jnp.mean(found.value**2)
+        solution = optimistix.root_find(residual, solver, jnp.zeros(SIZE), params, max_steps=50, throw=False)
+        return jnp.mean(solution.value**2)
 
     return loss, {"w": _weight(2), "u": _weight(3, 1.0)}
 
@@ -104,8 +104,8 @@ def levenberg_marquardt() -> Made:
             return jnp.concatenate([jnp.tanh(x @ params) @ v - y, 0.1 * v])
 
         solver = optimistix.LevenbergMarquardt(rtol=1e-4, atol=1e-4)
-        found = optimistix.least_squares(residual, solver, jnp.zeros(SIZE), params, max_steps=50, throw=False)
-        return jnp.mean(found.value**2)
+        solution = optimistix.least_squares(residual, solver, jnp.zeros(SIZE), params, max_steps=50, throw=False)
+        return jnp.mean(solution.value**2)
 
     return loss, _weight(3, 1.0)
 
@@ -121,8 +121,8 @@ def bfgs() -> Made:
             return jnp.mean((jnp.tanh(x @ params) @ v - y) ** 2) + 0.05 * jnp.sum(v**2)
 
         solver = optimistix.BFGS(rtol=1e-4, atol=1e-4)
-        found = optimistix.minimise(objective, solver, jnp.zeros(SIZE), params, max_steps=100, throw=False)
-        return jnp.mean(found.value**2)
+        solution = optimistix.minimise(objective, solver, jnp.zeros(SIZE), params, max_steps=100, throw=False)
+        return jnp.mean(solution.value**2)
 
     return loss, _weight(3, 1.0)
 

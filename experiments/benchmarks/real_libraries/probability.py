@@ -200,7 +200,10 @@ def categorical_hmm() -> Made:
 
 
 def _markov_loss(model: Any, **initial: Any) -> Made:
-    """The loss that ``model.fit_sgd`` takes: of unconstrained params, so that probabilities stay probabilities."""
+    """Return the loss that ``model.fit_sgd`` takes.
+
+    It is one of unconstrained params, so that probabilities stay probabilities.
+    """
     from dynamax.parameters import from_unconstrained, to_unconstrained
 
     params, properties = model.initialize(random.key(0), **initial)

@@ -1,4 +1,6 @@
-"""Programs of real libraries under autocast: the error of value and gradient, and the share of FLOPs in half precision.
+"""Run programs of real libraries under autocast.
+
+The tables have the error of value and gradient, and the share of FLOPs in half precision.
 
 python -m experiments.benchmarks.real_libraries --libraries diffrax flowjax
 
@@ -125,8 +127,10 @@ def main(config: Config) -> dict[str, Any]:
         importlib.import_module(f"experiments.benchmarks.real_libraries.{family}")
     with cli.bad_values_end_it():
         folder = records.folder_of("real_libraries", config)
-    chosen = [each for each in PROGRAMS if not config.libraries or each.library in config.libraries]
-    chosen = [each for each in chosen if not config.programs or any(part in each.name for part in config.programs)]
+    chosen = [program for program in PROGRAMS if not config.libraries or program.library in config.libraries]
+    chosen = [
+        program for program in chosen if not config.programs or any(part in program.name for part in config.programs)
+    ]
     rows: list[dict[str, Any]] = []
     absent: set[str] = set()
     failures: dict[str, str] = {}

@@ -1,4 +1,6 @@
-"""Programs rewritten so that their values are rounded to half precision, by two rules that know nothing of the program.
+"""Rewrite programs so that their values are rounded to half precision.
+
+Two rules, which know nothing of the program, say which values.
 
 All arrays stay float32 and hold numbers that half precision has. So a program keeps its types, and every equation is
 bound again as it is written.
@@ -21,7 +23,10 @@ Rule = Callable[[Any, Sequence[Any]], tuple[Sequence[Any], Round | None]]
 
 
 def half_products(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
-    """``fun`` with the operands of products rounded to ``half``, accumulated in float32, and all else float32: T."""
+    """Return ``fun`` with the operands of products rounded to ``half``.
+
+    Products are accumulated in float32, and all else is float32.
+    """
     to_half = _rounding(half)
 
     def rule(eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], Round | None]:

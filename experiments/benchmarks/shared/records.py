@@ -28,7 +28,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timed(Config):
-    """Flags of what takes turns."""
+    """Flags of benchmarks that take turns."""
 
     rounds: int = 20
     """Rounds of timing."""
@@ -38,30 +38,30 @@ class Timed(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sized(Timed):
-    """Flags of what takes turns in any size; 0 is what suits the model and the device."""
+    """Flags of benchmarks that take turns, in any size; 0 suits the model and the device."""
 
     batch_size: int = 0
-    """Examples a step; 0 is what suits the model and the device."""
+    """Examples a step; 0 suits the model and the device."""
     sequence: int = 0
-    """Tokens a sequence; 0 is what suits the model and the device."""
+    """Tokens a sequence; 0 suits the model and the device."""
     layers: int = 0
-    """Layers; 0 is what suits the model and the device."""
+    """Layers; 0 suits the model and the device."""
     width: int = 0
-    """Width of the layers; 0 is what suits the model and the device."""
+    """Width of the layers; 0 suits the model and the device."""
     vocabulary: int = 0
-    """Tokens there are; 0 is what suits the model and the device."""
+    """Tokens there are; 0 suits the model and the device."""
 
     def sizes(self, on_gpu: Sizes, elsewhere: Sizes) -> Sizes:
         """Those of the device, but for what the flags give."""
-        own = on_gpu if jax.default_backend() == "gpu" else elsewhere
-        given = {"batch_size": self.batch_size, "length": self.sequence, "layers": self.layers, "width": self.width}
-        given["vocabulary"] = self.vocabulary
-        return dataclasses.replace(own, **{name: value for name, value in given.items() if value})
+        defaults = on_gpu if jax.default_backend() == "gpu" else elsewhere
+        changes = {"batch_size": self.batch_size, "length": self.sequence, "layers": self.layers, "width": self.width}
+        changes["vocabulary"] = self.vocabulary
+        return dataclasses.replace(defaults, **{name: value for name, value in changes.items() if value})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Small(Config):
-    """The flag of what can be made small."""
+    """The flag of benchmarks that can be made small."""
 
     smoke: tyro.conf.FlagCreatePairsOff[bool] = False
     """Small sizes, on any device: to see that everything runs. Its figures mean nothing."""
@@ -69,7 +69,7 @@ class Small(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Absent(Config):
-    """The flag of what can be had of a GPU that is not there."""
+    """The flag of benchmarks that compile for an absent GPU."""
 
     device: Annotated[str | None, tyro.conf.arg(metavar="GPU", help_behavior_hint="(default: run on this one)")] = None
     """A GPU that is not there, h200 say, to compile for; nothing is run."""
@@ -77,7 +77,7 @@ class Absent(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pieces(Config):
-    """The flag of what can be had in pieces."""
+    """The flag of benchmarks that run in pieces."""
 
     minutes: float = 0.0
     """Start nothing new after so many minutes; the same command goes on from there. 0 is no limit."""

@@ -1,4 +1,6 @@
-"""A full train step without loss scaling, and with each of the libraries that offer it, used as its documentation says.
+"""Build a full train step without loss scaling, and with that of each library.
+
+Each library is used as its documentation says.
 
 Every function takes a loss function (see :data:`experiments.models.workloads.LossFn`), an optimizer and
 ``init(key) -> (params, model state)``, and returns ``start() -> state`` and ``step(state, batch) -> (state, loss)``,
@@ -57,7 +59,9 @@ def with_jaxmp(
 
 
 def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
-    """After jmp's README, "Loss scaling", but with a float32 scale: the float16 one of that text raises in adjust.
+    """Follow "Loss scaling" in jmp's README, with a float32 scale.
+
+    The float16 scale of that text raises in adjust.
 
     The state has the scale's two numbers in place of the object, which can be called but not lowered.
     """
@@ -78,9 +82,9 @@ def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> t
         updates, new_opt_state = tx.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_opt_state, new_model_state
         finite = jmp.all_finite(grads)
-        kept = jmp.select_tree(finite, new, (params, opt_state, model_state))
+        selected = jmp.select_tree(finite, new, (params, opt_state, model_state))
         loss_scale = loss_scale.adjust(finite)
-        return (kept, (loss_scale.loss_scale, loss_scale.counter)), loss
+        return (selected, (loss_scale.loss_scale, loss_scale.counter)), loss
 
     return lambda: (inner_start(), (jnp.float32(2**15), jnp.int32(0))), step
 

@@ -1,1 +1,4 @@
-"""A whole train step in mixed precision: jaxmp, JAX by hand, jmp, flax and torch, on one GPU, in one run."""
+"""Measure a whole train step in mixed precision on one GPU, in one run.
+
+The rows are jaxmp, JAX by hand, jmp, flax and torch.
+"""

@@ -32,7 +32,7 @@ LIMITS = {
     "gpt2": Limits(0.93, 0.82, 0.62, 10, 3.2, 0.75),
 }
 REMAT_TIME, SCALING, AUTOCAST, TENSOR_FLOPS = 1.08, 1.005, 1.01, 0.99
-"""Of every model: the time that remat may cost, that loss scaling may, that autocast may; the share in half."""
+"""Limits for every model: the time ratio of remat, of loss scaling, of autocast; the share of FLOPs in half."""
 
 
 class Recorded(NamedTuple):
@@ -53,7 +53,7 @@ def goals(results: Results) -> list[Goal]:
     limits = LIMITS[results.about["model"]]
     ours = results.fastest("train", "jaxmp-bf16", "jaxmp-fp16") or "jaxmp-bf16"
     torch = results.reference("train") or ""  # which is no row: it has no figures
-    own, peer = ROWS[ours].label, ROWS[torch].label if torch else "torch.compile AMP"
+    label, peer = ROWS[ours].label, ROWS[torch].label if torch else "torch.compile AMP"
 
     def time(row: str, other: str) -> float | None:
         ratio = results.ratio("train", row, other)
@@ -73,9 +73,9 @@ def goals(results: Results) -> list[Goal]:
     less = saved(memory(ours, "hand-fp32"))
     flops = results.figures("train", ours).get("flops") or {}
     half = share(flops.get("bfloat16", 0) + flops.get("float16", 0), sum(flops.values()))  # TF32 is not half
-    found = [
-        Goal("time", f"step time of {own} / {peer}", time(ours, torch), limits.time),
-        Goal("memory", f"peak memory of {own} / {peer}", memory(ours, torch), limits.memory),
+    judged = [
+        Goal("time", f"step time of {label} / {peer}", time(ours, torch), limits.time),
+        Goal("memory", f"peak memory of {label} / {peer}", memory(ours, torch), limits.memory),
         Goal("remat_memory", "peak memory with remat / torch.compile AMP", memory(remat, torch), limits.remat_memory),
         Goal("remat_time", "step time with remat / without", time(remat, "jaxmp-bf16"), REMAT_TIME),
         over("fp32", "fp32 without tensor cores", limits.over_fp32),
@@ -86,7 +86,7 @@ def goals(results: Results) -> list[Goal]:
         Goal("autocast", f"{autocast} the same model with a policy", time(auto, "jaxmp-bf16"), AUTOCAST),
         Goal("half", "share of FLOPs on tensor cores in half", half, TENSOR_FLOPS, least=True),
     ]
-    return [goal for goal in found if limits.remat_memory is not None or "remat" not in goal.key]
+    return [goal for goal in judged if limits.remat_memory is not None or "remat" not in goal.key]
 
 
 def sentences(results: Results) -> list[str]:

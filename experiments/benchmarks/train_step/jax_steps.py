@@ -1,4 +1,6 @@
-"""The rows of benchmarks.train_step that are JAX's: whole train steps and forward passes, each as its users write it.
+"""Build the rows of benchmarks.train_step that are JAX's.
+
+They are whole train steps and forward passes, each as its users write it.
 
 jaxmp: a model without a dtype under `jaxmp.linen.apply_policy`, and `make_train_step`. autocast: the same model as it
 is, and `make_train_step(policy=…)`. By hand, jmp and flax: :mod:`experiments.models.by_hand` in an ordinary
@@ -39,7 +41,10 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
-    """``start() -> state`` and ``step(state, batch) -> (state, loss)``, not yet jitted; the state may be donated."""
+    """Return ``start() -> state`` and ``step(state, batch) -> (state, loss)``.
+
+    They are not jitted yet; the state may be donated.
+    """
     tx = optimizer()
     if row.library in ("jaxmp", "autocast"):
         case = workload(case.name, case.sizes, row.remat)
@@ -62,7 +67,9 @@ def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
 
 
 def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
-    """``start() -> variables`` and ``forward(variables, inputs) -> logits``, which have the dtype of the products.
+    """Return ``start() -> variables`` and ``forward(variables, inputs) -> logits``.
+
+    The logits have the dtype of the products.
 
     The logits have the padding of the vocabulary, as those by hand and torch's do: to cut it off is to copy them.
     """
@@ -114,7 +121,10 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
 
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:
-    """FLOPs of a train step's products by dtype, attention's too: counted on the form that hides none in a kernel."""
+    """Return the FLOPs of a train step's products by dtype, attention's too.
+
+    They are counted on the form that hides none in a kernel.
+    """
     start, step = train_step(case, row)
     with attention.implementation("portable"):
         return flops.count(step, jax.eval_shape(start), case.batch)

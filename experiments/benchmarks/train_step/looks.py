@@ -1,4 +1,7 @@
-"""Looks beside the table of benchmarks.train_step: where half precision stops paying, a busy host, what runs at all."""
+"""Look where half precision stops paying, at a busy host, and at what runs.
+
+These figures stand beside the table of benchmarks.train_step.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +67,10 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     with turns.caches_in(folder / "cache"), Progress(look, len(cases)) as progress:
         for record, value, case in cases:
             find = functools.partial(_points, case, config, value, progress)
-            if found := has.get(record, find, progress, sizes=dataclasses.asdict(case.sizes)):
+            if measured := has.get(record, find, progress, sizes=dataclasses.asdict(case.sizes)):
                 whole = case if look == "run" else case_of(case.name, config)
                 about = {"axis": look, "text": whole.text, "points": []}
-                results.setdefault(case.name, about)["points"] += found["points"]
+                results.setdefault(case.name, about)["points"] += measured["points"]
     where = kept.joined(has.environments) if results else has.where
     titles = {"busy": f"A train step while {os.cpu_count()} cores are busy", "run": "What runs in models of one block"}
     title = titles.get(look, f"Half precision by {look}")
@@ -90,29 +93,35 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
     errors |= failed
     rounds, block_ms = config.length
     labels, blocks = (("idle", "busy"), min(BUSY_BLOCKS, rounds)) if config.look == "busy" else ((value,), 1)
-    found: dict[str, dict[str, list[float]]] = {label: {} for label in labels}
+    times_by_label: dict[str, dict[str, list[float]]] = {label: {} for label in labels}
     for _ in range(blocks):
-        for label, times in found.items():
+        for label, times in times_by_label.items():
             progress.advance(0, f"timing, {label}", case.name)
             with processes.busy_cores() if label == "busy" else contextlib.nullcontext():
                 timed = turns.together(prepared, -(-rounds // blocks), block_ms) if prepared else {}
-            for key, each in timed.items():
-                times.setdefault(key, []).extend(each.get("milliseconds", []))
-                errors |= {key: why} if (why := each.get("error") or turns.broken(each)) else {}
+            for key, row in timed.items():
+                times.setdefault(key, []).extend(row.get("milliseconds", []))
+                errors |= {key: why} if (why := row.get("error") or turns.broken(row)) else {}
     prepared.clear()
     measure.start_anew(there.values())
-    sound = {label: {key: own for key, own in times.items() if key not in errors} for label, times in found.items()}
-    points = [{"value": label, "milliseconds": own, "errors": errors} for label, own in sound.items()]
+    sound = {
+        label: {key: time for key, time in times.items() if key not in errors}
+        for label, times in times_by_label.items()
+    }
+    points = [{"value": label, "milliseconds": times, "errors": errors} for label, times in sound.items()]
     return {"points": points, **({"error": "of a row"} if set(errors) & set(there) else {})}  # it is tried again
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Milliseconds of each row at each point, and below where half precision pays, or what busy cores cost."""
+    """Return the milliseconds of each row at each point.
+
+    The lines below say where half precision pays, or what busy cores cost.
+    """
     points, axis = result["points"], result["axis"]
     keys = list(dict.fromkeys(key for point in points for key in (*point["milliseconds"], *point["errors"])))
     rows = []
     for point in points:
-        times = {key: timing.quartiles(own)[1] for key, own in point["milliseconds"].items()}
+        times = {key: timing.quartiles(times)[1] for key, times in point["milliseconds"].items()}
         cells = (f"{times[key]:.4g}" if key in times else point["errors"].get(key, "") for key in keys)
         rows.append((point["value"], *cells))
     half = [key for key in keys if ROWS[key].precision in jax_steps.HALF]
@@ -124,16 +133,16 @@ def table(result: dict[str, Any]) -> Table:
 def busy_notes(points: list[Point]) -> list[str]:
     """Return a table of each row's time while the cores are busy."""
     idle, busy = (point["milliseconds"] for point in points)
-    return [f"{ROWS[key].label}: {timing.ratio(busy[key], own)[1]:.3f}× on busy cores" for key, own in idle.items()]
+    return [f"{ROWS[key].label}: {timing.ratio(busy[key], times)[1]:.3f}× on busy cores" for key, times in idle.items()]
 
 
 def gain_note(points: list[Point], key: str, axis: str) -> str:
     """Return a table of half precision's gain over TF32 at each width or depth."""
     gains = []
     for point in points:
-        own, base = (point["milliseconds"].get(each) for each in (key, BASE))
-        if own and base:
-            gain = timing.ratio(base, own)[1]
+        time, base = (point["milliseconds"].get(row) for row in (key, BASE))
+        if time and base:
+            gain = timing.ratio(base, time)[1]
             gains.append(f"{gain:.2f}× at {point['value']}{' (does not pay)' if gain <= 1 else ''}")
         else:
             gains.append(f"not measured at {point['value']}")

@@ -67,19 +67,19 @@ def alone(case: Workload, row: Row, passes: Iterable[Pass], seconds: float) -> d
 
     A process's peak never falls, and a train step's is the higher.
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for which in sorted(passes):  # "forward" before "train"
         if which == "forward" and not row.forward:
             continue
         prepared: Prepared | None = None
         try:
             prepared = prepare(case, row, which)
-            found[which] = describe(case, row, which, prepared, seconds)
+            figures[which] = describe(case, row, which, prepared, seconds)
         except Exception as error:  # whatever a library raises: the other pass and the other rows go on
-            found[which] = {"error": failed(error)}
+            figures[which] = {"error": failed(error)}
         prepared = None
         gc.collect()
-    return found
+    return figures
 
 
 def prepare_all(

@@ -1,4 +1,4 @@
-"""The tables, the goals and the picture of what lies in a run folder of benchmarks.train_step."""
+"""Write the tables, the goals and the picture of a run folder of benchmarks.train_step."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def table(results: Results, which: Pass) -> Table:
     for key, row in rows_of(results.about["model"]).items():
         if which == "forward" and not row.forward:
             continue
-        found = results.figures(which, key)
-        error = found.get("error") or (f"not installed: {row.missing}" if row.missing and not found else "")
-        if found or error:
+        figures = results.figures(which, key)
+        error = figures.get("error") or (f"not installed: {row.missing}" if row.missing and not figures else "")
+        if figures or error:
             rows.append((row.label, *([error] if error else _cells(results, which, key))))
     notes = train_step_goals.sentences(results) if which == "train" else []
     title = titled(f"{results.about['text']}: {TITLES[which]}", results.about["setting"]["smoke"])
@@ -48,45 +48,47 @@ def table(results: Results, which: Pass) -> Table:
 
 
 def _cells(results: Results, which: Pass, key: str) -> list[str]:
-    found, reference = results.figures(which, key), results.reference(which)
-    ms = found["ms"][1] if "ms" in found else None
+    figures, reference = results.figures(which, key), results.reference(which)
+    ms = figures["ms"][1] if "ms" in figures else None
     ratio = results.ratio(which, key, reference) if reference else None
-    memory, compiled = results.memory(which, key), found.get("compiled_bytes")
+    memory, compiled = results.memory(which, key), figures.get("compiled_bytes")
     other = results.memory(which, reference) if reference else None
     return [
         cell(ms, ".4g"),
-        spread(found["ms"], ".4g") if ms else "",
+        spread(figures["ms"], ".4g") if ms else "",
         cell(ratio and ratio[1], ".3f"),
         cell(ms and 1000 * results.about["items"] / ms, ",.0f"),
-        cell(memory and memory / 2**20, ",.1f") + (" c" if memory and found.get("peak") is None else ""),
+        cell(memory and memory / 2**20, ",.1f") + (" c" if memory and figures.get("peak") is None else ""),
         cell(share(memory, other), ".3f"),
         cell(compiled and compiled / 2**20, ",.1f"),
         cell(results.utilisation(which, key), ".1%"),
-        cell(found.get("tensor_flops"), ".1%"),
-        cell(found.get("tensor_time"), ".1%"),
-        cell(found.get("joules"), ".3g"),
-        cell(found.get("compile_seconds"), ".1f"),
+        cell(figures.get("tensor_flops"), ".1%"),
+        cell(figures.get("tensor_time"), ".1%"),
+        cell(figures.get("joules"), ".3g"),
+        cell(figures.get("compile_seconds"), ".1f"),
     ]
 
 
 def write(folder: Path) -> dict[str, Results]:
-    """Writes train_step.md, .json and .png of what lies in a run folder, if there is anything, and shows it.
+    """Write train_step.md, .json and .png of a run folder, and show the tables.
+
+    An empty folder gets none.
 
     Raises:
-      ValueError: a file is no result of a run.
+      ValueError: a file is not a result of a run.
     """
     results = read(folder)
     if not results:
         return results
-    where = kept.joined([each.about["environment"] for each in results.values()])
+    where = kept.joined([of_model.about["environment"] for of_model in results.values()])
     ceilings = next(iter(results.values())).ceiling
     tables, models = [], {}
-    for name, each in results.items():
-        passes = each.passes()
-        tables += [table(each, which) for which in passes]
-        about = {key: each.about[key] for key in ("text", "sizes", "items", "unit", "model_flops", "environment")}
-        figures = {which: {key: each.figures(which, key) for key in rows_of(name)} for which in passes}
-        models[name] = {**about, "goals": train_step_goals.sentences(each), **figures, "turns": each.turns}
+    for name, of_model in results.items():
+        passes = of_model.passes()
+        tables += [table(of_model, which) for which in passes]
+        about = {key: of_model.about[key] for key in ("text", "sizes", "items", "unit", "model_flops", "environment")}
+        figures = {which: {key: of_model.figures(which, key) for key in rows_of(name)} for which in passes}
+        models[name] = {**about, "goals": train_step_goals.sentences(of_model), **figures, "turns": of_model.turns}
     grid = list(zip(*map(pictures, results.values()), strict=True))
     text, data = [EXPLANATION, ceiling.sentence(ceilings)], {"ceiling": ceilings, "models": models}
     title, shows = "A train step in mixed precision", "milliseconds and peak memory of a train step"
@@ -94,15 +96,15 @@ def write(folder: Path) -> dict[str, Results]:
     return results
 
 
-def pictures(each: Results) -> tuple[plots.Panel, plots.Panel]:
+def pictures(results: Results) -> tuple[plots.Panel, plots.Panel]:
     """Each row's milliseconds, and its peak memory: jaxmp, other JAX and torch told apart."""
-    keys = [key for key in rows_of(each.about["model"]) if each.figures("train", key)]
+    keys = [key for key in rows_of(results.about["model"]) if results.figures("train", key)]
     rows = [ROWS[key] for key in keys]
     colors = [
         plots.COLORS[5 if row.torch else 2 if row.library in ("jaxmp", "autocast", "unprepared") else 6] for row in rows
     ]
-    times = {ROWS[key].label: each.figures("train", key).get("ms", (None, None))[1] for key in keys}
-    memory = {ROWS[key].label: each.memory("train", key) for key in keys}
+    times = {ROWS[key].label: results.figures("train", key).get("ms", (None, None))[1] for key in keys}
+    memory = {ROWS[key].label: results.memory("train", key) for key in keys}
     sizes = {label: bytes_ and bytes_ / 2**30 for label, bytes_ in memory.items()}
-    title = each.about["text"]
+    title = results.about["text"]
     return plots.Panel(title, "ms", times, colors=colors), plots.Panel(title, "peak, GiB", sizes, colors=colors)

@@ -34,42 +34,45 @@ class Results:
 
     def passes(self) -> list[Pass]:
         """Those that have figures."""
-        found = {*self.turns, *(which for row in self.alone.values() for which in row)}
-        return [which for which in get_args(Pass) if which in found]
+        passes = {*self.turns, *(which for row in self.alone.values() for which in row)}
+        return [which for which in get_args(Pass) if which in passes]
 
     def figures(self, which: Pass, row: str) -> dict[str, Any]:
         """Return the figures of a row's pass, from the newest rounds and alone."""
         alone = self.alone.get(row, {})
-        found = {**alone.get(which, {}), **({"error": alone["error"]} if "error" in alone else {})}
+        figures = {**alone.get(which, {}), **({"error": alone["error"]} if "error" in alone else {})}
         for turns in self.turns.get(which, []):
-            own = turns.get(row, {})
-            if "milliseconds" in own:
-                found.pop("error", None)
-            if "milliseconds" in own or "milliseconds" not in found:  # times count more than why there were none
-                found |= own
-        if why := broken(found):
-            found["error"] = why
-        if "milliseconds" in found and "error" not in found:
-            found["ms"] = timing.quartiles(found["milliseconds"])
-        return found
+            turn = turns.get(row, {})
+            if "milliseconds" in turn:
+                figures.pop("error", None)
+            if "milliseconds" in turn or "milliseconds" not in figures:  # times count more than why there were none
+                figures |= turn
+        if why := broken(figures):
+            figures["error"] = why
+        if "milliseconds" in figures and "error" not in figures:
+            figures["ms"] = timing.quartiles(figures["milliseconds"])
+        return figures
 
     def failed(self) -> list[str]:
         """The rows that have an error in place of figures."""
         return [row for row in self.alone if any("error" in self.figures(which, row) for which in self.passes())]
 
     def memory(self, which: Pass, row: str) -> int | None:
-        """A row's peak in bytes, or what its program needs where the device does not count; None of a broken step."""
-        found = self.figures(which, row)
-        if broken(found):
+        """Return a row's peak in bytes, or what its program needs.
+
+        The latter where the device does not count; None for a broken step.
+        """
+        figures = self.figures(which, row)
+        if broken(figures):
             return None
-        return found.get("compiled_bytes") if found.get("peak") is None else found["peak"]
+        return figures.get("compiled_bytes") if figures.get("peak") is None else figures["peak"]
 
     def ratio(self, which: Pass, row: str, other: str) -> tuple[float, float, float] | None:
         """Quartiles of a row's time over another's, round for round, in the newest rounds that have both."""
         for turns in reversed(self.turns.get(which, [])):
-            own, others = (turns.get(name, {}) for name in (row, other))
-            a, b = own.get("milliseconds"), others.get("milliseconds")
-            if a and b and not broken(own) and not broken(others):
+            times, others = (turns.get(name, {}) for name in (row, other))
+            a, b = times.get("milliseconds"), others.get("milliseconds")
+            if a and b and not broken(times) and not broken(others):
                 return timing.ratio(a, b)
         return None
 
@@ -85,11 +88,11 @@ class Results:
     def utilisation(self, which: Pass, row: str) -> float | None:
         """The model's FLOPs a second, as a share of the fastest product of the row's dtype."""
         best = self.ceiling.get("best", {}).get(ROWS[row].precision)
-        found = self.figures(which, row)
-        if best is None or "ms" not in found:
+        figures = self.figures(which, row)
+        if best is None or "ms" not in figures:
             return None
         flops = self.about["model_flops"] / (1 if which == "train" else 3)
-        return flops / found["ms"][1] / 1e9 / best
+        return flops / figures["ms"][1] / 1e9 / best
 
 
 def read(folder: Path) -> dict[str, Results]:
@@ -99,10 +102,10 @@ def read(folder: Path) -> dict[str, Results]:
     for name in NAMES:
         alone = [kept.read(file) for file in folder.glob(f"alone-{name}-*.json")]
         turns = [kept.read(file) for file in folder.glob(f"together-{name}-*.json")]
-        if found := sorted(alone + turns, key=lambda each: each["measured"]):
+        if records := sorted(alone + turns, key=lambda record: record["measured"]):
             by_pass: dict[Pass, list[Any]] = {}
-            for each in sorted(turns, key=lambda each: each["measured"]):
-                by_pass.setdefault(each["pass"], []).append(each["rows"])
-            about = {**found[-1], "environment": kept.joined([each["environment"] for each in found])}
-            results[name] = Results(about, {each["row"]: each for each in alone}, by_pass, ceiling)
+            for record in sorted(turns, key=lambda record: record["measured"]):
+                by_pass.setdefault(record["pass"], []).append(record["rows"])
+            about = {**records[-1], "environment": kept.joined([record["environment"] for record in records])}
+            results[name] = Results(about, {record["row"]: record for record in alone}, by_pass, ceiling)
     return results

@@ -1,4 +1,6 @@
-"""A whole train step in mixed precision: jaxmp, JAX by hand, jmp, flax and torch, on one GPU, in one run.
+"""Measure a whole train step in mixed precision on one GPU, in one run.
+
+The rows are jaxmp, JAX by hand, jmp, flax and torch.
 
 python -m experiments.benchmarks.train_step --run-dir runs/train_step
 
@@ -111,7 +113,7 @@ class Measurement:
     def _together(self, case: Workload, which: Pass, progress: Progress) -> None:
         able, name = self._turns(case, which)
         again = f"{name}-again"  # each try may have times that the other has not
-        tries = [found["rows"] for found in (self.has.read(name), self.has.read(again)) if found]
+        tries = [record["rows"] for record in (self.has.read(name), self.has.read(again)) if record]
         rounds, block_ms = self.config.length
         seconds = len(able) * (READY_SECONDS + rounds * block_ms / 1000)
         if not able or (tries and not _to_try_again(tries)) or self.has.clock.late(seconds):
@@ -121,28 +123,28 @@ class Measurement:
         def tell(i: int) -> None:
             progress.advance(0, f"timing, in turn: round {max(i, 0) + 1} of {rounds}", case.name)
 
-        found = turns.together(prepared, rounds, block_ms, tell)
+        figures = turns.together(prepared, rounds, block_ms, tell)
         prepared.clear()
         measure.start_anew(able.values())
-        found |= {key: {"error": f"{why} beside the other rows"} for key, why in errors.items()}
-        self._save(again if tries else name, case, {"pass": which, "rows": found})
+        figures |= {key: {"error": f"{why} beside the other rows"} for key, why in errors.items()}
+        self._save(again if tries else name, case, {"pass": which, "rows": figures})
 
-    def _save(self, name: str, case: Workload, found: dict[str, Any]) -> None:
+    def _save(self, name: str, case: Workload, figures: dict[str, Any]) -> None:
         sizes = dataclasses.asdict(case.sizes)
         about = {**case.facts, "sizes": sizes, "model_flops": jax_steps.model_flops(case)}
         about["measured"] = datetime.datetime.now().isoformat(timespec="seconds")
-        self.has.save(name, {**about, **found}, sizes=sizes)
+        self.has.save(name, {**about, **figures}, sizes=sizes)
 
     def _known(self, case: Workload, key: str) -> dict[str, Any]:
         """Return the figures of a row alone by pass, or an error of all."""
-        found = self.has.read(f"alone-{case.name}-{key}")
-        return {name: found[name] for name in ("train", "forward", "error") if name in found}
+        record = self.has.read(f"alone-{case.name}-{key}")
+        return {name: record[name] for name in ("train", "forward", "error") if name in record}
 
     def _not_yet(self, case: Workload, key: str, row: Row) -> list[Pass]:
-        """The passes that the flags ask for and of which a row alone has no figures: those that failed, too."""
+        """Return the passes without figures of a row alone that the flags ask for, also failed ones."""
         known = self._known(case, key)
-        asked: list[Pass] = [which for which in self.config.passes if which == "train" or row.forward]
-        return [which for which in asked if "error" in known.get(which, {"error": ""})]
+        passes: list[Pass] = [which for which in self.config.passes if which == "train" or row.forward]
+        return [which for which in passes if "error" in known.get(which, {"error": ""})]
 
 
 def _to_try_again(tries: list[dict[str, Any]]) -> bool:
@@ -206,7 +208,7 @@ def main(config: Config) -> Any:
             raise ValueError(_why_nothing(config, folder))
     if measurement:
         measurement.has.end()
-    wrong = [row for each in results.values() for row in each.failed()] if config.smoke else []
+    wrong = [row for of_model in results.values() for row in of_model.failed()] if config.smoke else []
     if wrong:
         cli.fail(f"a smoke test is to see that everything runs, but {', '.join(wrong)} did not; see above", 1)
     return results
@@ -217,5 +219,5 @@ def _why_nothing(config: Config, folder: Path) -> str:
         return f"a report is of what was measured, but in {folder} is nothing"
     rows = [row for name in config.models for row in rows_of(name, config.rows).values()]
     missing = dict.fromkeys(f"{row.label} (not installed: {row.missing})" for row in rows if row.missing)
-    asked = (f"--{name} {' '.join(getattr(config, name))}" for name in ("rows", "models", "passes"))
-    return f"{' '.join(asked)}: there is nothing to measure{': ' + ', '.join(missing) if missing else ''}; see --list"
+    flags = (f"--{name} {' '.join(getattr(config, name))}" for name in ("rows", "models", "passes"))
+    return f"{' '.join(flags)}: there is nothing to measure{': ' + ', '.join(missing) if missing else ''}; see --list"

@@ -44,7 +44,10 @@ def device() -> torch.device:
 
 
 def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
-    """A whole train step on a batch of the host: forward, backward, clipping, AdamW, and in fp16 the GradScaler."""
+    """Return a whole train step on a batch of the host.
+
+    It has forward, backward, clipping, AdamW, and in fp16 the GradScaler.
+    """
     model, (inputs, labels) = _build(case, row), _on_device(case, batch)
     loss_of: Callable[..., torch.Tensor] = in_torch.loss_of
     if row.library != "torch":
@@ -82,9 +85,12 @@ def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[
 
 
 def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepared:
-    """A layer of width × 4·width, or so many of GPT-2's blocks, with the gradients, on random numbers in bfloat16."""
-    own = [in_torch.Block(width, max(1, width // 64), causal=True) for _ in range(blocks)]
-    model = torch.nn.Sequential(*(own or [torch.nn.Linear(width, 4 * width, bias=False)]))
+    """Run a layer of width × 4·width, or some blocks of GPT-2, with gradients.
+
+    The inputs are random numbers in bfloat16.
+    """
+    stack = [in_torch.Block(width, max(1, width // 64), causal=True) for _ in range(blocks)]
+    model = torch.nn.Sequential(*(stack or [torch.nn.Linear(width, 4 * width, bias=False)]))
     model = in_torch.of_library(model, row.library).to(device())
     call = torch.compile(model, dynamic=False)
     x = torch.randn(*shape, width, device=device(), dtype=torch.bfloat16, requires_grad=True)
@@ -103,7 +109,7 @@ def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepare
 def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray]) -> Prepared:
     """A row's train step or forward pass after its first call, which compiles what is to be compiled.
 
-    :func:`peak` begins anew: what cuDNN and torch.compile needed to try kernels is no part of a step.
+    :func:`peak` begins anew: what cuDNN and torch.compile needed to try kernels is not part of a step.
     """
     torch.backends.cudnn.benchmark = True
     run = (train_step if which == "train" else forward)(case, row, batch)
@@ -121,7 +127,9 @@ def peak() -> int | None:
 
 
 def start_anew() -> None:
-    """Forgets what torch.compile made and gives unused memory back; whoever took turns takes none any more.
+    """Forget what torch.compile made, and give unused memory back.
+
+    Steps that took turns can take none after this.
 
     torch.compile counts the programs of one function, whatever they are made for, and gives up after a few: another
     model begins anew.
@@ -144,14 +152,14 @@ def _on_device(case: Workload, batch: dict[str, np.ndarray]) -> tuple[torch.Tens
 
 @contextlib.contextmanager
 def _autocast(row: Row) -> Iterator[None]:
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if row.precision in HALF:
-            held.enter_context(torch.autocast(device().type, HALF[row.precision]))
+            stack.enter_context(torch.autocast(device().type, HALF[row.precision]))
         if row.library == "transformer_engine":
             from transformer_engine import pytorch as te
             from transformer_engine.common import recipe
 
-            held.enter_context(te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()))
+            stack.enter_context(te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()))
         yield
 
 

@@ -48,23 +48,23 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         copies = nnx.unflatten(graphdef, values, index_ref=inside)
         arrays = {index: _arrays_of(node) for index, node in inside.items() if is_variable(node)}
         args, kwargs = fill(plain, copies)
-        results, made, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
+        results, new_objects, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
 
         maps: dict[str, Any] = {"ref_index": RefMap(), "ref_outer_index": RefMap.from_indexmap(inside), "graph": True}
         structure, after = nnx.flatten(copies, **maps)
-        made_structure, made_state = nnx.flatten(made, **maps) if made else (None, [])
+        new_structure, new_state = nnx.flatten(new_objects, **maps) if new_objects else (None, [])
         indices = [maps["ref_outer_index"].get(leaf) for _, leaf in after]
         written = {}
         for n, (index, (_, leaf)) in enumerate(zip(indices, after, strict=True)):
             if index is None or _is_new(leaf, arrays[index]):
                 written[n] = value_of(leaf)
         is_same = None not in indices and structure == graphdef.with_same_outer_index()
-        changes = _Changes(None if is_same else structure, indices, made_structure, fill_results)
-        return (results, [value_of(leaf) for _, leaf in made_state], changes), written
+        changes = _Changes(None if is_same else structure, indices, new_structure, fill_results)
+        return (results, [value_of(leaf) for _, leaf in new_state], changes), written
 
     def write(results: Any, written: dict[int, Any]) -> Any:
-        results, made, changes = results
-        return changes.carry_out(outside, results, made, written)
+        results, new_objects, changes = results
+        return changes.carry_out(outside, results, new_objects, written)
 
     return ArrayCall(pure, (plain, [value_of(leaf) for _, leaf in state]), write, (tree, graphdef))
 
@@ -76,16 +76,16 @@ class _Changes:
     Attributes:
       structure: of its arguments afterwards; None if only Variables have changed.
       indices: for each leaf of the arguments, its number before the call; None if it is new.
-      made: the structure of the new objects among its results; None if there are none.
+      new_structure: the structure of the new objects among its results; None if there are none.
       fill: puts the new objects among the other results.
     """
 
     structure: Any
     indices: list[Any]
-    made: Any
+    new_structure: Any
     fill: Callable[..., Any]
 
-    def carry_out(self, outside: IndexMap, results: Any, made: list[Any], written: dict[int, Any]) -> Any:
+    def carry_out(self, outside: IndexMap, results: Any, new_objects: list[Any], written: dict[int, Any]) -> Any:
         """Change the objects of a call, and return its results."""
         known: Any = outside
         if self.structure is None:
@@ -98,10 +98,11 @@ class _Changes:
             known = IndexMap()
             values = [written[n] if n in written else outside[index] for n, index in enumerate(self.indices)]
             nnx.unflatten(self.structure, values, index_ref=known, outer_index_outer_ref=outside)
-        if self.made is None:
+        if self.new_structure is None:
             return self.fill(results, {})
         return self.fill(
-            results, nnx.unflatten(self.made, made, index_ref=IndexMap(known), outer_index_outer_ref=outside)
+            results,
+            nnx.unflatten(self.new_structure, new_objects, index_ref=IndexMap(known), outer_index_outer_ref=outside),
         )
 
 

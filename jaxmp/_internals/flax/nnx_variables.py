@@ -76,25 +76,25 @@ def own(node: Any) -> Iterator[Any]:
 
 def own_variables(node: Any) -> list[nnx.Variable[Any]]:
     """Return the Variables that belong to a module itself."""
-    found: list[nnx.Variable[Any]] = []
+    variables: list[nnx.Variable[Any]] = []
     for name, value in vars(node).items() if is_pytree(node) else items(node):
         if (kind := type(value)) in PLAIN or name.startswith(OWN):
             continue
         if kind is nnx.Param or is_variable(value):
-            found.append(value)
+            variables.append(value)
         elif not is_module(value):
-            found += own_variables(value)
-    return found
+            variables += own_variables(value)
+    return variables
 
 
-def submodules(node: Any, seen: set[int] | None = None) -> Iterator[nnx.Module]:
+def submodules(node: Any, visited: set[int] | None = None) -> Iterator[nnx.Module]:
     """Yield all modules below a module, once."""
-    seen = {id(node)} if seen is None else seen
+    visited = {id(node)} if visited is None else visited
     for value in own(node):
-        if is_module(value) and id(value) not in seen:
-            seen.add(id(value))
+        if is_module(value) and id(value) not in visited:
+            visited.add(id(value))
             yield value
-            yield from submodules(value, seen)
+            yield from submodules(value, visited)
 
 
 def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
@@ -103,15 +103,15 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
     Paths are those of ``nnx.iter_modules``, with indices as strings.
     """
     stack: list[tuple[tuple[str, ...], Any]] = [((), root)]
-    seen = set[int]()
+    visited = set[int]()
     while stack:
         path, node = stack.pop()
         # Flax sorts all by name, and wraps each.
         is_plain = is_pytree(node) and not has_int_keys(node)
         impl = None if is_plain else nnx.graphlib.get_node_impl(node)
-        if id(node) in seen or not (is_plain or impl):
+        if id(node) in visited or not (is_plain or impl):
             continue
-        seen.add(id(node))
+        visited.add(id(node))
         if _is_any_module(node):
             yield path, node
         within: dict[Any, Any] = vars(node) if impl is None else impl.node_dict(node)

@@ -21,19 +21,19 @@ from jax.dtypes import float0
 from jaxmp._internals.jax.equations import Bodies, Opened, asks_for_highest, in_dtype_of_scatter, opened, shape_of
 from jaxmp._internals.jax.walk import PRODUCTS
 
-Values = Sequence[Any]
-Body = Callable[..., list[Any]]
+Arrays = Sequence[Any]
+BodyFunction = Callable[..., list[Any]]
 
 
-class Rule(NamedTuple):
+class RuleEvaluation(NamedTuple):
     """How derivative rules are evaluated."""
 
     # Takes an open jaxpr with its constants, its operands, and the dtypes of its results (None: as they come).
-    evaluate: Callable[[Opened, Values, Sequence[Any]], list[Any]]
+    evaluate: Callable[[Opened, Arrays, Sequence[Any]], list[Any]]
     tracing: Callable[[], contextlib.AbstractContextManager[None]]  # a context in which the author's rule is traced
 
 
-def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> Body:
+def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: RuleEvaluation) -> BodyFunction:
     """Return ``eqn`` with ``functions`` for its bodies, as a function of its flat operands.
 
     Args:
@@ -49,7 +49,7 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> 
     if name in _OPENED:
         return functions[0]
     if name == "jit":
-        return _jit(params, functions[0])
+        return _rebuilt_jit(params, functions[0])
     if name == "remat2":
         return functools.partial(_remat, eqn, functions[0])
     if name in _WITH_RULES:
@@ -57,26 +57,26 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> 
     return functools.partial(_REBUILT[name], params, bodies, functions)
 
 
-def bound(eqn: Any, operands: Values, params: Any) -> list[Any]:
+def bind_equation(eqn: Any, operands: Arrays, params: Any) -> list[Any]:
     """Bind an equation with other parameters to other operands, and return its results."""
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Values) -> list[Any]:
+def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Arrays) -> list[Any]:
     """Apply a ``custom_linear_solve`` to operands of other dtypes, its parts by ``evaluate``."""
     jaxprs, consts, rest = eqn.params["jaxprs"], {}, list(operands)
     for name, length in eqn.params["const_lengths"]._asdict().items():
         consts[name], rest = rest[:length], rest[length:]
     size, has_more = len(rest), len(eqn.outvars) > len(rest)
 
-    def body(name: str, args: Values) -> list[Any]:
+    def body(name: str, args: Arrays) -> list[Any]:
         jaxpr = opened(getattr(jaxprs, name))
         more = [None] * (len(jaxpr[0].outvars) - size)
         return evaluate(jaxpr, [*consts[name], *args], [*(value.dtype for value in rest), *more])
 
     def solved(name: str) -> Any:
-        def solve(_: Any, values: Values) -> Any:
+        def solve(_: Any, values: Arrays) -> Any:
             out = body(name, values)
             return (out[:size], out[size:]) if has_more else out
 
@@ -120,19 +120,19 @@ def _compiled_as(params: Any) -> dict[str, Any]:
     return options
 
 
-def _jit(params: Any, function: Body) -> Body:
+def _rebuilt_jit(params: Any, function: BodyFunction) -> BodyFunction:
     options = {"keep_unused": params["keep_unused"], **_compiled_as(params)}
     if params["inline"] is not False and getattr(params["inline"], "name", "") != "AUTO":  # an enum from 0.11.2 on
         options["inline"] = params["inline"]
     # A tuple, as the shardings of results are.
-    return jax.jit(named(lambda *args: tuple(function(*args)), params["name"]), **options)
+    return jax.jit(renamed(lambda *args: tuple(function(*args)), params["name"]), **options)
 
 
 def _is_unspecified(sharding: Any) -> bool:
     return type(sharding).__name__ == "UnspecifiedValue"
 
 
-def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return ``function`` under another name, which compiled programs and profiles show."""
 
     def call(*args: Any) -> Any:
@@ -148,7 +148,7 @@ def function_name(eqn: Any) -> str:
     return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
 
 
-def _composite(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+def _composite(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
     attributes = {name: jax.tree.unflatten(tree, leaves) for name, leaves, tree in params["attributes"]}
 
     def decomposition(*args: Any, **_: Any) -> list[Any]:
@@ -158,7 +158,7 @@ def _composite(params: Any, bodies: Bodies, functions: Sequence[Body], *operands
     return list(composite(*operands, **attributes))
 
 
-def _shard_map(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+def _shard_map(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
     mapped = jax.shard_map(
         lambda *args: tuple(functions[0](*args)),
         mesh=params["mesh"],
@@ -170,11 +170,11 @@ def _shard_map(params: Any, bodies: Bodies, functions: Sequence[Body], *operands
     return list(mapped(*operands))
 
 
-def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+def _rebuilt_scan(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
     stop = bodies.start + bodies.carry
     consts, init, xs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
 
-    def body(carry: Values, xs: Values) -> tuple[list[Any], list[Any]]:
+    def body(carry: Arrays, xs: Arrays) -> tuple[list[Any], list[Any]]:
         results = functions[0](*consts, *carry, *xs)
         return results[: bodies.carry], results[bodies.carry :]
 
@@ -184,18 +184,18 @@ def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any
     return [*carry, *ys]
 
 
-def _while(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+def _while(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
     consts, body_consts = operands[: bodies.consts], operands[bodies.consts : bodies.start]
     condition, _ = opened(bodies.jaxprs[0])
     is_batched = bool(condition.outvars[0].aval.shape)
 
-    def runs(carry: Values) -> Any:
+    def runs(carry: Arrays) -> Any:
         return functions[0](*consts, *carry)[0]
 
-    def turn(carry: Values) -> list[Any]:
+    def turn(carry: Arrays) -> list[Any]:
         return functions[1](*body_consts, *carry)
 
-    def turn_of_examples(carry: Values) -> list[Any]:
+    def turn_of_examples(carry: Arrays) -> list[Any]:
         """Only the examples that still run change, as JAX has it when it lowers a batched condition."""
         still_runs = runs(carry)
 
@@ -210,7 +210,7 @@ def _while(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: An
     return jax.lax.while_loop(runs, turn, list(operands[bodies.start :]))
 
 
-def _cond(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+def _cond(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
     index, *rest = operands
     if platforms := params.get("branches_platforms"):  # a branch for other devices may not compile for this one
         named = {name: function for names, function in zip(platforms, functions, strict=True) for name in names or ()}
@@ -224,13 +224,13 @@ _OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
 _REBUILT = {
     "composite": _composite,
     "shard_map": _shard_map,
-    "scan": _scan,
+    "scan": _rebuilt_scan,
     "while": _while,
     "cond": _cond,
 }
 
 
-def _remat(eqn: Any, function: Body, *operands: Any) -> list[Any]:
+def _remat(eqn: Any, function: BodyFunction, *operands: Any) -> list[Any]:
     """Bind it as it was: ``differentiated`` decides whether XLA may merge the recomputation."""
     jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
     prevent_cse = eqn.params["prevent_cse"]
@@ -243,7 +243,7 @@ def _remat(eqn: Any, function: Body, *operands: Any) -> list[Any]:
     return list(eqn.primitive.bind(*consts, *operands, **params))
 
 
-def _evaluate(rule: Rule, traced: Opened, args: Values, dtypes: Sequence[Any]) -> list[Any]:
+def _evaluate_rule(rule: RuleEvaluation, traced: Opened, args: Arrays, dtypes: Sequence[Any]) -> list[Any]:
     """Evaluate a traced rule, whose constants are its first arguments from JAX 0.11 on."""
     jaxpr, consts = traced
     if jaxpr.constvars:
@@ -251,14 +251,14 @@ def _evaluate(rule: Rule, traced: Opened, args: Values, dtypes: Sequence[Any]) -
     return rule.evaluate((jaxpr, []), [*consts, *args], dtypes)
 
 
-def _custom_jvp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[Any]:
+def _custom_jvp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operands: Any) -> list[Any]:
     params = eqn.params
     # The constants are what the function closed over; a custom_jvp has no derivative with respect to them.
     count = params["num_consts"]
     consts, primals = operands[:count], operands[count:]
-    call = jax.custom_jvp(named(lambda *args: function(*consts, *args), function_name(eqn)))
+    call = jax.custom_jvp(renamed(lambda *args: function(*consts, *args), function_name(eqn)))
 
-    def jvp(primals: Values, tangents: Values) -> tuple[list[Any], list[Any]]:
+    def jvp(primals: Arrays, tangents: Arrays) -> tuple[list[Any], list[Any]]:
         zeros = [isinstance(tangent, SymbolicZero) for tangent in tangents]
         with rule.tracing():
             jaxpr, rule_consts, out_zeros = params["jvp_jaxpr_fun"].call_wrapped(*zeros)
@@ -266,7 +266,7 @@ def _custom_jvp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
         dtypes = [result.dtype for result in results]
         nonzero = [tangent for tangent in tangents if not isinstance(tangent, SymbolicZero)]
         tangent_dtypes = [dtype for dtype, zero in zip(dtypes, out_zeros, strict=True) if not zero]
-        out = _evaluate(rule, (jaxpr, rule_consts), [*primals, *nonzero], [*dtypes, *tangent_dtypes])
+        out = _evaluate_rule(rule, (jaxpr, rule_consts), [*primals, *nonzero], [*dtypes, *tangent_dtypes])
         primals_out, tangents_out = out[: len(dtypes)], iter(out[len(dtypes) :])
         return primals_out, [
             SymbolicZero(jax.typeof(primal).to_tangent_aval()) if zero else next(tangents_out)
@@ -277,12 +277,12 @@ def _custom_jvp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
     return list(call(*primals))
 
 
-def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[Any]:
+def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operands: Any) -> list[Any]:
     params = eqn.params
     count = params["num_consts"]
     consts, primals = operands[:count], operands[count:]
     dtypes = [jax.typeof(primal).dtype for primal in primals]  # a literal may be a Python bool
-    call = jax.custom_vjp(named(lambda *args: function(*consts, *args), function_name(eqn)))
+    call = jax.custom_vjp(renamed(lambda *args: function(*consts, *args), function_name(eqn)))
 
     symbolic = params["symbolic_zeros"]
     perturbed = [True] * len(primals)
@@ -299,26 +299,26 @@ def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
         _, residual_tree, forwarded = params["out_trees"]()  # positions among the operands, constants included
         saved = residual_tree.num_leaves - sum(position is not None for position in forwarded)
         results = jax.eval_shape(lambda *args: function(*consts, *args), *args)
-        out = _evaluate(rule, jaxpr, args, [*[None] * saved, *(result.dtype for result in results)])
+        out = _evaluate_rule(rule, jaxpr, args, [*[None] * saved, *(result.dtype for result in results)])
         new = iter(out[:saved])
         return out[saved:], [next(new) if position is None else args[position - count] for position in forwarded]
 
-    def bwd(residuals: Values, cotangents: Values) -> tuple[Any, ...]:
+    def bwd(residuals: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
         new = iter(var.aval for var in forward()[0].outvars)
         _, _, forwarded = params["out_trees"]()
         written = [next(new) if position is None else eqn.invars[position].aval for position in forwarded]
         written += [var.aval.to_ct_aval() for var in eqn.outvars]
         # Symbolic zeros, Python values and the cotangents of integers are no operands of a program.
-        given = [
+        operands = [
             SymbolicZero(aval) if isinstance(value, SymbolicZero) else value
             for value, aval in zip([*residuals, *cotangents], written, strict=True)
         ]
-        floating = [n for n, value in enumerate(given) if isinstance(value, jax.Array) and value.dtype != float0]
+        floating = [n for n, value in enumerate(operands) if isinstance(value, jax.Array) and value.dtype != float0]
         present: list[bool] = []
 
         def flat(*args: Any) -> list[Any]:
             filled = dict(zip(floating, args, strict=True))
-            result = params["bwd"].call_wrapped(*[filled.get(n, value) for n, value in enumerate(given)])
+            result = params["bwd"].call_wrapped(*[filled.get(n, value) for n, value in enumerate(operands)])
             cts = result[0] if isinstance(result, tuple) else result  # from 0.11 on with what the rule logged
             present[:] = [isinstance(ct, (jax.Array, np.ndarray)) for ct in cts]
             return [ct for ct, here in zip(cts, present, strict=True) if here]
@@ -327,7 +327,7 @@ def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
         with rule.tracing():
             traced = opened(jax.make_jaxpr(flat)(*avals))
         wanted = [dtype for dtype, here in zip(dtypes, present, strict=True) if here]
-        out = iter(rule.evaluate(traced, [given[n] for n in floating], wanted))
+        out = iter(rule.evaluate(traced, [operands[n] for n in floating], wanted))
         return tuple(next(out) if here else None for here in present)
 
     call.defvjp(fwd, bwd, symbolic_zeros=symbolic)

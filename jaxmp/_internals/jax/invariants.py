@@ -31,10 +31,10 @@ def hoisted(
     varies = [n >= len(known) for n in range(len(jaxpr.invars))]
     before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, is_kept)
     before = before.replace(eqns=[eqn for eqn in before.eqns if eqn.outvars])  # what prints does so in each turn
-    before, turn = (dce_jaxpr(each, [True] * len(each.outvars), True)[0] for each in (before, turn))
-    kept, tree = evaluate(before, consts, known), jax.tree.structure(shapes)
-    turn = turn if kept else jaxpr  # JAX's splitting marks what is computed again as differentiated
-    return lambda *args: jax.tree.unflatten(tree, evaluate(turn, consts, [*kept, *jax.tree.leaves(args)]))
+    before, turn = (dce_jaxpr(body, [True] * len(body.outvars), True)[0] for body in (before, turn))
+    results, tree = evaluate(before, consts, known), jax.tree.structure(shapes)
+    turn = turn if results else jaxpr  # JAX's splitting marks what is computed again as differentiated
+    return lambda *args: jax.tree.unflatten(tree, evaluate(turn, consts, [*results, *jax.tree.leaves(args)]))
 
 
 _ONE_BY_ONE = frozenset({"optimization_barrier", "device_put"})  # each result is the operand in its place
@@ -53,7 +53,9 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
         return list(same_inside(bodies, are_same)[1][-bodies.carry :])
     if bodies.kind == "cond" and not are_same[0]:  # the index
         return [False] * len(eqn.outvars)
-    return [all(each) for each in zip(*map(_same_ends, bodies.jaxprs, same_inside(bodies, are_same)), strict=True)]
+    return [
+        all(answers) for answers in zip(*map(_same_ends, bodies.jaxprs, same_inside(bodies, are_same)), strict=True)
+    ]
 
 
 def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]]:
@@ -68,7 +70,7 @@ def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]
     if bodies.kind == "scan":
         return [same_in_turns(bodies, are_same)]
     if bodies.kind == "cond":  # where each example has an index of its own, each goes through all branches
-        are_same = [are_same[0] and each for each in are_same[1:]]
+        are_same = [are_same[0] and is_same for is_same in are_same[1:]]
     return [are_same] * len(bodies.jaxprs)
 
 
@@ -79,10 +81,10 @@ def same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
 
 def _known(compute: Callable[..., Any], jaxpr: Any, operands: Sequence[Any]) -> Any:
     """Return ``compute(jaxpr, operands)``, computed once for equal arguments."""
-    found, key = _KNOWN.setdefault(jaxpr, {}), (compute, *operands)
-    if key not in found:
-        found[key] = compute(jaxpr, operands)
-    return found[key]
+    by_key, key = _KNOWN.setdefault(jaxpr, {}), (compute, *operands)
+    if key not in by_key:
+        by_key[key] = compute(jaxpr, operands)
+    return by_key[key]
 
 
 _KNOWN: Any = weakref.WeakKeyDictionary()
@@ -138,10 +140,10 @@ def unchanged(bodies: Bodies) -> Collection[int]:
 
 def _kept(bodies: Bodies) -> Collection[int]:
     jaxpr, _ = opened(bodies.jaxprs[-1])
-    if (found := _KEPT.get(jaxpr)) is None:  # asked for each operand
+    if (numbers := _KEPT.get(jaxpr)) is None:  # asked for each operand
         ends, start = enumerate(passed_on(jaxpr)[: bodies.carry]), bodies.start - bodies.consts
-        found = _KEPT[jaxpr] = frozenset(n for n, operand in ends if operand == start + n)
-    return found
+        numbers = _KEPT[jaxpr] = frozenset(n for n, operand in ends if operand == start + n)
+    return numbers
 
 
 _KEPT: Any = weakref.WeakKeyDictionary()

@@ -77,10 +77,10 @@ def _replacing() -> Iterator[None]:
     with _lock:
         if _depth == 0:
             _originals.clear()
-            for own, names, stand_in in _replaced():
-                originals = {name: own[name] for name in names}
-                _originals.append((own, originals))
-                own.update({name: stand_in(original) for name, original in originals.items()})
+            for holder, names, stand_in in _replaced():
+                originals = {name: holder[name] for name in names}
+                _originals.append((holder, originals))
+                holder.update({name: stand_in(original) for name, original in originals.items()})
         _depth += 1
     try:
         yield
@@ -88,8 +88,8 @@ def _replacing() -> Iterator[None]:
         with _lock:
             _depth -= 1
             if _depth == 0:
-                for own, originals in _originals:
-                    own.update(originals)
+                for holder, originals in _originals:
+                    holder.update(originals)
 
 
 @contextlib.contextmanager
@@ -197,7 +197,7 @@ def _attention(original: Any) -> Any:
         half = deciding[0]() if deciding else None
         if half is None:
             return original(*operands, *args, **kwargs)
-        arrays = [operand.astype(half) for operand in operands]  # whose derivative needs nothing of what was cast
+        arrays = [operand.astype(half) for operand in operands]  # whose derivative does not need the cast array
         rest, options = jax.tree.map(functools.partial(_cast_bias, half), (args, kwargs))
         fused = functools.partial(original, *arrays, *rest, **{**options, "implementation": "cudnn"})
         if implementation is None:

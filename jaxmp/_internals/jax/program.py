@@ -19,8 +19,8 @@ class TracedProgram:
 
     Args:
       fun: a function.
-      args: its arguments, none of which is kept.
-      write: makes what a call returns of what ``fun`` returns.
+      args: its arguments, which are not kept.
+      write: turns the results of ``fun`` into those of a call.
 
     Attributes:
       jaxpr: an open jaxpr and its constants.
@@ -42,7 +42,7 @@ class TracedProgram:
         self._write = write
 
     @property
-    def returned(self) -> int:
+    def result_count(self) -> int:
         """Return how many of the arrays are results; the others were written to arguments."""
         results, _written = jax.tree.unflatten(self._tree, self._leaves)
         return sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))

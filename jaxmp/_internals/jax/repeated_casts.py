@@ -4,7 +4,7 @@ A bias is added to every row, and the derivative adds up what comes back. Where 
 that sum is in half precision; where it stands behind it, XLA no longer finds the bias of a matrix product, and writes
 its result twice. So this is one linear operation: forwards it casts and repeats, backwards it widens and sums. Under
 ``jax.vmap`` a weight takes on the batch of the activations that it meets, which repeats it as well: so these are
-operands too, of which nothing is computed.
+operands too, though they do not change the result.
 
 On its way to float32 the cotangent is rounded to the precision that it has, or XLA would drop both casts, sum what it
 was before it became half, and write all of that in float32. A rounding that changes nothing costs nothing: the sum is
@@ -26,7 +26,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxmp._internals.jax.bodies import bound, params_in_dtype
+from jaxmp._internals.jax.bodies import bind_equation, params_in_dtype
 from jaxmp._internals.jax.equations import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp._internals.jax.invariants import unchanged
 from jaxmp._internals.jax.primitives import BROADCAST, PICKS
@@ -35,7 +35,7 @@ from jaxmp.base.dtypes import is_castable
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 64
-"""Of a sum in half: in bfloat16 it is some 1 % off then, and of 256 ones one more changes nothing."""
+"""The most terms of a sum in half: a bfloat16 sum of so many is about 1 % off, and 256 + 1 is 256."""
 _SCATTERED = frozenset({"scatter-max", "scatter-min"})
 REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile", *_SCATTERED})
 """Equations that repeat an operand or look it up, or take extremes of updates, of which several may be equal."""
@@ -78,10 +78,10 @@ def read_often(eqn: Any, place: int) -> bool:
 
     Its uses in each turn count, and how often each repeats it.
     """
-    return _terms(eqn, place) > MAX_TERMS
+    return _summed_cotangents(eqn, place) > MAX_TERMS
 
 
-def _terms(eqn: Any, place: int) -> float:
+def _summed_cotangents(eqn: Any, place: int) -> float:
     """Return how many cotangents of an equation meet in an element of one of its operands."""
     bodies = bodies_of(eqn)
     if bodies is None:
@@ -91,12 +91,12 @@ def _terms(eqn: Any, place: int) -> float:
     if bodies.kind == "while" or varies:
         return 1
     inside, jaxprs = place - (bodies.kind == "cond"), [opened(body)[0] for body in bodies.jaxprs]
-    each = max(_terms_in(jaxpr, jaxpr.invars[inside]) for jaxpr in jaxprs)
-    return max(each, 1) * (size_of([eqn.params["length"]]) if bodies.kind == "scan" else 1)
+    per_turn = max(_summed_cotangents_in(jaxpr, jaxpr.invars[inside]) for jaxpr in jaxprs)
+    return max(per_turn, 1) * (size_of([eqn.params["length"]]) if bodies.kind == "scan" else 1)
 
 
-def _terms_in(jaxpr: Any, var: Any) -> float:
-    """As :func:`_terms`, of all equations of a program that read a variable, or what is only moved of it."""
+def _summed_cotangents_in(jaxpr: Any, var: Any) -> float:
+    """Return the sum of :func:`_summed_cotangents` over the equations that read a variable, moved or not."""
     readers: Any = _READERS.get(jaxpr)
     if readers is None:
         readers = _READERS[jaxpr] = collections.defaultdict(list)
@@ -107,7 +107,9 @@ def _terms_in(jaxpr: Any, var: Any) -> float:
     total = 0.0
     for eqn, place in readers.get(var, ()):
         is_moved = len(eqn.outvars) == 1 and eqn.primitive.name in PICKS
-        total += _terms(eqn, place) * (max(_terms_in(jaxpr, eqn.outvars[0]), 1) if is_moved else 1)
+        total += _summed_cotangents(eqn, place) * (
+            max(_summed_cotangents_in(jaxpr, eqn.outvars[0]), 1) if is_moved else 1
+        )
     return total
 
 
@@ -133,7 +135,7 @@ def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Bind an equation of ``MAY_SUM`` to other ``operands``, whose cotangents are summed in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
     if value.dtype.itemsize != 2:
-        return bound(eqn, operands, _params(eqn, value.dtype))
+        return bind_equation(eqn, operands, _params(eqn, value.dtype))
     if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
         return [_cast.bind(value, **params, sharding=None)]
@@ -143,7 +145,7 @@ def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
             is_half = operand.dtype == value.dtype
             wide_of[id(operand)] = jax.lax.convert_element_type(operand, float32) if is_half else operand
     wide = [wide_of[id(operand)] for operand in operands]
-    (result,) = bound(eqn, wide, _params(eqn, float32))
+    (result,) = bind_equation(eqn, wide, _params(eqn, float32))
     return [jax.lax.convert_element_type(result, value.dtype)]
 
 

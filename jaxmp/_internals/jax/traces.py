@@ -23,11 +23,11 @@ def is_tracing() -> bool:
 
 def traces_around() -> list[Any]:
     """Return the traces around the code that runs, innermost first."""
-    trace, found = core.trace_ctx.trace, []
+    trace, traces = core.trace_ctx.trace, []
     while trace is not None:
-        found.append(trace)
+        traces.append(trace)
         trace = getattr(trace, "parent_trace", None)
-    return found
+    return traces
 
 
 def batches_around() -> list[Any]:

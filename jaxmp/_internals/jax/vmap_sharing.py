@@ -23,7 +23,7 @@ class Examples:
     Attributes:
       are_many: whether anything is another for each.
       same: which operands of the equation at hand they share.
-      others: the batched ones, of which some ``jax.vmap`` has another for each of its examples.
+      others: the batched operands that differ between the examples of some ``jax.vmap``.
     """
 
     def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
@@ -32,7 +32,7 @@ class Examples:
         if same is None:
             same = [[not is_batched(value, batch) for value in (*args, *consts)] for batch in self._batches]
         self.are_many = not all(map(all, same))
-        self._same = [same_values(jaxpr, each) for each in same] if self.are_many and not self._batches else []
+        self._same = [same_values(jaxpr, of_batch) for of_batch in same] if self.are_many and not self._batches else []
         self.same: Same = ()
         self.others: Sequence[Any] = ()
 
@@ -53,24 +53,24 @@ class Examples:
         if not self.others:
             return False
         pairs = zip(self.same, self._who_share(atom, value), strict=True)
-        return any([own and False in same for same, own in pairs])
+        return any([is_batched and False in same for same, is_batched in pairs])
 
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
         """Return the operands with bodies that examples share, but JAX repeats for each.
 
-        That is what is carried, if it is batched after a turn; and all that branches read, if their index is batched.
+        These are carries that are batched after a turn, and all operands of branches whose index is batched.
         """
         if bodies is None or bodies.kind == "while":  # which has no cotangents
             return ()
-        found = set[int]()
+        numbers = set[int]()
         for same in self.same:
             inside = same_inside(bodies, same)[0]
             first = len(same) - len(inside)  # an index
-            found.update(n for n, stays in enumerate(inside, first) if same[n] and not stays)
-        return found
+            numbers.update(n for n, stays in enumerate(inside, first) if same[n] and not stays)
+        return numbers
 
 
 def same_in_bodies(bodies: Bodies, same: Same) -> list[Same]:
     """Return, for each body of an equation, which arguments all examples share."""
-    each = [same_inside(bodies, of_one) for of_one in same]
-    return [[inside[number] for inside in each] for number in range(len(bodies.jaxprs))]
+    answers = [same_inside(bodies, of_one) for of_one in same]
+    return [[answer[number] for answer in answers] for number in range(len(bodies.jaxprs))]

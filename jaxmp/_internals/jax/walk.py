@@ -71,14 +71,14 @@ def product_dtypes(jaxpr: Any) -> set[str]:
 
 def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None]:
     """Return the nodes of a graph that can be reached from ``start``, once."""
-    found = dict.fromkeys(start)
-    stack = [*found]
+    reached = dict.fromkeys(start)
+    stack = [*reached]
     while stack:
         for node in follow(stack.pop()):
-            if node not in found:
-                found[node] = None
+            if node not in reached:
+                reached[node] = None
                 stack.append(node)
-    return found
+    return reached
 
 
 def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[list[T]]:
@@ -90,22 +90,22 @@ def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[li
     if not edges:
         return []
     matrix = coo_array((np.ones(len(edges)), np.array(edges).T), (len(nodes), len(nodes)))
-    found: dict[int, list[T]] = {}
+    cycles_of: dict[int, list[T]] = {}
     for node, label in zip(nodes, csgraph.connected_components(matrix, connection="strong")[1], strict=True):
-        found.setdefault(label, []).append(node)
-    return [cycle for cycle in found.values() if len(cycle) > 1]
+        cycles_of.setdefault(label, []).append(node)
+    return [cycle for cycle in cycles_of.values() if len(cycle) > 1]
 
 
-def nearest(
+def nearest_ends(
     nodes: Sequence[T],
     beside: Callable[[T], Iterable[T]],
     is_end: Callable[[T], bool],
     known: Mapping[T, T | None] | None = None,
 ) -> dict[T, T | None]:
     """Return for each node the end that is reached first; ``known`` are the ends of some nodes."""
-    found = dict(known or {})
+    ends = dict(known or {})
     for node in (*nodes, *nodes):  # once more for what comes round a loop
         for other in beside(node):
-            if is_end(other) or other in found:
-                found.setdefault(node, other if is_end(other) else found[other])
-    return found
+            if is_end(other) or other in ends:
+                ends.setdefault(node, other if is_end(other) else ends[other])
+    return ends

@@ -63,7 +63,7 @@ class Array(NamedTuple):
         return BYTES[self.dtype] * math.prod(self.shape)
 
 
-def arrays(shape: str) -> list[Array]:
+def parse_arrays(shape: str) -> list[Array]:
     """Return an array, or all arrays of a tuple, from XLA's notation.
 
     >>> [str(array) for array in arrays("(bf16[2,3]{1,0}, pred[])")]
@@ -72,7 +72,7 @@ def arrays(shape: str) -> list[Array]:
     return [Array(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _ARRAY.findall(shape)]
 
 
-def size(shape: str) -> float:
+def size_in_bytes(shape: str) -> float:
     """Return the bytes of an array, or of all arrays of a tuple, in XLA's notation.
 
     Raises:
@@ -81,7 +81,7 @@ def size(shape: str) -> float:
     >>> size("bf16[2,3]{1,0}"), size("(f8e4m3fn[8], pred[], u32[2])")
     (12, 17)
     """
-    return sum(array.bytes for array in arrays(shape))
+    return sum(array.bytes for array in parse_arrays(shape))
 
 
 def dtype_name(dtype: str) -> str:
@@ -111,12 +111,12 @@ class Instruction:
     @property
     def bytes(self) -> float:
         """The size of its result."""
-        return size(self.result)
+        return size_in_bytes(self.result)
 
     @property
     def arrays(self) -> list[Array]:
         """Its result, or the parts of a tuple."""
-        return arrays(self.result)
+        return parse_arrays(self.result)
 
     @property
     def op_name(self) -> str:
@@ -127,10 +127,10 @@ class Instruction:
     @property
     def path(self) -> str:
         """The names of modules and scopes around it, ``/`` between."""
-        return path_of(self.op_name)
+        return path_in_name(self.op_name)
 
 
-def path_of(op_name: str) -> str:
+def path_in_name(op_name: str) -> str:
     """Return the modules and scopes in the name of an operation.
 
     Transformations, JAX's own scopes and the operation itself are left out.
@@ -240,7 +240,9 @@ class HloProgram:
         branches = [name for names in _BRANCHES.findall(text) for name in _OPERAND.findall(names)]
         return [*_CALLED.findall(text), *branches]
 
-    def walk(self, into_fusions: bool = True, repeat_loops: bool = False) -> Iterator[tuple[str, Instruction, int]]:
+    def instructions_by_run(
+        self, into_fusions: bool = True, repeat_loops: bool = False
+    ) -> Iterator[tuple[str, Instruction, int]]:
         """Yield each instruction with its computation and how often it runs.
 
         The body of a loop counts once unless repeated. Without ``into_fusions`` these are the kernels: the instructions

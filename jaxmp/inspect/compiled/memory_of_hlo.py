@@ -39,7 +39,7 @@ _Results = dict[str, list[Buffer | None]]
 """The buffers of each result by the instruction's name; None stands for a parameter or a constant."""
 
 
-def peak(program: HloProgram, computation: str = "") -> list[Buffer]:
+def buffers_at_peak(program: HloProgram, computation: str = "") -> list[Buffer]:
     """Return the buffers that exist when they are the most bytes, largest first.
 
     This is an estimate: XLA packs buffers by rules of its own. Parameters, results that are written into them, and
@@ -55,23 +55,23 @@ def peak(program: HloProgram, computation: str = "") -> list[Buffer]:
     buffers: list[Buffer] = []
     inner_peaks: dict[int, list[Buffer]] = {}
     for position, instruction in enumerate(instructions):
-        buffers += _run(program, instruction, position, results)
+        buffers += _add_buffers(program, instruction, position, results)
         if instruction.opcode in CONTROL:
-            peaks = [peak(program, name) for name in program.bodies(instruction)]
+            peaks = [buffers_at_peak(program, name) for name in program.bodies(instruction)]
             inner_peaks[position] = max(peaks, key=_total, default=[])
     for buffer in results[instructions[-1].name] if instructions else []:
         if buffer is not None and buffer.end == len(instructions) - 1:
             buffer.end = buffer.start - 1  # written into a donated parameter
-    _share(program, computation, results, buffers)
+    _reuse_buffers(program, computation, results, buffers)
     moments = [list(inner_peaks.get(position, [])) for position in range(len(instructions))]
     for buffer in buffers:
         for position in range(buffer.start, buffer.end + 1):
             moments[position].append(buffer)
     largest = max(moments, key=_total, default=[])
-    return sorted((buffer for buffer in largest if buffer.bytes), key=_size, reverse=True)
+    return sorted((buffer for buffer in largest if buffer.bytes), key=_bytes_of, reverse=True)
 
 
-def _run(program: HloProgram, instruction: Instruction, position: int, results: _Results) -> list[Buffer]:
+def _add_buffers(program: HloProgram, instruction: Instruction, position: int, results: _Results) -> list[Buffer]:
     """Add the buffers of an instruction's results to ``results``, and return those that are new."""
     read = [buffer for name in instruction.operands for buffer in results.get(name, [])]
     for buffer in read:
@@ -114,7 +114,7 @@ def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
     return not (is_element and index is not None and int(index[1]) == number)
 
 
-def _share(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:
+def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:
     """End each buffer that a loop fusion can write its result into one instruction early.
 
     XLA does so with buffers that the fusion reads directly, but not with one of several results, as a product of cuBLAS
@@ -137,10 +137,10 @@ def _share(program: HloProgram, computation: str, results: _Results, buffers: li
                 for buffer in results.get(name, [])
                 if buffer and buffer.start == positions[name] and buffer.end == position
             ]
-            _reuse(free, new_at.get(position, []), position)
+            _end_early(free, new_at.get(position, []), position)
 
 
-def _reuse(free: list[Buffer], new: list[Buffer], position: int) -> None:
+def _end_early(free: list[Buffer], new: list[Buffer], position: int) -> None:
     """End a free buffer of the same size early for each new one."""
     for buffer in new:
         same_size = [other for other in free if other.bytes == buffer.bytes]
@@ -149,7 +149,7 @@ def _reuse(free: list[Buffer], new: list[Buffer], position: int) -> None:
             same_size[0].end = position - 1
 
 
-def _size(buffer: Buffer) -> float:
+def _bytes_of(buffer: Buffer) -> float:
     return buffer.bytes
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jaxmp.base import tables
 from jaxmp.engine.plan import CastPlan
-from jaxmp.engine.plan import Row as Operation
+from jaxmp.engine.plan import PlanRow as Operation
 from jaxmp.inspect.plots.drawing import BLACK, GREY, figure, percent, set_title, short_path
 
 _MAX_BOXES = 40

@@ -42,7 +42,7 @@ class _Tensor(NamedTuple):
 
 
 def exponents(
-    found: Numerics | Statistics | Mapping[str, Statistics], dtype: Any = "float16", *, loss_scale: float = 1.0
+    counted: Numerics | Statistics | Mapping[str, Statistics], dtype: Any = "float16", *, loss_scale: float = 1.0
 ) -> Any:
     """Draw histograms of binary exponents, coloured by the values' fate.
 
@@ -50,7 +50,7 @@ def exponents(
     bar. The shares beside it are exactly those of :meth:`Statistics.under`. Below are the ranges of the formats.
 
     Args:
-      found: the statistics of one tensor, of several by name, or a step, whose tensors are counted together by kind.
+      counted: the statistics of one tensor, of several by name, or a step, whose tensors are counted together by kind.
       dtype: the format that colours the bars, as for :meth:`Statistics.under`.
       loss_scale: a power of two that the values are multiplied by first; of a step the gradients only. A grey line is
         the histogram without it.
@@ -61,11 +61,11 @@ def exponents(
 
     The picture is that of Micikevicius et al. 2018 (arXiv 1710.03740), figure 3.
 
-    >>> found = jaxmp.inspect.numerics(lambda w, x: 1e-9 * jnp.sum(x @ w))(jnp.ones((4, 2)), jnp.ones((3, 4)))
-    >>> exponents(found.gradients[""]).get_suptitle()
+    >>> counted = jaxmp.inspect.numerics(lambda w, x: 1e-9 * jnp.sum(x @ w))(jnp.ones((4, 2)), jnp.ones((3, 4)))
+    >>> exponents(counted.gradients[""]).get_suptitle()
     '100% of the values become 0 in float16'
     """
-    tensors = _tensors(found, dtype, loss_scale)
+    tensors = _tensors(counted, dtype, loss_scale)
     name = tensors[0].in_format.dtype
     form = formats.format_of(dtypes.canonical_dtype(dtype))
     page = figure(8.5, 1.5 + 0.85 * len(tensors))
@@ -80,17 +80,17 @@ def exponents(
     return page
 
 
-def _tensors(found: Any, dtype: Any, loss_scale: float) -> list[_Tensor]:
-    if isinstance(found, Numerics):
+def _tensors(counted: Any, dtype: Any, loss_scale: float) -> list[_Tensor]:
+    if isinstance(counted, Numerics):
         tensors = []
         for kind in TENSORS:
-            by_path = getattr(found, kind)
+            by_path = getattr(counted, kind)
             if by_path:
                 scale = loss_scale if kind.endswith("gradients") else 1.0
-                together = statistics.merged(list(by_path.values()))
+                together = statistics.merged_statistics(list(by_path.values()))
                 tensors.append(_Tensor(kind.replace("_", " "), together, together.under(dtype, scale), scale))
         return tensors
-    by_name = {"values": found} if isinstance(found, Statistics) else found
+    by_name = {"values": counted} if isinstance(counted, Statistics) else counted
     return [
         _Tensor(name or "the result", tensor, tensor.under(dtype, loss_scale), loss_scale)
         for name, tensor in by_name.items()
@@ -127,7 +127,7 @@ def _draw_histogram(axes: Any, tensor: _Tensor, form: Any) -> None:
         axes.bar(exponent, height, width=1, align="edge", color=colors[fate], linewidth=0)
     for border in (smallest, form.min_exponent, form.max_exponent + 1):
         axes.axvline(border, color=BORDER, linewidth=0.8, linestyle=DASHED, zorder=0)
-    axes.text(1.01, 0.5, _shares(tensor.in_format), transform=axes.transAxes, va="center", fontsize=8, color=BLACK)
+    axes.text(1.01, 0.5, _fate_lines(tensor.in_format), transform=axes.transAxes, va="center", fontsize=8, color=BLACK)
     axes.yaxis.set_major_formatter("{x:g}%")
     axes.locator_params(axis="y", nbins=2)
 
@@ -139,7 +139,7 @@ def _draw_unscaled(axes: Any, unscaled: Statistics, low: int, high: int) -> None
     axes.legend(frameon=False, fontsize=7, loc="upper right", labelcolor=GREY)
 
 
-def _shares(in_format: Statistics) -> str:
+def _fate_lines(in_format: Statistics) -> str:
     counts = {
         "become 0": in_format.vanished,
         "subnormal": in_format.below_normal,

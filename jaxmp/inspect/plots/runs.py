@@ -121,7 +121,9 @@ def draw_heat(page: Any, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
     for axes, share in ((left, "vanished"), (right, "zeros")):
         shares = np.array([[row[share][kind].get(path, np.nan) for row in rows] for path in paths])
         border = 0.2 if max(shares.shape) <= _MAX_BORDERED else 0
-        image = axes.pcolormesh(100 * shares, cmap="magma_r", vmin=0, vmax=100, edgecolors="white", linewidth=border)
+        image = axes.pcolormesh(
+            100 * shares, cmap="magma_r", vmin=0, vmax=100, edgecolors="white", linewidth=border, rasterized=True
+        )
         shown = range(0, len(rows), -(-len(rows) // 8))
         axes.set_xticks([n + 0.5 for n in shown], [f"{rows[n]['step']}" for n in shown])
     label_rows(left, paths, 0.5)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.inspect.program.equations import EquationPlace, Key, is_entered, paths_left
-from jaxmp.inspect.program.evaluate import is_whole
+from jaxmp.inspect.program.equation_places import EquationPlace, Key, enters_scope, paths_left
 from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.inspect.program.recorded_evaluation import is_whole
 from jaxmp.inspect.program.values import Value, leading_to
 
 
@@ -21,7 +21,7 @@ class AtBorder(NamedTuple):
       key: the key of the equation that computes it.
       position: its number among the results.
       path: the scope. If nested scopes return the same value, each has an ``AtBorder``.
-      turns: as in :class:`jaxmp.inspect.program.equations.EquationPlace`.
+      turns: as in :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
     """
 
     key: Key
@@ -35,7 +35,8 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
 
     ``jit`` and ``checkpoint`` are no border: a value belongs to the equation that computes it. The result of a loop or
     a branch is computed by the loop, and within the body by an equation of its own. The condition of a while loop is
-    left out, and so are bodies that :func:`jaxmp.inspect.program.evaluate.evaluate` takes as one operation.
+    left out, and so are bodies that are evaluated as one operation, see
+    :func:`jaxmp.inspect.program.recorded_evaluation.is_whole`.
 
     Args:
       jaxpr: open.
@@ -56,7 +57,7 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
     """
     values = []
     for place, position, readers in _read_floats(jaxpr, roots):
-        is_read_inside = any(is_entered(place.names, names) for names in readers)
+        is_read_inside = any(enters_scope(place.names, names) for names in readers)
         if is_read_inside and not paths_left(place.names, readers):
             values.append(AtBorder(place.key, position, place.path, place.turns))
     return values

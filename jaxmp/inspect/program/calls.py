@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,39 +12,21 @@ import jax.numpy as jnp
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import path_name
 from jaxmp.inspect.program import nnx_models
+from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.optim.checks import require_loss
 from jaxmp.optim.scaling_state import get_loss_scale
+from jaxmp.training.state import TrainState
+from jaxmp.training.step import TrainStep
 
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 """Compiler options that keep XLA from leaving out a rounding to half."""
 
 
-@runtime_checkable
-class TrainStepLike(Protocol):
-    """The methods of :class:`jaxmp.training.step.TrainStep` that the tools use."""
-
-    def require_state(self, state: Any) -> None:
-        """Raise if ``state`` is no :class:`jaxmp.TrainState`."""
-
-    def placed_gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
-        """Return loss, gradients of the scaled loss, new model state and metrics, on the mesh of the step."""
-
-
-@runtime_checkable
-class NNXTrainStepLike(Protocol):
-    """A :class:`jaxmp.nnx.training.TrainStep`."""
-
-    of_trees: Any
-
-    def state_of(self, model: Any, optimizer: Any) -> Any:
-        """Return the state of a model and its optimizer for the step of trees."""
-
-
 class StepCall(NamedTuple):
     """A call of a train step: the step of trees, its state and its batch."""
 
-    step: Any
-    state: Any
+    step: TrainStep
+    state: TrainState
     batch: Any
 
     @property
@@ -60,7 +42,7 @@ class StepCall(NamedTuple):
 
 def is_step(fun: Any) -> bool:
     """Return whether a function is a train step, of Linen's kind or NNX's."""
-    return isinstance(fun, (TrainStepLike, NNXTrainStepLike))
+    return isinstance(fun, (TrainStep, NNXTrainStep))
 
 
 def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
@@ -70,7 +52,7 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
       TypeError: the arguments are not those of a step.
       RuntimeError: the state was donated to an earlier step.
     """
-    if isinstance(fun, NNXTrainStepLike):
+    if isinstance(fun, NNXTrainStep):
         call = StepCall(fun.of_trees, fun.state_of(*args[:2]), *args[2:])
     else:
         call = StepCall(fun, *args)

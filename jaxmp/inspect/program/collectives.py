@@ -19,7 +19,9 @@ def float32_gathers(audited: Audited) -> Faults:
     what = "weights are gathered in float32 in a program with half products"
     for sent in _sent(audited, "all-gather"):
         if audited.has_half_products and sent.row.dtype == "float32" and sent.weights > _LARGE:
-            yield _fault(sent, sent.weights, what, "gather them with jaxmp.sharding.gather, which casts them first")
+            yield _collective_fault(
+                sent, sent.weights, what, "gather them with jaxmp.sharding.gather, which casts them first"
+            )
 
 
 def activation_gathers(audited: Audited) -> Faults:
@@ -30,7 +32,9 @@ def activation_gathers(audited: Audited) -> Faults:
     )
     for sent in _sent(audited, "all-gather"):
         if sent.others > _LARGE:
-            yield _fault(sent, sent.others, "activations are gathered, not the weights that they meet", remedy)
+            yield _collective_fault(
+                sent, sent.others, "activations are gathered, not the weights that they meet", remedy
+            )
 
 
 def gradient_all_reduces(audited: Audited) -> Faults:
@@ -42,7 +46,7 @@ def gradient_all_reduces(audited: Audited) -> Faults:
     for sent in _sent(audited, "all-reduce"):
         if sent.split > _LARGE:
             what = "gradients of weights that are split are summed whole on every device"
-            yield _fault(sent, sent.split, what, remedy)
+            yield _collective_fault(sent, sent.split, what, remedy)
 
 
 def _sent(audited: Audited, kind: str) -> Iterator[Sent]:
@@ -53,7 +57,7 @@ def _sent(audited: Audited, kind: str) -> Iterator[Sent]:
                 yield sent
 
 
-def _fault(sent: Sent, size: int, what: str, remedy: str) -> Fault:
+def _collective_fault(sent: Sent, size: int, what: str, remedy: str) -> Fault:
     row = sent.row
     times = f"{row.count} times a call" if row.count > 1 else f"{row.count} time a call"
     amount = f"{tables.short(size)}B of {row.dtype} over {row.axis}"

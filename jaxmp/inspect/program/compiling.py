@@ -75,7 +75,7 @@ class _WithStaticArguments:
         return [self.static.get(n, array) for n, array in enumerate(arrays)]
 
 
-def traced(
+def trace_of_call(
     fun: Callable[..., Any],
     args: Sequence[Any],
     device: str | None = None,
@@ -131,7 +131,7 @@ def _check_topology_fits(topology: str, device: str | None, mesh: Any) -> None:
 
 
 def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
-    """Return a trace of :func:`traced` compiled for its device."""
+    """Return a trace of :func:`trace_of_call` compiled for its device."""
     if device is None:
         program = trace.lower().compile()
     else:
@@ -144,5 +144,5 @@ def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
 def compiled(
     fun: Callable[..., Any], args: Sequence[Any], device: str | None = None, topology: str | None = None
 ) -> jax.stages.Compiled:
-    """Return a compiled call; arguments and errors are those of :func:`traced`."""
-    return compiled_of(traced(fun, args, device, topology=topology), device)
+    """Return a compiled call; arguments and errors are those of :func:`trace_of_call`."""
+    return compiled_of(trace_of_call(fun, args, device, topology=topology), device)

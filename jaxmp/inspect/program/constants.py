@@ -22,10 +22,10 @@ def vanishing_constants(audited: Audited) -> Faults:
     remedy = "use a larger constant, or compute this in float32"
     for value, numbers, rounded in _cast_constants(audited):
         if np.any(numbers != 0) and np.all(rounded == 0):
-            yield Fault(value.at, _lost(value, numbers, "0"), remedy)
+            yield Fault(value.at, _loss_of_constant(value, numbers, "0"), remedy)
         if np.all((numbers > 0.5) & (numbers < 1) & (rounded == 1)):
             smaller = "use a smaller constant, or compute this in float32"
-            yield Fault(value.at, _lost(value, numbers, "1"), smaller)
+            yield Fault(value.at, _loss_of_constant(value, numbers, "1"), smaller)
     for value in audited.values.all:
         if value.name not in _POLES:
             continue
@@ -42,7 +42,7 @@ def overflowing_constants(audited: Audited) -> Faults:
     for value, numbers, rounded in _cast_constants(audited):
         if np.any(np.isfinite(numbers) & np.isinf(rounded)):
             remedy = "use jnp.finfo(x.dtype).min or .max, or compute this in float32"
-            yield Fault(value.at, _lost(value, numbers, "infinite"), remedy)
+            yield Fault(value.at, _loss_of_constant(value, numbers, "infinite"), remedy)
 
 
 def inexact_integers(audited: Audited) -> Faults:
@@ -92,7 +92,7 @@ def _returns_each(value: Value) -> bool:
     return value.is_move and value.name not in _BOUNDS
 
 
-def _lost(value: Value, numbers: NDArray[np.float64], what: str) -> str:
+def _loss_of_constant(value: Value, numbers: NDArray[np.float64], what: str) -> str:
     number = numbers.flat[np.argmax(np.abs(numbers))]
     text = f"{number:g}"
     text = f"1 - {1 - number:g}" if text == "1" else text

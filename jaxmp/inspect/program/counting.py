@@ -38,7 +38,7 @@ SIZE = 2 * (COUNTERS + 2) + 1
 _SPLIT = 12  # bits: each part of a count is a float32 integer below 2^24
 
 
-class Record(NamedTuple):
+class Counts(NamedTuple):
     """The counts of an array on the device; the record of nothing is zeros, and leading axes are loops.
 
     Attributes:
@@ -51,22 +51,22 @@ class Record(NamedTuple):
     limits: jax.Array
     mean: jax.Array
 
-    def added(self, other: Record) -> Record:
+    def added(self, other: Counts) -> Counts:
         """Return the record of two arrays; the mean is the sum of theirs."""
         limits = jnp.maximum(self.limits, other.limits)
-        return Record(self.counters + other.counters, limits, self.mean + other.mean)
+        return Counts(self.counters + other.counters, limits, self.mean + other.mean)
 
 
-def record(x: jax.Array) -> Record:
+def counts_of(x: jax.Array) -> Counts:
     """Return the record of a floating array; float64 is rounded to float32, other formats are exact."""
     return _record(lax.stop_gradient(x))
 
 
 @jax.jit  # tensors of one shape are traced once
-def _record(x: jax.Array) -> Record:
+def _record(x: jax.Array) -> Counts:
     """Count and reduce in one pass each: the compiler makes machine code of its own for every kernel."""
     magnitude = _magnitude(x).reshape(-1)
-    exponent, fraction = _parts(magnitude)
+    exponent, fraction = _exponents_and_mantissas(magnitude)
     is_finite, is_zero = magnitude < _INFINITE, magnitude == 0
     index = (exponent - LOWEST) * CLASSES + sum((fraction >= start).astype(jnp.int32) for start in STARTS[1:])
     index = jnp.where(is_finite, jnp.where(is_zero, ZERO, index), NOT_FINITE)
@@ -82,7 +82,7 @@ def _record(x: jax.Array) -> Record:
     limits, _, (small, large) = _reduced(limits, (), parts)
     size = max(x.size, 1)
     mean = small / size * jnp.float32(2.0**-64) + large / size * jnp.float32(2.0**64)
-    return Record(counters, jnp.stack(limits), mean)
+    return Counts(counters, jnp.stack(limits), mean)
 
 
 def _counted(copies: int, index: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ def _magnitude(x: jax.Array) -> jax.Array:
     return bits & 0x7FFFFFFF
 
 
-def _parts(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return binary exponents, int32, and the 23 bits of the mantissas behind the leading one.
 
     0 counts as 2^-150.
@@ -155,8 +155,8 @@ def _parts(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exponent, fraction
 
 
-def packed(counts: Record, *movement: jax.Array) -> jax.Array:
-    """Return a record, and the results of :func:`moved`, as one float32 vector.
+def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
+    """Return a record, and the results of :func:`distance_moved`, as one float32 vector.
 
     A cotangent is such a vector. Every number is exact.
     """
@@ -175,11 +175,11 @@ def unpacked(vector: np.ndarray) -> tuple[Any, ...]:
     low, high, floats = np.split(vector, [size, 2 * size], axis=-1)
     whole = low.astype(np.uint32) + (high.astype(np.uint32) << _SPLIT)
     counters, limits, lost = np.split(whole, [COUNTERS, COUNTERS + 2], axis=-1)
-    return Record(counters, limits, floats[..., 0]), lost, floats[..., 1:]  # type: ignore[arg-type]
+    return Counts(counters, limits, floats[..., 0]), lost, floats[..., 1:]  # type: ignore[arg-type]
 
 
 @jax.jit
-def moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+def distance_moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return how far updates move their weights.
 
     Returns:
@@ -188,8 +188,8 @@ def moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
       and weight.
     """
     update, weight = update.reshape(-1), weight.reshape(-1)
-    step, (size, fraction) = _magnitude(update), _parts(_magnitude(weight))
-    exponent = jnp.where(step == 0, -1000, _parts(step)[0])
+    step, (size, fraction) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))
+    exponent = jnp.where(step == 0, -1000, _exponents_and_mantissas(step)[0])
     finite = (step < _INFINITE) & (size < 128)
     lost = []
     for name in dtypes.NAMES:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.inspect.program.equations import EquationPlace
+from jaxmp.inspect.program.equation_places import EquationPlace
 from jaxmp.inspect.program.values import Value, Values
 from jaxmp.inspect.traffic import Collective
 
@@ -73,9 +73,9 @@ class Audited:
       products: each product's value, and its row in the audit.
       arguments: the role of each argument, or None if it is unknown.
       kinds: the kind of each argument as :func:`jaxmp.inspect.memory` has it, or None if it is unknown.
-      weights: which operands of a product may be its weight, see :func:`jaxmp.inspect.program.weights.weights_in`.
+      weights: which operands of a product may be its weight, see ``weights_in`` in weight_operands.py.
       policy: the policy that the author declares, or None.
-      has_loss_scale: None if no loss scale is among the arguments.
+      is_loss_scaled: None if no loss scale is among the arguments.
       repeated: tells which casts the compiled program repeats in loops; None if nothing was compiled.
       on_cpu: whether the program is for a CPU.
       sent: collectives over the axes that the batch is split over; empty if nothing was compiled.
@@ -87,7 +87,7 @@ class Audited:
     kinds: Sequence[str | None]
     weights: Callable[[Value], list[int]]
     policy: Any
-    has_loss_scale: bool | None
+    is_loss_scaled: bool | None
     repeated: Callable[[Value], bool] | None
     on_cpu: bool
     sent: Sequence[Sent]

@@ -76,7 +76,7 @@ def _key(value: Value) -> tuple[int, ...]:
 def _sum_of_squares(total: Value) -> list[Value]:
     """Return the squares and their sum, or one product that is both.
 
-    The list is empty if the value is no sum of squares.
+    The list is empty if the value is not a sum of squares.
     """
     if _is_dot_of_itself(total):
         return [total]

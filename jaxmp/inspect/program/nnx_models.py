@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxmp._internals.flax.nnx import is_pytree_class
 from jaxmp._internals.flax.nnx_variables import is_module as is_module
-from jaxmp.inspect.program.equations import CALL_SCOPE
+from jaxmp.inspect.program.equation_places import CALL_SCOPE
 from jaxmp.nnx.run import decision_of
 from jaxmp.policy.patterns import Path
 
@@ -30,13 +30,13 @@ class _Model:
 
     graphdef: Any
 
-    def opened(self, parts: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def params_and_rebuild(self, parts: Any) -> tuple[Any, Callable[[Any], Any]]:
         """Return the Params, and a function that makes the model of Params."""
         params, others = parts
         return params, lambda params: with_scopes(nnx.merge(self.graphdef, params, others))
 
 
-def arrays_of(model: Any) -> tuple[Any, Any]:
+def split_model(model: Any) -> tuple[Any, Any]:
     """Return a model without its arrays, and the arrays: its Params, and all others."""
     graphdef, *parts = nnx.split(model, nnx.Param, ..., graph=True)
     return _Model(graphdef), tuple(map(nnx.as_pure, parts))

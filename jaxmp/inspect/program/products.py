@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.engine.marks import region_of
-from jaxmp.inspect.program.equations import EquationPlace
+from jaxmp.inspect.program.equation_places import EquationPlace
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
 from jaxmp.inspect.program.values import Value, is_move_or_cast
-from jaxmp.inspect.program.weights import unaligned
+from jaxmp.inspect.program.weight_operands import unaligned
 
 _FLOAT32_LEVELS = frozenset({"float32", "tensorfloat32"})
 
@@ -74,7 +74,10 @@ def _is_mixed(product: Any) -> bool:
 
 
 def unaligned_products(audited: Audited) -> Faults:
-    """Find half products of more than 1 % of the FLOPs with a dimension that is no multiple of 16 bytes."""
+    """Find half products with a dimension that is not a multiple of 16 bytes.
+
+    Products of less than 1 % of the FLOPs are left out.
+    """
     total = sum(work(product) for _, product in audited.products)
     for value, product in audited.products:
         size = min(np.dtype(name).itemsize for name in product.operands)

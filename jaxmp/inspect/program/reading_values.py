@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmp._internals.jax.equations import Bodies, elements_of, opened
 from jaxmp._internals.jax.walk import interpreted
-from jaxmp.inspect.program.equations import EquationPlace, Key, places
+from jaxmp.inspect.program.equation_places import EquationPlace, Key, equation_places
 from jaxmp.inspect.program.values import (
     JOIN,
     LOOP_CONSTANT,
@@ -41,7 +41,7 @@ def values_of(jaxpr: Any, consts: Sequence[Any] = (), is_whole: Callable[[Any], 
       is_whole: whether an equation with bodies counts as one operation.
     """
     jaxpr, closed_consts = opened(jaxpr)
-    reader = _Reader({place.key: place for place in places(jaxpr)}, is_whole)
+    reader = _Reader({place.key: place for place in equation_places(jaxpr)}, is_whole)
     arguments = [reader.add(Value(var.aval, "argument", position=n)) for n, var in enumerate(jaxpr.invars)]
     results = reader.body(jaxpr, consts or closed_consts, arguments, (), _Loops())
     return Values(reader.all, arguments, results, reader.places)

@@ -13,21 +13,21 @@ def half_params(audited: Audited) -> Faults:
     for value, argument in _state(audited, "params"):
         policies = audited.policies_of(argument.path[:-1])
         if policies and value.dtype != policies[0].param_dtype:
-            yield _fault(value, argument, policies[0].param_dtype, "the policy keeps params in")
+            yield _dtype_fault(value, argument, policies[0].param_dtype, "the policy keeps params in")
 
 
 def half_optimizer_state(audited: Audited) -> Faults:
     """Find optimizer state that is not float32."""
     for value, argument in _state(audited, "optimizer"):
         if value.dtype != np.float32:
-            yield _fault(value, argument, np.dtype(np.float32), "optimizer state is kept in")
+            yield _dtype_fault(value, argument, np.dtype(np.float32), "optimizer state is kept in")
 
 
 def half_statistics(audited: Audited) -> Faults:
     """Find statistics, such as those of BatchNorm, that are not float32."""
     for value, argument in _state(audited, "statistics"):
         if value.dtype != np.float32:
-            yield _fault(value, argument, np.dtype(np.float32), "statistics are kept in")
+            yield _dtype_fault(value, argument, np.dtype(np.float32), "statistics are kept in")
 
 
 def _state(audited: Audited, role: str) -> list[tuple[Value, Argument]]:
@@ -39,7 +39,7 @@ def _state(audited: Audited, role: str) -> list[tuple[Value, Argument]]:
     ]
 
 
-def _fault(value: Value, argument: Argument, expected: np.dtype, rule: str) -> Fault:
+def _dtype_fault(value: Value, argument: Argument, expected: np.dtype, rule: str) -> Fault:
     where = "/".join(argument.path), value.reader.source if value.reader else ""
     return Fault(where, f"{value.dtype.name} where {rule} {expected.name}", f"keep it in {expected.name}")
 

@@ -22,9 +22,9 @@ from jaxmp.inspect.program.counting import (
     NOT_FINITE,
     STARTS,
     ZERO,
-    Record,
+    Counts,
+    counts_of,
     layout_of,
-    record,
     start_of_ones,
 )
 
@@ -90,7 +90,7 @@ class Statistics:
         >>> gradients.under("float16").vanished, gradients.under("float16", 8).vanished
         (2, 0)
         """
-        name, shift = _name(dtype), exponent_of(loss_scale)
+        name, shift = _counted_dtype(dtype), exponent_of(loss_scale)
         first = self._first + shift
         vanished, below, beyond = _fates(name, first, len(self._fine))
         not_finite = self.count - self.zeros - int(self._fine.sum())
@@ -119,7 +119,7 @@ class Statistics:
         """
         if self._lost is None:
             raise ValueError("only updates can be lost on their weights: ask Numerics.updates, with tx given")
-        return self._lost[_name(dtype)]
+        return self._lost[_counted_dtype(dtype)]
 
 
 @functools.lru_cache(4096)
@@ -139,7 +139,7 @@ def _fates(name: str, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np
     return vanished, ~vanished & ~normal, beyond
 
 
-def _name(dtype: Any) -> str:
+def _counted_dtype(dtype: Any) -> str:
     try:
         name = dtypes.canonical_dtype(dtype).name
     except dtypes.UnknownDtypeError:
@@ -155,7 +155,7 @@ def exponent_of(loss_scale: Any) -> int:
     """Return the binary logarithm of a loss scale.
 
     Raises:
-      ValueError: it is no power of two.
+      ValueError: it is not a power of two.
     """
     scale = float(loss_scale)
     fraction, exponent = math.frexp(scale)
@@ -170,10 +170,10 @@ def exponent_of(loss_scale: Any) -> int:
 def statistics_of(x: Any) -> Statistics:
     """Return the statistics of one floating array."""
     x = jnp.asarray(x)
-    return from_record(jax.device_get(record(x)), x.dtype, x.size, 0)
+    return from_record(jax.device_get(counts_of(x)), x.dtype, x.size, 0)
 
 
-def from_record(counts: Record, dtype: Any, size: int, scale_exponent: int, turns: Sequence[int] = ()) -> Statistics:
+def from_record(counts: Counts, dtype: Any, size: int, scale_exponent: int, turns: Sequence[int] = ()) -> Statistics:
     """Return the statistics of values that have been multiplied by a power of two, without it.
 
     Args:
@@ -185,8 +185,8 @@ def from_record(counts: Record, dtype: Any, size: int, scale_exponent: int, turn
     """
     if turns:
         flat = [np.reshape(part, (-1, *np.shape(part)[len(turns) :])) for part in counts]
-        by_turn = tuple(from_record(Record(*parts), dtype, size, scale_exponent) for parts in zip(*flat, strict=True))
-        return dataclasses.replace(merged(by_turn), by_turn=by_turn)
+        by_turn = tuple(from_record(Counts(*parts), dtype, size, scale_exponent) for parts in zip(*flat, strict=True))
+        return dataclasses.replace(merged_statistics(by_turn), by_turn=by_turn)
     counters = np.asarray(counts.counters).astype(np.int64)
     fine = counters[:BINS].reshape(EXPONENTS, CLASSES)
     sums = fine.sum(1)
@@ -218,7 +218,7 @@ def _float(bits: int) -> float:
     return float(np.uint32(bits).view(np.float32))
 
 
-def merged(parts: Sequence[Statistics]) -> Statistics:
+def merged_statistics(parts: Sequence[Statistics]) -> Statistics:
     """Return the statistics of several tensors together; by turn if all have the same number of turns."""
     if len(parts) == 1:
         return parts[0]
@@ -256,4 +256,4 @@ def _merged_turns(parts: Sequence[Statistics]) -> tuple[Statistics, ...] | None:
     turns = [part.by_turn for part in parts if part.by_turn is not None]
     if len(turns) != len(parts) or len({len(by_turn) for by_turn in turns}) != 1:
         return None
-    return tuple(merged(turn) for turn in zip(*turns, strict=True))
+    return tuple(merged_statistics(turn) for turn in zip(*turns, strict=True))

@@ -21,13 +21,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxmp._internals.jax.bodies import bound
+from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
-from jaxmp.inspect.program.equations import Key
-from jaxmp.inspect.program.evaluate import is_whole
+from jaxmp.inspect.program.equation_places import Key
+from jaxmp.inspect.program.recorded_evaluation import is_whole
 
 _LONG = 64
 """The least number of turns of a scan that runs as one program: for fewer, compiling it takes longer than the calls."""
@@ -37,7 +37,7 @@ class Moment(NamedTuple):
     """An equation and the time at which it runs.
 
     Attributes:
-      key: as in :class:`jaxmp.inspect.program.equations.EquationPlace`.
+      key: as in :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
       turns: the index into the inputs of each scan around it, outermost first.
       while_turn: the turn of the innermost while loop; -1 outside of one.
     """
@@ -58,7 +58,7 @@ Branches = dict[tuple[Key, tuple[int, ...]], set[int]]
 """The branches that each conditional took, by its key and its turns; several only in a while loop."""
 
 
-def run(
+def step_through(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit, wanted: Collection[At] = ()
 ) -> tuple[list[Any], Branches]:
     """Return the results of an open jaxpr, and the branches that its conditionals took.
@@ -153,7 +153,7 @@ class _Stepping:
         jaxpr, consts = opened(bodies.jaxprs[0])
         stop = bodies.start + bodies.carry
         fixed, carry, inputs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
-        if length >= _LONG and not self.waits and _is_plain(jaxpr):
+        if length >= _LONG and not self.waits and _is_straight(jaxpr):
             return self.long_scan(eqn, bodies, operands, moment)
         stacks: list[Any] | None = None
         for turn in _turns_in_order(eqn):
@@ -245,7 +245,7 @@ class _FlaggedScan:
             if bodies is not None and not is_whole(eqn):
                 return self._body(*opened(bodies.jaxprs[0]), operands, (*key, 0), flags)
             with in_place_of(eqn):
-                results = bound(eqn, operands, eqn.params)
+                results = bind_equation(eqn, operands, eqn.params)
             results = [lax.optimization_barrier(result) if is_inexact(result) else result for result in results]
             self.operations.append((key, eqn))
             flags.append([_zero_if_finite(result) if is_inexact(result) else None for result in results])
@@ -259,13 +259,13 @@ def _flagged_scan(operation: Operation) -> _FlaggedScan:
     return _FlaggedScan(operation.eqn)
 
 
-def _is_plain(jaxpr: Any) -> bool:
+def _is_straight(jaxpr: Any) -> bool:
     """Return whether a body has no loops and no branches."""
     for eqn in jaxpr.eqns:
         bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn):
             continue
-        if bodies.kind != "call" or not _is_plain(opened(bodies.jaxprs[0])[0]):
+        if bodies.kind != "call" or not _is_straight(opened(bodies.jaxprs[0])[0]):
             return False
     return True
 
@@ -307,7 +307,7 @@ def compiled_operation(operation: Operation) -> Callable[..., tuple[list[Any], l
 
     def apply(*operands: Any) -> tuple[list[Any], list[Any]]:
         with in_place_of(eqn):
-            results = bound(eqn, operands, eqn.params)
+            results = bind_equation(eqn, operands, eqn.params)
         return results, [_zero_if_finite(result) if is_inexact(result) else None for result in results]
 
     return jax.jit(apply, compiler_options=AS_WRITTEN)
@@ -322,7 +322,7 @@ def _zero_if_finite(value: Any) -> jax.Array:
     """Return 0 if all elements are finite, else NaN; this sum compiles faster than a test."""
     value = jnp.asarray(value)
     with jax.sharding.use_abstract_mesh(jax.typeof(value).sharding.mesh):  # with the axis types of the value
-        if value.dtype.itemsize == 1:  # float8, some of which have no infinities
+        if value.dtype.itemsize == 1:  # float8, as some have no infinities
             value = value.astype(jnp.float32)
         return jnp.sum(value * 0)
 

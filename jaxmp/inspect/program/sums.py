@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxmp._internals.jax.equations import opened
-from jaxmp.inspect.program.equations import turns_of
+from jaxmp.inspect.program.equation_places import turns_of
 from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults
 from jaxmp.inspect.program.values import JOIN, TURN, TURNS, Value, Values, is_move_or_cast, is_zero, leading_to
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.primitives import COMBINES, PICKS
-from jaxmp.inspect.program.equations import EquationPlace, Key
+from jaxmp.inspect.program.equation_places import EquationPlace, Key
 
 Turns = tuple[int, ...]
 """For each scan around a place, outermost first, the index into its inputs; a while loop counts as one turn."""
@@ -75,7 +75,7 @@ class Value:
 
     @property
     def outer(self) -> Value:
-        """The value outside of the loops of which this is a constant; other values themselves."""
+        """The value outside of the loops that this is a constant of; other values themselves."""
         value = self
         while value.name == LOOP_CONSTANT:
             ((_, value, _),) = value.reads
@@ -160,7 +160,7 @@ def leading_to(values: Sequence[Value]) -> set[Value]:
     return sources
 
 
-def is_move(value: Value) -> bool:
+def is_moved_value(value: Value) -> bool:
     """Return whether the elements of a value are elements of its operands."""
     return value.is_move
 
@@ -170,7 +170,7 @@ def is_move_or_cast(value: Value) -> bool:
     return value.is_move or value.is_cast
 
 
-def origins(value: Value, goes_on: Callable[[Value], bool] = is_move) -> Iterator[Value]:
+def origins(value: Value, goes_on: Callable[[Value], bool] = is_moved_value) -> Iterator[Value]:
     """Yield the first values that ``goes_on`` rejects, on all ways back from a floating value.
 
     Only floating operands are followed: integers and booleans that choose elements are left out.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,30 +20,48 @@ _BLUE = "#3D8FD1"  # can be read on light and on dark pages
 
 
 def losses(runs: Sequence[Run]) -> str:
-    """Draw the training losses of several runs, and their held-out losses as dots."""
-    page = figure(9, 3.2)
-    axes = page.subplots()
-    for run, color in zip(runs, (_BLUE, *COLORS[3:]), strict=False):
-        _line(axes, run.train, lambda row: row.loss, color, run.name)
-        if run.test:
-            axes.plot([row.step for row in run.test], [row.loss for row in run.test], "o", color=color, markersize=4)
-    style(axes, "", "step", "loss")
-    axes.legend(frameon=False, fontsize=8)
+    """Draw losses and, where there are any, accuracies: lines of training, dots of held-out examples."""
+    values: dict[str, Callable[[Row], float]] = {"loss": lambda row: row.loss}
+    if any(math.isfinite(row.accuracy) for run in runs for row in (*run.train, *run.test)):
+        values["accuracy"] = lambda row: row.accuracy
+    page = figure(9, 1 + 2.4 * len(values))
+    panels = page.subplots(len(values), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, value) in zip(panels, values.items(), strict=True):
+        for run, color in zip(runs, colors_of(runs), strict=True):
+            _curve(axes, run, value, color)
+        style(axes, "", "step" if axes is panels[-1] else "", name)
     return svg(page)
+
+
+def colors_of(runs: Sequence[Run]) -> list[str]:
+    """Return the colours in which :func:`losses` draws runs; the page's table of runs is its legend."""
+    return list(itertools.islice(itertools.cycle((_BLUE, RED, *COLORS[3:])), len(runs)))
+
+
+def _curve(axes: Any, run: Run, value: Callable[[Row], float], color: str) -> None:
+    """Draw the mean of a run over its seeds, with a band from the lowest to the highest seed."""
+    steps = list(zip(*(seed.train for seed in run.seeds), strict=False))
+    means = [(rows[0].step, statistics.fmean(map(value, rows))) for rows in steps]
+    _line(axes, means, color)
+    if run.other_seeds:
+        shown = steps[:: math.ceil(len(steps) / _POINTS)]
+        bounds = [[bound(map(value, rows)) for rows in shown] for bound in (min, max)]
+        axes.fill_between([rows[0].step for rows in shown], *bounds, color=color, alpha=0.2, linewidth=0)
+    for seed in run.seeds:
+        axes.plot([row.step for row in seed.test], [value(row) for row in seed.test], "o", color=color, markersize=4)
 
 
 def scales(run: Run) -> str:
     """Draw the loss scale, skipped steps, and the norm of the gradients."""
     page = figure(9, 4.6)
     above, below = page.subplots(2, 1, sharex=True)
-    _line(above, run.train, lambda row: row.loss_scale, _BLUE, "loss scale")
+    _line(above, [(row.step, row.loss_scale) for row in run.train], _BLUE)
     skipped = [row for row in run.train if row.skipped]
     shown = skipped[:: max(1, len(skipped) // _POINTS)]
-    above.plot([row.step for row in shown], [row.loss_scale for row in shown], "x", color=RED, label="skipped step")
+    above.plot([row.step for row in shown], [row.loss_scale for row in shown], "x", color=RED)
     above.set_yscale("log", base=2)
-    above.legend(frameon=False, fontsize=8)
     style(above, "", "", "loss scale")
-    _line(below, run.train, lambda row: row.grad_norm, COLORS[3], "gradient norm")
+    _line(below, [(row.step, row.grad_norm) for row in run.train], COLORS[3])
     below.set_yscale("log")
     style(below, "", "step", "gradient norm")
     return svg(page)
@@ -72,7 +92,7 @@ def svg(page: Any) -> str:
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxmp"}):
         file = io.StringIO()
-        page.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        page.savefig(file, format="svg", transparent=True, dpi=200, metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -83,9 +103,9 @@ def svg(page: Any) -> str:
     return text.replace("#e6e6e6", _GREY + "44").replace("#bbbbbb", _GREY)
 
 
-def _line(axes: Any, rows: Sequence[Row], value: Callable[[Row], float], color: str, label: str) -> None:
+def _line(axes: Any, points: Sequence[tuple[int, float]], color: str) -> None:
     """Draw a line through the smallest and the largest value of each of ``_POINTS`` spans."""
-    points = [(row.step, value(row)) for row in rows if math.isfinite(value(row))]
+    points = [(step, value) for step, value in points if math.isfinite(value)]
     length = max(1, math.ceil(len(points) / _POINTS))
     extremes: list[tuple[int, float]] = []
     for start in range(0, len(points), length):
@@ -93,4 +113,4 @@ def _line(axes: Any, rows: Sequence[Row], value: Callable[[Row], float], color: 
         smallest, largest = min(span, key=lambda point: point[1]), max(span, key=lambda point: point[1])
         extremes += sorted({smallest, largest})
     steps, values = [step for step, _ in extremes], [number for _, number in extremes]
-    axes.plot(steps, values, color=color, linewidth=1.3, label=label, marker="o" if len(steps) == 1 else None)
+    axes.plot(steps, values, color=color, linewidth=1.3, marker="o" if len(steps) == 1 else None)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from jaxmp.base import tables
 from jaxmp.inspect.report import charts
 from jaxmp.inspect.report.reading import Run, read_run
 
 TOLERANCE = 0.02
-"""A run reaches the loss of another one if it ends at most 2 % above it."""
+"""A run reaches the loss of another one if it ends at most 2 % above it, or within its spread over seeds."""
 
 
 def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str | Path | None = None) -> Path:
     """Write a page on a run as one HTML file, which needs no network.
 
     Args:
-      run: the folder of a script's run, or of :func:`jaxmp.inspect.record`.
+      run: the folder of a script's run, or of :func:`jaxmp.inspect.record`; of several seeds the folder that has
+        theirs in it, named ``seed0``, ``seed1``, ….
       against: folders of runs to compare with, the float32 one first.
       file: the page; by default ``report.html`` in the run's folder.
 
@@ -34,15 +39,19 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
 
     main, references = read_run(Path(run)), [read_run(Path(folder)) for folder in against]
     environment = Environment(loader=PackageLoader("jaxmp.inspect.report", "."), autoescape=select_autoescape())
+    environment.filters["short"] = tables.short
     text = environment.get_template("page.html").render(
         run=main,
         verdict=verdict(main, references),
         losses=charts.losses([main, *references]),
+        runs=list(zip(charts.colors_of([main, *references]), run_rows([main, *references]), strict=True)),
+        skipped=main.skipped,
+        run_columns=RUN_COLUMNS,
         scales=charts.scales(main),
         underflow=charts.underflow(main) if main.watched else None,
-        columns=PLAN_COLUMNS,
+        plan_columns=PLAN_COLUMNS,
         plan=plan_rows(main),
-        findings=(main.audit or {}).get("findings", []),
+        findings=(main.plan or {}).get("findings", []),
         memory=charts.memory(main.memory["by_kind"]) if main.memory else None,
         peak=main.memory["peak"] / 2**20 if main.memory else None,
         about={name: main.summary[name] for name in ("device", "versions", "date", "command") if name in main.summary},
@@ -52,41 +61,77 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
     return path
 
 
-PLAN_COLUMNS = ("path", "operation", "dtypes", "FLOPs", "reason", "source")
+PLAN_COLUMNS = ("path", "operation", "dtypes", "FLOPs", "phase or reason", "source")
 
 
 def plan_rows(run: Run) -> list[tuple[Any, ...]]:
-    """Return the products of the audit, or the operations of the plan, as table cells."""
-    rows: list[tuple[Any, ...]] = []
-    if run.audit:
-        for product in run.audit["products"]:
-            dtypes = f"{', '.join(product['operands'])} → {product['result']}"
-            rows.append((product["path"], product["primitive"], dtypes, product["flops"], "", product["source"]))
-    elif run.plan:
-        for row in run.plan["rows"]:
-            dtypes = f"{', '.join(row['operands'])} → {row['result']}"
-            rows.append((row["path"], row["primitive"], dtypes, row["flops"], row["why"], row["source"]))
+    """Return the products of an audit, or the operations of a cast plan, as table cells under :data:`PLAN_COLUMNS`."""
+    plan = run.plan or {"rows": []}
+    rows = []
+    for row in plan["products"] if "products" in plan else plan["rows"]:
+        dtypes = f"{tables.runs(row['operands'])} → {row['result']}"
+        why = row.get("why") or row.get("phase")
+        rows.append((row["path"], row["primitive"], dtypes, row["flops"], why, row["source"]))
     return rows
+
+
+RUN_COLUMNS = ("run", "loss", "accuracy", "skipped steps", "ms/step", "peak MiB")
+
+
+def run_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Return the results of runs as table cells, under :data:`RUN_COLUMNS`."""
+    rows: list[tuple[str, ...]] = []
+    for run in runs:
+        milliseconds = run.summary.get("ms_per_step")
+        rows.append(
+            (
+                f"{run.name} ({len(run.seeds)} seeds)" if run.other_seeds else run.name,
+                _with_spread(run.final_losses, ".4g", ".2g"),
+                _with_spread(run.final_accuracies, ".2%", ".2%"),
+                str(run.skipped),
+                _milliseconds(milliseconds) if milliseconds else "",
+                f"{run.memory['peak'] / 2**20:,.1f}" if run.memory else "",
+            )
+        )
+    return rows
+
+
+def _with_spread(values: Sequence[float], form: str, spread: str) -> str:
+    """Return the mean and the standard deviation of values."""
+    mean = statistics.fmean(values)
+    return f"{mean:{form}} ± {np.std(values, ddof=1):{spread}}" if len(values) > 1 else f"{mean:{form}}"
+
+
+def _milliseconds(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def verdict(run: Run, references: Sequence[Run]) -> str:
     """Return a sentence on the run's loss and gains beside the first reference run."""
-    steps = f"{len(run.train)} steps, {run.skipped} of them skipped, end at a loss of {run.final_loss:.4g}"
+    loss = statistics.fmean(run.final_losses)
+    steps = f"{sum(len(seed.train) for seed in run.seeds)} steps, {run.skipped} of them skipped, "
+    steps += f"end at a loss of {loss:.4g}"
     if not references:
         return f"{steps}. Name a float32 run with --against to compare."
     reference = references[0]
-    change = run.final_loss / reference.final_loss - 1
-    if not math.isfinite(change):
-        return f"{steps}; it cannot be compared with {reference.name}, which ends at {reference.final_loss:.4g}."
-    reached = "reaches" if change <= TOLERANCE else "does not reach"
+    other = statistics.fmean(reference.final_losses)
+    if not math.isfinite(loss / other):
+        return f"{steps}; it cannot be compared with {reference.name}, which ends at {other:.4g}."
+    spread = 2 * float(np.std(reference.final_losses, ddof=1)) if reference.other_seeds else 0.0
+    reached = "reaches" if loss - other <= max(TOLERANCE * abs(other), spread) else "does not reach"
+    rule = f"at most {100 * TOLERANCE:+.0f} %"
+    if reference.other_seeds:
+        rule += f", or two standard deviations over {len(reference.seeds)} seeds,"
     parts = [
-        f"{run.name} {reached} the loss of {reference.name}: {run.final_loss:.4g} and {reference.final_loss:.4g} "
-        f"({100 * change:+.1f} %; at most {100 * TOLERANCE:+.0f} % counts as reached)"
+        f"{run.name} {reached} the loss of {reference.name}: {loss:.4g} and {other:.4g} "
+        f"({100 * (loss / other - 1):+.1f} %; {rule} counts as reached)"
     ]
-    times = run.summary.get("ms_per_step"), reference.summary.get("ms_per_step")
-    if all(times):
-        parts.append(f"a step takes {times[0]:.3g} ms and {times[1]:.3g} ms")
-    if run.memory and reference.memory and run.memory["device"] != "cpu":  # XLA widens half arrays on a CPU
+    times = [each.summary.get("ms_per_step") or 0 for each in (run, reference)]
+    if run.is_on_cpu:
+        parts.append("a CPU does not show its gains in time and memory")
+    elif all(times):
+        parts.append(f"a step takes {_milliseconds(times[0])} ms and {_milliseconds(times[1])} ms")
+    if run.memory and reference.memory and not run.is_on_cpu:
         saved = 1 - run.memory["peak"] / reference.memory["peak"]
         parts.append(f"its peak memory is {100 * abs(saved):.0f} % {'lower' if saved >= 0 else 'higher'}")
     return f"{'; '.join(parts)}."

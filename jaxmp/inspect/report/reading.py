@@ -35,9 +35,9 @@ class Run:
       test: held-out metrics by step.
       summary: summary.json, or empty.
       watched: the watched steps, or empty.
-      plan: plan.json, or None.
-      audit: audit.json, or None.
+      plan: plan.json, a cast plan or an audit, or None.
       memory: memory.json, or None.
+      other_seeds: the same run from other seeds.
     """
 
     name: str
@@ -46,11 +46,36 @@ class Run:
     summary: dict[str, Any]
     watched: list[dict[str, Any]]
     plan: dict[str, Any] | None
-    audit: dict[str, Any] | None
     memory: dict[str, Any] | None
+    other_seeds: tuple[Run, ...] = ()
 
     @property
-    def final_loss(self) -> float:
+    def seeds(self) -> tuple[Run, ...]:
+        """This run and those from other seeds."""
+        return (self, *self.other_seeds)
+
+    @property
+    def final_losses(self) -> list[float]:
+        """The loss at the end for each seed."""
+        return [seed._final_loss for seed in self.seeds]
+
+    @property
+    def final_accuracies(self) -> list[float]:
+        """The last held-out accuracy for each seed."""
+        return [seed._final_accuracy for seed in self.seeds]
+
+    @property
+    def skipped(self) -> int:
+        """The number of skipped steps, of all seeds."""
+        return sum(row.skipped for seed in self.seeds for row in seed.train)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the device is a CPU, which computes half no faster and in float32 buffers."""
+        return "(cpu" in self.summary.get("device", "")
+
+    @property
+    def _final_loss(self) -> float:
         """The last held-out loss, or else the mean of the last twentieth of the finite training losses."""
         held_out = self.summary.get("test_loss", self.test[-1].loss if self.test else None)
         if held_out is not None:
@@ -60,18 +85,27 @@ class Run:
         return sum(last) / len(last) if last else math.nan
 
     @property
-    def skipped(self) -> int:
-        """The number of skipped steps."""
-        return sum(row.skipped for row in self.train)
+    def _final_accuracy(self) -> float:
+        return float(self.summary.get("test_accuracy", self.test[-1].accuracy if self.test else math.nan))
 
 
 def read_run(folder: Path) -> Run:
     """Read the folder of a script's run, or of :func:`jaxmp.inspect.record`.
 
+    A folder with such folders ``seed0``, ``seed1`` … in it is a run from several seeds.
+
     Raises:
       FileNotFoundError: it has no ``metrics.csv``.
       ValueError: the file is another program's, or has no step.
     """
+    seeds = sorted(file.parent for file in folder.glob("seed*/metrics.csv"))
+    if (folder / "metrics.csv").is_file() or not seeds:
+        return _read_seed(folder)
+    first, *others = map(_read_seed, seeds)
+    return dataclasses.replace(first, name=folder.resolve().name, other_seeds=tuple(others))
+
+
+def _read_seed(folder: Path) -> Run:
     watch_files.metrics(folder)  # checks the columns
     train: list[Row] = []
     test: list[Row] = []
@@ -90,7 +124,6 @@ def read_run(folder: Path) -> Run:
         summary=_json(folder / "summary.json") or {},
         watched=watched,
         plan=_json(folder / "plan.json"),
-        audit=_json(folder / "audit.json"),
         memory=_json(folder / "memory.json"),
     )
 

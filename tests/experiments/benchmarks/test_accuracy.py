@@ -42,7 +42,7 @@ class LineConfig(cli.Training):
     """Its flags."""
 
     dataset: str = "line"
-    """What it is called."""
+    """Its name."""
     steps: int = 4
     """Steps to train."""
     batch_size: int = 8
@@ -50,7 +50,7 @@ class LineConfig(cli.Training):
     learning_rate: float = 0.1
     """The optimizer's."""
     slope: float = 2.0
-    """What there is to learn; not a number breaks the training."""
+    """The data to learn; NaN breaks the training."""
 
 
 def prepare_line(config):

@@ -129,6 +129,7 @@ def test_a_difference_between_programs_is_said_in_words_and_goals_say_whether_th
     ]
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_variant(tmp_path, capsys):
     config = autocast.Config(
         models=("lstm",), rounds=2, block_ms=1, sequence=8, layers=1, vocabulary=32, run_dir=tmp_path
@@ -161,6 +162,7 @@ def measured_here(monkeypatch):
     monkeypatch.setattr(first_step.processes, "in_processes", runs)
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_the_benchmark_of_the_first_step_compares_each_way_with_half_by_hand(measured_here, tmp_path):
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms
         first_step.main(first_step.Config(layers=1, rounds=1, run_dir=tmp_path))
@@ -176,6 +178,7 @@ def test_the_benchmark_of_the_first_step_compares_each_way_with_half_by_hand(mea
     assert "NNX, autocast / by hand is" in text and "the goal at most 1.05" in text
 
 
+@pytest.mark.slow("traces three models four times")
 def test_the_models_of_the_first_step_have_the_same_products_in_half():
     products = {}
     for way in first_step.WAYS:
@@ -206,6 +209,7 @@ def test_a_bad_flag_ends_a_benchmark_with_one_line(capsys):
 # The page.
 
 
+@pytest.mark.slow("runs the code of the docs")
 def test_the_code_of_the_page_runs_as_printed(capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "autocast.md").read_text(), re.DOTALL)
     scope = {}
@@ -217,6 +221,7 @@ def test_the_code_of_the_page_runs_as_printed(capsys):
     assert "dot_general" in printed  # the plan
 
 
+@pytest.mark.slow("draws the pictures of the docs")
 def test_the_pictures_of_the_page_are_drawn_from_the_graph_and_are_small(tmp_path):
     names = re.findall(r"!\[.*?\]\((.*?)\)", (ROOT / "docs" / "autocast.md").read_text())
     runpy.run_path(str(ROOT / "docs" / "draw_autocast.py"))["main"](tmp_path)

@@ -156,7 +156,7 @@ def test_bad_flags_end_it_with_one_line(capsys):
 
 @pytest.fixture
 def compiler():
-    """What compiles for a GPU that is not there; `.ci/setup.sh` installs it beside the newest Python."""
+    """Skip without the compiler for an absent GPU; `.ci/setup.sh` installs it beside the newest Python."""
     if reason := targets.missing():
         pytest.skip(reason)
 

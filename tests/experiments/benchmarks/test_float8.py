@@ -33,6 +33,7 @@ def test_the_products_of_weights_are_float8_and_those_of_bfloat16_are_not(emulat
         assert in_float8(part, 64, float8.DEFAULT) == expected and in_float8(part, 64, float8.HALF) == 0
 
 
+@pytest.mark.slow("traces a block of a large model")
 def test_by_default_a_small_step_has_none_and_a_large_block_has_all(emulated):
     assert in_float8("step", "124M", float8.DEFAULT, float8.TOKENS) == 0
     assert in_float8("block", 2048, float8.DEFAULT, float8.TOKENS) == 24
@@ -64,6 +65,7 @@ def test_no_panel_is_empty_and_right_of_the_last_nothing_is_drawn(tmp_path):
     assert (tmp_path / "float8.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_every_part_has_its_rows_and_what_is_not_installed_says_so(emulated, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(float8, "PEERS", tuple(float8.Row(row.label, "torchao", "bf16") for row in float8.PEERS))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -56,6 +56,7 @@ def states(folder):
     return {name: piece["state"] for name, piece in json.loads((folder / "gpu.json").read_text())["pieces"].items()}
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_a_piece_runs_small_and_is_not_run_again(on, tmp_path, capsys):
     on()
     config = gpu.Config(smoke=True, minutes=0, pieces=("input_pipeline",), run_dir=tmp_path / "run")

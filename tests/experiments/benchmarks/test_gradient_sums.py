@@ -66,6 +66,7 @@ def test_pytorch_sums_the_uses_of_a_weight_in_a_loop_in_half_and_a_bias_in_float
     assert errors["bias"] < 0.005 and errors["weight in a loop"] > 0.05
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_a_run_leaves_tables_a_picture_and_what_the_readme_says(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gradient_sums, "cases", lambda smoke: [CASES["embedding"], CASES["scale of a norm by hand"]])
     gradient_sums.main(gradient_sums.Config(halves=("bfloat16",), smoke=True, run_dir=tmp_path))
@@ -83,11 +84,13 @@ def test_a_run_leaves_tables_a_picture_and_what_the_readme_says(tmp_path, monkey
         assert text in markdown
     assert "bfloat16" in printed and str(tmp_path) in printed
     assert 5_000 < (tmp_path / "gradient_sums.png").stat().st_size < 100_000
-    assert f"1,024 tokens of Zipf's law) is off by {gradient_sums.percent(by_hand)} in bf" in gradient_sums.sentence(
-        run
+    assert (
+        f"1,024 tokens of Zipf's law) has an error of {gradient_sums.percent(by_hand)} in bf"
+        in gradient_sums.sentence(run)
     )
 
 
+@pytest.mark.slow("runs the code of the docs")
 def test_the_code_of_the_page_shows_the_fault_and_that_jaxmp_has_it_not(capsys):
     page = ROOT / "docs" / "gradient_sums.md"
     scope = {}

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes
 SMALL = {"smoke": True, "rows": 8, "rounds": 2, "block_ms": 0.1}
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_every_way_is_kept_and_timed_and_a_step_of_some_is_compiled(tmp_path, capsys, monkeypatch):
     config = low_precision.Config(run_dir=tmp_path, **SMALL)
     some = (*low_precision.VARIANTS[:4], ("kahan", "bfloat16"), ("nearest", "float8"))

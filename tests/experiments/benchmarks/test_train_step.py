@@ -167,6 +167,7 @@ def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(made, monkeyp
     assert not compiled
 
 
+@pytest.mark.slow("traces every peer")
 def test_steps_of_peers_give_a_state_for_the_next_one():
     case = workload("resnet50", SMALL["resnet50"])
     init, step = jax_steps.train_step(case, ROWS["flax-fp16"])

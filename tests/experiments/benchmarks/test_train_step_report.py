@@ -1,4 +1,4 @@
-"""What the benchmark of train steps says of known figures: tables, ratios, goals."""
+"""Tables, ratios and goals of the train-step benchmark, for known figures."""
 
 from __future__ import annotations
 

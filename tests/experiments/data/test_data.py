@@ -65,6 +65,7 @@ def test_the_stock_reader_of_tfds_reads_what_was_prepared_and_reading_again_prep
         np.testing.assert_array_equal(digits[split]["image"], again[split]["image"])
 
 
+@pytest.mark.slow("reads the whole standard library")
 def test_pysource_is_the_standard_library_and_every_tenth_file_is_for_the_test(pysource):
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(

@@ -1,4 +1,4 @@
-"""What becomes of pixels on their way to a model, and that it does not depend on where they are held."""
+"""Pixels on their way to a model are the same from the host and from the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the experiments measure, against hand counts: FLOPs, gradients that became zero, accuracy, memory, time."""
+"""Measures of the experiments against hand counts: FLOPs, vanished gradients, accuracy, memory, time."""
 
 from __future__ import annotations
 

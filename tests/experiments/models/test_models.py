@@ -158,6 +158,7 @@ def test_as_functions_statistics_move_in_training_only_and_the_seed_decides_the_
     assert not all(bool((a == b).all()) for a, b in zip(again, other, strict=True))
 
 
+@pytest.mark.slow("compiles two GPT-2s")
 def test_gpt2_in_nnx_as_a_loop_is_its_layers_one_after_the_other():
     sizes = (32, 8, 2, 16, 2)
     layers, loop = (nnx_models.GPT2(*sizes, loop, rngs=nnx.Rngs(0)) for loop in (False, True))

@@ -27,6 +27,7 @@ def reference():
     return stacked.stack(params), loss, stacked.stack(gradients)
 
 
+@pytest.mark.slow("compiles two models")
 def test_loss_and_gradients_are_those_of_the_module(reference):
     axes = {"data": 2, "fsdp": 2}
     params, loss, gradients = reference

@@ -174,6 +174,7 @@ def test_weights_and_files_that_are_not_a_models_are_refused_by_name(tmp_path):
         PUBLISHED_BERT.save(PUBLISHED_BERT.load(published("bert")), tmp_path / "bert.safetensors", vocabulary=30522)
 
 
+@pytest.mark.slow("trains with the weights of another library")
 def test_a_script_begins_with_the_weights_of_a_file_and_writes_such_a_file(tmp_path):
     kind, script = "bert", masked_lm
     model, files = KINDS[kind]

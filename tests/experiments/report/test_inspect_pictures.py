@@ -24,6 +24,7 @@ PICTURES = {
     [("plan", "scale"), pytest.param(("training", "compare", "memory"), marks=pytest.mark.slow("draws all else"))],
     ids=["some", "others"],
 )
+@pytest.mark.slow("draws the pictures of the docs")
 def test_the_script_draws_in_small(names, tmp_path, capsys, monkeypatch):
     pictures = {picture for name in names for picture in PICTURES[name]}
     sources = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # the whole library is read for 15 seconds

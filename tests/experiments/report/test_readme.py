@@ -189,7 +189,7 @@ def test_what_was_only_compiled_fills_the_memory_and_is_marked(tmp_path):
     }
     assert not any(row["resnet50"].strip("–") for row in found.values())
     assert "ᶜ compiled, not run" in text and "compiled for H200 on a CPU, not run; jax 1" in text
-    assert "ʳ over recorded peaks, typed in from one run on one H200 (torch 2.11.0+cu130), which no script" in text
+    assert "ʳ relative to peaks that were measured once on one H200 (torch 2.11.0+cu130) and entered by hand" in text
     assert "BERT-Base 13,938 and 51,175" in text
 
 
@@ -278,9 +278,9 @@ def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
     )
     first = readme.block(tmp_path)
     assert f"by +0.5 % (mlp, batch 8) to +0.5 % (mlp, batch 8), on {GPU['device']}." in first
-    assert "is off by 50 % in bfloat16" in first and "(docs/measured.md)" in first
+    assert "has an error of 50 % in bfloat16" in first and "(docs/measured.md)" in first
     block = readme.measured_block(tmp_path)
-    assert "an embedding (8 tokens) is off by 50 % in bfloat16 with Flax's `dtype=` by hand, and by 0.01 % wi" in block
+    assert "an embedding (8 tokens) has an error of 50 % in bfloat16 with Flax's `dtype=`, and of 0.01 % wi" in block
     page = readme.gradient_sums_block(tmp_path)
     assert page.startswith("![Errors of the gradients of params by case and way](../experiments/results/gradient_sums/")
     assert "| embedding | 8 tokens | 0.01 % (× 0.5) |" in page and f"{GPU['device']}; {GPU['versions']}; 2026" in page

@@ -47,7 +47,7 @@ def state(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether all leaves agree bit for bit; two states made anew differ in their functions."""
+    """Return whether all leaves agree bit for bit; two states made anew differ in their functions."""
     return leaf_bits(one) == leaf_bits(other)
 
 

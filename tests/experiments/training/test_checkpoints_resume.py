@@ -125,6 +125,7 @@ def test_a_finished_run_says_so_and_is_left_alone(whole, capsys):
     assert before == {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in config.run_dir.rglob("*")}
 
 
+@pytest.mark.slow("trains twice")
 def test_a_finished_run_trains_on_when_steps_are_raised(whole, tmp_path):
     config = dataclasses.replace(whole[0], run_dir=tmp_path / "run", steps=5)
     train(config)
@@ -135,6 +136,7 @@ def test_a_finished_run_trains_on_when_steps_are_raised(whole, tmp_path):
     assert tests == ["3", "5", "8"]  # one at the old end
 
 
+@pytest.mark.slow("trains a network twice")
 def test_a_script_resumes_bit_for_bit(tmp_path, data_dir):
     flags = {
         "policy": "mixed_float16", "loss_scale": "dynamic:loss_scale=65536,period=2", "accumulate": 2, "ema": 0.9,
@@ -201,6 +203,7 @@ def test_the_number_of_steps_may_not_change_under_a_schedule(whole, tmp_path, ca
     ends_with(dataclasses.replace(config, steps=8, resume=True), train, message, capsys)
 
 
+@pytest.mark.slow("trains twice")
 def test_another_policy_with_the_same_params_goes_on_and_the_loss_scale_too(whole, run):
     config = dataclasses.replace(run, policy="mixed_bfloat16", loss_scale="dynamic:loss_scale=8,period=3", remat="full")
     assert train(config)["policy"] == str(jaxmp.get_policy("mixed_bfloat16"))
@@ -323,6 +326,7 @@ def test_a_damaged_checkpoint_is_named_and_what_is_offered_works(whole, run, cap
 # --- without checkpoints ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("starts a process")
 def test_orbax_is_imported_only_when_checkpoints_are_used():
     code = """
 import sys

@@ -1,4 +1,4 @@
-"""What a benchmark keeps in its run folder: what goes together there, until when, and where it was measured."""
+"""A benchmark keeps its results in a run folder, with the place where they were measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the flags of precision mean to several loss functions at once."""
+"""The flags of precision, for several loss functions at once."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _weights(product: Value, left: int, right: int) -> list[int]:
     ranks = _rank(left), _rank(right)
     if ranks[0] != ranks[1]:
         return [1] if ranks[1] < ranks[0] else [0]
-    are_plain = all(map(_is_plain, product.inputs[:2]))
+    are_plain = all(map(_is_stored, product.inputs[:2]))
     is_constant_first = right & _UNKNOWN > left & _UNKNOWN  # a weight with data, or data with params
     if ranks[0] != 1 or (are_plain and not is_constant_first):
         return [1]
@@ -61,7 +61,7 @@ def _rank(marks: int) -> int:
     return 0 if marks & _WEIGHT else 1
 
 
-def _is_plain(value: Value) -> bool:
+def _is_stored(value: Value) -> bool:
     """Return whether a value is an argument or a constant, or a move or cast of these."""
 
     def goes_on(source: Value) -> bool:
@@ -74,7 +74,8 @@ def unaligned(product: Value, weights: Sequence[int]) -> dict[str, int]:
     """Return the dimensions of a product that are no multiple of 16 bytes, by name.
 
     The batch does not count: output features are those of the weight, and if either operand may be it (``weights``),
-    the aligned ones. A dimension of 1 does not count, as that is no matrix product; nor do the few channels of a stem.
+    the aligned ones. A dimension of 1 does not count, as that is not a matrix product; nor do the few channels of a
+    stem.
     """
     left, right = product.inputs[:2]
     step = max(16 // min(left.dtype.itemsize, right.dtype.itemsize), 1)

@@ -11,37 +11,36 @@ from collections.abc import Callable, Iterator
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, Rule, State
 from jaxmp.engine.graph import Graph, Node
-from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, multiple_of, readers_of
+from jaxmp.engine.paths import OFFSETS, SCALES, multiple_of, readers_of
 
 _EXPONENTIALS, _LOGARITHMS, _ROOTS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"}), frozenset({"sqrt", "rsqrt"})
 _SQUARES = frozenset({"square", "integer_pow", "abs"})
-_OFFSETS = SUMS | SCALES | BOUNDS
-_PASSED = _OFFSETS | {"select_n"}  # jnp.var divides by a number that may be 0, and selects
+_PASSED = OFFSETS | {"select_n"}  # jnp.var divides by a number that may be 0, and selects
 _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
 
 
 @dataclasses.dataclass(frozen=True)
-class Pattern:
+class OperationPattern:
     """Operations that belong together; the first tells one from others of its name."""
 
     name: str
     nodes: tuple[Node, ...]
 
 
-def find(graph: Graph) -> list[Pattern]:
+def find_patterns(graph: Graph) -> list[OperationPattern]:
     """Return the patterns of a decided graph, and mark the softmaxes that are rounded."""
-    patterns = list[Pattern]()
+    patterns = list[OperationPattern]()
     results = [node for node in graph.nodes if node.is_seen]
-    seen = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
+    returned = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
     for node in graph.nodes:
         if node.state >= State.FLOAT32 and node.inputs and node.name in _RECOGNISED:
-            found = list(_RECOGNISED[node.name](node))
-            patterns += found
-            if found and node.name == "div":
+            recognised = list(_RECOGNISED[node.name](node))
+            patterns += recognised
+            if recognised and node.name == "div":
                 # Of a probability near 1 the logarithm is lost, if it is rounded.
-                node.is_rounded = node not in seen and not any(_is_logged(reader) for reader in readers_of(node))
+                node.is_rounded = node not in returned and not any(_is_logged(reader) for reader in readers_of(node))
         elif node.name in PRODUCTS and node.rule in _RULES_OF_PRODUCTS:
-            patterns.append(Pattern(str(node.rule), (node,)))
+            patterns.append(OperationPattern(str(node.rule), (node,)))
     return patterns
 
 
@@ -52,13 +51,13 @@ def _exponential(value: Node) -> Node | None:
     return next((operand for operand in operands if operand.name in _EXPONENTIALS), None)
 
 
-def _softmax(node: Node) -> Iterator[Pattern]:
+def _softmax(node: Node) -> Iterator[OperationPattern]:
     above, below = (operand.origin for operand in node.inputs)
     exponential = _exponential(above)
     summed = below.inputs if below.name == "reduce_sum" or below.name in PRODUCTS else ()
     if exponential is None or exponential not in [_exponential(operand) for operand in summed]:
         return
-    yield Pattern("softmax", (node, below, exponential, *_shift(exponential)))
+    yield OperationPattern("softmax", (node, below, exponential, *_shift(exponential)))
 
 
 def _shift(exponential: Node) -> Iterator[Node]:
@@ -70,12 +69,12 @@ def _shift(exponential: Node) -> Iterator[Node]:
 
 def _is_logged(reader: Node) -> bool:
     return reader.name in _LOGARITHMS or (
-        reader.name in _OFFSETS and any(user.name in _LOGARITHMS for user in readers_of(reader))
+        reader.name in OFFSETS and any(user.name in _LOGARITHMS for user in readers_of(reader))
     )
 
 
-def _logarithm(node: Node) -> Iterator[Pattern]:
-    total = multiple_of(node.inputs[0], _OFFSETS | {"abs"})
+def _logarithm(node: Node) -> Iterator[OperationPattern]:
+    total = multiple_of(node.inputs[0], OFFSETS | {"abs"})
     exponential = _exponential(total.inputs[0] if total.name == "reduce_sum" else total) if total.inputs else None
     if exponential is None:
         return
@@ -86,12 +85,14 @@ def _logarithm(node: Node) -> Iterator[Pattern]:
         for reader in readers_of(value):
             if reader.name == "sub" and reader.inputs[0].origin in {*scores, *_shift(exponential)}:
                 name = "log-softmax"
-    yield Pattern(name, (node, total, exponential, *_shift(exponential), *largest))
+    yield OperationPattern(name, (node, total, exponential, *_shift(exponential), *largest))
 
 
-def _squares(node: Node) -> Iterator[Pattern]:
-    square = multiple_of(node.inputs[0], _OFFSETS)
-    is_square = square.name in _SQUARES or (square.name == "mul" and len({each.origin for each in square.inputs}) == 1)
+def _squares(node: Node) -> Iterator[OperationPattern]:
+    square = multiple_of(node.inputs[0], OFFSETS)
+    is_square = square.name in _SQUARES or (
+        square.name == "mul" and len({factor.origin for factor in square.inputs}) == 1
+    )
     if not is_square:
         return
     base = multiple_of(square.inputs[0], {"abs"})
@@ -102,7 +103,7 @@ def _squares(node: Node) -> Iterator[Pattern]:
         name = "absolute differences" if square.name == "abs" else "squared differences"
     else:
         name = "magnitudes" if square.name == "abs" else "squares"
-    yield Pattern(name, (node, square, base, *roots) if base.name == "sub" else (node, square, *roots))
+    yield OperationPattern(name, (node, square, base, *roots) if base.name == "sub" else (node, square, *roots))
 
 
 def _readers_past_offsets(node: Node) -> list[Node]:
@@ -114,7 +115,7 @@ def _readers_past_offsets(node: Node) -> list[Node]:
     return readers
 
 
-_RECOGNISED: dict[str, Callable[[Node], Iterator[Pattern]]] = {
+_RECOGNISED: dict[str, Callable[[Node], Iterator[OperationPattern]]] = {
     "div": _softmax,
     **dict.fromkeys(_LOGARITHMS, _logarithm),
     "reduce_sum": _squares,

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._internals.jax import equations
-from jaxmp._internals.jax.bodies import Rule, bound, rebuilt
+from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, rebuilt
 from jaxmp._internals.jax.equations import RESHARDS, Bodies, bodies_of, is_literal
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
-from jaxmp.inspect.program.equations import Key
+from jaxmp.inspect.program.equation_places import Key
 
 Records = dict[Key, Any]
-_RULE = Rule(lambda traced, args, dtypes: equations.evaluate(*traced, args), contextlib.nullcontext)
+_RULE = RuleEvaluation(lambda traced, args, dtypes: equations.evaluate(*traced, args), contextlib.nullcontext)
 
 
 class Recorder(Protocol):
@@ -28,27 +28,27 @@ class Recorder(Protocol):
     A loop, a branch or a function with derivative rules is one operation, too.
     """
 
-    def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], given: Any) -> tuple[list[Any], Any]:
+    def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], extra: Any) -> tuple[list[Any], Any]:
         """Return the results to go on with, and a record: arrays in a pytree, or None.
 
         Args:
-          key: the key of the equation's :class:`jaxmp.inspect.program.equations.EquationPlace`.
+          key: the key of the equation's :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
           eqn: the equation.
           operands: its operands, traced.
           results: its results, traced.
-          given: the arrays that :func:`evaluate` was given for the key; in a loop those of this turn.
+          extra: the arrays that :func:`evaluate_and_record` got for the key; in a loop those of this turn.
         """
 
     def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
         """Return the record of a while loop after a turn; the first turn finds zeros."""
 
 
-def evaluate(
+def evaluate_and_record(
     jaxpr: Any,
     consts: Sequence[Any],
     args: Sequence[Any],
     recorder: Recorder,
-    given: Mapping[Key, Any] | None = None,
+    extra: Mapping[Key, Any] | None = None,
     keeps_rules: bool = False,
 ) -> tuple[list[Any], Records]:
     """Return the results of an open jaxpr, and the records by the keys of their equations.
@@ -61,12 +61,12 @@ def evaluate(
       consts: its constants.
       args: its arguments.
       recorder: sees each operation.
-      given: arrays in pytrees for ``recorder.at``, by key, with the axes that records of that place have; places in
+      extra: arrays in pytrees for ``recorder.at``, by key, with the axes that records of that place have; places in
         while loops have none.
       keeps_rules: whether the results will be differentiated. Functions with derivative rules are then one operation,
         and ``checkpoint`` stays; otherwise their equations are evaluated one by one.
     """
-    results, records = _RecordedEvaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(given or {}))
+    results, records = _RecordedEvaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(extra or {}))
     for n, var in enumerate(jaxpr.outvars):
         if is_literal(var):  # a number that the function returns for all arguments
             results[n] = jnp.asarray(results[n])
@@ -74,7 +74,7 @@ def evaluate(
 
 
 def is_whole(eqn: Any, keeps_rules: bool = False) -> bool:
-    """Return whether :func:`evaluate` takes an equation with bodies for one operation."""
+    """Return whether :func:`evaluate_and_record` takes an equation with bodies for one operation."""
     return eqn.primitive.name == "shard_map" or (keeps_rules and eqn.primitive.name.startswith("custom_"))
 
 
@@ -86,43 +86,43 @@ class _RecordedEvaluation:
         self.keeps_rules = keeps_rules
 
     def body(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], key: Key, given: Records
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], key: Key, extra: Records
     ) -> tuple[list[Any], Records]:
         records: Records = {}
         numbers = itertools.count()
 
         def equation(eqn: Any, operands: list[Any]) -> list[Any]:
             with in_place_of(eqn):
-                return self.equation(eqn, operands, (*key, next(numbers)), given, records)
+                return self.equation(eqn, operands, (*key, next(numbers)), extra, records)
 
         return interpreted(jaxpr, consts, args, equation), records
 
-    def equation(self, eqn: Any, operands: list[Any], key: Key, given: Records, records: Records) -> list[Any]:
+    def equation(self, eqn: Any, operands: list[Any], key: Key, extra: Records, records: Records) -> list[Any]:
         bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn, self.keeps_rules):
-            results = bound(eqn, operands, eqn.params)
+            results = bind_equation(eqn, operands, eqn.params)
             # A reshard keeps the numbers, and those of the result have the type that the recorder can use there.
             operands = results if eqn.primitive.name in RESHARDS else operands
         elif bodies.kind == "call" and not (self.keeps_rules and eqn.primitive.name == "remat2"):
             opened = equations.opened(bodies.jaxprs[0])
-            results, inner = self.body(*opened, operands, (*key, 0), given)
+            results, inner = self.body(*opened, operands, (*key, 0), extra)
             records |= inner
             return results
         else:
-            results, inner = self.with_bodies(eqn, bodies, operands, key, given)
+            results, inner = self.with_bodies(eqn, bodies, operands, key, extra)
             records |= inner
             if bodies.kind == "call":
                 return results
-        results, record = self.recorder.at(key, eqn, operands, results, given.get(key))
+        results, record = self.recorder.at(key, eqn, operands, results, extra.get(key))
         if record is not None:
             records[key] = record
         return results
 
     def with_bodies(
-        self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, given: Records
+        self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, extra: Records
     ) -> tuple[list[Any], Records]:
         """Rebuild an equation so that its bodies take the given arrays and return records."""
-        inside = {place: value for place, value in given.items() if place[: len(key)] == key != place}
+        inside = {place: value for place, value in extra.items() if place[: len(key)] == key != place}
         given_inside, tree = jax.tree.flatten(inside)
 
         def body(index: int, *values: Any) -> tuple[list[Any], Records]:

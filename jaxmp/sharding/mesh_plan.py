@@ -19,7 +19,7 @@ from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import canonical_dtype
 from jaxmp.sharding.placement import moved_to
-from jaxmp.sharding.specs import Mesh, as_tuple, fitting, following, names_of, require_specs, specs_in, without
+from jaxmp.sharding.specs import Mesh, as_tuple, axes_in_spec, fitting, following, require_specs, specs_in, without
 
 BATCH_AXES = ("data", "fsdp")
 """The axes of a mesh over which a batch is split."""
@@ -199,7 +199,7 @@ class Plan:
 
     def is_split(self, spec: PartitionSpec) -> bool:
         """Return whether ``spec`` splits an array over axes of the batch."""
-        return not set(names_of(spec)).isdisjoint(self.axes)
+        return not set(axes_in_spec(spec)).isdisjoint(self.axes)
 
     def whole(self, param: Any, spec: PartitionSpec, dtype: np.dtype) -> Any:
         """Return a param gathered in ``dtype``, which is not differentiated."""
@@ -224,16 +224,16 @@ class Plan:
 
     def zeros(self, param: Any, spec: PartitionSpec) -> Any:
         """Return the zeros of a tap."""
-        return self.of_parts(jnp.zeros((self.devices, *param.shape), wide(param.dtype)), spec)
+        return self.of_parts(jnp.zeros((self.devices, *param.shape), sum_dtype(param.dtype)), spec)
 
     def of_parts(self, parts: Any, spec: PartitionSpec) -> Any:
         """Return the parts (devices, …) of a gradient, in the layout of the param with ``spec``."""
         return self.put(parts, PartitionSpec(*self.rows, *self.gathered(spec)))
 
     def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
-        """Return the sum of parts over axis 0, of which each device has one, split as ``spec`` says."""
+        """Return the sum of parts over axis 0, one per device, split as ``spec`` says."""
         batch_axes = [tuple(name for name in as_tuple(entry) if name in self.axes) for entry in spec]
-        rest = tuple(name for name in self.axes if name not in names_of(spec))
+        rest = tuple(name for name in self.axes if name not in axes_in_spec(spec))
 
         def reduce(parts: Any) -> Any:
             part = parts[0].astype(reduced_in(self.reduce_dtype, parts.dtype))
@@ -248,7 +248,7 @@ class Plan:
         out = PartitionSpec(
             *((*as_tuple(other), *names) or None for other, names in zip(others, batch_axes, strict=True))
         )
-        at, names = PartitionSpec(*self.rows, *others), {*self.axes, *names_of(spec)}
+        at, names = PartitionSpec(*self.rows, *others), {*self.axes, *axes_in_spec(spec)}
         return jax.shard_map(reduce, in_specs=at, out_specs=out, axis_names=names, check_vma=False)(self.put(parts, at))
 
     def over_rows(self, fun: Callable[..., Any], dims: Sequence[int], args: Sequence[Any]) -> Any:
@@ -278,21 +278,21 @@ def to_reduce_in(dtype: Any) -> np.dtype:
     Raises:
       ValueError: it is neither float32 nor half.
     """
-    sum_dtype = canonical_dtype(dtype)
-    if sum_dtype not in _REDUCES:
+    checked = canonical_dtype(dtype)
+    if checked not in _REDUCES:
         raise ValueError(
-            f"gradients are reduced in float32 or in a half dtype, got reduce_dtype={sum_dtype.name!r}; pass "
+            f"gradients are reduced in float32 or in a half dtype, got reduce_dtype={checked.name!r}; pass "
             "reduce_dtype='float32'"
         )
-    return sum_dtype
+    return checked
 
 
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
     """Return the dtype in which gradients of ``dtype`` are reduced: at least float32."""
-    return wide(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
+    return sum_dtype(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
 
 
-def wide(dtype: Any) -> np.dtype:
+def sum_dtype(dtype: Any) -> np.dtype:
     """Return the dtype in which gradients of params of ``dtype`` are summed: float32, or float64."""
     return max(_FLOAT32, np.dtype(dtype), key=lambda dtype: dtype.itemsize)
 

@@ -43,12 +43,12 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
 
 def unscaled_float16(audited: Audited) -> Faults:
     """Find float16 products of the backward pass whose cotangents no loss scale multiplies."""
-    if audited.has_loss_scale:
+    if audited.is_loss_scaled:
         return
     products = [
         value for value, product in audited.products if product.phase == "backward" and "float16" in product.operands
     ]
-    if products and audited.has_loss_scale is None:  # the program may multiply by a scale of its own
+    if products and audited.is_loss_scaled is None:  # the program may multiply by a scale of its own
         marks = _marks_of_scaling(audited)
         products = [value for value in products if marks[value] == _SEED]
     if products:

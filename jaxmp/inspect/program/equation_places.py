@@ -93,7 +93,7 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
     return *equations.opened(closed), jax.tree.structure(shapes)
 
 
-def places(jaxpr: Any) -> list[EquationPlace]:
+def equation_places(jaxpr: Any) -> list[EquationPlace]:
     """Return every equation in program order, an equation with bodies before the equations in them.
 
     The bodies of ``jit``, ``checkpoint``, loops, branches and functions with derivative rules are included. The
@@ -184,13 +184,13 @@ def paths_left(names: Names, readers: Iterable[Names]) -> list[str]:
       names: the scopes in which it is computed.
       readers: the scopes of each equation that reads it.
     """
-    shared = min((_shared(names, reader) for reader in readers), default=len(names))
+    shared = min((_count_shared_scopes(names, reader) for reader in readers), default=len(names))
     return [path_in(names[:stop]) for stop in range(len(names), shared, -1) if _is_left(names, stop)]
 
 
-def is_entered(names: Names, reader: Names) -> bool:
+def enters_scope(names: Names, reader: Names) -> bool:
     """Return whether ``reader`` is in a module or named scope that ``names`` is not in."""
-    return any(map(_is_named, reader[_shared(names, reader) :]))
+    return any(map(_is_named, reader[_count_shared_scopes(names, reader) :]))
 
 
 def _is_left(names: Names, stop: int) -> bool:
@@ -199,7 +199,7 @@ def _is_left(names: Names, stop: int) -> bool:
     return scope.startswith(CALL_SCOPE) or (_is_named(scope) and not any(name.startswith(CALL_SCOPE) for name in inner))
 
 
-def _shared(names: Names, others: Names) -> int:
+def _count_shared_scopes(names: Names, others: Names) -> int:
     """Return how many scopes two places share."""
     count = 0
     while count < min(len(names), len(others)) and names[count] == others[count]:

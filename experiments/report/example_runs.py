@@ -1,0 +1,85 @@
+"""Trains the runs whose page the site shows: a small GPT-2 in float16, bfloat16 and float32.
+
+python -m experiments.report.example_runs
+
+It learns the standard library's own sources, in about four minutes on two free cores. What the page reads is kept in
+experiments/results/report, and make docs makes the page of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Literal
+
+if __name__ == "__main__":  # before JAX is imported: its CUDA plugin would look for a GPU
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+from experiments import language_modeling
+from experiments.training import cli
+from experiments.training.run_folders import run_folder
+from jaxmp.inspect.watch_files import FILE
+
+KEPT = Path(__file__).resolve().parents[1] / "results" / "report"
+POLICIES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float32": "float32"}
+_SCALE = "dynamic:loss_scale=1048576,period=40"  # so large that the first steps are skipped
+_SHOWN = "activation_gradients"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Flags of the runs."""
+
+    runs: tuple[Literal[tuple(POLICIES)], ...] = tuple(POLICIES)
+    """The runs to train."""
+    steps: int = 160
+    """Steps of each run."""
+    data_dir: cli.Folder = None
+    """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
+    run_dir: cli.Folder = None
+    """Folder to write the runs to. (default: runs/example_runs-TIME)"""
+
+
+def main(config: Config) -> None:
+    cli.require("--steps", config.steps, 1)
+    folder = run_folder("example_runs", config.run_dir)
+    for name in config.runs:
+        is_float16 = name == "float16"
+        language_modeling.train(
+            language_modeling.Config(
+                model="gpt2",
+                policy=POLICIES[name],
+                loss_scale=_SCALE if is_float16 else "none",
+                steps=config.steps,
+                learning_rate=1e-3,
+                watch=10 if is_float16 else 0,
+                evaluate_every=40,
+                checkpoint_every=0,
+                data_dir=config.data_dir,
+                run_dir=folder / name,
+            )
+        )
+        keep(folder / name, KEPT / name)
+
+
+def keep(run: Path, kept: Path) -> None:
+    """Copy what the page reads of a run, without the arrays in memory and the values that the heat map leaves out."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.csv", "summary.json", "plan.json"):
+        shutil.copy(run / name, kept / name)
+    if (run / FILE).is_file():
+        rows = [json.loads(line) for line in (run / FILE).read_text().splitlines()]
+        for row in rows:
+            for shares in ("vanished", "zeros"):
+                row[shares] = {_SHOWN: row[shares][_SHOWN]}
+        (kept / FILE).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    memory = json.loads((run / "memory.json").read_text())
+    shown = {name: memory[name] for name in ("device", "peak", "by_kind")}
+    (kept / "memory.json").write_text(json.dumps(shown, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

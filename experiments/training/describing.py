@@ -1,0 +1,32 @@
+"""The plan and the memory of a train step, as files that ``jaxmp report`` reads."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import jaxmp
+from experiments.training.experiment import Batch, Experiment
+
+
+def describe(experiment: Experiment, state: jaxmp.TrainState, batch: Batch, folder: Path) -> None:
+    """Write ``plan.json`` and ``memory.json`` of a step that has run.
+
+    The plan is autocast's, or else the audit of the step. Memory is read from the compiled program of the step, so that
+    nothing is compiled again; on a mesh it would be, and memory is left out. An error is a warning.
+    """
+
+    def plan() -> str:
+        if experiment.cast_plan is not None:
+            return experiment.cast_plan(state.params, state.model_state, batch, None).to_json()
+        return jaxmp.inspect.audit(experiment.step, compile=False)(state, batch).to_json()
+
+    def memory() -> str:
+        return jaxmp.inspect.memory(experiment.step)(state, batch).to_json()
+
+    files = {"plan.json": plan} if experiment.create_on_mesh else {"plan.json": plan, "memory.json": memory}
+    for name, text in files.items():
+        try:
+            (folder / name).write_text(text())
+        except Exception as error:  # a run goes on without its description
+            warnings.warn(f"this run has no {name}, which jaxmp report reads: {error}", stacklevel=2)
