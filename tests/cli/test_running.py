@@ -117,3 +117,13 @@ def test_errors_of_the_users_code_pass_as_they_are():
     ):
         with pytest.raises(error):
             _main(command, example)
+
+
+def test_tune(capsys):
+    assert _main("tune", "good", "--no-operations", "--save", "policy.toml") == 0
+    assert "Nothing needs float32" in capsys.readouterr().out
+    with open("policy.toml") as file:
+        assert 'policy = "params=float32,compute=bfloat16,output=float32"' in file.read()
+    assert _main("tune", "good", "--seeds", "2") == 2
+    assert "typed PRNG keys" in capsys.readouterr().err
+    assert _main("tune", "good", "--save", "policy.txt") == 2
