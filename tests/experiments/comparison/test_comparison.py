@@ -202,6 +202,7 @@ def test_variants_cross_float16_with_the_loss_scales_and_the_demo_has_five():
         ]
 
 
+@pytest.mark.slow("trains in a process of its own")
 def test_the_report_is_on_the_run_that_ends_best_with_all_others(tmp_path, data_dir):
     flags = ["--policies", "mixed_bfloat16", "--seeds", "0", "1", "--steps", "2", "--rounds", "1", "--report"]
     done = run_script("compare", *flags, "--data-dir", str(data_dir), "--run-dir", "run", cwd=tmp_path)
@@ -212,6 +213,8 @@ def test_the_report_is_on_the_run_that_ends_best_with_all_others(tmp_path, data_
         "CNN/Conv_0" in text and "a CPU does not show its gains" in text and "at the peak" in text and len(text) < 2e6
     )
 
+
+def test_the_demo_has_a_page_for_each_task_and_a_page_is_one_file_in_a_folder(tmp_path):
     demo = compare.Config(demo=True, report=(tmp_path / "page.html",))
     assert [file.name for file in compare.page_files(demo, tmp_path)] == ["page-pysource.html", "page-digits.html"]
     for files in [(tmp_path / "none" / "page.html",), (tmp_path,), (tmp_path / "a", tmp_path / "b")]:
