@@ -42,6 +42,7 @@ SUITES = {
 }
 
 
+@pytest.mark.slow("a process that runs three suites; tests beside it compare with jmp")
 def test_every_test_of_the_packages_passes_with_jaxmps_jmp_which_does_not_import_jmp():
     specs = [(importlib.util.find_spec(package), suite) for package, suite in SUITES]
     files = [str(Path(spec.origin).parent / suite) for spec, suite in specs]

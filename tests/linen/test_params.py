@@ -220,6 +220,7 @@ class ViT(nn.Module):
 
 
 @pytest.mark.once
+@pytest.mark.slow("compiles a transformer and its gradients; its parts are tested by themselves")
 def test_a_vision_transformer_has_half_products_and_errs_by_their_rounding():
     policy = "mixed_float16"
     with standard_promotion():
