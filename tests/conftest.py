@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import shutil
+import threading
 from importlib import metadata
 from pathlib import Path
 
@@ -54,6 +55,20 @@ hypothesis.settings.load_profile("jaxmp")
 # It would draw numbers of the code of ours that is imported by then, too: others after other tests, or another change.
 assert callable(providers._get_local_constants)
 providers._get_local_constants = providers.Constants
+
+# A context of MLIR takes half of the time to lower a small program: ten programs share one, as in later JAX.
+_contexts = threading.local()
+
+
+def _shared_context(make=mlir.make_ir_context):
+    if getattr(_contexts, "programs", 10) == 10:
+        _contexts.context, _contexts.programs = make(), 0
+    _contexts.programs += 1
+    return _contexts.context
+
+
+if jax.__version__.startswith("0.10."):
+    mlir.make_ir_context = _shared_context
 
 # Tracing makes many objects that live: looking through them every 700 is in vain.
 gc.set_threshold(20_000)

@@ -51,7 +51,8 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     ),
 }
 # Inputs of another dtype are cast like float32 ones, or, as in the last rows, where a layer gets them.
-CASES = [(layer, policy, "float32") for layer, policy in in_turn(LAYERS)] + [
+SLOW = {"Bidirectional": pytest.mark.slow("two cells in loops; cells and loops are tested by themselves")}
+CASES = [pytest.param(layer, policy, "float32", marks=SLOW.get(layer, ())) for layer, policy in in_turn(LAYERS)] + [
     ("Dense", "mixed_bfloat16", "int32"),
     ("Conv", "mixed_float16", "bfloat16"),
 ]
@@ -96,6 +97,7 @@ def test_a_layer_gives_the_bits_that_dtype_written_by_hand_gives(layer, policy):
 
 
 @pytest.mark.once
+@pytest.mark.slow("compiles two networks of eight gates; the simple cell below has the same borders")
 def test_an_optimized_cell_casts_its_gates_one_by_one_and_gives_the_bits_that_dtype_written_by_hand_gives():
     def make(**hand: Any) -> nn.Module:
         return nn.RNN(nn.OptimizedLSTMCell(4, **hand))

@@ -51,7 +51,8 @@ LAYERS: dict[str, tuple[Any, Any]] = {
 }
 
 
-CASES = [(name, policy, "float32") for name, policy in in_turn(LAYERS)] + [
+SLOW = {"RNN of GRUCell": pytest.mark.slow("compiles a loop and its gradients; cells are tested by themselves")}
+CASES = [pytest.param(name, policy, "float32", marks=SLOW.get(name, ())) for name, policy in in_turn(LAYERS)] + [
     ("Linear", "mixed_bfloat16", "int32"),
     ("Embed.attend", "mixed_bfloat16", "float16"),
 ]

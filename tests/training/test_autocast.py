@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linen_zoo import data, dtypes_of, same_bits
+from linen_zoo import data, dtypes_of, quick_jit, same_bits, same_computation
 from recompiles import compiled_once
 
 import jaxmp
@@ -38,7 +38,7 @@ def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
 
 @functools.cache  # an init by itself is dozens of small programs
 def initial() -> Any:
-    return NET.init(jax.random.key(0), BATCH["x"])
+    return quick_jit(NET.init)(jax.random.key(0), BATCH["x"])
 
 
 def new_state(loss_scale: Any = None) -> jaxmp.TrainState:
@@ -78,10 +78,7 @@ def test_a_float32_policy_brings_the_precision_of_its_products():
 def test_a_step_is_that_of_the_loss_function_under_autocast_by_hand(policy):
     mixed = jaxmp.get_policy(policy).with_output_dtype("float32")
     by_hand = jaxmp.make_train_step(jaxmp.autocast(loss_fn, mixed), ema_decay=0.9, donate=False)
-    got, want = (step(new_state(), BATCH) for step in (make(policy), by_hand))
-    same_bits(got[1], want[1])
-    same_bits(got[0].params, want[0].params)
-    same_bits(got[0].model_state, want[0].model_state)
+    same_computation(make(policy).jitted, by_hand.jitted, new_state(), BATCH)
 
 
 @pytest.mark.parametrize("kwargs", [{"accumulate_steps": 2}, {"remat": "dots"}], ids=str)
@@ -187,6 +184,5 @@ def test_an_o1_model_in_the_loss_function_is_left_as_it_is():
     steps = [
         jaxmp.make_train_step(own, ema_decay=0.9, donate=False, policy=policy) for policy in (None, "mixed_float16")
     ]
-    results = [functools.reduce(lambda s, _: step(s, BATCH)[0], range(2), new_state()) for step in steps]
-    same_bits(results[0].params, results[1].params)
+    same_computation(*(step.jitted for step in steps), new_state(), BATCH)
     assert dtypes_in(steps[1]) == {"float16", "float32"}
