@@ -246,8 +246,13 @@ class NNXHead(nnx.Module):
         return x @ self.w[...]
 
 
+@functools.cache
+def initialised(model, rows):
+    return jax.jit(functools.partial(nn.Module.init, model))(jax.random.key(0), jnp.ones((rows, 16)))
+
+
 def linen_loss(model):
-    variables = nn.Module.init(Linen(), jax.random.key(0), jnp.ones((16, 16)))
+    variables = initialised(Linen(), 16)
     return lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2), variables["params"]
 
 
@@ -330,9 +335,9 @@ class TestNumbers:
         assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(ours))
 
     def test_rows_that_a_one_hot_product_looks_up_are_those_of_bfloat16(self):
-        table, ids = normal(0, 16, 16), jnp.arange(32) % 16
+        table, ids = normal(0, 16, 16), np.arange(32, dtype=np.int32) % 16
         rows = compiled(jaxmp.autocast(one_hot_rows, SMALL))(table, ids)
-        np.testing.assert_array_equal(rows, table.astype(jnp.bfloat16)[ids])
+        np.testing.assert_array_equal(rows, np.asarray(table).astype(jnp.bfloat16)[ids])
 
     def test_they_are_near_those_of_float32_and_not_those_of_bfloat16(self):
         ways = mlp, jaxmp.autocast(mlp, SMALL), jaxmp.autocast(mlp, "mixed_bfloat16")
@@ -351,10 +356,6 @@ class TestNumbers:
         assert not step(state, normal(0, 16, 16))[1]["skipped"]
 
 
-def reference(x):
-    return compiled(jax.grad(loss_of(hand_mlp)))(MLP, x)
-
-
 class TestTransformations:
     def test_vmap_has_one_scale_for_all(self):
         x = normal(0, 4, 16, 16)
@@ -363,9 +364,9 @@ class TestTransformations:
         expected, *found = compiled(lambda *args: [fun(*args) for fun in (hand_mlp, mapped, outer)])(MLP, x)
         for each in found:
             np.testing.assert_array_equal(each, expected)
-        gradients = compiled(jax.grad(loss_of(mapped)))(MLP, x)
         assert in_float8(jax.grad(loss_of(mapped)), MLP, x) == ([2, 0], [3, 0])
-        assert 1 - cosine(gradients, reference(x)) < 1e-4
+        gradients = compiled(lambda *args: [jax.grad(loss_of(fun))(*args) for fun in (mapped, hand_mlp)])(MLP, x)
+        assert 1 - cosine(*gradients) < 1e-4
 
     @pytest.mark.parametrize("inside", [False, True], ids=["autocast of scan", "scan of autocast"])
     def test_scan_over_layers(self, inside):
@@ -383,9 +384,10 @@ class TestTransformations:
 
         x = normal(0, 32, 16)
         assert in_float8(jax.grad(loss_of(ours)), weights, x) == ([1, 0], [2, 0])
-        got, expected = (compiled(jax.grad(loss_of(fun)))(weights, x) for fun in (ours, unrolled))
-        assert 1 - cosine(got, expected) < (1e-3 if inside else 1e-4)
+        both = compiled(lambda *args: [jax.grad(loss_of(fun))(*args) for fun in (ours, unrolled)])(weights, x)
+        assert 1 - cosine(*both) < (1e-3 if inside else 1e-4)
 
+    @pytest.mark.slow("compiles three train steps; that remat changes no bit is a test of the product")
     def test_remat_computes_the_same(self):
         def loss_fn(params, model_state, batch, rng):
             return loss_of(mlp)(params, batch), model_state
@@ -420,7 +422,7 @@ class TestTransformations:
     def test_shards_have_one_scale(self):
         mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
         whole, split = PartitionSpec(), PartitionSpec("data")
-        x = normal(0, 64, 16) * jnp.repeat(jnp.array([1.0, 4.0, 16.0, 64.0]), 16)[:, None]
+        x = np.asarray(normal(0, 64, 16)) * np.repeat(np.float32([1, 4, 16, 64]), 16)[:, None]
         fun = jaxmp.autocast(mlp, SMALL)
         mapped = jax.shard_map(fun, mesh=mesh, in_specs=(whole, split), out_specs=split)
         expected = compiled(hand_mlp)(MLP, x)
@@ -445,7 +447,8 @@ class TestTransformations:
         x, w = normal(0, 64, 16), normal(1, 4, 16, 16)
         assert str(jax.make_jaxpr(fun)(x, w)).count("pmax") == 2  # of both operands of the product that all compute
         assert multiplied(fun, x, w) == [FORWARD] * 2
-        found, half = compiled(fun)(x, w), compiled(jaxmp.autocast(mapped, "mixed_bfloat16"))(x, w)
+        half = jaxmp.autocast(mapped, "mixed_bfloat16")
+        found, half = compiled(lambda x, w: (fun(x, w), half(x, w)))(x, w)
         assert np.isfinite(found).all() and 1 - cosine(found, half) < 1e-2
 
 
@@ -484,7 +487,7 @@ class TestAccumulation:
     def loss_and_params(route):
         if route == "linen":
             model = jaxmp.linen.apply_policy(Layers(), SMALL)
-            params = nn.Module.init(Layers(), jax.random.key(0), jnp.ones((48, 16)))["params"]
+            params = initialised(Layers(), 48)["params"]
             return lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2), params
         return loss_of(jaxmp.autocast(mlp, SMALL)), MLP
 

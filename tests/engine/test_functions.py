@@ -108,7 +108,7 @@ RETURNED = ("softmaxes", "optax_losses")
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("part", RETURNED)
+@pytest.mark.parametrize("part", [pytest.param(part, marks=[SLOW] * (part != "softmaxes")) for part in RETURNED])
 def test_what_is_returned_and_not_multiplied_has_float32_accuracy(part: str) -> None:
     wrong = []
     for case, half, got in in_half(after_a_product, (case for case, _ in without_a_product(part).values())):
@@ -129,7 +129,8 @@ ALL_BUT: dict[str, set[str]] = {
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("part", [pytest.param(part, marks=[SLOW] * (part != "softmaxes")) for part in ALL_BUT])
+@SLOW
+@pytest.mark.parametrize("part", ALL_BUT)
 def test_gradients_of_functions_between_two_products_are_those_of_float64(part: str) -> None:
     cases = [case for name, case in table(part).items() if name not in ALL_BUT[part]]
     want = float64(zoo.gradient, cases)

@@ -221,7 +221,7 @@ GROUPS["what people write"] = [
 ]
 GROUPS["language models"] = [("Linen: GPT2", "autocast"), ("Linen: GPT2 with remat", "apply_policy")]
 SLOW = pytest.mark.slow("whole models and many recurrent cells")
-EACH = [pytest.param(group, marks=[SLOW] * (group in ("other cells", "language models"))) for group in GROUPS]
+EACH = [pytest.param(group, marks=[SLOW] * (group in ("other cells", "models", "language models"))) for group in GROUPS]
 
 
 @pytest.mark.parametrize("group", EACH)
@@ -294,12 +294,13 @@ def test_nor_does_one_where_what_is_computed_is_repeated_looked_up_or_read_in_ma
         return COMPUTED[name](p, x) / 4096
 
     gradients = [jax.grad(jaxmp.autocast(fun, f"mixed_{half}")), jaxmp.autocast(jax.grad(fun), f"mixed_{half}")]
-    for gradient in gradients:
-        assert not half_sums(jax.make_jaxpr(gradient)(*args))
-    true, got = compiled(lambda *args: (jax.grad(fun)(*args), gradients[list(COMPUTED).index(name) // 2 % 2](*args)))(
-        *args
-    )
-    assert not wrong_params(got, true, half)
+    number = list(COMPUTED).index(name)
+    program = compiled(gradients[number // 2 % 2]).trace(*args)
+    assert not half_sums(program.jaxpr)
+    assert not half_sums(jax.make_jaxpr(gradients[1 - number // 2 % 2])(*args))
+    if number % 2 == 0:
+        true = compiled(jax.grad(fun))(*args)
+        assert not wrong_params(program.lower().compile()(*args), true, half)
 
 
 jitted_twice = jax.jit(lambda bias, x, w: x + jax.jit(lambda bias, x, w: jnp.tanh(x @ w + bias))(2 * bias, x, w))
@@ -384,34 +385,32 @@ def mapped_gradient(fun, is_ensemble):
     return jax.grad(lambda p, x: mapped(p, x).sum() / 16)
 
 
-def check_mapped_from_outside(fun, is_ensemble, half, also_jitted):
+def check_mapped_from_outside(fun, is_ensemble, half, also_jitted, is_measured):
     rng, members = np.random.default_rng(0), (1,) * is_ensemble  # one is as many as any
     x, w = rng.uniform(size=(4096, 6, 8)), rng.uniform(size=(*members, 8, 8)) / 4
     args = {"w": jnp.asarray(w, jnp.float32), "v": jnp.full((*members, 8), 0.5)}, jnp.asarray(x, jnp.float32)
     each = [jaxmp.autocast(fun, f"mixed_{half}"), jax.jit(jaxmp.autocast(fun, f"mixed_{half}"))][: 1 + also_jitted]
-    gradients = [mapped_gradient(fun, is_ensemble) for fun in each]
-    for gradient in gradients:
-        program = jax.make_jaxpr(gradient)(*args)
-        assert not half_sums(program)
-        assert not long_half_sums(program)
-    true, *all_got = compiled(lambda *args: [grad(*args) for grad in (mapped_gradient(fun, is_ensemble), *gradients)])(
-        *args
-    )
-    for got in all_got:
-        assert not wrong_params(got, true, half)
+    programs = [compiled(mapped_gradient(fun, is_ensemble)).trace(*args) for fun in each]
+    for program in programs:
+        assert not half_sums(program.jaxpr)
+        assert not long_half_sums(program.jaxpr)
+    if is_measured:
+        true = compiled(mapped_gradient(fun, is_ensemble))(*args)
+        assert not wrong_params(programs[0].lower().compile()(*args), true, half)
 
 
 @pytest.mark.parametrize("half", HALVES.values())
 def test_nor_does_one_where_examples_are_mapped_from_outside(half):
     is_ensemble = half == "float16"
     for name in list(SHARED)[is_ensemble::2]:
-        check_mapped_from_outside(SHARED[name], is_ensemble, half, True)
+        check_mapped_from_outside(SHARED[name], is_ensemble, half, True, "a row" in name)
 
 
 # What is computed and then traced belongs to all until ``jax.vmap`` says otherwise; a param is always one of many.
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(COMPUTED_FOR_ALL))
 def test_nor_does_one_where_examples_are_mapped_and_what_is_computed_of_params_is_for_all(name, half):
-    check_mapped_from_outside(COMPUTED_FOR_ALL[name], list(COMPUTED_FOR_ALL).index(name) // 2 % 2 == 1, half, False)
+    number = list(COMPUTED_FOR_ALL).index(name)
+    check_mapped_from_outside(COMPUTED_FOR_ALL[name], number // 2 % 2 == 1, half, False, number % 3 == 0)
 
 
 DERIVATIVES = {
@@ -547,8 +546,9 @@ def test_equal_messages_of_which_a_graph_takes_an_extreme_are_counted_in_float32
         in_float32 = smallest_of_messages if name == "smallest" else largest_of_messages
         exact = jax.grad(functools.partial(loss, extreme=in_float32))
         gradient = jax.grad(jaxmp.autocast(functools.partial(loss, extreme=EXTREMES[name]), f"mixed_{half}"))
-        true, got = compiled(lambda *args, both=(exact, gradient): [fun(*args) for fun in both])(w, x)
-        assert np.linalg.norm(got - true) < 0.02 * np.linalg.norm(true), name
+        if name in ("largest", "smallest"):
+            true, got = compiled(lambda *args, both=(exact, gradient): [fun(*args) for fun in both])(w, x)
+            assert np.linalg.norm(got - true) < 0.02 * np.linalg.norm(true), name
         counts = [eqn for eqn in equations(jax.make_jaxpr(gradient)(w, x)) if eqn.primitive.name == "scatter-add"]
         assert {eqn.outvars[0].aval.dtype.name for eqn in counts} == {"float32"}, name
 
@@ -592,9 +592,9 @@ def test_cotangents_are_rounded_to_half_before_they_are_summed_for_a_bias(layers
 
 # Of one operation each, and of all of them: what XLA computes; what it is asked to compute is looked at above.
 MEASURED = [
-    *((f"Linen: {name}", "apply_policy") for name in ("Conv", "BatchNorm", "MultiHeadDotProductAttention")),
-    *((f"NNX: {name}", "apply_policy") for name in ("LoRA", "LayerNorm")),
-    *((f"Linen: {name}", "autocast") for name in ("relative positions", "weights in a loop", "lookup")),
+    *((f"Linen: {name}", "apply_policy") for name in ("Conv", "MultiHeadDotProductAttention")),
+    ("NNX: LayerNorm", "apply_policy"),
+    *((f"Linen: {name}", "autocast") for name in ("weights in a loop", "lookup")),
     pytest.param("Linen: GPT2", "autocast", marks=pytest.mark.slow("a whole model in three precisions")),
 ]
 
@@ -668,4 +668,4 @@ def test_per_example_gradients_of_a_bias_alone_are_those_of_float32():
 
     expected, *found = compiled(gradients)(jnp.arange(12.0).reshape(3, 4))
     for each in found:
-        assert jnp.array_equal(each, expected)
+        np.testing.assert_array_equal(each, expected)

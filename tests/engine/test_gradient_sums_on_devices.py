@@ -52,7 +52,7 @@ class InNNX(nnx.Module):
 
 def linen_model(policy: str) -> tuple[Apply, Any]:
     model = jaxmp.linen.apply_policy(InLinen(), policy)
-    return model.apply, model.init(jax.random.key(0), IDS)
+    return model.apply, jax.jit(model.init)(jax.random.key(0), IDS)
 
 
 def nnx_model(policy: str) -> tuple[Apply, Any]:

@@ -141,29 +141,10 @@ def haiku_program(name: str) -> tuple[Loss, Any, Any]:
     return loss, params, state
 
 
-X = data(6, 8)
-OPTAX: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "kl_divergence": lambda y: optax.losses.kl_divergence(jax.nn.log_softmax(y), jnp.full((6, 5), 0.2)),
-    "ntxent": lambda y: optax.losses.ntxent(y, jnp.array([0, 1, 2, 0, 1, 2])),
-}
-
-
-def optax_program(name: str) -> tuple[Loss, Any, Any]:
-    model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(5)])
-    params = drawn(jax.eval_shape(model.init, jax.random.key(0), X))
-
-    def loss(params: Any, _: Any) -> tuple[jax.Array, Any]:
-        out = model.apply(params, X)
-        return OPTAX[name](out).mean(), (out, ())
-
-    return loss, params, ()
-
-
 MODELS: dict[str, Callable[[], tuple[Loss, Any, Any]]] = {
     **{f"linen {name}": functools.partial(linen_program, name) for name in LINEN},
     **{f"nnx {name}": functools.partial(nnx_program, name) for name in NNX},
     **{f"haiku {name}": functools.partial(haiku_program, name) for name in HAIKU},
-    **{f"optax {name}": functools.partial(optax_program, name) for name in OPTAX},
 }
 
 
@@ -189,7 +170,11 @@ def dtypes(tree: Any) -> list[Any]:
     return [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = pytest.mark.slow("compiles a loop of layers that are computed again, in two precisions")
+EACH = [pytest.param(name, marks=[SLOW] * (name == "linen scanned remat blocks")) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_a_model_computes_in_half_what_it_computes_in_float32(name: str) -> None:
     loss, params, rest = MODELS[name]()
     number, plain = list(MODELS).index(name), value_and_grad(loss)

@@ -31,6 +31,7 @@ def test_the_text_of_a_transformer_block_is_the_one_kept():
     assert not re.search(r"0x[0-9a-f]+|\s/\w", str(found))  # no id, no absolute path
 
 
+@pytest.mark.slow("starts a process")
 def test_the_text_is_the_same_in_another_process_folder_and_hash_seed(tmp_path):
     code = f"""
 import sys; sys.path[:0] = [{str(TOOLS)!r}, {str(ROOT)!r}]

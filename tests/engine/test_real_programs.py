@@ -90,6 +90,7 @@ def test_the_replay_of_an_adaptive_integrator_takes_the_steps_of_its_forward_pas
     assert set(products(half(loss, policy), w)) == {HALVES[policy]}
 
 
+@pytest.mark.slow("compiles a real model in two precisions")
 def test_the_slopes_of_a_flow_of_splines_are_float32_and_cancel_near_the_identity():
     rows, knots = 256, 8
     x, bins = jax.random.uniform(jax.random.key(0), (rows,)), jnp.arange(rows)[:, None] % knots
@@ -111,6 +112,7 @@ def test_the_slopes_of_a_flow_of_splines_are_float32_and_cancel_near_the_identit
     assert ours < max(3 * of_half_products, 0.01)
 
 
+@pytest.mark.slow("compiles a real model in two precisions")
 def test_mambas_products_are_half_and_its_state_is_float32():
     def loss(w, x):
         u = jax.nn.silu(x @ w["in"])
