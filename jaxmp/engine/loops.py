@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp._internals.jax.searches import is_search
 from jaxmp._internals.jax.walk import PRODUCTS, cycles, walk
 from jaxmp.engine.classes import HALF, INFER, JOIN, Rule, State
-from jaxmp.engine.graph import Graph, Node, Step
+from jaxmp.engine.graph import Graph, Node, Step, shape_read
 
 _PICKS_BY_TURN = frozenset({"dynamic_slice", "gather"})
 
@@ -99,8 +99,8 @@ def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
 def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) -> bool:
     """Return whether a product on the cycle takes a weight that is another one in each turn.
 
-    A weight of a layer is read once in the turn. The minibatch of a descent is read twice: by the model and by its
-    derivative.
+    A weight of a layer is a matrix that is read once in the turn. The minibatch of a descent is read twice: by the
+    model and by its derivative. The coefficients of a Runge-Kutta stage are a vector.
     """
 
     def outside(nodes: Iterable[Node]) -> list[Node]:
@@ -109,11 +109,25 @@ def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) ->
     for product in cycle:
         if product.name not in PRODUCTS:
             continue
-        for weight in outside(product.inputs):
+        matrices = [operand for operand in product.inputs if _is_matrix(operand, product)]
+        for weight in outside(matrices):
             made_of = walk([weight], lambda node: () if node in elements else outside(node.inputs))
             if any(_is_read_once(node, cycle) for node in made_of if node in elements):
                 return True
     return False
+
+
+def _is_matrix(operand: Node, product: Node) -> bool:
+    """Return whether the result of a product has an axis of an operand that is neither contracted nor a batch's."""
+    assert product.step is not None
+    if product.name != "dot_general":
+        return True
+    contracted, batch = product.step.eqn.params["dimension_numbers"]
+    sides = zip(product.step.operands, contracted, batch, strict=True)
+    return any(
+        side is operand and len(shape_read(product, operand)) > len(contracted_axes) + len(batch_axes)
+        for side, contracted_axes, batch_axes in sides
+    )
 
 
 def _is_read_once(element: Node, cycle: Collection[Node]) -> bool:

@@ -381,3 +381,27 @@ def test_an_identity_with_a_derivative_rule_is_no_passing_on(halved, around):
         return turns(around(lambda c, _: (jnp.tanh(c[0] @ halved(c[1]) + B), halved(c[1]))), X, p["w"])[0] @ p["t"]
 
     hold(fun, "mixed_bfloat16")
+
+
+def test_the_coefficients_of_runge_kutta_stages_are_no_weights_of_layers():
+    """diffrax picks a stage's row of the tableau by a counter that vmap makes one for each example."""
+
+    def solve(tableau, w, y):
+        def stage(carry):
+            n, slopes = carry
+            at = y_of_turn[0] + (tableau[n] @ slopes) / TURNS
+            return n + 1, slopes.at[n].set(jnp.tanh(at @ w))
+
+        def turn(y, _):
+            y_of_turn[0] = y
+            first = jnp.where(y[0] > 1e9, 1, 0)
+            _, slopes = jax.lax.while_loop(lambda carry: carry[0] < 2, stage, (first, jnp.zeros((2, 8))))
+            return y + slopes.mean(0) / TURNS, None
+
+        y_of_turn = [y]
+        return jax.lax.scan(turn, y, length=TURNS)[0]
+
+    tableau = jnp.array([[0.0, 0.0], [1.0, 0.0]])
+    program = jax.make_jaxpr(jax.vmap(half(solve, "mixed_bfloat16"), (None, None, 0)))(tableau, PARAMS["w"], X)
+    scans = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert [eqn.outvars[0].aval.dtype for eqn in scans] == [jnp.float32]
