@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,14 @@ from jaxmp.engine.classes import classify
 from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named
+from jaxmp.inspect.rounded_products import with_rounded_operands
 from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
-from jaxmp.policy.policy_map import get_policy
 
 _HALF = {"float16", "bfloat16"}
 # Each program runs once for each batch: LLVM's optimizations take longer than they save. A GPU's kernels need them.
 _COMPILED_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
 _PRODUCTS_ONLY = {"class:half": "half", EVERY: "float32"}
 
 
@@ -121,33 +123,39 @@ class Measurement:
                 return n
         return None
 
-    def floor(self) -> float:
-        """Return the error with only the products in half.
+    def lower_loss_scale(self) -> None:
+        """Lower the loss scale until gradients are finite with only the products in float16.
 
-        The loss scale is lowered if gradients overflow under it. If float16 overflows under any scale, the floor is
-        that of bfloat16 divided by 8, for float16's three more bits of mantissa.
+        If they are not finite under any scale, the scale stays: the program overflows by itself.
         """
-        first_scale = self.loss_scale
-        while True:
-            floor = self.error(_PRODUCTS_ONLY)
-            if np.isfinite(floor):
-                return floor
+        scale = self.loss_scale
+        while np.isinf(self.error(_PRODUCTS_ONLY)):
             if self.loss_scale <= 1:
-                break
+                self.loss_scale = scale
+                return
             self.loss_scale = max(self.loss_scale / 2**5, 1.0)
-        self.loss_scale = first_scale
-        return self.error(_PRODUCTS_ONLY, get_policy("mixed_bfloat16")) / 8
 
-    def error(self, overrides: Mapping[str, str], policy: Policy | None = None) -> float:
-        """Return the largest error of all batches, infinite if something is not finite.
+    def floor(self) -> float:
+        """Return the error if only the operands of products are rounded to half precision.
 
-        Args:
-          overrides: those of the autocast.
-          policy: another one than that of the measurement.
+        If float16 overflows, it is the error of bfloat16 divided by 8, for float16's three more bits of mantissa.
         """
+        floor = self._floor(self._half.compute_dtype)
+        return floor if np.isfinite(floor) else self._floor(np.dtype(jnp.bfloat16)) / 8
+
+    def _floor(self, half: np.dtype) -> float:
         self.evaluations += 1
-        cast = autocast(self._plain, policy or self._half, overrides)
-        results = self._run(cast, self._all_args, self.loss_scale)
+        round_products = functools.partial(with_rounded_operands, half=half)
+        all_args = [widen(args) for args in self._all_args]
+        return self._largest_error(self._run(self._plain, all_args, self.loss_scale, round_products))
+
+    def error(self, overrides: Mapping[str, str]) -> float:
+        """Return the largest error of all batches under overrides, infinite if something is not finite."""
+        self.evaluations += 1
+        cast = autocast(self._plain, self._half, overrides)
+        return self._largest_error(self._run(cast, self._all_args, self.loss_scale))
+
+    def _largest_error(self, results: Sequence[tuple[float, np.ndarray]]) -> float:
         errors = [0.0]
         for (loss, gradient), (true_loss, true_gradient) in zip(results, self._references, strict=True):
             errors += [_relative(loss, true_loss, least=1.0), _relative(gradient, true_gradient)]
@@ -172,9 +180,16 @@ class Measurement:
         return overrides
 
     def _run(
-        self, fun: Callable[..., Any], all_args: Sequence[Sequence[Any]], scale: float
+        self,
+        fun: Callable[..., Any],
+        all_args: Sequence[Sequence[Any]],
+        scale: float,
+        transform: Callable[..., Any] = lambda gradient: gradient,
     ) -> list[tuple[float, np.ndarray]]:
-        """Return loss and gradients, flat in float64, for each batch; the function is compiled once."""
+        """Return loss and gradients, flat in float64, for each batch; the function is compiled once.
+
+        ``transform`` changes the function that returns the gradient.
+        """
         structure = jax.tree.structure(tuple(all_args[0]))
         numbers = differentiated(all_args[0])
 
@@ -186,7 +201,7 @@ class Measurement:
             return widen(loss) * scale, loss
 
         options = AS_WRITTEN | (_COMPILED_FAST if jax.default_backend() == "cpu" else {})
-        gradient = jax.jit(jax.value_and_grad(scaled_loss, has_aux=True), compiler_options=options)
+        gradient = jax.jit(transform(jax.value_and_grad(scaled_loss, has_aux=True)), compiler_options=options)
         results = []
         for args in all_args:
             leaves = jax.tree.leaves(tuple(args))

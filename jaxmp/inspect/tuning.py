@@ -58,7 +58,7 @@ class Tuned(tables.Shown):
       overrides: path to policy, in the order in which they apply; empty if none is needed.
       error: with the overrides.
       error_before: without them.
-      floor: with products alone in half, and everything else in float32.
+      floor: if only the operands of products are rounded to half, and everything else is float32.
       tolerance: the largest error that was allowed.
       met: whether ``error`` is at most ``tolerance``.
       interrupted: whether Ctrl-C ended the search.
@@ -141,7 +141,7 @@ def tune(
       fun: returns the loss, or a tuple that begins with it. Or a train step, called with its own arguments.
       policy: one half policy, such as ``"mixed_bfloat16"``.
       tolerance: the largest error of the loss, and of all gradients together, relative to float32 (see
-        :class:`Tuned`). None allows twice the floor, the error of products in half alone.
+        :class:`Tuned`). None allows twice the floor, the error of half operands of products alone.
       seeds: the number of times to measure with other random numbers. Each typed PRNG key among the arguments is
         folded with 1, 2, …; the largest error counts.
       operations: whether to override single operations where a whole module is not needed. ``apply_policy`` takes
@@ -199,11 +199,13 @@ def tune(
                 f"tune compares with float32, but float32 is not finite on batch {number % (1 + len(more_batches))}. "
                 f"{blame}"
             )
+        if half.compute_dtype == np.float16:
+            measurement.lower_loss_scale()
         floor = measurement.floor()
         allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
         if not floor <= allowed < np.inf:
             raise ValueError(
-                f"products in half alone have an error of {floor:.2e}, got the tolerance {tolerance}; allow more"
+                f"half operands of products alone give an error of {floor:.2e}, got tolerance={tolerance}; allow more"
             )
         candidates = candidates_of(plain, args, half)
         result = search(candidates, measurement, allowed, operations=operations, spent=measurement.evaluations)

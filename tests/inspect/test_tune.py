@@ -192,7 +192,7 @@ def test_wrong_arguments_raise():
     for policy in ("float32", "O2"):
         with pytest.raises(ValueError, match="one half policy"):
             tune(loss_fn, policy)
-    with pytest.raises(ValueError, match="products in half alone have an error"):
+    with pytest.raises(ValueError, match="half operands of products alone give an error"):
         tune(loss_fn, "mixed_bfloat16", tolerance=1e-9)(params, X)
     with pytest.raises(ValueError, match="float32 is not finite on batch 1"):
         tune(loss_fn, "mixed_bfloat16")(params, X, batches=[(X * np.inf,)])

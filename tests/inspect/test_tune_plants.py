@@ -33,7 +33,7 @@ def residual_flow(x, w):
 
 
 def growth_by_factors_near_one(x, w):
-    y = z = x @ w
+    y = z = layer(x, w)
     for _ in range(4):
         z = z * (1 + 0.002 * jnp.tanh(z))
     return x + 100 * (z + -y)
@@ -158,15 +158,17 @@ def test_without_a_plant_nothing_is_found(half):
         (layer, gate_with_large_logits, moving_average, layer, layer),
     ],
 )
-def test_no_choice_of_modules_has_much_more_in_half(layers, half):
+def test_no_choice_of_as_few_modules_has_much_more_in_half(layers, half):
     loss_fn, args = _loss(*layers), (_params(5), X)
     whole, tuned = tune(loss_fn, half, operations=False)(*args), tune(loss_fn, half)(*args)
     policy = get_policy(half)
     measurement = Measurement(loss_fn, [args], policy, whole.loss_scale or 1.0)
     candidates = candidates_of(loss_fn, args, policy)
     best = 0.0
-    for chosen in itertools.product((False, True), repeat=len(candidates)):
-        overrides = measurement.overrides(candidates, {*itertools.compress(candidates, chosen)})
+    few = sum(row.is_float32 for row in whole.rows)
+    choices = itertools.chain(*(itertools.combinations(candidates, count) for count in range(few + 1)))
+    for chosen in choices:
+        overrides = measurement.overrides(candidates, chosen)
         share = measurement.half_flops(overrides)
         if share > best and measurement.error(overrides) <= whole.tolerance:
             best = share

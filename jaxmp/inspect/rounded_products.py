@@ -1,0 +1,58 @@
+"""Round the operands of products, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._internals.jax import equations
+from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, rebuilt
+from jaxmp._internals.jax.walk import PRODUCTS, interpreted
+
+_RULE = RuleEvaluation(lambda program, args, dtypes: equations.evaluate(*program, args), contextlib.nullcontext)
+
+
+def with_rounded_operands(fun: Callable[..., Any], half: np.dtype) -> Callable[..., Any]:
+    """Return ``fun`` with the floating operands of its products rounded to a half dtype.
+
+    Products and all other operations keep their dtypes. Compile the result with
+    :data:`jaxmp.inspect.program.calls.AS_WRITTEN`, or XLA leaves the roundings out. Round a whole gradient function,
+    not the function in it: the gradient of a rounding is another rounding.
+    """
+
+    def call(*args: Any) -> Any:
+        program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        results = _evaluate(program, half, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return call
+
+
+def _evaluate(program: Any, half: np.dtype, args: Sequence[Any]) -> list[Any]:
+    jaxpr, consts = equations.opened(program)
+    return interpreted(jaxpr, consts, args, functools.partial(_evaluate_equation, half))
+
+
+def _evaluate_equation(half: np.dtype, eqn: Any, operands: list[Any]) -> list[Any]:
+    if eqn.primitive.name in PRODUCTS:
+        operands = [_rounded(operand, half) for operand in operands]
+    bodies = equations.bodies_of(eqn)
+    if bodies is None:
+        return bind_equation(eqn, operands, eqn.params)
+
+    def body(program: Any) -> Callable[..., list[Any]]:
+        return lambda *args: _evaluate(program, half, args)
+
+    return list(rebuilt(eqn, bodies, [body(program) for program in bodies.jaxprs], _RULE)(*operands))
+
+
+def _rounded(operand: Any, half: np.dtype) -> Any:
+    if not jnp.issubdtype(operand.dtype, jnp.floating):
+        return operand
+    return operand.astype(half).astype(operand.dtype)
