@@ -331,7 +331,7 @@ def test_policies_that_mean_nothing_for_a_function_raise():
 
 def test_float16_raises_on_a_tpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    with pytest.raises(ValueError, match="got float16 on a TPU, whose matrix unit has bfloat16 only; use 'mixed_bf"):
+    with pytest.raises(ValueError, match="got float16 on a TPU, which only has bfloat16 products; use 'mixed_bf"):
         half(model, "mixed_float16")(X, W)
 
 
@@ -343,7 +343,7 @@ def test_overrides_are_a_mapping():
             lambda given: jaxmp.linen.apply_policy(nn.Dense(2), "mixed_bfloat16", given),
             lambda given: jaxmp.linen.autocast(nn.Dense(2), "mixed_bfloat16", given),
         ):
-            with pytest.raises(TypeError, match=r"overrides map patterns to policies, got .*; write {'.*': 'float32'}"):
+            with pytest.raises(TypeError, match=r"overrides must map patterns to policies, got .*; write {'.*': 'float32'}"):
                 make(overrides)
 
 

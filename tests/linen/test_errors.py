@@ -242,7 +242,7 @@ def test_what_is_no_linen_module_no_policy_and_no_override_is_refused_at_once():
         apply_policy(MLP(), "mixed_float17")
     with pytest.raises(ValueError, match="unknown policy 'halfish'"):
         apply_policy(MLP(), "mixed_float16", {"Dense_0": "halfish"})
-    with pytest.raises(TypeError, match="an override names one policy"):
+    with pytest.raises(TypeError, match="an override must be a single policy"):
         apply_policy(MLP(), "mixed_float16", {"Dense_0": "O2"})
     with pytest.raises(
         TypeError,

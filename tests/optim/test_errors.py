@@ -85,7 +85,7 @@ MISTAKES = {
         "two": (
             lambda: jaxmp.get_loss_scale(optax.chain(tx_of(), tx_of()).init(jnp.ones(2))),
             ValueError,
-            "state has 2; put one loss_scaling around the whole optimizer",
+            "one loss scale, got 2; put one loss_scaling around the whole optimizer",
         ),
         "the optimizer as its state": (
             lambda: value_and_grad(jnp.sum, tx_of()),

@@ -191,7 +191,7 @@ def test_a_class_with_slots_is_refused():
     class Slots(LossScale):
         __slots__ = ("loss_scale",)
 
-    with pytest.raises(TypeError, match="got Slots with slots; leave them out"):
+    with pytest.raises(TypeError, match="got Slots with slots; remove them"):
         Slots()
 
 

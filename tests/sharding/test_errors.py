@@ -86,7 +86,7 @@ def test_params_in_place_of_the_function_that_makes_them_are_refused():
 
 
 def test_a_mesh_alone_is_no_sharding():
-    with pytest.raises(TypeError, match=r"sharding is a jaxmp.sharding.Sharding\(mesh, specs\), got Mesh"):
+    with pytest.raises(TypeError, match=r"sharding must be a jaxmp.sharding.Sharding\(mesh, specs\), got Mesh"):
         jaxmp.make_train_step(loss_fn, sharding=mesh_of())
 
 
