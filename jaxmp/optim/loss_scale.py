@@ -374,7 +374,7 @@ def _require_scalar(x: LossScale) -> None:
     for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
         if np.ndim(getattr(x, name)):
             raise ValueError(
-                f"{name} of a loss scale is a scalar, got the shape {np.shape(getattr(x, name))}; use vmap for a "
+                f"{name} of a loss scale must be a scalar, got the shape {np.shape(getattr(x, name))}; use vmap for a "
                 "population"
             )
     if is_concrete(x.loss_scale):

@@ -343,7 +343,9 @@ def test_overrides_are_a_mapping():
             lambda given: jaxmp.linen.apply_policy(nn.Dense(2), "mixed_bfloat16", given),
             lambda given: jaxmp.linen.autocast(nn.Dense(2), "mixed_bfloat16", given),
         ):
-            with pytest.raises(TypeError, match=r"overrides must map patterns to policies, got .*; write {'.*': 'float32'}"):
+            with pytest.raises(
+                TypeError, match=r"overrides must map patterns to policies, got .*; write e.g. {'.*': '"
+            ):
                 make(overrides)
 
 
@@ -353,7 +355,7 @@ def test_what_is_no_function_of_arrays_is_refused_and_modules_that_can_be_called
             (nn.Dense(3), "got an instance of Dense; "),
             (nn.Dense, "got the class Dense; pass a function that calls Dense(...)"),
             (nnx.Linear, "got the class Linear; pass a function that calls Linear(...)"),
-            (3, "got 3; pass a loss function"),
+            (3, "got 3; pass e.g. a loss function"),
         ):
             text = f"jaxmp.{transform.__name__} takes a function of arrays, {phrase}"
             with pytest.raises(TypeError, match=re.escape(text)):

@@ -258,7 +258,7 @@ def test_a_model_and_a_policy_that_are_swapped_are_told_so_without_the_arrays_of
         with pytest.raises(TypeError) as error:
             getattr(adapter, name)(policy, model)
         came, call = "'O2'" if policy == "O2" else "Policy", f"{adapter.__name__}.{name}"
-        got = f"got ({came}, {type(model).__name__}): the two are swapped; write {call}(model, policy)"
+        got = f"got ({came}, {type(model).__name__}), which are swapped; write {call}(model, policy)"
         assert str(error.value).endswith(got)
 
 

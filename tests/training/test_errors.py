@@ -49,7 +49,7 @@ BAD_ARGUMENTS = {
     "half a step": (lambda: make_train_step(train_loss, accumulate_steps=2.0), ValueError, "got 2.0"),
     "a flag for steps": (lambda: make_train_step(train_loss, accumulate_steps=True), ValueError, "got True"),
     "no skips": (lambda: make_train_step(train_loss, max_consecutive_skips=0), ValueError, "max_consecutive_skips"),
-    "donate as text": (lambda: make_train_step(train_loss, donate="no"), TypeError, "donate is True or False"),
+    "donate as text": (lambda: make_train_step(train_loss, donate="no"), TypeError, "donate must be True or False"),
     "remat": (lambda: make_train_step(train_loss, remat="dot"), ValueError, "nearest first: 'dots'"),
     "overrides alone": (
         lambda: make_train_step(train_loss, overrides={"a": "float32"}),
@@ -73,7 +73,7 @@ BAD_ARGUMENTS = {
     "use_ema as an array": (
         lambda: make_eval_step(train_loss, use_ema=jnp.ones(2)),
         TypeError,
-        "use_ema is True or False",
+        "use_ema must be True or False",
     ),
     "no params": (lambda: TrainState.create(params={}, tx=optax.sgd(0.1)), ValueError, "variables['params']"),
     "variables": (
