@@ -63,7 +63,7 @@ def test_an_unknown_device_gets_float32_and_is_told_why():
     for device in (*(gpu("mystery", capability) for capability in capabilities), *others):
         found = detect(device)
         assert found.recommended_policy == "float32"
-        assert "jaxmp does not know which dtypes are fast on mystery; float32 works on every device" in found.reason
+        assert "jaxmp does not know which dtypes are fast" in found.reason
         assert (found.tensor_cores, found.peak_tflops, found.peak_bandwidth) == ((), {}, None)
 
 

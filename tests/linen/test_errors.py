@@ -231,7 +231,7 @@ def test_a_model_without_a_half_product_is_let_pass_as_a_part_of_another():
 
 def test_what_is_no_linen_module_no_policy_and_no_override_is_refused_at_once():
     for model, text in (
-        (nn.Dense, r"got the class Dense; make an instance: Dense\(...\)"),
+        (nn.Dense, r"got the class Dense; create an instance: Dense\(...\)"),
         ("model", "got builtins.str; jaxmp.nnx.apply_policy takes modules of flax.nnx"),
         (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "got flax.nnx.nn.linear.Linear; jaxmp.nnx.apply_policy takes modules of"),
     ):

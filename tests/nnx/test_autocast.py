@@ -217,7 +217,9 @@ def test_overrides_that_leave_no_product_half_are_errors_when_it_is_called():
 def test_what_autocast_cannot_take_is_refused():
     with pytest.raises(ValueError, match=r"'heda' matched none; nearest paths: 'head'"):
         autocast(Mlp(rngs()), "mixed_float16", {"heda": "float32"})
-    with pytest.raises(ValueError, match=r"here float16, but the one for 'head' computes in bfloat16; write 'float32'"):
+    with pytest.raises(
+        ValueError, match=r"here float16\), but the override for 'head' computes in bfloat16; write 'float32'"
+    ):
         autocast(Mlp(rngs()), "mixed_float16", {"head": "bfloat16"})
     with pytest.raises(TypeError, match=r"jaxmp\.nnx\.autocast takes a flax\.nnx\.Module, got the class Linear"):
         autocast(nnx.Linear, "mixed_bfloat16")
