@@ -69,7 +69,7 @@ def test_an_operation_on_a_path_is_a_path_of_that_operation_alone():
     with pytest.raises(ValueError, match="move data, are opaque or have a body"):
         half(model, overrides={"head:transpose": "float32"})
     for under in (jaxmp.linen.apply_policy, jaxmp.linen.autocast):
-        with pytest.raises(ValueError, match="a model's policy means modules, got 'head:add'"):
+        with pytest.raises(ValueError, match="a model's policy must match modules, got 'head:add'"):
             under(nn.Dense(2), "mixed_bfloat16", {"head:add": "float32"}).init(jax.random.key(0), X)
 
 

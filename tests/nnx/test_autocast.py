@@ -77,7 +77,7 @@ def test_the_first_override_that_matches_wins_and_half_is_the_policys_own():
 def test_operations_are_overridden_under_autocast_and_refused_under_a_policy():
     model = autocast(Mlp(rngs()), "mixed_bfloat16", {"class:half": "float32", "head": "half"})
     assert [dtype for _, dtype in found(model, data(2, 4))] == ["float32", "float32", "bfloat16"]
-    with pytest.raises(ValueError, match="means modules, got 'class:half', which means operations"):
+    with pytest.raises(ValueError, match="must match modules, got 'class:half', which matches operations"):
         apply_policy(Mlp(rngs()), "mixed_bfloat16", {"class:half": "float32"})
 
 
