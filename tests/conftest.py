@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import gc
 import os
 import shutil
@@ -119,14 +118,6 @@ def no_module_pays_for_those_before():
     yield
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def lowerings_share_a_context():
-    """JAX makes an MLIR context for every program that it lowers: half of the time of lowering one operation."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
-        yield
 
 
 @pytest.fixture(scope="module")

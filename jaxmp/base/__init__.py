@@ -1,1 +1,1 @@
-"""Dtypes, number formats, tables, hardware and pytrees: what every other folder reads."""
+"""Dtypes, number formats, tables, hardware and pytrees, which every other folder uses."""

@@ -1,4 +1,4 @@
-"""Error messages for wrong arguments in place of a function, a model or a policy."""
+"""Error messages for arguments of the wrong type."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _kinds_of(cls: type) -> tuple[bool, bool]:
-    """Return whether ``cls`` is a class of Linen modules, and whether it is one of NNX."""
-    # By their names, so that Flax need not be imported.
+    """Return whether ``cls`` is a class of Linen modules, and whether it is one of NNX modules."""
+    # Compared by name, so that Flax need not be imported.
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
     return "flax.linen.module.Module" in bases, "flax.nnx.module.Module" in bases
 
@@ -23,13 +23,13 @@ def require_order(model: Any, policy: Any, call: str) -> None:
     """Raise a TypeError if the model and the policy of a ``call`` are swapped."""
     if model is not None and any(_kinds_of(type(policy))) and not any(_kinds_of(type(model))):
         raise TypeError(
-            f"{call} takes (model, policy), got ({_printed_argument(model)}, {_printed_argument(policy)}): the two are "
+            f"{call} takes (model, policy), got ({_printed_argument(model)}, {_printed_argument(policy)}), which are "
             f"swapped; write {call}(model, policy)"
         )
 
 
 def printed(value: Any) -> str:
-    """Return the text of a value for an error: its repr, or its class if that takes more than a line."""
+    """Return the text of a value for an error: its repr, or its class if the repr is longer than a line."""
     text = repr(value)
     return f"an instance of {type(value).__name__}" if "\n" in text or len(text) > 120 else text
 
@@ -37,7 +37,7 @@ def printed(value: Any) -> str:
 def require_flag(name: str, value: Any, remedy: str) -> None:
     """Raise a TypeError if a ``value`` is neither True nor False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is True or False, got {printed(value)}; {remedy}")
+        raise TypeError(f"{name} must be True or False, got {printed(value)}; {remedy}")
 
 
 def require_whole_number(name: str, value: Any, least: int = 1) -> None:
@@ -61,11 +61,11 @@ def require_function(fun: Any, name: str) -> None:
         remedy = "use jaxmp.linen.autocast(model, policy)" if name == "autocast" else "pass model.apply"
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got an instance of {type(fun).__name__}; {remedy}")
     if not callable(fun):
-        raise TypeError(f"jaxmp.{name} takes a function of arrays, got {printed(fun)}; pass a loss function, say")
+        raise TypeError(f"jaxmp.{name} takes a function of arrays, got {printed(fun)}; pass e.g. a loss function")
 
 
 def takes_a_function(make: F) -> F:
-    """Return ``make(fun, policy, …)`` with an error of its own for a call like that of a context manager."""
+    """Return ``make(fun, policy, …)`` with an error for calls that use it as a context manager."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)

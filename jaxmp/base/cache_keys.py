@@ -1,8 +1,8 @@
 """Context managers that extend the keys of JAX's own trace caches.
 
-Each of these makes all keys longer from then on, so that what was jitted before is traced and compiled once more: so
-all are made together, when the first name of the package is used, ``jaxmp.get_policy`` say. What is imported from a
-module below it, by ``from jaxmp.optim.loss_scale import …``, makes none before that.
+A new context manager extends all keys, so functions that were jitted earlier are traced and compiled again. So all are
+created together, when the first name of the package is used (such as ``jaxmp.get_policy``). An import from a submodule,
+such as ``from jaxmp.optim.loss_scale import …``, does not create them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 decided: Any = jax.make_user_context(default_value=None)
-"""The settings of the engine that traces: functions jitted and traced without it are traced again in it."""
+"""The settings of the engine that is tracing. Functions that were traced without it are traced again."""
 float32_caller: Any = jax.make_user_context(default_value=None)
-"""The class of the float32 NNX module that calls: a jitted function hands out float32 to code that is traced in it."""
+"""The class of the float32 NNX module that is calling. A jitted function returns float32 to code traced in float32."""
 policies_off: Any = jax.make_user_context(default_value=False)
-"""True while code is traced as its author wrote it: every policy and every autocast is the identity then."""
+"""True while code is traced as written: every policy and every autocast is then the identity."""
 assumed_hardware: Any = jax.make_user_context(default_value=None)
-"""The short name of the GPU that is compiled for; None for the device at hand."""
+"""The short name of the GPU to compile for; None for the attached device."""

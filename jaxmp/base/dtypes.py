@@ -1,4 +1,4 @@
-"""Names of dtypes: what people write for them, and what jaxmp prints; and what they hold."""
+"""The names, aliases and ranges of dtypes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _ALIASES = {
     **dict.fromkeys(("f8_e5m2", "e5m2"), "float8_e5m2"),
 }
 CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
-"""The dtypes that the engine casts from and to; float64, complex numbers and fp8 it leaves alone."""
+"""The dtypes that the engine casts from and to; it does not cast float64, complex numbers and fp8."""
 
 
 class UnknownDtypeError(ValueError):
-    """A name that no dtype has."""
+    """The name of a dtype is unknown."""
 
 
 def is_castable(aval: Any) -> bool:
     """Return whether the engine may change the dtype of a value."""
-    # A reference has the dtype of its array, and all who read and write it agree on that.
+    # A reference has the dtype of its array, and all its readers and writers rely on that.
     return getattr(aval, "dtype", None) in CASTABLE and not hasattr(aval, "inner_aval")
 
 
 def name_of(typed: Any) -> str:
-    """Return the name of the dtype of an array or an abstract value, else that of its type."""
+    """Return the name of the dtype of an array or abstract value; for other values, of their type."""
     return str(getattr(getattr(typed, "dtype", None), "name", None) or type(typed).__name__)
 
 
@@ -46,19 +46,20 @@ def is_other_float(dtype: Any) -> bool:
 
 
 def half_dtype() -> np.dtype:
-    """Return the dtype that ``"half"`` stands for: bfloat16 on TPU, else float16 (jmp's rule)."""
+    """Return the dtype that ``"half"`` means: bfloat16 on TPU, else float16 (jmp's rule)."""
     return np.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
 
 
 def canonical_dtype(dtype: Any) -> np.dtype:
     """Return the floating NumPy dtype of a name, an alias or any dtype-like object.
 
-    Names are forgiving about case and surrounding space: ``"float16"``, ``"f16"``, ``"fp16"``, ``" BF16 "``,
-    ``"half"`` (see :func:`half_dtype`), ``"full"`` (float32).
+    Names ignore case and surrounding space: ``"float16"``, ``"f16"``, ``"fp16"``, ``" BF16 "``, ``"half"`` (see
+    :func:`half_dtype`), ``"full"`` (float32).
 
     Raises:
-      UnknownDtypeError: the name is unknown, and the nearest known names are listed, or ``"float8"``, which is two.
-      ValueError: the dtype is not a floating one.
+      UnknownDtypeError: the name is unknown (the error lists the nearest known names), or it is ``"float8"``, which
+        could mean two dtypes.
+      ValueError: the dtype is not floating.
 
     >>> canonical_dtype("bf16")
     dtype(bfloat16)
@@ -69,8 +70,8 @@ def canonical_dtype(dtype: Any) -> np.dtype:
             return half_dtype()
         if text in ("float8", "fp8", "f8"):
             raise UnknownDtypeError(
-                f"float8 is two dtypes, 'float8_e4m3fn' and 'float8_e5m2', got {dtype!r}; write the one that is meant, "
-                "or for float8 products the policy 'mixed_float8'"
+                f"float8 could mean 'float8_e4m3fn' or 'float8_e5m2', got {dtype!r}; write one of them, or for float8 "
+                "products the policy 'mixed_float8'"
             )
         name = _ALIASES.get(text, text)
         if name in NAMES:
@@ -90,12 +91,12 @@ def canonical_dtype(dtype: Any) -> np.dtype:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype | None:
-    """Return NumPy's dtype, or None. A string must be its full name, not ``"f8"`` or ``"c"``."""
-    if not isinstance(dtype, (str, type, np.dtype)):  # NumPy takes an array, and whatever has a dtype, for that dtype
+    """Return NumPy's dtype, or None. A string must be a full name, not ``"f8"`` or ``"c"``."""
+    if not isinstance(dtype, (str, type, np.dtype)):  # NumPy accepts arrays and other objects with a dtype
         return None
     try:
         result = np.dtype(dtype)
-    except (TypeError, ValueError):  # the second of a string with digits, which it takes for a format
+    except (TypeError, ValueError):  # ValueError for a string with digits, which NumPy reads as a format
         return None
     return None if dtype is None or (isinstance(dtype, str) and result.name != dtype.strip().lower()) else result
 

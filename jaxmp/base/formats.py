@@ -1,4 +1,4 @@
-"""The table of floating-point formats, read off their bit patterns."""
+"""The table of floating-point formats, computed from their bit patterns."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Format:
 
     Attributes:
       name: the dtype's name.
-      bits: width of a number, the sign bit included.
+      bits: width of a number, including the sign bit.
       exponent_bits: width of the exponent field.
       mantissa_bits: stored bits of the significand; a normal number has one more, which is always 1.
-      bias: what is subtracted from the exponent field.
+      bias: the number that is subtracted from the exponent field.
       min_exponent: binary exponent of the smallest normal number.
       max_exponent: binary exponent of the largest finite number.
       digits: decimal digits of a normal number, ``(mantissa_bits + 1) * log10(2)``.
@@ -66,8 +66,8 @@ def formats() -> tuple[Format, ...]:
 def format_of(dtype: np.typing.DTypeLike) -> Format:
     """Return the format of a floating dtype, from its bit patterns.
 
-    Positive numbers are ordered as their bit patterns are, the finite ones first, so the limits are at known patterns
-    or found by bisection.
+    Positive numbers have the same order as their bit patterns, finite numbers first. So the limits are at known
+    patterns, or found by bisection.
 
     Raises:
       ValueError: not a floating dtype, or one without a sign bit on top (float8_e8m0fnu, float4_e2m1fn).
@@ -87,8 +87,8 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
     bits_of_one = int(np.ones((), dtype).view(f"uint{bits}"))
     if jnp.finfo(dtype).bits != bits or decode(bits_of_one | 1 << (bits - 1)) != -1.0:
         raise ValueError(
-            f"format_of reads formats of whole bytes whose top bit is the sign, got {dtype.name}; "
-            f"those of formats() are {', '.join(dtypes.NAMES)}"
+            f"format_of needs a format of whole bytes with a sign bit on top, got {dtype.name}; formats() has "
+            f"{', '.join(dtypes.NAMES)}"
         )
     eps = decode(bits_of_one + 1) - 1.0
     mantissa_bits = -round(math.log2(eps))
@@ -112,7 +112,7 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
 
 
 def ieee_format(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
-    """Return the format of this layout under IEEE 754, which keeps the top exponent for infinity and NaN.
+    """Return the format of a layout under IEEE 754, which reserves the top exponent for infinity and NaN.
 
     >>> jaxmp.base.formats.ieee_format("binary16", 5, 10).largest
     65504.0

@@ -1,4 +1,4 @@
-"""The dtypes that a device computes fast, and the policy that follows from them."""
+"""Find the dtypes that are fast on a device, and the policy to use there."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SINCE = (
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
 
 _COLUMNS = (("float32",), ("tensorfloat32",), ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2"), ("int8",))
-# Peak rates by device kind, dense (no structured sparsity), with float32 accumulation: TFLOP/s for the dtypes of each
-# of _COLUMNS (int8: TOP/s), then GB/s of memory. Names are matched whole: a MIG slice or a laptop part has other rates.
-# These are the vendors' nominal figures as remembered, a few of them compared with third-party pages; none has been
-# checked against its datasheet. Good for orientation: for utilisation measure the device's own ceiling.
+# Peak rates by device kind, dense (no structured sparsity), with float32 accumulation: TFLOP/s for the dtypes of
+# _COLUMNS (int8: TOP/s), then GB/s of memory. Names must match exactly: a MIG slice or a laptop GPU has other rates.
+# These are the vendors' nominal figures from memory. A few were compared with third-party pages, none with its
+# datasheet. Use them for orientation; to compute utilisation, measure the device's real peak.
 _PEAKS: dict[str, tuple[float | None, ...]] = {
     "Tesla V100-SXM2-16GB": (15.7, None, 125, None, None, 900),
     "Tesla V100-SXM2-32GB": (15.7, None, 125, None, None, 900),
@@ -71,23 +71,24 @@ GPUS = {
     "l4": ("NVIDIA L4", "8.9"),
     "t4": ("Tesla T4", "7.5"),
 }
-"""Short names of GPUs, which need not be there: the device kind, and the compute capability."""
+"""Short names of GPUs, which need not be attached: the device kind, and the compute capability."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """A device, as far as precision is concerned.
+    """The precision-related properties of a device.
 
     Attributes:
       name: the device kind, as JAX reports it.
-      platform: ``"gpu"``, ``"tpu"``, ``"cpu"`` or whatever the backend calls itself.
-      compute_capability: NVIDIA's, as in ``"9.0"``, or what another backend has there (``"gfx942"``); None without one.
-      tensor_cores: dtypes whose products run on tensor cores (a TPU's matrix unit); ``"tensorfloat32"`` is how float32
-        products may run there, ``"mxfp8"`` is block-scaled float8.
-      peak_tflops: the vendor's nominal TFLOP/s by dtype, dense, not checked here; empty where not known.
-      peak_bandwidth: bytes per second of the device's memory; None where not known.
+      platform: ``"gpu"``, ``"tpu"``, ``"cpu"`` or another backend's name.
+      compute_capability: NVIDIA's compute capability (``"9.0"``), or another backend's equivalent (``"gfx942"``), or
+        None.
+      tensor_cores: the dtypes of products on tensor cores (a TPU's matrix unit). ``"tensorfloat32"`` means float32
+        products at reduced precision, and ``"mxfp8"`` means block-scaled float8.
+      peak_tflops: the vendor's nominal TFLOP/s by dtype, dense, not checked here; empty if unknown.
+      peak_bandwidth: the bytes per second of the device's memory; None if unknown.
       recommended_policy: a name that :func:`jaxmp.get_policy` reads.
-      reason: why that policy, in one sentence.
+      reason: the reason for that policy, in one sentence.
     """
 
     name: str
@@ -101,16 +102,14 @@ class Hardware:
 
 
 def detect(device: Any = None) -> Hardware:
-    """Return the dtypes that ``device`` computes fast, and the policy to train with there.
+    """Return the dtypes that are fast on ``device``, and the policy to train with there.
 
-    ``device`` is a device of JAX or the name of a GPU in :data:`GPUS`. The default is the :func:`assumed` one, or the
-    first local one.
-
-    An unknown device is never an error: it gets float32, which is right everywhere, and a reason that says so.
+    ``device`` is a JAX device or the name of a GPU in :data:`GPUS`. The default is the :func:`assumed` device, or the
+    first local one. An unknown device is not an error: its policy is float32, which works everywhere.
 
     Raises:
-      RuntimeError: from JAX, when no device was given and the backend cannot start.
-      ValueError: an unknown name.
+      RuntimeError: JAX's error, if you pass no device and the backend cannot start.
+      ValueError: the name is unknown.
 
     >>> jaxmp.hardware.detect(jax.devices("cpu")[0]).recommended_policy
     'float32'
@@ -139,13 +138,13 @@ def detect(device: Any = None) -> Hardware:
 
 @contextlib.contextmanager
 def assumed(name: str) -> Iterator[None]:
-    """Trace programs for a GPU of :data:`GPUS`, which need not be there, in this context.
+    """Trace programs in this context for a GPU of :data:`GPUS`, which need not be attached.
 
-    Float8 products and the update of a train step depend on the device while they are traced. To compile for an absent
-    GPU, trace in this context. Tools of :mod:`jaxmp.inspect` with a ``device`` do so.
+    The traces of float8 products and of a train step's update depend on the device. To compile for an absent GPU, trace
+    in this context. The tools of :mod:`jaxmp.inspect` do so if you pass a ``device``.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: the name is unknown.
 
     >>> with jaxmp.hardware.assumed("h200"):
     ...     jaxmp.hardware.recommended_policy()
@@ -164,8 +163,8 @@ def gpu_named(name: str) -> Any:
     """
     if name not in GPUS:
         raise ValueError(
-            f"device is None, for the one that is attached, or one of {', '.join(GPUS)}, got {name!r}; nearest: "
-            f"{closest_names(str(name), GPUS)}. Another GPU is a row here and in jaxmp/inspect/program/targets.py"
+            f"device must be None, for the attached device, or one of {', '.join(GPUS)}, got {name!r}; nearest: "
+            f"{closest_names(str(name), GPUS)}. Add other GPUs here and in jaxmp/inspect/program/targets.py"
         )
     kind, capability = GPUS[name]
     return types.SimpleNamespace(device_kind=kind, platform="gpu", compute_capability=capability)
@@ -181,9 +180,9 @@ def recommended_policy(device: Any = None) -> str:
 
 
 def align_dim(n: int, divisor: int = 8) -> int:
-    """Round ``n`` up to a multiple of ``divisor``, as tensor cores want the dimensions of a product.
+    """Round ``n`` up to a multiple of ``divisor``, because tensor cores need aligned dimensions.
 
-    8 suits 16-bit operands, 16 suits 8-bit ones, 64 wastes the least on an A100 and later (NVIDIA, "Matrix
+    Use 8 for 16-bit operands and 16 for 8-bit ones. 64 is most efficient on an A100 and later (NVIDIA, "Matrix
     Multiplication Background User's Guide").
 
     Raises:
@@ -202,8 +201,8 @@ def align_dim(n: int, divisor: int = 8) -> int:
 def _positive(what: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(
-            f"align_dim takes whole numbers, got {what}={value!r} of type {type(value).__name__}; write int({value!r}) "
-            "if that is the size meant"
+            f"align_dim takes integers, got {what}={value!r} of type {type(value).__name__}; write int({value!r}) if "
+            "you mean this size"
         )
     number = operator.index(value)
     if number <= 0:
@@ -243,15 +242,15 @@ def _recommend(name: str, platform: str, capability: Any, cores: tuple[str, ...]
         return "float32", "a CPU computes half precision more slowly than float32"
     if platform == "tpu" or "bfloat16" in cores:
         unit = "the matrix unit multiplies" if platform == "tpu" else "tensor cores multiply"
-        return "mixed_bfloat16", f"{unit} bfloat16, whose range is float32's: no loss scale is needed"
+        return "mixed_bfloat16", f"{unit} bfloat16, which has float32's range: no loss scale is needed"
     if "float16" in cores:
         return "mixed_float16", (
-            "tensor cores multiply float16 and not bfloat16; small gradients vanish in float16 without a loss scale: "
-            "wrap the optimizer, jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())"
+            "tensor cores multiply float16 and not bfloat16; without a loss scale small gradients vanish in float16, "
+            "so write jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())"
         )
     if _parse_capability(capability) is not None:
-        return "float32", f"{name} has no tensor cores: half precision would save memory and no time"
+        return "float32", f"{name} has no tensor cores: half precision would save memory, but no time"
     return "float32", (
-        f"what {name} computes fast is not known to jaxmp; float32 is right on every device. Where the vendor says "
-        "that bfloat16 is fast, mixed_bfloat16 is worth a measurement"
+        f"jaxmp does not know which dtypes are fast on {name}; float32 works on every device. If the vendor says "
+        "that bfloat16 is fast, measure mixed_bfloat16"
     )

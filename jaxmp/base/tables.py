@@ -1,4 +1,4 @@
-"""Results as text, as a table of rich and as JSON."""
+"""Show results as text, as a table of rich and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Shown:
-    """A result that is shown as a title, columns, rows, and lines after them."""
+    """A result that is shown as a title, a table, and lines after it."""
 
     def _shown(self) -> tuple[str, Sequence[str], Sequence[Sequence[Any]], Sequence[str]]:
         raise NotImplementedError
@@ -33,7 +33,7 @@ class Shown:
 
 
 def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> str:
-    """Return a table as lines of text, with numbers to the right, and lines after it."""
+    """Return a table as lines of text, with right-aligned numbers, and lines after it."""
     cells = [[str(cell) for cell in row] for row in ([name.replace("\n", " ") for name in columns], *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = _are_numbers(columns, rows)
@@ -45,7 +45,7 @@ def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], afte
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> Any:
-    """Return the same as a ``rich.table.Table``; a narrow console folds long cells, not numbers."""
+    """Return the table as a ``rich.table.Table``; a narrow console wraps long cells, but not numbers."""
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -64,16 +64,16 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], aft
 
 
 _SHORT = 13
-"""The longest cell that is not folded: ``"float8_e4m3fn"``."""
+"""The length of the longest cell that is not wrapped: ``"float8_e4m3fn"``."""
 
 
 def _are_numbers(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
-    """Return for each column whether it has only numbers, which stand to the right."""
+    """Return for each column whether it has only numbers, which are right-aligned."""
     return [bool(rows) and all(isinstance(row[n], (int, float)) for row in rows) for n in range(len(columns))]
 
 
 def as_json(result: Any) -> str:
-    """Return a dataclass as JSON: its fields with a repr by name; non-finite numbers are null."""
+    """Return a dataclass as JSON: all fields that its repr shows; non-finite numbers are null."""
     return json.dumps(plain(result), indent=2, allow_nan=False)
 
 
@@ -112,6 +112,6 @@ def counts(numbers: Mapping[str, int]) -> str:
 
 
 def runs(names: Sequence[str]) -> str:
-    """Return names as text, with a number for repetitions."""
+    """Return names as text, with counts for repetitions."""
     groups = ((name, len(list(group))) for name, group in itertools.groupby(names))
     return ", ".join(name if count == 1 else f"{count}×{name}" for name, count in groups)

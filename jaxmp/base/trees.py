@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 def cast(tree: T, dtype: Any) -> T:
-    """Cast the floating arrays of ``tree`` to ``dtype``, and touch nothing else.
+    """Cast the floating arrays of ``tree`` to ``dtype``, and change nothing else.
 
-    JAX arrays (tracers too), NumPy arrays and ``jax.ShapeDtypeStruct`` of a floating dtype are cast; integers, bools,
-    complex numbers, PRNG keys, ``None`` and Python scalars pass untouched. A leaf that has the dtype already is
-    returned itself, NumPy arrays stay NumPy arrays, and shardings are kept.
+    JAX arrays (including tracers), NumPy arrays and ``jax.ShapeDtypeStruct`` of a floating dtype are cast. Integers,
+    bools, complex numbers, PRNG keys, ``None`` and Python scalars are unchanged. A leaf that already has the dtype is
+    returned itself. NumPy arrays stay NumPy arrays, and shardings are kept.
 
     >>> cast({"w": jnp.ones(2), "n": 3}, jnp.float16)["w"].dtype
     dtype('float16')
@@ -51,11 +51,11 @@ def widen(tree: T) -> T:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return a bool scalar: whether no leaf of ``tree`` holds an infinity or a NaN.
+    """Return whether all leaves of ``tree`` are finite, as a bool scalar.
 
-    Only floating and complex leaves count. Every leaf is reduced by the sum of ``x - x``, which is zero for finite
-    numbers and NaN for all others, and the sums are added up: one scalar is tested. Unlike a test per leaf this fuses
-    with the operation that produced the leaf. On sharded arrays it needs one scalar all-reduce and gathers nothing.
+    Only floating and complex leaves are tested. The test adds ``x - x`` over all leaves, which is zero for finite
+    numbers and NaN for all others, and tests the sum. Unlike a test per leaf, this fuses with the operation that
+    computes the leaf. On sharded arrays it needs one scalar all-reduce and gathers nothing.
 
     >>> all_finite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
     Array(False, dtype=bool)
@@ -65,7 +65,7 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def non_finite(tree: Any) -> list[str]:
-    """Return the names of the leaves that hold an infinity or a NaN.
+    """Return the names of the leaves that have an infinity or a NaN.
 
     >>> non_finite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
     ['b']
@@ -78,8 +78,8 @@ def _zero_if_finite(leaf: ArrayLike) -> jax.Array:
     array = jnp.asarray(leaf)
     if jnp.iscomplexobj(array):
         return _zero_if_finite(array.real) + _zero_if_finite(array.imag)
-    # Zeros and NaN survive the narrowing to float32 (of float64) and the widening (of half) exactly.
-    # Not `array * 0`: XLA would keep an array of zeros as large as the largest leaf for the whole of a step.
+    # Casts from float64 or half to float32 keep zeros and NaN.
+    # Not `array * 0`: XLA would keep an array of zeros as large as the largest leaf during the whole step.
     return jnp.sum((array - array).astype(jnp.float32))
 
 
@@ -87,9 +87,9 @@ def sum_of_squares(tree: Any) -> jax.Array:
     """Sum the squared magnitudes of the floating and complex leaves, as a float32 scalar.
 
     Half-precision leaves are squared in float32; with a float64 leaf the sum is float64. Leaves of other dtypes are
-    passed over. The sum is finite only if every element is and the norm, its root, is: 2e19 is finite in float32, its
-    square is not. Like :func:`all_finite` it fuses with what produced the leaves, and needs one scalar all-reduce on
-    sharded arrays.
+    ignored. The sum is finite only if every element and every square is: 2e19 is finite in float32, but its square is
+    not. Like :func:`all_finite` it fuses with the operations that compute the leaves, and needs one scalar all-reduce
+    on sharded arrays.
 
     >>> sum_of_squares({"a": jnp.array([3.0, 4.0]), "n": 5})
     Array(25., dtype=float32)
@@ -106,7 +106,7 @@ def _squared_magnitudes(array: jax.Array) -> jax.Array:
 
 
 def max_abs(tree: Any) -> jax.Array:
-    """Return the largest magnitude of a tree as a float32 scalar, NaN if there is one.
+    """Return the largest magnitude of a tree as a float32 scalar, or NaN if any element is NaN.
 
     >>> max_abs([jnp.array([1.0, -3.0]), jnp.array(2.0)])
     Array(3., dtype=float32)
@@ -124,14 +124,14 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
-    """Return ``on_true`` if the bool scalar ``pred`` holds, else ``on_false``, bit for bit.
+    """Return ``on_true`` if the bool scalar ``pred`` is true, else ``on_false``, bit for bit.
 
-    Leaves that are the same object in both trees are passed on as they are. The dtypes of ``on_false`` are kept, so
-    that a state selected this way never changes its type from step to step.
+    If a leaf is the same object in both trees, it is returned unchanged. The result has the dtypes of ``on_false``, so
+    the types of a state never change from step to step.
 
     Raises:
       ValueError: the trees differ in structure.
-      TypeError: two leaves differ in shape; a new one is complex and the old one is not.
+      TypeError: two leaves differ in shape, or the new one is complex and the old one is not.
 
     >>> select_tree(jnp.array(False), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"]
     Array([0., 0.], dtype=float32)
@@ -146,10 +146,10 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
             new = jax.sharding.reshard(new, sharding)
         if jnp.iscomplexobj(new) and not jnp.iscomplexobj(old):
             raise TypeError(
-                f"a leaf must stay real, for a cast cuts off what is imaginary, got {new.dtype} for {old.dtype}; "
-                "start with a complex leaf, or return its real part"
+                f"a real leaf must stay real, got {new.dtype} for {old.dtype}; start with a complex leaf, or return "
+                "its real part"
             )
-        # PRNG keys have no astype; and unlike jnp.where, select broadcasts nothing.
+        # PRNG keys have no astype, and unlike jnp.where, select does not broadcast.
         return jax.lax.select(jnp.asarray(pred), new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
     return jax.tree.map(select_leaf, on_true, on_false)

@@ -1,6 +1,6 @@
 """The ``jaxmp`` command.
 
-Each subcommand has a file with its arguments and a function that runs it, whose docstring is its help.
+Each subcommand has a file with its arguments and a function ``run``. The function's docstring is the help text.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"jaxmp {options.command}: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        # Python flushes the output once more when it ends.
+    except BrokenPipeError:  # the reader (head, less) has closed the pipe
+        # Python flushes the output once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -59,9 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxmp",
-        description="Mixed precision for JAX: what this machine computes fast, what the formats can hold, and what "
-        "autocast decides.",
-        epilog="jaxmp COMMAND --help says more about one command.",
+        description="Mixed precision for JAX: inspect devices, number formats, programs and runs.",
+        epilog="jaxmp COMMAND --help describes a command.",
     )
     parser.add_argument("--version", action="version", version=f"jaxmp {jaxmp.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")

@@ -14,7 +14,7 @@ ARGUMENTS = ARRAYS | POLICY | LOSS_SCALE | NO_GRAD
 def run(options: argparse.Namespace) -> int:
     """Name the operation that made the first infinity or NaN of a loss or its gradients.
 
-    The function may be a train step. Exit code 0 if all is finite, 1 if not, 2 if something is wrong with the
+    The function may be a train step. Exit code 0 if everything is finite, 1 if not, 2 if something is wrong with the
     arguments.
 
     Example:

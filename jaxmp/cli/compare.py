@@ -12,10 +12,10 @@ ARGUMENTS = ARRAYS | POLICY | OVERRIDE | REFERENCE | LOSS_SCALE | NO_GRAD | PLOT
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what policies change in a function, layer by layer, forward and backward.
+    """Show the errors that policies cause in a function, layer by layer, forward and backward.
 
-    The function may be a train step, and --policy puts it under autocast, too. Exit code 2 if something is wrong with
-    the arguments.
+    The function may be a train step. --policy also runs it under autocast. Exit code 2 if something is wrong with the
+    arguments.
 
     Example:
       jaxmp compare train:loss_fn --args train:example --policy mixed_bfloat16

@@ -1,4 +1,4 @@
-"""The findings behind ``jaxmp doctor``: whether training works on this machine, and what to fix."""
+"""Check whether training works on this machine, for ``jaxmp doctor``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jaxmp
 if TYPE_CHECKING:
     from jaxmp.base.hardware import Hardware
 
-# Oldest version supported (as in pyproject.toml) and newest one the tests ran with (None: no line is drawn).
+# The oldest supported version (as in pyproject.toml) and the newest tested one (None: no limit).
 SUPPORTED: dict[str, tuple[str, str | None]] = {
     "jax": ("0.10", "0.12"),
     "jaxlib": ("0.10", "0.12"),
@@ -29,14 +29,14 @@ _PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cu
 _SETTINGS = {
     "jax_enable_x64": (
         "new arrays are float64, which half precision's tensor cores do not multiply",
-        "unset JAX_ENABLE_X64, unless float64 is what you want",
+        "unset JAX_ENABLE_X64, unless you want float64",
     ),
     "jax_default_matmul_precision": (
-        "it decides every product whose policy has no matmul_precision of its own",
-        "unset JAX_DEFAULT_MATMUL_PRECISION and let the policy say it: Policy(..., matmul_precision=...)",
+        "it sets the precision of every product whose policy has no matmul_precision",
+        "unset JAX_DEFAULT_MATMUL_PRECISION and set it in the policy: Policy(..., matmul_precision=...)",
     ),
     "jax_debug_nans": (
-        "a step that overflows raises, where loss scaling would skip it",
+        "a step that overflows raises an error, and loss scaling cannot skip it",
         "unset JAX_DEBUG_NANS while training with a dynamic loss scale",
     ),
     "jax_disable_jit": ("nothing is compiled", "unset JAX_DISABLE_JIT"),
@@ -45,7 +45,7 @@ _SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class SetupProblem:
-    """Something to fix in the setup, and its remedy."""
+    """A problem of the setup, and its remedy."""
 
     problem: str
     remedy: str
@@ -57,23 +57,23 @@ class Report:
 
     hardware: Hardware | None  # the first device; None if JAX cannot start
     devices: int  # the number of devices of this process
-    trains: bool  # whether a mixed-precision training step ran here and gave the right numbers
-    training: str  # a sentence on that step
-    versions: dict[str, str | None]  # by package, None where it is missing
-    findings: tuple[SetupProblem, ...]  # problems and settings to know of; empty is best
-    float8: str = ""  # a sentence on mixed_float8 on the device
+    trains: bool  # whether a mixed-precision training step ran here with the right numbers
+    training: str  # a sentence about that step
+    versions: dict[str, str | None]  # by package; None if it is missing
+    findings: tuple[SetupProblem, ...]  # problems, and settings that matter; empty is best
+    float8: str = ""  # a sentence about mixed_float8 on the device
 
 
 def diagnose() -> Report:
-    """Look at the packages, the settings and the device, and train one step."""
+    """Check the packages, the settings and the device, and train one step."""
     versions = _versions()
     findings = [*_check_versions(versions), *_check_platforms()]
     try:
         import jax
 
         devices, hardware = jax.local_device_count(), jaxmp.hardware.detect()
-    except Exception as error:  # whatever stops JAX is the finding
-        remedy = "see all of it with: python -c 'import jax; jax.devices()'; most often a fresh environment helps"
+    except Exception as error:  # any error of JAX is a finding
+        remedy = "see the whole error with: python -c 'import jax; jax.devices()'; a fresh environment often helps"
         findings.append(SetupProblem(f"JAX does not start: {_summary(error)}", remedy))
         return Report(None, 0, False, "not tried: JAX does not start", versions, tuple(findings))
     findings += [*_check_driver(hardware.platform, versions), *_check_settings()]
@@ -82,7 +82,7 @@ def diagnose() -> Report:
 
 
 def float8_on(device: Hardware) -> str:
-    """Return what the policy mixed_float8 does on a device.
+    """Return a sentence about the policy mixed_float8 on a device.
 
     >>> float8_on(jaxmp.hardware.detect("a100"))
     'NVIDIA A100-SXM4-80GB has no float8 products: mixed_float8 computes in bfloat16 there'
@@ -102,7 +102,7 @@ def train_one_step(policy: str) -> None:
     The inputs are such that every intermediate is exact in half precision.
 
     Raises:
-      RuntimeError: the step ran and its numbers are wrong. Other errors pass as they are.
+      RuntimeError: the step ran and its numbers are wrong. Other errors are not caught.
     """
     import flax.linen as nn
     import jax
@@ -137,7 +137,7 @@ def _try_training(recommended: str) -> tuple[bool, str, list[SetupProblem]]:
     for policy in dict.fromkeys((half, recommended)):
         try:
             train_one_step(policy)
-        except Exception as error:  # whatever stops training is the finding
+        except Exception as error:  # any error is a finding
             traceback = f'python -c "import jaxmp.cli.diagnosis; jaxmp.cli.diagnosis.train_one_step({policy!r})"'
             failures.append(
                 SetupProblem(f"one training step under {policy} fails: {_summary(error)}", f"see where: {traceback}")
@@ -181,7 +181,7 @@ def _check_versions(versions: dict[str, str | None]) -> Iterator[SetupProblem]:
         version = versions.get(plugin)
         if version and jaxlib and version != jaxlib:
             yield SetupProblem(
-                f"{plugin} {version} does not go with jaxlib {jaxlib}: JAX ignores a plugin of another version",
+                f"{plugin} {version} does not match jaxlib {jaxlib}: JAX ignores a plugin of another version",
                 f'pip install "jax[{plugin.split("-")[1]}]=={jax}"',
             )
 
@@ -189,13 +189,13 @@ def _check_versions(versions: dict[str, str | None]) -> Iterator[SetupProblem]:
 def _check_platforms() -> Iterator[SetupProblem]:
     if forced := os.environ.get("JAX_PLATFORMS"):
         yield SetupProblem(
-            f"JAX_PLATFORMS={forced} is set: JAX looks at no other kind of device",
-            "unset JAX_PLATFORMS, unless that is meant",
+            f"JAX_PLATFORMS={forced} is set: JAX uses no other kind of device",
+            "unset JAX_PLATFORMS, unless you want this",
         )
 
 
 def _check_driver(platform: str, versions: dict[str, str | None]) -> Iterator[SetupProblem]:
-    """Find an NVIDIA GPU that JAX does not use. A forced platform is a finding of its own."""
+    """Find an NVIDIA GPU that JAX does not use. (A forced platform is a separate finding.)"""
     if platform != "cpu" or os.environ.get("JAX_PLATFORMS") or not nvidia_driver():
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -206,14 +206,14 @@ def _check_driver(platform: str, versions: dict[str, str | None]) -> Iterator[Se
         )
     elif any(plugin in versions for plugin in _PLUGINS):
         yield SetupProblem(
-            "an NVIDIA driver and JAX's CUDA plugin are there, and JAX runs on the CPU",
+            "an NVIDIA driver and JAX's CUDA plugin are installed, but JAX runs on the CPU",
             "see why with: JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' (often a driver too old for the "
             "plugin's CUDA, or CUDA libraries on LD_LIBRARY_PATH that hide the plugin's own)",
         )
     else:
         jax = versions["jax"]
         yield SetupProblem(
-            "an NVIDIA driver is there, and JAX has no CUDA support: it runs on the CPU",
+            "an NVIDIA driver is installed, but JAX has no CUDA support: it runs on the CPU",
             f'pip install "jax[cuda13]=={jax}" (before compute capability 7.5, or with a driver older than 580: '
             f'"jax[cuda12]=={jax}")',
         )

@@ -13,7 +13,7 @@ ARGUMENTS: Arguments = {}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Say what this machine computes fast, which policy suits it, whether training works, and what to fix.
+    """Show the fast dtypes of this machine, the policy to use, whether training works, and problems.
 
     Exit code 0 if a mixed-precision training step ran on the device and gave the right numbers, else 1.
     """

@@ -1,4 +1,4 @@
-"""The arguments of the commands: by name the settings of ``argparse``'s ``add_argument``."""
+"""The arguments of the commands: names with their settings for ``argparse``'s ``add_argument``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REPEATED: dict[str, Any] = {"action": "append", "default": []}
 _SHAPE = "a positional argument, such as float32[8,16], int32[] or key[] (a random key); repeat for more"
 _EXAMPLE = "a function that returns the positional arguments as a tuple (pytrees, shapes); traced, not run"
 _ARGUMENTS = "a function that returns the positional arguments as a tuple; run"
-_TOPOLOGY = "of so many: slices x hosts x GPUs of each host; the arguments lie on a mesh"
+_TOPOLOGY = "slices x hosts x GPUs per host; the arguments must have shardings on a mesh"
 _OVERRIDE = "such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 
 
@@ -28,7 +28,7 @@ def loss_scale(text: str) -> float:
         scale = float(text)
         if 0 < scale < math.inf:
             return scale
-    raise argparse.ArgumentTypeError(f"a loss scale is a positive finite number, got {text!r}; write 1024, say")
+    raise argparse.ArgumentTypeError(f"a loss scale must be a positive finite number, got {text!r}; write e.g. 1024")
 
 
 SHAPES = (
@@ -43,20 +43,20 @@ ARRAYS = (
 )  # fmt: skip
 """A loss function that is run, and its arguments."""
 RUN = _named("run", metavar="RUN", help="the run's folder")
-DEVICE = _named("--device", metavar="NAME", help="a GPU that is not there: h200, h100, a100, b200, l4, t4")
+DEVICE = _named("--device", metavar="NAME", help="a GPU that is not attached: h200, h100, a100, b200, l4, t4")
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
-POLICY = _named("--policy", help="default: none, the function as it is written")
+POLICY = _named("--policy", help="default: none; the function runs as written")
 OVERRIDE = _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED)
 AUTOCAST = _named("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16") | OVERRIDE
 REFERENCE = _named("--reference", default="float32", help="float32 or float64, without policies; default: float32")
 LOSS_SCALE = _named("--loss-scale", type=loss_scale, default=1.0, metavar="NUMBER", help="default: 1")
 TUNED_POLICY = _named("--policy", default="mixed_bfloat16", help="a half policy; default: mixed_bfloat16")
 TOLERANCE = _named("--tolerance", type=float, metavar="NUMBER", help="the largest error; default: twice the floor")
-SEEDS = _named("--seeds", type=int, default=1, metavar="N", help="measure with so many PRNG keys; default: 1")
+SEEDS = _named("--seeds", type=int, default=1, metavar="N", help="the number of PRNG keys to measure with; default: 1")
 NO_OPERATIONS = _named("--no-operations", action="store_true", help="whole modules only, as apply_policy takes them")
 SAVE = _named("--save", metavar="FILE.toml", help="also write the policy, for get_policy and --policy")
 AGAINST = _named("--against", metavar="RUN", help="a run to compare with, float32 first; repeat for more", **_REPEATED)
 OUT = _named("--out", metavar="FILE.html", help="default: report.html in the run's folder")
-NO_GRAD = _named("--no-grad", action="store_true", help="look at the results, not at gradients")
+NO_GRAD = _named("--no-grad", action="store_true", help="check only the results, not the gradients")
 PLOT = _named("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg; needs matplotlib")
 JSON = _named("--json", action="store_true", help="print JSON, for programs")

@@ -14,8 +14,8 @@ ARGUMENTS: Arguments = {}
 def run(options: argparse.Namespace) -> int:
     """Show the table of floating-point formats: bits, range, precision, special values.
 
-    Everything is computed from the dtype's bit patterns. tensorfloat32 is no dtype (it is how tensor cores read float32
-    operands): its column is computed from its layout, 1 sign, 8 exponent and 10 mantissa bits.
+    Everything is computed from the dtype's bit patterns. tensorfloat32 is not a dtype, but the form in which tensor
+    cores read float32 operands. Its column is computed from its layout: 1 sign, 8 exponent and 10 mantissa bits.
     """
     from jaxmp.base.formats import formats as rows
 
@@ -41,11 +41,11 @@ def run(options: argparse.Namespace) -> int:
         for row in rows()
     ]
     print_columns(columns)
-    print("\ntensorfloat32 is no dtype: its column is computed from its layout, the others from bit patterns.")
+    print("\ntensorfloat32 is not a dtype: its column is computed from its layout, the others from bit patterns.")
     return 0
 
 
 def _number(value: float) -> str:
-    """``value`` in full where that is short, else with three significant digits."""
+    """Return ``value`` in full if that is short, else with three significant digits."""
     text = f"{value:.0f}" if value.is_integer() and value < 1e6 else repr(value)
     return text if len(text) <= 9 else f"{value:.2e}"

@@ -1,4 +1,4 @@
-"""The parts that the commands of :mod:`jaxmp.inspect` share."""
+"""Shared code of the commands of :mod:`jaxmp.inspect`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxmp.cli.errors import UsageError
 
 
 def where(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that say which devices a program is compiled for."""
+    """Return the options of the devices to compile for."""
     return {"device": options.device, "topology": options.topology}
 
 
 def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function under autocast with a policy, or as it is."""
+    """Return a function under autocast with a policy, or unchanged."""
     from jaxmp.engine.autocast import autocast
     from jaxmp.inspect.program.calls import is_step
 
@@ -23,8 +23,8 @@ def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun
     if is_step(fun):
         raise UsageError(
-            f"a train step has the policy that it was made with, got --policy {policy} for one; leave --policy out and "
-            "write make_train_step(loss_fn, policy=…), or name the loss function"
+            f"a train step already has a policy or none, got --policy {policy}; leave --policy out and write "
+            "make_train_step(loss_fn, policy=…), or name the loss function"
         )
     return autocast(fun, policy)
 
@@ -37,11 +37,11 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
     from jaxmp.inspect.program.targets import within_mesh_of
 
     if options.device is not None:
-        jax.config.update("jax_platforms", "cpu")  # with its CUDA plugin JAX would look for a GPU
+        jax.config.update("jax_platforms", "cpu")  # otherwise JAX's CUDA plugin would look for a GPU
     with in_current_folder():
         loaded = load(options.function, options.arg, options.args)
         with within_mesh_of(loaded.operands):
-            jax.eval_shape(loaded.function, *loaded.operands)  # errors of the function itself pass as they are
+            jax.eval_shape(loaded.function, *loaded.operands)  # raises the errors of the function itself
         with usage_errors(ValueError, TypeError, ModuleNotFoundError):
             return make(loaded.function)(*loaded.operands)
 

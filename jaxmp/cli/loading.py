@@ -1,4 +1,4 @@
-"""Load the functions and arguments that a command line names; nothing is run but imports."""
+"""Load the functions and arguments that a command line names; only imports are executed."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
       name: ``"module:function"``.
       shapes: the positional arguments, each as ``"float32[8,16]"``; a dtype alone is a scalar, ``"key[]"`` a
         random key.
-      example: ``"module:function"`` of a function without arguments that returns the positional arguments as a tuple,
-        or the only one, arrays or ShapeDtypeStructs, which may lie on a mesh; it is traced, not run.
+      example: ``"module:function"``, a function without parameters that returns the positional arguments as a tuple (or
+        the only argument), as arrays or ShapeDtypeStructs, which may have shardings; it is traced, not run.
 
     Raises:
       UsageError: one of them is wrong.
@@ -65,7 +65,7 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
 
 
 def _shapes(example: Callable[[], Any]) -> Any:
-    """Return the shapes of the arrays that a function returns, and ShapeDtypeStructs as they are."""
+    """Return the shapes of the arrays that a function returns; ShapeDtypeStructs are unchanged."""
     result: Any = None
 
     def arrays() -> Any:
@@ -96,7 +96,7 @@ def function(name: str) -> Callable[..., Any]:
     _leave_out_the_command()
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
-        raise UsageError(f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
+        raise UsageError(f"write a function as MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
     try:
         value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -110,23 +110,23 @@ def function(name: str) -> Callable[..., Any]:
             raise UsageError(f"{module!r} has no {attribute!r}; nearest: {closest_names(part, known) or 'none'}")
         value = getattr(value, part)
     if not callable(value):
-        raise UsageError(f"a function is needed, got {name}, which is of type {type(value).__name__!r}")
+        raise UsageError(f"a function is needed, got {name} of type {type(value).__name__!r}")
     loaded: Callable[..., Any] = value
     return loaded
 
 
 @functools.cache
 def _leave_out_the_command() -> None:
-    """Keep the script that started the command out of the sources of programs."""
+    """Exclude the script that started the command from the source lines of programs."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    if script:  # Python's prompt has none
+    if script:  # empty at Python's prompt
         source_info_util.register_exclusion(script)
 
 
 def _shape(text: str) -> jax.ShapeDtypeStruct:
     match = re.fullmatch(r"\s*(\w+)\s*(?:\[\s*((?:\d+(?:\s*,\s*\d+)*)?)\s*\])?\s*", text)
     if match is None:
-        raise UsageError(f"an --arg is a dtype and a shape, such as float32[8,16] or int32[], got {text!r}")
+        raise UsageError(f"an --arg must be a dtype and a shape, such as float32[8,16] or int32[], got {text!r}")
     name, sizes = match[1], tuple(int(size) for size in (match[2] or "").split(",") if size)
     if name == "key":
         return jax.ShapeDtypeStruct(sizes, jax.eval_shape(jax.random.key, 0).dtype)
@@ -145,13 +145,13 @@ def _check_dtype(dtype: Any, text: str) -> None:
     narrow = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}.get(dtype.name)
     if narrow and not config.jax_enable_x64:
         raise UsageError(
-            f"without jax_enable_x64 JAX makes {narrow} of every {dtype.name}, got {text!r}; set JAX_ENABLE_X64=1 in "
-            f"the environment, or ask for {narrow}"
+            f"without jax_enable_x64 JAX replaces {dtype.name} by {narrow}, got {text!r}; set JAX_ENABLE_X64=1 in the "
+            f"environment, or write {narrow}"
         )
 
 
 def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> None:
-    """Raise a UsageError if a function does not take so many arguments by position."""
+    """Raise a UsageError if a function does not take this number of positional arguments."""
     try:
         signature = inspect.signature(fun)
     except ValueError:  # written in C
@@ -160,15 +160,15 @@ def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> 
         signature.bind(*operands)
     except TypeError as error:
         takes = ", ".join(signature.parameters)
-        raise UsageError(f"{name} takes ({takes}), got {len(operands)} by --arg or --args: {error}") from error
+        raise UsageError(f"{name} takes ({takes}), got {len(operands)} from --arg or --args: {error}") from error
 
 
 def levels(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the level by key of overrides ``"KEY=LEVEL"``; the last one of a key wins."""
+    """Return a dict of the overrides ``"KEY=LEVEL"``; the last one of a key wins."""
     overridden: dict[str, str] = {}
     for text in overrides:
         key, _, level = text.rpartition("=")
         if "=" not in text:
-            raise UsageError(f"an --override is KEY=LEVEL, such as '**/head=float32', got {text!r}")
+            raise UsageError(f"an --override must be KEY=LEVEL, such as '**/head=float32', got {text!r}")
         overridden[key] = level
     return overridden

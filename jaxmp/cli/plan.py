@@ -1,4 +1,4 @@
-"""``jaxmp plan``: the plan of a function that is named on the command line."""
+"""``jaxmp plan``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ ARGUMENTS = SHAPES | AUTOCAST | PLOT
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what autocast decides for each operation of a function, and why; nothing is run but imports.
+    """Show autocast's decision for each operation of a function, and why; only imports are executed.
 
-    On a terminal it is a table, else the text of str(plan), which is the same on every machine: keep it under version
-    control, and a diff shows what a change did to the precision. Exit code 2 if something is wrong with the arguments.
+    On a terminal the output is a table, else the text of str(plan). The text is the same on every machine: keep it
+    under version control, and a diff shows how a change affects the precision. Exit code 2 if something is wrong with
+    the arguments.
 
     Example:
       jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]
@@ -37,7 +38,7 @@ def plan(
       overrides: ``"KEY=LEVEL"``.
 
     Raises:
-      UsageError: one of them is wrong. Errors of the function itself pass as they are.
+      UsageError: one of them is wrong. Errors of the function itself are not caught.
 
     >>> plan("jax.numpy:matmul", "mixed_bfloat16", ["float32[8,16]", "float32[16,4]"]).summary.product_flops
     1024
@@ -52,6 +53,6 @@ def plan(
         loaded = load(function, shapes, example)
         with usage_errors(ValueError, TypeError):
             planned = cast_plan(loaded.function, policy, exceptions)
-        jax.eval_shape(loaded.function, *loaded.operands)  # errors of the function itself pass as they are
+        jax.eval_shape(loaded.function, *loaded.operands)  # raises the errors of the function itself
         with usage_errors(ValueError):
             return planned(*loaded.operands)

@@ -16,12 +16,12 @@ _PICTURES = (".png", ".pdf", ".svg")
 
 
 def print_json(value: Any) -> None:
-    """Print ``value`` as JSON, which has no infinities and no NaN."""
+    """Print ``value`` as JSON, with null for infinities and NaN."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def show(options: argparse.Namespace, result: Any, draw: Callable[[Any], Any] | None = None) -> None:
-    """Print a result as JSON, a table or text, and write the picture that ``draw`` draws."""
+    """Print a result as JSON, as a table or as text, and write the picture of ``draw``."""
     if options.json:
         print(result.to_json())
     elif sys.stdout.isatty():
@@ -33,20 +33,20 @@ def show(options: argparse.Namespace, result: Any, draw: Callable[[Any], Any] | 
 
 
 def check_plot(name: str) -> None:
-    """Check before a long command that the picture can be written after it.
+    """Check before a long command that its picture can be written.
 
     Raises:
       UsageError: the file has another ending, or no folder.
     """
     file = Path(name)
     if not file.parent.is_dir():
-        raise UsageError(f"--plot names a file in a folder that exists, got {name!r}; make the folder {file.parent}")
+        raise UsageError(f"--plot needs a file in an existing folder, got {name!r}; create the folder {file.parent}")
     if file.suffix.lower() not in _PICTURES:
-        raise UsageError(f"--plot names a file that ends in .png, .pdf or .svg, got {name!r}")
+        raise UsageError(f"--plot needs a file that ends in .png, .pdf or .svg, got {name!r}")
 
 
 def plot(options: argparse.Namespace, draw: Callable[[Any], Any]) -> None:
-    """Write the picture that ``draw`` draws with :mod:`jaxmp.inspect.plots`, if ``--plot`` asks for it.
+    """Write the picture of ``draw``, a function of :mod:`jaxmp.inspect.plots`, if ``--plot`` is set.
 
     Raises:
       UsageError: matplotlib is not installed, or there is nothing to draw.
@@ -61,16 +61,16 @@ def plot(options: argparse.Namespace, draw: Callable[[Any], Any]) -> None:
 
 
 def console() -> Any:
-    """Return the terminal; a pipe or a file has no width, as the program that reads it wraps lines."""
+    """Return the terminal; a pipe or file has no width limit, because its reader wraps lines."""
     from rich.console import Console
 
-    # rich obeys COLUMNS and a terminal's own width.
+    # rich uses COLUMNS or the terminal's width.
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 10_000
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 def print_rich(terminal: Any, renderable: Any) -> None:
-    """Print without the blanks that pad a table's lines."""
+    """Print without trailing blanks."""
     with terminal.capture() as capture:
         terminal.print(renderable)
     text = "\n".join(line.rstrip() for line in capture.get().splitlines())
@@ -91,7 +91,7 @@ def print_pairs(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def print_columns(columns: Sequence[dict[str, str]]) -> None:
-    """Print a table with one column per entry, in as many blocks as the width asks for; no value is cut."""
+    """Print a table with one column per entry, in several blocks if it is too wide; no value is cut."""
     from rich.table import Table
 
     terminal = console()
@@ -110,7 +110,7 @@ def print_columns(columns: Sequence[dict[str, str]]) -> None:
 
 
 def _blocks(columns: Sequence[dict[str, str]], width: int) -> list[list[dict[str, str]]]:
-    """Return the columns in groups that fit into a width, one column at least in each."""
+    """Return the columns in groups that fit into a width, with at least one column in each."""
     blocks: list[list[dict[str, str]]] = []
     left = 0
     for column in columns:

@@ -12,10 +12,10 @@ ARGUMENTS = SHAPES | DEVICE | POLICY
 
 
 def run(options: argparse.Namespace) -> int:
-    """Predict the time that a train step or any function takes on a GPU, kernel by kernel; nothing is run.
+    """Predict the time of a train step or function on a GPU, kernel by kernel; nothing is run.
 
-    With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. With
-    --policy the function is put under autocast. Exit code 2 if something is wrong with the arguments.
+    --device compiles for a GPU that is not attached and needs pip install 'jaxmp[compile-only]'. --policy runs the
+    function under autocast. Exit code 2 if something is wrong with the arguments.
 
     Example:
       jaxmp roofline train:step --args train:shapes --device h200

@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     from jaxmp.inspect import tune
 
     if options.save is not None and Path(options.save).suffix != ".toml":
-        raise UsageError(f"--save names a file that ends in .toml, got {options.save!r}")
+        raise UsageError(f"--save needs a file that ends in .toml, got {options.save!r}")
     with usage_errors(ValueError):
         settings = {"tolerance": options.tolerance, "seeds": options.seeds, "operations": not options.no_operations}
         tuned = of_arrays(options, lambda fun: tune(fun, options.policy, **settings))

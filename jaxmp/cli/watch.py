@@ -20,15 +20,15 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def run(options: argparse.Namespace) -> int:
     """Show a run as it trains: loss, loss scale, skipped steps, vanishing gradients.
 
-    The run needs --watch N. On a terminal it is drawn again until the run ends; else once, as with --plot. Exit code 2
-    if the folder is not that of such a run.
+    The run needs --watch N. On a terminal the picture is updated until the run ends; otherwise, and with --plot, it is
+    drawn once. Exit code 2 if the folder is not that of such a run.
     """
     title, rows = watched(Path(options.run))
     plot(options, lambda plots: plots.training(options.run))
     if options.json:
         print_json(rows)
     elif sys.stdout.isatty() and options.plot is None:
-        with contextlib.suppress(KeyboardInterrupt):  # the reader has seen enough
+        with contextlib.suppress(KeyboardInterrupt):  # the user stops the command
             live(console(), Path(options.run))
     else:
         terminal = console()
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Return a line on the last step of a run, and the rows of its watched steps.
+    """Return a line about the last step of a run, and the rows of its watched steps.
 
     Raises:
       UsageError: it is not the folder of a run, or the run is not watched.
@@ -55,7 +55,7 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
-    """Return a table of the share of each tensor's gradients that vanishes in the last watched steps."""
+    """Return a table of the shares of gradients that vanish in the last watched steps, by tensor."""
     from rich.table import Table
     from rich.text import Text
 

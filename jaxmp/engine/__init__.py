@@ -1,1 +1,1 @@
-"""The engine: traces a program, decides on its graph, writes it again. README.md has the algorithm."""
+"""The engine: trace a program, decide on its graph, emit it again. README.md describes the algorithm."""

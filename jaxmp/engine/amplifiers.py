@@ -1,9 +1,10 @@
-"""Amplifiers: operations that make the low digits of an operand high ones in their result.
+"""Amplifiers: operations that turn the low digits of an operand into high digits of their result.
 
-In bfloat16 a coordinate of 300.4 is 300, another pixel; a phase of 300.4 is noise. So all that an amplifier reads is
-float32, back through what keeps the digits: moves, scales, offsets and bounds, and products on the way. It ends at an
-activation. A factorisation amplifies whatever it is computed from, back to the nearest products. A logarithm or a root
-amplifies what is between it and the nearest product, the ``1 - x²`` of a squashed action, but not that product.
+In bfloat16 a coordinate of 300.4 becomes 300, another pixel, and a phase of 300.4 becomes noise. So all inputs of an
+amplifier are float32, back through operations that keep the digits: moves, scales, offsets, bounds and products. This
+ends at an activation. A factorisation amplifies everything that it depends on, back to the nearest products. A
+logarithm or a root amplifies the values between it and the nearest product (such as the ``1 - x²`` of a squashed
+action), but not that product.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _READ_BY_ACTIVATION = PRODUCTS | {"reduce_sum"}
 
 
 def raise_amplified(graph: Graph) -> None:
-    """Make float32 all that amplifiers read."""
+    """Make the inputs of amplifiers float32."""
     quantised = {operand for step in graph.steps if _is_quantising(step) for operand in step.operands}
     for step in graph.steps:
         name = step.eqn.primitive.name
@@ -58,7 +59,7 @@ def _is_quantising(step: Step) -> bool:
 
 
 def _amplified_operands(step: Step, name: str, quantised: Collection[Node | None]) -> Sequence[Node]:
-    """Return the operands of a step whose low digits count in its result."""
+    """Return the operands of a step whose low digits affect its result."""
     if name in AMPLIFIERS:
         is_quantised = name in _ROUNDINGS and step.node is not None and _is_quantised(step.node, quantised)
         return () if is_quantised else _floats(step)[: AMPLIFIERS[name]]
@@ -87,7 +88,7 @@ def _is_scale_of(step: Step, place: Node, other: Node) -> bool:
     """Return whether ``place`` is compared with positions, or with each element of a table."""
     if place is other or other.after_product:
         return False
-    if other.is_constant and other.const is None:  # made of integers: positions, or a single bound
+    if other.is_constant and other.const is None:  # computed from integers: positions, or a single bound
         return size_of(other.origin.shape) > 1
     size = size_of(step.eqn.outvars[0].aval.shape)
     is_table = 1 < size_of(other.origin.shape) < size and size_of(place.origin.shape) < size
@@ -116,7 +117,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
         return computed if len(computed) == 1 else ()
     is_choice = node.name in BOUNDS or node.name == "select_n"
     if is_choice or node.name in SUMS:
-        # What a product reads is an activation, or a residual stream.
+        # The operand of a product is an activation or a residual stream.
         is_activation = is_choice or len(computed) > 1
         is_read = any(reader.name in _READ_BY_ACTIVATION for reader in readers_of(node))
         return () if is_activation and is_read else computed

@@ -28,35 +28,36 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @takes_a_function
 def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) -> F:
-    """``fun`` with each of its operations in the precision that suits it, decided on its whole graph.
+    """Return ``fun`` with each operation in half or in float32, decided on the graph of the whole program.
 
-    :mod:`jaxmp.engine.autocast` states the rules, and :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced as
-    it is written, on its own dtypes, and stays unedited: its params stay float32, its results have the dtypes that they
-    had (under a pure policy such as ``"bfloat16"``: the output dtype). It composes with JAX's transformations. What it
-    writes to NNX objects among its arguments (statistics, counts, metrics) is written to them, as by NNX's own; one
-    that it closes over cannot change, as under ``jax.jit``. After TensorFlow's ``auto_mixed_precision`` graph pass.
+    docs/autocast.md lists the rules, and :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced in its original
+    dtypes: params stay float32, and results keep their dtypes (under a pure policy such as ``"bfloat16"``, they get the
+    output dtype). The result composes with JAX's transformations. If ``fun`` writes to NNX objects among its arguments
+    (statistics, counts, metrics), these are updated as under NNX's own transforms. An object that it closes over cannot
+    change, as under ``jax.jit``. The method follows TensorFlow's ``auto_mixed_precision`` graph pass.
 
     Args:
-      fun: any function of arrays in pytrees that JAX can trace. Arguments that are no arrays (Python numbers, strings,
-        None, functions) reach it as they are.
-      policy: whatever :func:`jaxmp.get_policy` reads. One that computes in float32 gives
-        ``fun`` itself under its precision of products, with its results in its output dtype: so it is on a CPU for
-        ``"auto"``, and for a part of a larger function under autocast. The patterns of a PolicyMap are overrides.
-      overrides: ``"**/head"`` (a path of modules or scopes, and everything below), ``"**/head:exp"`` (one of its
-        operations), ``"primitive:exp"`` or ``"class:accumulation"`` to ``"float32"``, ``"tensorfloat32"`` (float32
-        whose products are JAX's default), ``"half"`` or a policy that computes in one of them. Under a half policy the
-        rules decide at that path; ``"half"`` forces all of it. A path goes before an operation, a region marked with
-        :func:`jaxmp.precision` before both. Paths under a float32 policy may be half; all else follows the policy.
+      fun: any function of arrays in pytrees that JAX can trace. Other arguments (Python numbers, strings, None,
+        functions) are passed on unchanged.
+      policy: any policy of :func:`jaxmp.get_policy`. A policy that computes in float32, such as ``"auto"`` on a CPU,
+        runs ``fun`` with the policy's precision of products, and casts its results to the output dtype. The patterns
+        of a PolicyMap are overrides.
+      overrides: a mapping from key to level. A key is ``"**/head"`` (a path of modules or scopes, and everything below
+        it), ``"**/head:exp"`` (an operation at a path), ``"primitive:exp"`` or ``"class:accumulation"``. A level is
+        ``"float32"``, ``"tensorfloat32"`` (float32 with JAX's default products), ``"half"``, or a policy that computes
+        in one of these. Under a half policy the rules decide at that path; ``"half"`` forces every operation. A path
+        wins over an operation, and a region marked with :func:`jaxmp.precision` wins over both. Under a float32 policy,
+        paths may be half.
 
     Returns:
-      A function of the same arguments; under ``jit`` it costs its casts, without it is traced in every call.
+      A function with the same parameters. Under ``jit`` only its casts cost time; without ``jit`` it is traced in every
+      call.
 
     Raises:
-      ValueError: the policy computes in float64; float16 on a TPU; an override asks for another level, names no
-        primitive or class that there is (``UnknownOperationError``), or (in the call) matched nothing
-        (``UnmatchedOverrideError``).
-      TypeError: ``fun`` is a Linen module, a class of modules, or no function; a key of the overrides, or a pattern of
-        the PolicyMap, is a class of modules; an argument is a ShapeDtypeStruct (in the call).
+      ValueError: the policy computes in float64, or in float16 on a TPU; an override has an unknown level, primitive or
+        class (``UnknownOperationError``), or matched nothing in a call (``UnmatchedOverrideError``).
+      TypeError: ``fun`` is a Linen module, a class of modules, or not a function; a key of the overrides, or a pattern
+        of the PolicyMap, is a class of modules; or, in a call, an argument is a ShapeDtypeStruct.
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(jax.nn.relu(x @ w) @ w)
@@ -85,19 +86,20 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
 
 
 def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, policy: Policy | None = None) -> Any:
-    """The results of one call of ``fun``, as the engine decides by ``rules``.
+    """Return the results of one call of ``fun`` under ``rules``.
 
     Args:
       fun: a function; the code of modules in it is marked (see :mod:`jaxmp.engine.marks`).
-      rules: what is asked of its operations.
+      rules: the rules for its operations.
       args, kwargs: its arguments.
-      policy: that of an autocast of the whole function; without one all is decided, whether it has products or not.
+      policy: the policy of an autocast of the whole function. Without a policy, all operations are decided even if the
+        function has no products.
     """
     program, operands = traced(fun, args, kwargs, rules)
     if shapes := [leaf for leaf in operands if isinstance(leaf, jax.ShapeDtypeStruct)]:
         raise TypeError(
-            f"a function under autocast takes arrays, got {shapes[0]}; use jaxmp.cast_plan(fun, policy) to see the "
-            "decisions for shapes, or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
+            f"a function under autocast takes arrays, got {shapes[0]}; for shapes use jaxmp.cast_plan(fun, policy), "
+            "or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
         )
     with jax.named_scope(DECIDED):
         graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)

@@ -1,7 +1,7 @@
 """Cancellation: differences of sums of squares or of products of the same vectors.
 
-``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small beside their terms: of products in half precision
-little but rounding errors would be left. These products are float32.
+``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small compared with their terms. With half products, mostly
+rounding errors would remain. So these products are float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Vectors = tuple[Node, Node]
 
 
 def raise_cancelled(graph: Graph) -> None:
-    """Make float32 the products that sum squares, and those that other terms of a difference cancel."""
+    """Make products float32 that sum squares or that other terms of a difference cancel."""
     if not any(node.is_half_product for node in graph.nodes):
         return
     for node in graph.nodes:
@@ -32,7 +32,7 @@ def raise_cancelled(graph: Graph) -> None:
 
 
 def _is_part_of_sum(node: Node) -> bool:
-    """Return whether the one reader of a value adds it to others, or a multiple of it."""
+    """Return whether a value has one reader, which adds it or a multiple of it to other values."""
     while len(node.users) == 1:
         node = node.users[0]
         if node.name in SUMS:
@@ -43,7 +43,7 @@ def _is_part_of_sum(node: Node) -> bool:
 
 
 def _terms(total: Node) -> list[Node]:
-    """Return the terms of a sum, without their constant factors; one that stands in it twice comes twice."""
+    """Return the terms of a sum without their constant factors; a repeated term is listed twice."""
     terms, stack = list[Node](), list(total.inputs)
     while stack:
         term = multiple_of(stack.pop())
@@ -55,7 +55,7 @@ def _terms(total: Node) -> list[Node]:
 
 
 def _vectors(value: Node) -> Vectors | None:
-    """Return the two values whose products ``value`` sums, each without constant factors."""
+    """Return the two values, without constant factors, whose products ``value`` sums."""
     if value.name in PRODUCTS and len(value.inputs) == 2:
         return multiple_of(value.inputs[0]), multiple_of(value.inputs[1])
     if value.name == "reduce_sum":
@@ -77,7 +77,7 @@ def _factors(value: Node) -> Vectors | None:
 
 
 def _squared_vector(value: Node) -> Node | None:
-    """Return the vector whose squares ``value`` sums, one number for each vector."""
+    """Return the vector of which ``value`` is the sum of squares, with one sum per vector."""
     if value.name in ("square", "integer_pow"):  # the square of a norm
         root = value.inputs[0].origin
         return _squared_vector(multiple_of(root.inputs[0])) if root.name == "sqrt" else None
@@ -90,7 +90,7 @@ def _squared_vector(value: Node) -> Node | None:
 
 
 def _distances(total: Node) -> Iterator[Node]:
-    """Yield the products of vectors whose squares another term of the sum adds up."""
+    """Yield products of vectors if another term of the sum adds up the squares of these vectors."""
     terms = _terms(total)
     squared = {vector for term in terms if (vector := _squared_vector(term)) is not None}
     for term in terms:
@@ -147,7 +147,7 @@ def _is_unit_vector(value: Node) -> bool:
 
 
 def _is_norm(value: Node) -> bool:
-    """Return whether a value is the norm of a vector, or 1 over it."""
+    """Return whether a value is the norm of a vector, or its inverse."""
     if value.name == "div" and value.inputs[0].is_constant:
         value = value.inputs[1]
     root = multiple_of(value, OFFSETS)

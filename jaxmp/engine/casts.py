@@ -1,4 +1,4 @@
-"""Where casts stand: behind what repeats a weight, and before what moves data."""
+"""Place the casts: after operations that repeat a weight, and before operations that move data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLOAT32, _JOINED = np.dtype(np.float32), frozenset({"concatenate", "stack"})
 
 
 def read_in(user: Node, operand: Node) -> np.dtype | None:
-    """Return the dtype that an operation reads an operand in; None for the one that it has."""
+    """Return the dtype in which an operation reads an operand; None for the operand's own dtype."""
     if user.compute is not None:
         return user.compute
     if user.kind in (CLEAR, JOIN):
@@ -24,10 +24,10 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
 
 
 def put_casts_off(nodes: Sequence[Node]) -> list[Node]:
-    """Leave the author's casts of weights to half to each reader, through all that only moves them.
+    """Postpone the author's casts of weights to half, past moves, to each reader.
 
-    The cotangents of a weight's elements, of its rows that many examples read, and of its uses are then summed in
-    float32: a cast before them would have them summed in half.
+    Then the cotangents of a weight's elements, rows and uses are summed in float32. With an earlier cast they would be
+    summed in half.
 
     Returns:
       The values that the author casts to half, weights or not.
@@ -58,9 +58,9 @@ def _depends_on_arguments(node: Node) -> bool:
 
 
 def move_casts(nodes: Sequence[Node]) -> None:
-    """Cast before a move whose one reader wants half, so that the product transposes.
+    """Cast before a move if its only reader wants half, so that XLA fuses a transposition with the product.
 
-    A weight stays float32 up to what repeats it: several readers, the turns of a loop, a broadcast.
+    A weight stays float32 up to the operation that repeats it: several readers, a loop, a broadcast.
     """
     for node in reversed(nodes):
         is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen

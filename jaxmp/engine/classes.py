@@ -1,8 +1,8 @@
-"""The class of each primitive of JAX: its precision on its own.
+"""The class of each primitive of JAX: its precision before its neighbours are considered.
 
-A class is read from what the primitive computes: does its error grow with the length of a sum or with the range of its
-argument, does it gain from half precision at all, and does its result mean the same in another dtype? A primitive
-without real floating operands keeps its dtypes, whatever its class.
+Three questions determine the class. Does the error grow with the length of a sum or with the range of the argument? Is
+the primitive faster in half? Does its result mean the same in another dtype? A primitive without real floating operands
+keeps its dtypes, whatever its class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Class(enum.StrEnum):
     """A class of operations, as written in an override: ``"class:accumulation"``."""
 
     HALF = "half"
-    """Matrix products and convolutions: half operands, float32 accumulation, half result. The reason for all this."""
+    """Matrix products and convolutions: half operands, float32 accumulation, half result."""
     POINTWISE = "pointwise"
     """Float32: overflows half's range, amplifies its argument's rounding, or is a series with many roundings."""
     ACCUMULATION = "accumulation"
@@ -26,15 +26,15 @@ class Class(enum.StrEnum):
     LINALG = "linalg"
     """Float32: factorisations, solvers and transforms, whose kernels have no half precision either."""
     WIDEST = "widest"
-    """Several operands that share a dtype, the widest they come in; their common colour is inferred."""
+    """Several operands with a common dtype, the widest; neighbours decide it."""
     INFER = "infer"
-    """Half between two halves, else float32: one rounding, well conditioned and no wider in range than its use."""
+    """Half between two half values, else float32: well conditioned, with a single rounding."""
     CLEAR = "clear"
-    """Moves, selects or orders data without a rounding: takes the colour of its neighbours, on either side."""
+    """Moves, selects or orders data without a rounding; neighbours on either side decide the dtype."""
     RECURSE = "recurse"
-    """Has a body: what is in it is decided equation by equation, where it can be built again; else it is kept."""
+    """Has a body: its equations are decided one by one if it can be rebuilt; otherwise it is kept."""
     OPAQUE = "opaque"
-    """Keeps the dtypes it was written with, and the plan says so: its meaning or its code depends on them."""
+    """Keeps its original dtypes, because its meaning or its code depends on them."""
 
 
 class Kind(enum.Enum):
@@ -43,37 +43,37 @@ class Kind(enum.Enum):
     SOURCE = "source"
     """An argument or a constant."""
     HALF = "half"
-    """A matrix product or convolution, or an operation that a region or an override wants in half."""
+    """A matrix product or convolution, or an operation that a region or an override makes half."""
     FULL = "float32"
     """Computed in float32."""
     STRICT = "beyond half"
-    """Computed in float32, and its value may not exist in half precision: the mask's ``finfo.min``."""
+    """Computed in float32; half precision cannot represent its value, such as a mask's ``finfo.min``."""
     INFER = "infer"
-    """Decided by where it stands."""
+    """Decided by its neighbours."""
     CLEAR = "moves"
-    """Moves data: has the dtype of what it moves."""
+    """Moves data, in the dtype of its operand."""
     JOIN = "joins"
-    """Several values become one: a loop's carry, a conditional's result."""
+    """Joins several values: a loop's carry or a conditional's result."""
     KEPT = "kept"
     """Keeps the dtypes it was written with."""
 
 
-# For the passes: `Kind.HALF` is looked up by code of the enum's class, which takes ten times as long on Python 3.11.
+# Constants are faster in the passes: on Python 3.11, looking up `Kind.HALF` takes ten times as long.
 SOURCE, HALF, FULL, STRICT, INFER, CLEAR, JOIN, KEPT = Kind
 
 
 class State(enum.IntEnum):
-    """The decision on a value. It only rises, so that the order in which rules are applied cannot matter."""
+    """The decision on a value; it only rises, so the order of the rules does not matter."""
 
     UNDECIDED = 0
     HALF = 1
     FLOAT32 = 2
     BEYOND_HALF = 3
-    """Float32, and half precision cannot hold it."""
+    """Float32, because half precision cannot represent it."""
 
 
 class Rule(enum.StrEnum):
-    """The rules that decide on a value by its neighbours. The value is the name that docs and plans use."""
+    """The rules that decide by neighbours; the values are the names in docs and plans."""
 
     AMPLIFIED = "amplifier"
     CANCELLATION = "cancellation"
@@ -85,37 +85,37 @@ class Rule(enum.StrEnum):
     RANGE = "range"
 
 
-# Names with spaces between, a line for each reason to be here; of opaque ones `*` is any part of a name.
+# Names separated by spaces, with one line for each reason; in opaque names `*` matches any part.
 _TABLE: dict[Class, tuple[str, ...]] = {
     Class.HALF: tuple(sorted(PRODUCTS)),
     Class.POINTWISE: (
-        # the argument's relative error times |x| becomes the result's, which leaves float16's range at 11
+        # the relative error of the result is |x| times the argument's; the result leaves float16's range at x = 11
         "exp exp2 expm1 cosh sinh pow tan",
-        # near 1 (or 0, for a loss) all that counts is the small difference, which half has rounded away
+        # near 1 (or 0, for a loss) only the small difference matters, which half has rounded away
         "log log1p log2 acos acosh asin atanh erf_inv",
         # its argument is a variance or a sum of squares, plus an epsilon that float16 does not have
         "rsqrt sqrt cbrt",
-        # terms that cancel leave little but what half has rounded away
+        # if terms cancel, mostly rounding errors remain
         "sub",
         # an argument of 1000 rounded to bfloat16 is up to 2 radians off, and a float32 phase is often that large
         "sin cos",
-        # well conditioned, but of this family, and nowhere that their time counts
+        # well conditioned, but listed with their family because their time never matters
         "asinh atan",
         # series and continued fractions of tens of terms
         "lgamma digamma polygamma zeta igamma igammac igamma_grad_a regularized_incomplete_beta",
         "bessel_i0e bessel_i1e polynomial",
-        # no complex number has half parts, so neither have their makers and takers
+        # complex numbers have no half parts, so neither do operations that create or read them
         "complex conj real imag",
     ),
     Class.ACCUMULATION: (
         "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add",
-        # with equal indices these accumulate (the gradient of an embedding): 4096 ones are 256 in bfloat16
+        # for equal indices these accumulate (the gradient of an embedding): 4096 ones sum to 256 in bfloat16
         "scatter-add scatter-sub scatter-mul",
         # cotangents of a value with many uses; a chain of additions in the program of a derivative
         "add_any",
         # sums over devices
         "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
-        # jax.experimental.sparse: gather, multiply and scatter-add, where no tensor core helps
+        # jax.experimental.sparse: gather, multiply and scatter-add, without tensor cores
         "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat coo_matvec",
         "coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv",
         # equal indices are summed here too
@@ -124,21 +124,21 @@ _TABLE: dict[Class, tuple[str, ...]] = {
     Class.LINALG: (
         "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu lu_pivots_to_permutation",
         "ormqr qr schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve spsolve fft",
-        # its bodies apply and invert a matrix, again and again until they converge
+        # its bodies apply and invert a matrix repeatedly until they converge
         "custom_linear_solve",
     ),
     Class.WIDEST: (
         "add mul div rem max min atan2 clamp select_n",
         "eq ne lt le gt ge eq_to le_to lt_to",
         "concatenate stack pad dynamic_update_slice scatter scatter-min scatter-max ragged_all_to_all",
-        # the derivative of max pooling: picks tangents by their operands and adds nothing
+        # the derivative of max pooling: picks tangents by their operands without a sum
         "select_and_gather_add",
     ),
     Class.INFER: (
         "neg sign abs logistic tanh erf",
         # exp(-x²) decays in its tail, but gelu multiplies it by x and adds it to something larger
         "erfc",
-        # before a sum they belong to a group
+        # before a sum they belong to a pattern
         "square integer_pow",
         # (1+x)(1-x) in the derivative of tanh, which JAX wrote with mul and sub before
         "one_minus_square",
@@ -150,7 +150,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         # identities
         "name stage stop_gradient optimization_barrier tie dce_sink zeros_like xla_metadata_value",
         "device_put sharding_constraint reshard shard_alike with_memory_space_constraint broadcast_to",
-        # between devices; the casts are of the type's device axes, not of dtypes
+        # between devices; the casts change the type's device axes, not dtypes
         "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pmax pmin unreduced_pmax",
         "unreduced_pmin pbroadcast pbroadcast_dynamic preduced pvary reduced_vary_cast reduced_vary_cast_p",
         "vary_unreduced_cast vary_unreduced_cast_p global_array_to_host_local_array host_local_array_to_global_array",
@@ -163,47 +163,47 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "scan while cond",
         "custom_jvp_call custom_jvp_call_jaxpr custom_vjp_call custom_lin custom_vmap_call linear_call",
         "remat2 remat_opt shard_map",
-        # a body of the user's own: most add up, so their operands keep their dtypes as an accumulation's do
+        # the user's own body, which is usually a sum, so operands keep their dtypes as in an accumulation
         "reduce reduce_window select_and_scatter",
     ),
     Class.OPAQUE: (
-        # the dtype is their meaning: bits, steps between neighbouring numbers, and what the author asked for by name
+        # the dtype is part of their meaning: bits, neighbouring numbers, casts that the author wrote
         "convert_element_type cast_repeated bitcast_convert_type reduce_precision nextafter to_edtype from_edtype",
-        # results of the dtype they were written with, from nothing or from a key: another dtype, other random numbers
+        # create values of the written dtype, from nothing or from a key; another dtype gives other random numbers
         "iota empty empty2 random_* rng_* iota_2x32_shape philox*x32 threefry*x32",
-        # code that is not JAX's
+        # code outside of JAX
         "pallas_call core_map mpmd_map custom_fusion fusible einshape_lo pack_dtype unpack_dtype ffi_call",
         "tpu_custom_call mosaic_gpu_p custom_partitioning call_exported io_callback pure_callback buffer_callback",
-        # attention and products of cuDNN: their operands are half or fp8 already, the saved statistics float32
+        # attention and products of cuDNN: their operands are already half or fp8, and saved statistics float32
         "cudnn_fusion dot_product_attention_* scaled_dot scaled_matmul* rnn_fwd rnn_bwd",
-        # show or check the values that the author wrote
+        # show or check the author's values
         "check debug_callback debug_print inspect_sharding unreachable assert_consumed_value consume",
         # tiles are chosen for the width of a dtype
         "layout_constraint relayout",
-        # references: all who read and write one agree on its dtype
+        # references: all readers and writers rely on the dtype
         "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze run_state create_linear pin unpin",
         "box_* new_box new_log log_extend log_read call_hi_primitive*",
-        # one half of an operation: the other half, which may be anywhere, has to agree
+        # one half of an operation; the other half may be anywhere and must agree
         "*_start *_done psend precv",
         # programs of an executor, on references
         "thunky.*",
-        # nothing that floats
+        # no floating operands
         "and or xor not shift_* clz population_count mulhi reduce_and reduce_or reduce_xor axis_index platform_index",
         "after_all create_token dim_as_value dimension_size shape_assertion",
     ),
 }
 
-# Which operands' low digits become high ones: None for all, else the first so many.
+# The number of leading operands whose low digits become high ones; None for all operands.
 AMPLIFIERS: dict[str, int | None] = {
     # an argument of 300 that is off by 1 is another phase
     **dict.fromkeys(("sin", "cos", "tan")),
     # 300.4 is 300 in bfloat16: another pixel, voxel or bin
     **dict.fromkeys(("floor", "ceil", "round")),
     "rem": 1,
-    # near their pole, 1 or -1, the small difference is all that counts
+    # near their pole, 1 or -1, only the small difference matters
     **dict.fromkeys(("acos", "acosh", "asin", "atanh", "erf_inv", "log1p")),
 }
-# A small change of a matrix is a large one of its factors, its inverse or its eigenvectors.
+# A small change of a matrix changes its factors, its inverse or its eigenvectors much more.
 SOLVERS = frozenset(" ".join(_TABLE[Class.LINALG]).split()) - {"fft", "symmetric_product"}
 
 _NAMES = {cls: tuple(" ".join(lines).split()) for cls, lines in _TABLE.items()}
@@ -212,7 +212,7 @@ _OPAQUE = re.compile("|".join(fnmatch.translate(name) for name in _NAMES[Class.O
 
 
 def classify(name: str) -> Class | None:
-    """The class of the primitive called ``name``; None when no supported JAX has it.
+    """Return the class of the primitive called ``name``; None if no supported JAX has it.
 
     >>> classify("dot_general")
     <Class.HALF: 'half'>

@@ -1,7 +1,7 @@
 """Decide which values are half, on the whole graph.
 
-A few rules raise values to float32, until none of them raises any more (:func:`_settle`). What then stands between two
-products is half. A state only rises, so that the order of the rules cannot matter. docs/autocast.md lists the rules.
+A few rules raise values to float32 until no state rises any more (:func:`_settle`). Then the remaining values between
+two products are half. A state only rises, so the order of the rules does not matter. docs/autocast.md lists the rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxmp.engine.loops import decide_loops
 from jaxmp.engine.paths import readers_of
 
 RAISERS = (raise_amplified, raise_cancelled, decide_loops)
-"""The rules that need no neighbour's state, in any order."""
+"""The rules that do not read the states of neighbours, in any order."""
 
 _FLOAT32 = np.dtype(np.float32)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
@@ -33,13 +33,13 @@ _CAST = "convert_element_type"
 
 
 def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
-    """Give every node its dtype, and the dtype that its operation computes in.
+    """Set the dtype of every node, and the dtype in which its operation computes.
 
     Args:
-      graph: its sources may have another ``dtype`` than they were written with.
-      dtypes: those in which its results are wanted, None for as they come; what is wanted in half counts as read by a
+      graph: the graph; its sources may have another ``dtype`` than in the original program.
+      dtypes: the requested dtypes of the results, or None. A result that is requested in half counts as read by a
         product.
-      force: decide although there is no product: the body of a rule belongs to a larger program.
+      force: decide even if there is no product, because the body of a derivative rule belongs to a larger program.
     """
     _note_results(graph, dtypes)
     nodes = [node for node in graph.nodes if node.kind is not SOURCE]
@@ -69,7 +69,7 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
 
 
 def _note_results(graph: Graph, dtypes: Sequence[Any]) -> None:
-    """Note which results are wanted in half, and which are seen in float32."""
+    """Mark the results that are requested in half, and those that are returned in float32."""
     graph.wanted = []
     for node, dtype in zip(graph.body.results, dtypes, strict=True):
         if node is not None and dtype is not None and dtype.itemsize == 2 and node not in graph.wanted:
@@ -79,14 +79,14 @@ def _note_results(graph: Graph, dtypes: Sequence[Any]) -> None:
 
 
 def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], halves: Sequence[Node]) -> None:
-    """Find what lies after and before products, half arguments and half results."""
+    """Find the values after and before products, half arguments and half results."""
     written = [
         node for node in named if node.kind is KEPT and all(operand.written.itemsize == 2 for operand in node.inputs)
     ]
     products = [node for node in nodes if node.kind is HALF]
     for node in walk([*products, *written, *halves], users_of):
         node.after_product = True
-    for node in named:  # the gradient of a weight, of one example, sums nothing
+    for node in named:  # the gradient of a weight for one example is not a sum
         if node.kind is INFER and any(operand.after_product for operand in node.inputs):
             node.kind, node.state, node.reason = HALF, State.HALF, "product"
             products.append(node)
@@ -95,7 +95,7 @@ def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], h
 
 
 def _find_looked_up(nodes: Sequence[Node]) -> None:
-    """Find what is made of rows of a table; rows that a batch repeats are summed as a weight is."""
+    """Find values that are computed from rows of a table, whose cotangents are summed as a weight's are."""
     for node in walk([node for node in nodes if node.is_looked_up], users_of):
         node.is_looked_up = True
     for node in reversed(nodes):
@@ -104,17 +104,17 @@ def _find_looked_up(nodes: Sequence[Node]) -> None:
 
 
 def _is_repeated_by(user: Node, operand: Node) -> bool:
-    """Return whether a reader repeats what was looked up, or moves it on to one that does."""
+    """Return whether a reader repeats looked-up rows, or moves them to one that does."""
     if user.kind is CLEAR and not user.is_looked_up:
         return True
     return user.name in (BROADCAST | {"broadcast_in_dim"}) and size_of(user.shape) > size_of(shape_read(user, operand))
 
 
 def _find_activations(nodes: Sequence[Node]) -> None:
-    """Number each activation by the last product that it has an element for each element of.
+    """Number each activation by the last product whose result has the same elements.
 
-    The state of a loop is no activation, and the difference of two activations is none: a sum with one is no residual
-    stream.
+    The state of a loop is not an activation, and neither is the difference of two activations. A sum with one of these
+    is not a residual stream.
     """
     count = 0
     for node in nodes:
@@ -130,7 +130,7 @@ def _find_activations(nodes: Sequence[Node]) -> None:
             operands = [operand for operand in node.inputs if shape_read(node, operand) == node.shape]
         products = {operand.activation_of for operand in operands}
         if node.name == "sub" and len(products - {0}) > 1:
-            continue  # how far two values are apart
+            continue  # a difference of two values
         node.activation_of = max([node.activation_of, *products])
 
 
@@ -142,7 +142,7 @@ def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     def elements_of(node: Node) -> Sequence[Node]:
         return _moved_from(node) or [operand for operand in node.inputs if _is_elementwise(node, operand)]
 
-    heading = walk(operands, elements_of)  # each element to a product, by way of operations on single elements
+    heading = walk(operands, elements_of)  # values that reach a product through elementwise operations
     starts = [
         operand
         for node in nodes
@@ -164,7 +164,7 @@ def _is_elementwise(user: Node, operand: Node) -> bool:
 
 
 def _settle(nodes: Sequence[Node]) -> None:
-    """Apply the rules of neighbours until nothing rises."""
+    """Apply the rules of neighbours until no state rises."""
     waiting = dict.fromkeys(nodes)
     while waiting:
         node, _ = waiting.popitem()
@@ -174,7 +174,7 @@ def _settle(nodes: Sequence[Node]) -> None:
 
 
 def _computed_from(node: Node) -> list[Node]:
-    """Return the operations whose results a node reads, however these are moved."""
+    """Return the operations whose results a node reads, directly or through moves."""
     below = walk(node.inputs, lambda operand: operand.inputs if operand.kind is CLEAR else ())
     return [operand for operand in below if operand.kind is INFER]
 
@@ -201,7 +201,7 @@ def _state_key(node: Node) -> State:
 
 
 def _drags(operand: Node) -> bool:
-    """Return whether a float32 operand makes its reader float32: no half copy of it exists."""
+    """Return whether a float32 operand makes its reader float32, because it has no half copy."""
     return operand.state is State.BEYOND_HALF or (operand.state is State.FLOAT32 and not operand.has_half_copy)
 
 
@@ -213,7 +213,7 @@ def _is_float32(reader: Node) -> bool:
 def is_stream(node: Node) -> bool:
     """Return whether a node is a residual stream: a sum of activations of two products.
 
-    The two terms of a softplus are activations of one product: their sum is none. A carry that is half is a stream.
+    The two terms of a softplus are activations of the same product, so their sum is not a stream. A half carry is.
     """
     if node.name == "carry":
         return node.state is State.HALF
@@ -224,7 +224,7 @@ def is_stream(node: Node) -> bool:
 
 
 def _lower(nodes: Sequence[Node], halves: Sequence[Node]) -> None:
-    """Make half what half values reach, if it is not float32 by now."""
+    """Make undecided nodes half if half values reach them."""
     for node in halves:
         node.state = State.HALF
     for node in nodes:
@@ -253,7 +253,9 @@ def _dtypes(node: Node) -> tuple[np.dtype | None, np.dtype]:
     """Return the dtype that an operation computes in (None: as written), and its result's."""
     if node.kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
-        is_cast = node.deferred_cast is not None or node.name == _CAST  # which readers make, or see through
+        is_cast = (
+            node.deferred_cast is not None or node.name == _CAST
+        )  # a postponed cast, or one that readers see through
         return None, below.dtype if is_cast else below.deferred_cast or below.dtype
     if node.kind is KEPT:
         return None, node.written

@@ -41,17 +41,17 @@ from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
 
-# Without jit, loops are compiled as one, and found compiled by the next call.
+# Without jit, a loop is compiled as a whole, and the next call finds it in the cache.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 
 
 def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
-    """The results of a program as the engine decides; its steps and bodies note what is emitted for them.
+    """Evaluate a program as the engine decides; its steps and bodies record the emitted casts.
 
-    ``args`` may have other dtypes than those it was traced with; ``dtypes`` are those that its results shall have, None
-    for as they come. With ``force`` all is decided although it has no product.
+    ``args`` may have other dtypes than in the trace. ``dtypes`` are the requested dtypes of the results, or None. With
+    ``force``, all operations are decided even if there is no product.
     """
     for node, value in zip(graph.sources, args, strict=True):
         if node is not None:
@@ -70,26 +70,26 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
 
 
 def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """A derivative rule, or a part of a solver; its operands come, and its results go, in those dtypes."""
+    """Evaluate a derivative rule or a part of a solver; its results have the given dtypes."""
     graph = build(*jaxpr, rules, (*step.names, WITH_RULE), in_rule=step.eqn.primitive.name == "custom_vjp_call")
     return evaluated(graph, rules, args, dtypes, force=True)
 
 
 class _Evaluation:
-    """An evaluation of a body: its values, and their casts. JAX may trace a body again."""
+    """An evaluation of a body, with its values and their casts. (JAX may trace a body again.)"""
 
     def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
         self.rules, self.body = rules, body
         self.is_noted = rules.programs is None  # for a plan
         self.examples = Examples(body.jaxpr, args, body.consts, same)
         self.env = dict(zip((*body.jaxpr.invars, *body.jaxpr.constvars), (*args, *body.consts), strict=True))
-        self.casts = body.casts = list[int]()  # those of the step at hand, and in the end those of the results
+        self.casts = body.casts = list[int]()  # the casts of the current step, and at the end those of the results
         self.shared: dict[Any, Any] = {}
-        # By the result of a cast to float32 its half operand and the node of that: readers in half use the operand.
+        # For the result of a cast to float32, its half operand and the operand's node: half readers use the operand.
         self.narrow: dict[Any, tuple[Any, Any]] = {}
 
     def results(self) -> list[Any]:
-        """Return the results of the body, each in the dtype of its node."""
+        """Return the results of the body in the dtypes of their nodes."""
         for step in self.body.steps:
             eqn = step.eqn
             if self.is_noted:
@@ -106,11 +106,11 @@ class _Evaluation:
         return self.read(self.body.jaxpr.outvars)
 
     def read(self, atoms: Sequence[Any]) -> list[Any]:
-        """Return the values of atoms as they are."""
+        """Return the values of atoms."""
         return [atom.val if type(atom) is Literal else self.env[atom] for atom in atoms]
 
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, met: Any = ()) -> Any:
-        """Return the value in ``dtype``; ``met`` is the step that may repeat it, with operands."""
+        """Return the value in ``dtype``; ``met`` is the step that may repeat it, and the step's operands."""
         if type(atom) is Literal:
             return np.asarray(value).astype(dtype)
         is_summed = bool(met) and dtype.itemsize == 2 and must_widen(met[0].eqn, atom, value, self.examples)
@@ -119,8 +119,8 @@ class _Evaluation:
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
             narrow, node = self.narrow[atom]
             return self.read_as(self.read([narrow])[0], narrow, node, dtype, met)
-        # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
-        # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
+        # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
+        # Values are widened at each use, because XLA stores values that several kernels share: it should store half.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
         if (is_shared and not is_summed) or isinstance(value, np.ndarray):
             if (atom, dtype) not in self.shared:
@@ -131,10 +131,10 @@ class _Evaluation:
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
-        """Return the ``value`` of ``node`` in ``dtype``, after the cast of its author if that was put off."""
+        """Return the ``value`` of ``node`` in ``dtype``, after the author's cast if that was postponed."""
         if node is not None and node.deferred_cast is not None:
             value = self.cast(value, node.deferred_cast)
-        if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the second asks more
+        if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the test for jax.Array is slower
             return np.asarray(value).astype(dtype)
         if value.dtype == dtype:
             return value
@@ -143,7 +143,7 @@ class _Evaluation:
         return jax.lax.convert_element_type(value, dtype)
 
     def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Sequence[Any]) -> Any:
-        """Return ``value`` in ``dtype``, repeated as the step would, for each example of ``like``."""
+        """Return ``value`` in ``dtype``, broadcast as in the step, for each example of ``like``."""
         aval = step.eqn.outvars[0].aval if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
         if value.shape == aval.shape and (not like or has_explicit_axes(value)):
             return self.cast(value, dtype)
@@ -152,7 +152,7 @@ class _Evaluation:
         return cast_repeated(value, dtype, aval, like)
 
     def results_of(self, step: Step, values: list[Any]) -> Sequence[Any]:
-        """Return the results of an equation that changes; ``values`` are its operands before their casts."""
+        """Return the results of an equation that changes; ``values`` are its operands before the casts."""
         eqn, node = step.eqn, step.node
         operands = self.operands_of(step, values)
         if self.is_noted:
@@ -179,7 +179,7 @@ class _Evaluation:
         return results if node is None or dtype in (None, node.dtype) else [self.cast(results[0], node.dtype)]
 
     def operands_of(self, step: Step, values: list[Any]) -> list[Any]:
-        """Return the operands of an equation that changes, each in the dtype that it reads."""
+        """Return the operands of an equation that changes, in the dtypes that it reads."""
         eqn = step.eqn
         repeats: Collection[int] = range(len(values)) if eqn.primitive.name in MEETS else ()
         if self.examples.are_many:
@@ -198,14 +198,14 @@ class _Evaluation:
             step.operand_types = [jax.typeof(value)]
         result = self.cast(operand, node.dtype)
         if step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype:
-            del self.casts[-1:]  # this one is not added
+            del self.casts[-1:]  # this cast is the author's
         return result
 
     def results_of_bodies(self, step: Step, values: list[Any], operands: list[Any]) -> list[Any]:
         """Return the results of an equation whose bodies change."""
         name, same = step.eqn.primitive.name, self.examples.same
         make = functools.partial(_program, self.rules, step, same)
-        if name == "jit":  # layers that share a jitted body share its program: JAX traces it for the first
+        if name == "jit":  # layers with the same jitted body share its program, which JAX traces once
             return list(_result_of_equal_step(self.rules, step, same, make)(*operands))
         is_jitted = name in _LOOPS and not is_tracing()
         run = _result_of_equal_step(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
@@ -217,7 +217,7 @@ class _Evaluation:
 
 
 def _program(rules: Rules, step: Step, same: Same) -> Callable[..., list[Any]]:
-    """An equation that has bodies, written anew, as a function of its operands."""
+    """Return an equation with bodies, rewritten, as a function of its operands."""
     assert step.bodies is not None
     inside = enumerate(same_in_bodies(step.bodies, same))
     functions = [functools.partial(_run_body, rules, step, position, of_body) for position, of_body in inside]
@@ -228,7 +228,7 @@ def _program(rules: Rules, step: Step, same: Same) -> Callable[..., list[Any]]:
 
 
 def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
-    """The places of activations that the turns of a loop read in half, and often; their dtypes."""
+    """Return positions and dtypes of activations that many iterations of a loop read in half."""
     if step.bodies is None or step.bodies.kind != "scan" or step.node is None or step.node.in_rule:
         return []
     places = [*range(step.bodies.start), *(step.bodies.start + n for n in step.unchanged)]
@@ -237,8 +237,8 @@ def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
 
 
 def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:
-    """Return the operands of ``node`` that a ``jax.vmap`` maps, or may map for a weight."""
-    # What a rule meets may be a tangent, and nothing that is none may depend on one.
+    """Return the operands of ``node`` that a ``jax.vmap`` maps (or, for a weight, may map)."""
+    # Operands in a rule may be tangents, and primal values must not depend on tangents.
     if others or node.is_cast_once or WITH_RULE in step.names:
         return () if WITH_RULE in step.names else others
     pairs = zip(operands, step.operands, strict=True)
@@ -246,11 +246,11 @@ def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node)
 
 
 def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
-    """The results of a body of ``step``; those that go into joins in the dtypes of these."""
+    """Return the results of a body of ``step``; results that go into joins have the dtypes of the joins."""
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
     evaluation = _Evaluation(rules, body, args, same)
-    for operand, dtype in _over_turns(step):  # half again; their cotangents are summed outside of it
+    for operand, dtype in _over_turns(step):  # cast back to half; their cotangents are summed outside of the body
         half = jax.lax.convert_element_type(args[operand], dtype)
         evaluation.env[body.jaxpr.invars[operand]] = half
     results = evaluation.results()
@@ -262,7 +262,7 @@ def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -
         ]
     if kind == "while" and position == 0:  # the condition
         return results
-    for number in step.unchanged:  # then JAX has one for all turns
+    for number in step.unchanged:  # JAX then hoists it out of the loop
         results[number] = args[step.bodies.start + number]
     for number, join in enumerate(step.joins):
         if join is not None:
@@ -273,13 +273,13 @@ def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -
 def _result_of_equal_step(
     rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Return the result of an equal earlier step, or else of ``make``."""
+    """Return the result of an equal earlier step, or of ``make``."""
     if rules.programs is None:
         return make()
-    names = step.names if rules.paths else ours(step.names)  # by which derivative rules are decided later
+    names = step.names if rules.paths else ours(step.names)  # derivative rules are decided later, by these names
     key = (step.eqn.primitive.name, *step.eqn.params.values(), names, _decisions(step), same)
     program = rules.programs.get(key) or make()
-    if len(rules.programs) >= 256:  # each holds the constants of its program
+    if len(rules.programs) >= 256:  # each keeps the constants of its program alive
         rules.programs.clear()
     rules.programs[key] = program
     return program
@@ -300,18 +300,18 @@ def _stands(step: Step, changed: set[Node]) -> bool:
 
 
 def _is_widening(step: Step) -> bool:
-    """Return whether an equation casts a value to float32 that is half now."""
+    """Return whether an equation casts a value to float32 that has become half."""
     node, operand = step.node, step.operands[0] if step.eqn.primitive.name == _CAST else None
     return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
 
 
 def _wants(step: Step) -> list[np.dtype | None]:
-    """The dtypes that an equation reads its operands in; None for those that it takes as they are."""
+    """Return the dtypes in which an equation reads its operands; None for unchanged operands."""
     if step.bodies is not None:
         return _wants_of_bodies(step, step.bodies)
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
     if node is None and name in COMPARISONS:
-        # The derivative of a maximum asks which operand it is: rounded as it is, the operand still equals it.
+        # The derivative of a maximum compares it with the operands, so these must be rounded like the maximum.
         largest = [
             operand
             for operand in operands
@@ -323,13 +323,13 @@ def _wants(step: Step) -> list[np.dtype | None]:
             return [None if operand is None else next(iter(dtypes)) for operand in operands]
     if node is None:
         return [None if operand is None else operand.written for operand in operands]
-    if name == _CAST and (node.kind is KEPT or _is_widening(step)):  # from whatever dtype the value has
+    if name == _CAST and (node.kind is KEPT or _is_widening(step)):  # from any dtype of the value
         return [None if operand is None else operand.deferred_cast for operand in operands]
     return [None if operand is None else node.compute or read_in(node, operand) for operand in operands]
 
 
 def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
-    # Half as they are, for JAX may repeat them for examples.
+    # Half operands stay half, because JAX may broadcast them over examples.
     wants = [
         operand.dtype if operand and operand.dtype.itemsize == 2 and not operand.deferred_cast else None
         for operand in step.operands
@@ -341,19 +341,19 @@ def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
             wants[place] = _FLOAT32
     elif bodies.kind == "call":
         for position, operand in enumerate(step.operands):
-            if operand is not None and operand.is_cast_once:  # then the call saves no float32 copy of it
+            if operand is not None and operand.is_cast_once:  # so that the call does not save a float32 copy
                 wants[position] = _half_wanted(step.inner[0], position)
-            if operand is not None and step.eqn.primitive.name in _WITH_RULES:  # traced on what the author wrote
+            if operand is not None and step.eqn.primitive.name in _WITH_RULES:  # traced in the original dtypes
                 wants[position] = wants[position] or operand.deferred_cast
     return wants
 
 
 def _half_wanted(body: Body, position: int) -> np.dtype | None:
-    """The half dtype that all who read an operand of a body want; None if there is none."""
+    """Return the half dtype in which all readers of a body's operand read it, or None."""
     if body.wanted is None:
         body.wanted = {}
         for step in body.steps:
-            # What its author casts to half is half before as well.
+            # A value that the author casts to half may be half earlier.
             wants = [step.node.dtype] if step.eqn.primitive.name == _CAST and step.node else _wants(step)
             for atom, dtype in zip(step.eqn.invars, wants, strict=True):
                 if not is_literal(atom):
@@ -369,5 +369,5 @@ def _decisions(step: Step) -> Any:
     )
     shared = tuple(operand is not None and (operand.is_cast_once, operand.deferred_cast) for operand in step.operands)
     decisions = (*decisions, step.stands, *(step.float8.decision if step.float8 else ()))
-    # What is wanted of comparisons depends on constants too.
+    # The dtypes of comparisons depend on constants too.
     return (decisions, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

@@ -1,6 +1,6 @@
-"""Choose the float8 products: large ones of a weight, where the policy has a recipe.
+"""Choose the float8 products: large products of a weight under a policy with a float8 recipe.
 
-The engine asks when it reads a product, and is answered once it has decided which products are half.
+The engine creates a question when it reads a product. The answer is known when the half products are decided.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _MASKING = _MOVES | {"select_n"}
 
 
 class Float8Question:
-    """A product in code whose policy has a recipe; true if it is float8.
+    """A product in code with a float8 recipe; true if the product is float8.
 
     Args:
-      step: of the engine's graph.
-      recipe: the policy's.
+      step: the step of the product in the engine's graph.
+      recipe: the policy's recipe.
     """
 
     def __init__(self, step: Any, recipe: float8.Float8) -> None:
@@ -41,13 +41,13 @@ class Float8Question:
 
     @property
     def why(self) -> str:
-        """The words of the plan: ``"; float8"``, ``"; no float8: 768 < 1536"``, or nothing."""
+        """Return the text for the plan: ``"; float8"``, ``"; no float8: 768 < 1536"``, or nothing."""
         weight, reason = self._answer
         return "; float8" if weight else reason and f"; no float8: {reason}"
 
     @property
     def decision(self) -> tuple[Any, ...]:
-        """The written properties of the product, besides its operands."""
+        """Return the properties of the product that affect its program, besides its operands."""
         return self._answer[0], self._recipe, self._is_fused, may_be_skipped()
 
     def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -61,7 +61,7 @@ class Float8Question:
     def _is_fused(self) -> bool:
         """Return whether XLA may fuse an addition to the result into the product.
 
-        None is in sight, nor may there be one where a result of the program goes.
+        True if no GELU reads the result, also outside of this program.
         """
 
         def follow(node: Any) -> list[Any]:
@@ -87,7 +87,7 @@ class Float8Question:
             return None, "a derivative that is spelled out"
         if any(eqn.params["dimension_numbers"][1]):
             return None, "batched"
-        # Of two that may be the weight, in a function's first product say, it is the second, as most write it.
+        # If both operands could be the weight, as in a function's first product, it is the second one.
         weight = "rhs" if (origins := _weight_and_sources(step.operands[1])) else "lhs"
         if not (origins := origins or _weight_and_sources(step.operands[0])):
             return None, "two activations"
@@ -103,11 +103,11 @@ class Float8Question:
 
 
 def float8_question(step: Any, rules: Any) -> Float8Question | None:
-    """The question whether a product is float8; None in code whose policy has no recipe.
+    """Return the question whether a product is float8, or None in code without a recipe.
 
     Args:
-      step: of the engine's graph.
-      rules: of the whole program.
+      step: the step of the product in the engine's graph.
+      rules: the rules of the whole program.
     """
     if DECIDED in step.names:
         return None
@@ -131,7 +131,7 @@ def _weight_and_sources(node: Any) -> set[Any]:
     """Return a value and its sources through moves and casts of arguments and constants."""
 
     def is_moved(value: Any) -> bool:
-        # What was integers has no inputs here, and rows that were looked up belong to an example.
+        # Values from integers have no inputs here, and looked-up rows belong to an example.
         return value.inputs and value.name in _MOVES and not (value.is_looked_up and _has_rows(value))
 
     path = {*walk([node], lambda value: value.inputs if value.name in _MOVES else ())}
@@ -139,7 +139,7 @@ def _weight_and_sources(node: Any) -> set[Any]:
 
 
 def _is_mask(node: Any) -> bool:
-    """Return whether a value is made of integers, bools and numbers that they select."""
+    """Return whether a value is computed from integers, bools and numbers that they select."""
     path = walk([node], lambda value: value.inputs if value.name in _MASKING else ())
     is_made = any(value.name == "select_n" or not (value.inputs or value.kind is Kind.SOURCE) for value in path)
     return is_made and all(value.name in _MASKING or not value.shape for value in path)

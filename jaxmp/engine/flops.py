@@ -1,10 +1,10 @@
 """Floating-point operations of an equation, counted from its shapes.
 
-A multiplication and an addition are two. A matrix product or a convolution counts ``2 · results · terms``, without the
-zeros that a dilation puts between the elements of an input; padding counts in a plan, and not in an audit. An operation
-that computes its elements one by one counts one for each (``exp`` as much as ``add``), a reduction one for each element
-that it reads, a Fourier transform the customary ``5 n log2(n)``. What moves, compares or selects data counts nothing,
-and integers are no floating point.
+A multiplication and an addition are two operations. A matrix product or a convolution has ``2 · results · terms``,
+without the zeros that a dilation puts between the elements of an input. Padding counts in a plan, but not in an audit.
+An elementwise operation has one per element (``exp`` as much as ``add``), a reduction one per element that it reads,
+and a Fourier transform the customary ``5 n log2(n)``. Operations that move, compare or select data have none, and
+integers do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxmp.engine.classes import Class, classify
 _FREE = frozenset({"select_n", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter", "ragged_all_to_all"})
 _OF_UPDATES = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 _PER_RESULT = (Class.POINTWISE, Class.WIDEST, Class.INFER)
-# Kernels, sparse arrays, and what has a function of the author's for each element.
+# Kernels, sparse arrays, and operations with the author's own function per element.
 _UNKNOWN = frozenset({"reduce", "reduce_window", "select_and_scatter", "linear_call", "fusible"})
 _UNKNOWN_STARTS = (
     *("pallas_call", "core_map", "mpmd_map", "custom_", "ffi_call", "tpu_custom_call", "mosaic_gpu", "call_exported"),
@@ -32,7 +32,7 @@ _UNKNOWN_STARTS = (
 def flops_of(eqn: Any, counts_padding: bool = True) -> int | None:
     """Return the FLOPs of an equation without bodies; None if no formula is known.
 
-    Those of a convolution on its padding count unless not asked for.
+    With ``counts_padding``, the FLOPs of a convolution include its padding.
 
     >>> import jax
     >>> dot = jax.make_jaxpr(jnp.dot)(jnp.ones((8, 16)), jnp.ones((16, 4))).eqns[0]
@@ -45,7 +45,9 @@ def flops_of(eqn: Any, counts_padding: bool = True) -> int | None:
     if name in _FORMULAS:
         return int(_FORMULAS[name](eqn))
     if name == "fft":
-        size = max(_elements_in(atom) for atom in (*eqn.invars, *eqn.outvars))  # of real ones one side is half as long
+        size = max(
+            _elements_in(atom) for atom in (*eqn.invars, *eqn.outvars)
+        )  # for real transforms one side is half as long
         return round(5 * size * math.log2(max(math.prod(eqn.params["fft_lengths"]), 2)))
     if cls is None or cls is Class.LINALG or name in _UNKNOWN or name.startswith(_UNKNOWN_STARTS):
         return None
@@ -70,7 +72,9 @@ def _flops_of_ragged_dot(eqn: Any) -> int:
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     known = {*contracted, *batch, *numbers.rhs_group_dimensions}
     columns = [size for axis, size in enumerate(eqn.invars[1].aval.shape) if axis not in known]
-    return 2 * _elements_in(eqn.invars[0]) * math.prod(columns)  # each row meets the matrix of its own group only
+    return (
+        2 * _elements_in(eqn.invars[0]) * math.prod(columns)
+    )  # each row is multiplied only by the matrix of its group
 
 
 def _flops_of_conv(eqn: Any, counts_padding: bool) -> int:

@@ -1,8 +1,8 @@
 """The graph for decisions: a node for each floating value, over all nested programs.
 
-A body is no border: what goes into and comes out of a ``jit``, a branch or a loop is the same node inside and outside.
-Only where several values become one there is a node of its own, called ``join``: the carry of a loop (its initial value
-and what the body returns) and the result of a conditional (what each branch returns).
+Arguments and results of a ``jit``, a branch or a loop are the same nodes inside and outside. If several values become
+one, they have a separate node, called a join: the carry of a loop (its initial value and the result of the body), and
+the result of a conditional (the results of its branches).
 """
 
 from __future__ import annotations
@@ -29,61 +29,61 @@ from jaxmp.engine.rules import Decision, Rules
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """A floating value and the operation that makes it."""
+    """A floating value and the operation that computes it."""
 
-    kind: Kind  # what it is by itself
+    kind: Kind  # its kind before neighbours are considered
     name: str  # the primitive, or "source", "carry", "branches"
-    written: np.dtype  # the dtype that the author wrote
+    written: np.dtype  # its original dtype
     shape: tuple[int, ...]
-    reason: str  # why it is of this kind: a text for the plan, no more
-    requested: str  # the level that a region or an override asks for
-    half: np.dtype | None  # the half dtype of the code that it stands in
-    loop: int  # the number of the innermost loop body that it is computed in, 0 outside of any
-    in_rule: bool  # it is computed in a custom_vjp, whose rule is not its derivative
-    dtype: np.dtype  # that of the result, which jaxmp.engine.decide finds out
+    reason: str  # the reason for the kind, only for the plan
+    requested: str  # the level of a region or an override
+    half: np.dtype | None  # the half dtype of the code around it
+    loop: int  # the number of the innermost loop body around it, 0 outside of loops
+    in_rule: bool  # whether it is computed in a custom_vjp, whose rule may differ from its derivative
+    dtype: np.dtype  # the decided dtype of the result
     inputs: Sequence[Node]
     users: list[Node]
-    # The first node of this value, which is written again where an equal operation has equal operands.
+    # The first node with this value. An equal operation with equal operands has the same value.
     same: Node = dataclasses.field(init=False)
-    origin: Node = dataclasses.field(init=False)  # that of the value before it was moved
-    const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
-    step: Step | None = None  # the equation that it is a result of; None for arguments, constants and joins
-    is_constant: bool = False  # made of constants and integers only
-    is_looked_up: bool = False  # rows of a table, or computed from some: of an example, not a weight
-    float8: float8_products.Float8Question | None = None  # of a product, as its step has it
+    origin: Node = dataclasses.field(init=False)  # the value before it was moved
+    const: tuple[float, float] | None = None  # the smallest magnitude except 0 and the largest one of a constant
+    step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
+    is_constant: bool = False  # whether it depends only on constants and integers
+    is_looked_up: bool = False  # whether it is or depends on rows of a table, and so is not a weight
+    float8: float8_products.Float8Question | None = None  # the question of its step, for a product
 
-    # What jaxmp.engine.decide finds out.
-    after_product: bool = False  # a product, or a half argument, lies upstream
-    before_product: bool = False  # a product, or a half result, lies downstream
-    activation_of: int = 0  # the number of the last product that it has an element for each of; 0 for a statistic, say
-    has_half_copy: bool = False  # it may be computed in float32, but a product or an activation reads it in half
-    is_seen: bool = False  # a float32 result, or integers and bools are made of it that tell small differences apart
-    is_rounded: bool = False  # a softmax, which is stored in half where products read it
+    # Set by jaxmp.engine.decide:
+    after_product: bool = False  # whether it depends on a product or a half argument
+    before_product: bool = False  # whether a product or a half result depends on it
+    activation_of: int = 0  # the number of the last product with the same elements; 0 if there is none
+    has_half_copy: bool = False  # whether a product or an activation reads it in half
+    is_seen: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
+    is_rounded: bool = False  # whether it is a softmax that is stored in half for products
     state: State = State.UNDECIDED
-    rule: Rule | None = None  # which rule raised the state
-    cause: Node | None = None  # the neighbour by which it did so
-    compute: np.dtype | None = None  # what it is computed in; None: as it was written, or was moved in
+    rule: Rule | None = None  # the rule that raised the state
+    cause: Node | None = None  # the neighbour that caused it
+    compute: np.dtype | None = None  # its compute dtype; None for the original dtype, or that of a move
     deferred_cast: np.dtype | None = (
-        None  # the half dtype of a cast by its author that each reader makes; the value is float32
+        None  # the half dtype of the author's postponed cast, which each reader performs; the value is float32
     )
 
     @property
     def is_cast_once(self) -> bool:
-        """Do all half readers share one cast? A weight is cast at each use."""
+        """Return whether all half readers share one cast; a weight is cast at each use."""
         return self.after_product or self.is_looked_up
 
     @property
     def value_dtype(self) -> np.dtype:
-        """The dtype that its readers see."""
+        """Return the dtype that its readers see."""
         return self.deferred_cast or self.dtype
 
     @property
     def is_half_product(self) -> bool:
-        """Is the node a product in half precision?"""
+        """Return whether the node is a product in half precision."""
         return self.name in PRODUCTS and self.state is State.HALF
 
     def raise_to(self, state: State, rule: Rule, cause: Node | None = None) -> bool:
-        """Raise the state, if it is lower; return whether it was. A level that was asked for is final."""
+        """Raise the state if it is lower, and return whether it was; a requested level is final."""
         if state <= self.state or self.requested or self.kind is KEPT:
             return False
         self.state, self.rule, self.cause = state, rule, cause
@@ -96,18 +96,18 @@ _UNMARKED = Region()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Form:
-    """The key that equations of equal layers share: everything but their operands."""
+    """The properties that equations of equal layers share: everything except their operands."""
 
-    operation: object  # another one for other parameters
+    operation: object  # differs for different parameters
     bodies: Bodies | None
     are_floats: list[bool]  # whether the engine may change the dtype of each result
-    is_one_by_one: bool  # whether each result is made of the operand in its place, if data is moved: barriers, sort
-    decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # by marks and constants
+    is_one_by_one: bool  # whether each result depends only on the operand at its position, as in barriers and sort
+    decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # keyed by marks and constants
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Step:
-    """An equation in its place, with the nodes of its results, its bodies, and its output."""
+    """An equation with the nodes of its results, its bodies, and its output."""
 
     eqn: Any
     names: Names
@@ -117,28 +117,30 @@ class Step:
     reason: str = ""
     region: Region = _UNMARKED
     float8: float8_products.Float8Question | None = (
-        None  # of a product in code whose policy has a recipe: true if it is float8
+        None  # for a product in code with a float8 recipe: true if it is float8
     )
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
-    unchanged: Collection[int] = ()  # the carries of a scan that no turn changes, by number
-    is_fixed: bool = False  # it is made of constants only, as the positions of a sequence: the same for every example
-    stands: bool = False  # whether it is bound as it is
-    operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
+    unchanged: Collection[int] = ()  # the numbers of a scan's carries that no iteration changes
+    is_fixed: bool = (
+        False  # whether it depends only on constants (such as positions), so that it is equal for all examples
+    )
+    stands: bool = False  # whether it is emitted unchanged
+    operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it is unchanged
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
-    node: Node | None = None  # that of the first floating result
-    loops: range = range(0)  # of a loop the numbers of its body and of the loops in it
+    node: Node | None = None  # the node of the first floating result
+    loops: range = range(0)  # for a loop, the numbers of its body and of the loops inside
 
     @property
     def joins(self) -> Sequence[Node | None]:
-        """A value with several origins: a loop's carry, or a result of a cond."""
+        """Return the joins of its results: a loop's carries, or the results of a cond."""
         nodes = self.nodes[: self.bodies.carry if self.bodies.kind != "cond" else None] if self.bodies else []
         return [None if n in self.unchanged else node for n, node in enumerate(nodes)]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Body:
-    """A jaxpr in its place, with the nodes of its results."""
+    """A jaxpr with the nodes of its results."""
 
     jaxpr: Any
     consts: list[Any]
@@ -151,24 +153,24 @@ class Body:
 
 @dataclasses.dataclass(slots=True)
 class Graph:
-    """All nodes, each after its inputs but for the returns of loops, and the program that they belong to."""
+    """All nodes of a program in topological order, except the returns of loops, and the program."""
 
     nodes: list[Node]
     body: Body
-    steps: list[Step]  # all equations, each after those inside of it
+    steps: list[Step]  # all equations; equations inside of a body come before the equation around it
     sources: list[Node | None]
     patterns: list[Any] = dataclasses.field(
         default_factory=list
-    )  # what jaxmp.engine.operation_patterns names for readers
-    wanted: Collection[Node] = ()  # the results that are wanted in half
-    changes: bool = False  # whether anything is computed in another dtype than it was written in
+    )  # the patterns that jaxmp.engine.operation_patterns has found
+    wanted: Collection[Node] = ()  # the results that are requested in half
+    changes: bool = False  # whether any operation computes in another dtype than in the original program
 
 
 inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users")
 
 
 def shape_read(user: Node, operand: Node) -> tuple[int, ...]:
-    """Return the shape that ``user`` reads: that of one element of a scanned array."""
+    """Return the shape that ``user`` reads; for a scanned array, that of one element."""
     if user.step is not None:
         for node, atom in zip(user.step.operands, user.step.eqn.invars, strict=True):
             if node is operand:
@@ -180,7 +182,7 @@ _aval_of = operator.attrgetter("aval")
 
 
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rule: bool = False) -> Graph:
-    """The graph of an open jaxpr and its constants; ``names`` are the scopes around it."""
+    """Return the graph of an open jaxpr and its constants; ``names`` are the scopes around it."""
     builder = _Builder(rules, in_rule)
     sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
     body, _ = builder.body(jaxpr, consts, sources, names)
@@ -203,7 +205,7 @@ def _origin_of(node: Node) -> Node:
 
 
 _Value = tuple[Node | None, Any, bool]
-"""A value while the graph is built: its node, its number (of equal values an equal one), whether it is constant."""
+"""A value while the graph is built: its node, its number (equal for equal values), and whether it is constant."""
 
 
 class _Builder:
@@ -212,13 +214,13 @@ class _Builder:
         self.nodes: list[Node] = []
         self.steps: list[Step] = []
         self.region = Region()
-        self.marks: Any = ()  # what decisions depend on of the scopes
+        self.marks: Any = ()  # the parts of the scopes that affect decisions
         self.loop, self.last_loop = 0, 0
         self.numbers: dict[Any, Any] = {}
         self.forms: dict[Any, Form] = {}
 
     def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
-        """A node, or a value without one, as that of its key; one without a key is like no other."""
+        """Return the value of a node (or None) with the number of its key; without a key, the number is new."""
         same: Any = node or object()
         same = same if key is None else self.numbers.setdefault(key, same)
         if node is not None:
@@ -261,7 +263,7 @@ class _Builder:
 
         steps, stack, scopes = list[Step](), None, names
         for eqn in jaxpr.eqns:
-            if eqn.source_info.name_stack is not stack:  # a scope has many equations, one after the other
+            if eqn.source_info.name_stack is not stack:  # consecutive equations often share a scope
                 stack, scopes = eqn.source_info.name_stack, (*names, *names_of(eqn))
                 marks = ours(scopes)
                 self.region = region_of(marks)
@@ -275,14 +277,14 @@ class _Builder:
         return Body(jaxpr, consts, steps, [node for node, *_ in ends], has_floats), ends
 
     def form(self, eqn: Any) -> Form:
-        """That of an equation."""
+        """Return the form of an equation."""
         operation: Any = (eqn.primitive.name, *eqn.params.values())
         key: Any = (operation, *map(_aval_of, eqn.invars), *map(_aval_of, eqn.outvars))
         try:
             if (known := self.forms.get(key)) is not None:
                 return known
             operation = self.numbers.setdefault(operation, object())
-        except TypeError:  # parameters that are not hashable: no other is known to be equal
+        except TypeError:  # the parameters are not hashable, so no other form can be equal
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
         is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
@@ -300,7 +302,7 @@ class _Builder:
             enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
             results = enter(step, bodies, values)
             if not any(body.has_floats for body in step.inner):
-                step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
+                step.bodies, step.reason = None, "no floating value inside"  # masks and indices: emitted unchanged
             if is_fixed:
                 results = [(node, number, True) for node, number, _ in results]
             step.nodes = [node for node, *_ in results]
@@ -325,7 +327,7 @@ class _Builder:
 
     def enter_loop(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
         start, stop, around = bodies.start, bodies.start + bodies.carry, self.loop
-        key = tuple(number for _, number, _ in values)  # as if equal loops had equal bodies
+        key = tuple(number for _, number, _ in values)  # assumes that loops with equal operands have equal bodies
         step.unchanged = unchanged(bodies)
         avals = [atom.aval for atom in step.eqn.invars[start:stop]]
         carry = [
@@ -367,11 +369,11 @@ class _Builder:
         self.check_range(node)
         value = self.value(node, (name, *key))
         if node is not None and name == "branches" and inputs:
-            node.origin = inputs[0].origin  # branches that compute the same in different ways
+            node.origin = inputs[0].origin  # for branches that compute the same value in different ways
         return value
 
     def check_range(self, join: Node | None) -> None:
-        """A join of a value that does not exist in half, the mask's ``finfo.min``, is float32."""
+        """Make a join float32 if half cannot represent one of its values, such as a mask's ``finfo.min``."""
         largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
         if join is not None and join.half and largest > range_of(join.half)[1]:
             join.raise_to(State.BEYOND_HALF, Rule.RANGE)

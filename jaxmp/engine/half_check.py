@@ -20,7 +20,7 @@ class Reason(NamedTuple):
     """The reason why a module does not compute in half.
 
     Attributes:
-      override: the key of the override that says so; None if it is the module's own dtype.
+      override: the key of the override that causes it; None if the module's own dtype does.
       dtype: the dtype in which it computes.
     """
 
@@ -38,9 +38,9 @@ def reason_not_half(
 
     Args:
       policy: the policy of the module.
-      computes: its compute dtype, or the dtype that its author wrote.
-      pattern: the override that the policy comes from, if any.
-      operations: the overrides of operations; without a pattern they count if they name every product.
+      computes: its compute dtype, or the author's dtype.
+      pattern: the override of the policy, if any.
+      operations: the overrides of operations; without a pattern they count if they cover every product.
     """
     if not is_half(computes):
         is_written = computes != policy.compute_dtype
@@ -54,12 +54,12 @@ def reason_not_half(
 
 
 class NotHalf(NamedTuple):
-    """A module that a half policy leaves in another dtype.
+    """A module that is not half under a half policy.
 
     Attributes:
-      name: its path; of a root its class.
-      reason: the override, or the dtype that its author wrote.
-      has_matrix: whether it has params with two axes or more, as products take them.
+      name: its path; for a root, its class.
+      reason: the override or the author's dtype.
+      has_matrix: whether it has params with two or more axes, which products may read.
     """
 
     name: str
@@ -68,9 +68,9 @@ class NotHalf(NamedTuple):
 
 
 class ProductsCheck:
-    """Raise a ValueError if a half policy changes no product of a call of a whole model.
+    """Raise a ValueError if a half policy changes no product in a call of a whole model.
 
-    The engine reports the program of the call, the run of the model the modules that are not half, in either order.
+    The engine reports the program of the call, and the model's run reports the modules that are not half, in any order.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -79,19 +79,19 @@ class ProductsCheck:
         self._modules: Sequence[NotHalf] | None = None
 
     def decided(self, graph: Graph) -> None:
-        """Take the program of the call, once the engine has decided it."""
+        """Receive the program of the call after the engine has decided it."""
         self._graph = graph
         self._check()
 
     def ran(self, modules: Sequence[NotHalf]) -> None:
-        """Take the modules that are not half; none if a part of the model was not called."""
+        """Receive the modules that are not half; none if a part of the model was not called."""
         self._modules = modules
         self._check()
 
     def _check(self) -> None:
         if self._graph is None or self._modules is None:
             return
-        graph, self._graph = self._graph, None  # derivative rules, which keep the rules of the call, keep this too
+        graph, self._graph = self._graph, None  # derivative rules keep this object alive
         if self._modules and _has_no_half_product(graph):
             modules = [module for module in self._modules if module.has_matrix] or self._modules
             raise ValueError(_unchanged(self._policy, modules))
@@ -102,7 +102,7 @@ def _has_no_half_product(graph: Graph) -> bool:
     products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
     if any(_is_half_product(*product) for product in products):
         return False
-    closed = [step for step in graph.steps if step.bodies is None]  # what the engine does not look into
+    closed = [step for step in graph.steps if step.bodies is None]  # equations that the engine does not look into
     inside = [(step, eqn) for step in closed for jaxpr in jaxprs_in(step.eqn) for eqn in equations(jaxpr)]
     products += [(step, eqn) for step, eqn in inside if eqn.primitive.name in PRODUCTS]
     are_asked = any(step.region.level or (step.node and step.node.requested) for step, _ in products)

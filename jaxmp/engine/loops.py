@@ -1,7 +1,7 @@
-"""Loops: which carries are half, and which loops must keep their products in float32.
+"""Decide which carries are half, and which loops keep their products in float32.
 
-A loop over a stack of layers carries a residual stream, which is half. Every other carry stays float32: recurrent
-states, integrators, optimizers, running sums. A sum in half precision loses each term that is less than a 256th of it.
+The carry of a loop over a stack of layers is a residual stream, which is half. Every other carry stays float32:
+recurrent states, integrators, optimizers, running sums. A bfloat16 sum loses terms that are less than a 256th of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PICKS_BY_TURN = frozenset({"dynamic_slice", "gather"})
 
 
 def decide_loops(graph: Graph) -> None:
-    """Keep carries in float32, except those of stacks of layers, and products of searches."""
+    """Keep the carries of all loops but stacks of layers, and the products of searches, in float32."""
     for step in graph.steps:
         if step.bodies is None or step.bodies.kind not in ("scan", "while"):
             continue
@@ -80,16 +80,16 @@ def _is_asked(node: Node, level: str) -> bool:
 
 
 def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
-    """Return whether autocast decides on the products of a cycle, or an activation enters it.
+    """Return whether autocast decides on the products of a cycle, or an activation is its initial value.
 
-    Around modules under a policy, which are as written, an argument is carried as it is.
+    If the products are in modules under a policy, an argument as the initial value keeps its dtype.
     """
     decided = any(node.name in PRODUCTS and node.kind is HALF for node in cycle)
     return decided or any(start.is_cast_once for start in starts)
 
 
 def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
-    """Return the matrices that differ by turn: scanned elements, and picks by an index."""
+    """Return the matrices that differ between iterations: scanned elements, and picks by an index."""
     assert step.bodies is not None
     scanned = step.operands[step.bodies.start + step.bodies.carry :]
     elements = {node for node in scanned if node is not None and len(node.shape) > 2}
@@ -97,10 +97,10 @@ def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
 
 
 def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) -> bool:
-    """Return whether a product on the cycle takes a weight that is another one in each turn.
+    """Return whether a product on the cycle reads another weight in each iteration.
 
-    A weight of a layer is a matrix that is read once in the turn. The minibatch of a descent is read twice: by the
-    model and by its derivative. The coefficients of a Runge-Kutta stage are a vector.
+    A layer's weight is a matrix that is read once per iteration. The minibatch of a gradient descent is read twice: by
+    the model and by its derivative. The coefficients of a Runge-Kutta stage are a vector.
     """
 
     def outside(nodes: Iterable[Node]) -> list[Node]:
@@ -131,7 +131,7 @@ def _is_matrix(operand: Node, product: Node) -> bool:
 
 
 def _is_read_once(element: Node, cycle: Collection[Node]) -> bool:
-    """Return whether exactly one operation on the cycle reads this turn's element."""
+    """Return whether exactly one operation on the cycle reads the iteration's element."""
     computed = walk([element], lambda node: [user for user in node.users if user not in cycle])
     readers = {user for node in computed for user in node.users if user in cycle}
     return len(readers) == 1

@@ -1,4 +1,4 @@
-"""Marks on JAX's name stack: what code, or an adapter, asks of the operations that are traced within."""
+"""Marks on JAX's name stack, with which code or an adapter sets the precision of operations inside."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from jaxmp._internals.jax.sources import Names
 from jaxmp.engine.overrides import checked_level
 
 DECIDED = "jaxmp.decided"
-"""The scope around everything that the engine has written: an engine around it leaves it as it is."""
+"""The scope around all operations that the engine has emitted; an outer engine does not change them."""
 _WIDENED = "jaxmp.widened"
 SPECIAL = "jaxmp.special"
-"""The scope around a special function, whose parts are polynomials and series that nobody would round."""
+"""The scope around a special function, whose polynomials and series must not be rounded."""
 OF_POLICY = "the policy of its module"
 WITH_RULE = "jaxmp.rule"
-"""The scope of the body of a function that has a derivative rule, and of the rule."""
+"""The scope of the body of a function with a custom derivative rule, and of the rule."""
 _MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;.*)?\)")  # and the recipe of float8 products
 
 
 class Region(NamedTuple):
     """The precision that the marks around an operation ask for."""
 
-    level: str | None = None  # one of LEVELS; "written" to leave it as it is; None leaves it to the engine
-    half: np.dtype | None = None  # the half dtype of the module around it; None for that of the whole program
-    asked_by: str = ""  # who asked for the level, in words
+    level: str | None = None  # one of LEVELS; "written" for no change; None for the engine's decision
+    half: np.dtype | None = None  # the half dtype of the module around it; None for the program's half dtype
+    asked_by: str = ""  # the source of the level, in words
     products: str = ""  # the matmul_precision of the module's policy, for derivative rules that are traced later
-    is_policy: bool = False  # an override puts the code under a half policy: the rules decide, whatever others ask
+    is_policy: bool = False  # an override with a half policy: the rules decide, and other requests are ignored
 
 
 def precision(level: str) -> contextlib.AbstractContextManager[None]:
-    """Marks the code it surrounds: within :func:`jaxmp.autocast` its operations compute in this precision.
+    """Make operations inside of this context compute in one precision under :func:`jaxmp.autocast`.
 
-    Use it where an ``astype`` would leave no trace: in a function that autocast reads, everything is float32 already.
-    The mark is a scope on JAX's name stack, so that it holds in gradients, loops and jitted functions alike; outside of
-    autocast it changes nothing.
+    Use it in place of ``astype("float32")``, which JAX does not record, because everything is traced in float32. The
+    mark is a scope on JAX's name stack, so it also works in gradients, loops and jitted functions. Outside of autocast
+    it changes nothing.
 
     Args:
-      level: ``"float32"``, with products at the highest precision; ``"tensorfloat32"``, with products as JAX computes
-        them by itself; or ``"half"``, the compute dtype of the policy.
+      level: ``"float32"``, with products at the highest precision; ``"tensorfloat32"``, with JAX's default products; or
+        ``"half"``, the compute dtype of the policy.
 
     Raises:
       ValueError: another level.
@@ -81,7 +81,7 @@ def is_widened(names: Names) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def region_of(names: Names) -> Region:
-    """Return the request of the innermost marks among some scopes."""
+    """Return the region of the innermost marks among some scopes."""
     marks = [mark.groups() for part in reversed(names) if (mark := _MARK.fullmatch(part))]
     region = Region(products=next((products for kind, _, products in marks if kind == "compute"), ""))
     for kind, text, _ in marks:
@@ -98,11 +98,11 @@ def region_of(names: Names) -> Region:
 
 @functools.lru_cache(maxsize=4096)
 def ours(names: Names) -> Names:
-    """The scopes that are jaxmp's: the marks, and what else tells how code is meant."""
+    """Return jaxmp's scopes: the marks, and other scopes that affect decisions."""
     return tuple([part for part in names if part.startswith("jaxmp.")])
 
 
 @functools.lru_cache(maxsize=4096)
 def path_of(names: Names) -> Names:
-    """The scopes without jaxmp's: modules and the author's own."""
+    """Return the scopes of modules and of the author, without jaxmp's."""
     return tuple(part for part in names if not part.startswith("jaxmp."))

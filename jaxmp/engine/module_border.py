@@ -1,8 +1,8 @@
 """The borders of modules under a policy, for Linen and NNX.
 
-A module with a ``dtype`` field computes as it is written. One that has params and no such field is traced in float32,
-and the engine decides what in it is half: half values are widened on their way into it, which the engine sees through,
-and what it computes leaves it in its compute dtype. Under autocast no field counts.
+A module with a ``dtype`` field computes as written. A module with params and without such a field is traced in float32,
+and the engine decides which of its operations are half. Half inputs are widened, which the engine sees through, and
+results are returned in the module's compute dtype. Autocast ignores the fields.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
     for pattern, exception in policies.rules:
         if exception.compute_dtype not in (np.float32, half):
             raise ValueError(
-                f"an override of autocast is 'float32' or 'half', here {half.name}, but the one for "
+                f"an override of autocast must be 'float32' or 'half' (here {half.name}), but the override for "
                 f"{pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write 'float32' or 'half'"
             )
     return policies, levels_of(operations, half, policies.root.float8)
@@ -61,19 +61,19 @@ def wrong_model(value: Any, library: str, function: str) -> TypeError:
     """Return the error for a ``value`` that is not a module instance."""
     other = "nnx" if library == "linen" else "linen"
     if isinstance(value, type):
-        came, remedy = f"the class {value.__name__}", f"make an instance: {value.__name__}(...)"
+        came, remedy = f"the class {value.__name__}", f"create an instance: {value.__name__}(...)"
     else:
         came, remedy = full_class_name(value), f"jaxmp.{other}.{function} takes modules of flax.{other}"
     return TypeError(f"jaxmp.{library}.{function} takes a flax.{library}.Module, got {came}; {remedy}")
 
 
 def full_class_name(value: Any) -> str:
-    """Return the class of ``value`` with its module: the value may print all of its arrays."""
+    """Return the class of ``value`` with its module, because the value may print all of its arrays."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def is_running_in(library: str) -> bool:
-    """Return whether a run of ``jaxmp.linen`` or ``jaxmp.nnx`` is under way."""
+    """Return whether a run of ``jaxmp.linen`` or ``jaxmp.nnx`` is active."""
     run = sys.modules.get(f"jaxmp.{library}.run")
     return run is not None and run.is_running()
 
@@ -104,10 +104,10 @@ class Treatment:
     """How the code of a module is computed.
 
     Attributes:
-      policy: what it computes in.
-      mode: ``"written"`` if it computes as it is written, in the dtype of its field; ``"float32"`` if it is traced in
-        float32, and hands out what the engine decides; ``"autocast"`` if autocast decides on the whole model; None if
-        it is traced on the dtypes that come in, and decided on the graph.
+      policy: its policy.
+      mode: ``"written"`` if it computes as written, in the dtype of its field; ``"float32"`` if it is traced in float32
+        and the engine decides; ``"autocast"`` if autocast decides on the whole model; None if it is traced in the
+        dtypes of its inputs and the engine decides.
       override: the level of the override that covers it under autocast, if any.
       not_half: the reason why it is not half; None if it is.
     """
@@ -123,9 +123,9 @@ class Treatment:
         return self.mode == "float32"
 
     def called_by(self, caller: Treatment | None) -> Treatment:
-        """Return how it is computed where it is called: traced on float32 if its ``caller`` has float32.
+        """Return how it is computed in a call: traced in float32 if its ``caller`` is.
 
-        Half results of its submodules beside that would be widened for good.
+        Otherwise half results of its submodules would be widened permanently.
         """
         is_given_float32 = self.mode is None and caller is not None and caller.is_float32
         return dataclasses.replace(self, mode="float32") if is_given_float32 else self
@@ -140,7 +140,7 @@ class Treatment:
     def products(self, caller: Treatment | None, ambient: str | None) -> contextlib.AbstractContextManager[Any]:
         """Return the precision of products, if it differs from the calling module's.
 
-        Only where it changes: a module may have set a precision of its own around a submodule.
+        If it does not differ, it is not set, because a module may have set its own precision around a submodule.
         """
         wanted = self.policy.matmul_precision
         if self.mode == "autocast" or wanted == (caller.policy.matmul_precision if caller else None):
@@ -162,7 +162,7 @@ def handed_out(
       treatment: how the method was computed.
       caller: how its caller is computed; None outside of modules.
       arguments: the ids of the method's arguments: an argument that it returns is not rounded.
-      map_arrays: maps a function over the arrays of a tree.
+      map_arrays: a function that maps a function over the arrays of a tree.
     """
     if caller is not None and caller.is_float32:
         return map_arrays(widen_for_float32_code, result)
@@ -173,12 +173,12 @@ def handed_out(
 
 
 def widen_for_float32_code(value: Any) -> Any:
-    """A leaf for code that is traced in float32: half arrays are widened."""
+    """Return a leaf for code that is traced in float32: half arrays are widened."""
     return widened(jnp.asarray(value)) if _tree.is_float_array(value) and is_half(value.dtype) else value
 
 
 def narrow(value: Any, dtype: np.dtype) -> Any:
-    """Return a leaf as code traced in float32 hands it out: half for half modules."""
+    """Return a result of code that is traced in float32: half for half modules."""
     is_rounded = _tree.is_float_array(value) and value.dtype == np.float32 and is_half(dtype)
     return value.astype(dtype) if is_rounded else value
 
@@ -190,7 +190,7 @@ def same_structure(tree: Any, other: Any) -> bool:
 
 
 def like(new: Any, old: Any) -> Any:
-    """``new`` in the dtype of ``old``, if that is a floating array."""
+    """Return ``new`` in the dtype of ``old``, if that is a floating array."""
     return _tree.cast(new, old.dtype) if _tree.is_float_array(old) else new
 
 
@@ -198,13 +198,13 @@ def like(new: Any, old: Any) -> Any:
 
 
 def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...]) -> Any:
-    """Compute ``fun(*args)`` as :func:`computed` does, and remember its program for eager calls.
+    """Compute ``fun(*args)`` as :func:`computed` does, and cache its program for eager calls.
 
-    The operations of an eager call run one after the other, as without the engine.
+    The operations of an eager call run one by one, as without the engine.
 
     Args:
-      programs: the programs of earlier calls; the least recent ones are dropped.
-      key: everything besides its arguments that ``fun`` depends on, compared by ``==``.
+      programs: the programs of earlier calls; the oldest ones are dropped.
+      key: everything that ``fun`` depends on besides its arguments, compared by ``==``.
       fun: a pure function.
       rules: the rules for its operations.
       args: its arguments.
@@ -221,11 +221,11 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
     whole = (key, tree, statics, tuple(map(jax.typeof, operands)), trace_context())
     try:
         hash(whole)
-    except TypeError:  # an argument or a field has none
+    except TypeError:  # an argument or a field has no hash
         return computed(fun, rules, args, {})
     program = programs.get(whole) or TracedProgram(lambda *args: computed(fun, rules, args, {}), args)
     with _lock:
-        programs.pop(whole, None)  # the latest stands last
+        programs.pop(whole, None)  # moves the latest program to the end
         programs[whole] = program
         if len(programs) > _REMEMBERED:
             del programs[next(iter(programs))]
@@ -239,9 +239,9 @@ def _require_not_deleted(operands: Sequence[Any]) -> None:
         if isinstance(array, jax.Array) and array.is_deleted():
             raise RuntimeError(
                 f"a model cannot use an array that a train step has deleted, got {array.dtype}{[*array.shape]}.\n"
-                "Use what the step returned, copy shared arrays before it, or make_train_step(..., donate=False)."
+                "Use the step's result, copy shared arrays before the step, or make_train_step(..., donate=False)."
             )
 
 
 _REMEMBERED = 64
-_lock = threading.RLock()  # threads may call one model; to compare keys may run the author's code
+_lock = threading.RLock()  # several threads may call a model; comparing keys may run the author's code

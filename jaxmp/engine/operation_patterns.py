@@ -1,6 +1,6 @@
 """Name float32 patterns, such as a softmax or a normalisation, for readers of a plan.
 
-One of them decides something: a softmax is rounded where it ends, if only products read it.
+Only one of them affects a decision: the result of a softmax is rounded if only products read it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUAR
 
 @dataclasses.dataclass(frozen=True)
 class OperationPattern:
-    """Operations that belong together; the first tells one from others of its name."""
+    """Operations that belong together; the first one identifies the pattern."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -37,7 +37,7 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
             recognised = list(_RECOGNISED[node.name](node))
             patterns += recognised
             if recognised and node.name == "div":
-                # Of a probability near 1 the logarithm is lost, if it is rounded.
+                # Rounding a probability near 1 would lose its logarithm.
                 node.is_rounded = node not in returned and not any(_is_logged(reader) for reader in readers_of(node))
         elif node.name in PRODUCTS and node.rule in _RULES_OF_PRODUCTS:
             patterns.append(OperationPattern(str(node.rule), (node,)))
@@ -45,7 +45,7 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
 
 
 def _exponential(value: Node) -> Node | None:
-    """Return the exponential that a value is, with a mask or weights too."""
+    """Return the exponential of a value, also behind a mask or weights."""
     value = value.origin
     operands = [operand.origin for operand in value.inputs] if value.name in ("select_n", "mul") else [value]
     return next((operand for operand in operands if operand.name in _EXPONENTIALS), None)
@@ -61,7 +61,7 @@ def _softmax(node: Node) -> Iterator[OperationPattern]:
 
 
 def _shift(exponential: Node) -> Iterator[Node]:
-    """Yield the ``x - max(x)`` that an exponential is of."""
+    """Yield the operand ``x - max(x)`` of an exponential."""
     base = exponential.inputs[0].origin
     if base.name == "sub":
         yield base
@@ -107,7 +107,7 @@ def _squares(node: Node) -> Iterator[OperationPattern]:
 
 
 def _readers_past_offsets(node: Node) -> list[Node]:
-    """Return the readers of a value, and those of it with an offset, a scale, a bound or a mask."""
+    """Return the readers of a value, directly or behind an offset, a scale, a bound or a mask."""
     readers = readers_of(node)
     for reader in readers:
         if reader.name in _PASSED and len(readers) < 64:

@@ -1,8 +1,8 @@
 """The grammar of overrides of operations, for functions and models under autocast.
 
 A key is a path of modules or scopes, a path with a primitive (``"encoder/flow:add"``), ``"primitive:exp"`` or
-``"class:accumulation"``; a value is a level, or a policy that computes at one. :mod:`jaxmp.policy.patterns` has the
-keys that mean modules, :mod:`jaxmp.policy` the policies.
+``"class:accumulation"``. A value is a level, or a policy that computes at a level. :mod:`jaxmp.policy.patterns` has the
+keys that mean modules.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
 class UnknownOperationError(ValueError):
-    """An override that names a primitive or class that there is not."""
+    """An override names an unknown primitive or class."""
 
 
 def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, str]]:
-    """The policy of a function and the exceptions from it: ``overrides``, then those of a PolicyMap.
+    """Return the policy of a function and its overrides: ``overrides``, then those of a PolicyMap.
 
-    Half at some paths of a float32 function is a half policy, from which the rest is an exception.
+    A float32 policy with half at some paths becomes a half policy with an override for the rest.
 
     Raises:
       ValueError, TypeError: as :func:`jaxmp.autocast`, at once.
@@ -40,7 +40,7 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     policies = PolicyMap(policy)
     if policies.compute_dtype not in CASTABLE:
         raise ValueError(
-            f"autocast computes in float16, bfloat16 or float32, got the compute dtype {policies.compute_dtype.name}; "
+            f"autocast must compute in float16, bfloat16 or float32, got {policies.compute_dtype.name}; "
             "use 'mixed_bfloat16' or 'mixed_float16'"
         )
     exceptions: dict[Any, Any] = dict(pairs_of(overrides))
@@ -49,9 +49,9 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
             half = policies.compute_dtype.name
             remedy = "float32" if half == "float32" else f"mixed_{half}"
             raise TypeError(
-                f"a policy for autocast has no exceptions by class, for a function has no modules, got {policy!r} with "
-                f"one for {pattern_text(pattern)!r}; use {remedy!r} (autocast keeps norms in float32 by itself), or "
-                "jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy on the model"
+                f"a function under autocast has no modules, so its policy has no overrides by class, got {policy!r} "
+                f"with one for {pattern_text(pattern)!r}; use {remedy!r} (autocast keeps norms in float32 by itself), "
+                "or jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy on the model"
             )
         exceptions.setdefault(pattern, exception)
     root, on_paths = policies.root, (value for key, value in exceptions.items() if not str(key).startswith(OPERATIONS))
@@ -62,30 +62,30 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     if of_half is not None:
         root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
     levels = levels_of(exceptions, root.compute_dtype, root.float8)
-    return root, {**levels, EVERY: levels.get(EVERY, rest)} if levels else {}  # those that agree may match nothing
+    return root, {**levels, EVERY: levels.get(EVERY, rest)} if levels else {}  # an override that agrees need not match
 
 
 def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any = None) -> dict[str, str]:
-    """The level that each key asks for.
+    """Return the level of each key.
 
     Args:
-      overrides: ``"**/head"`` (a path of modules or scopes), ``"**/head:exp"`` (an operation there),
-        ``"primitive:exp"`` or ``"class:accumulation"`` to one of ``LEVELS`` or a policy that computes at one.
-      half: the compute dtype of the policy at hand.
-      recipe: the recipe of its float8 products.
+      overrides: a mapping from ``"**/head"`` (a path of modules or scopes), ``"**/head:exp"`` (an operation there),
+        ``"primitive:exp"`` or ``"class:accumulation"`` to one of ``LEVELS``, or to a policy that computes at a level.
+      half: the compute dtype of the policy.
+      recipe: the policy's recipe of float8 products.
 
     Raises:
-      UnknownOperationError: an override names a primitive or a class that there is not.
-      ValueError: an override asks for another level, for ``"half"`` where there is none, or names what computes in no
-        dtype.
-      TypeError: a key is a class of modules, or no string.
+      UnknownOperationError: an override names an unknown primitive or class.
+      ValueError: an override has an unknown level, is ``"half"`` under a float32 policy, or names operations that do
+        not compute.
+      TypeError: a key is a class of modules, or not a string.
     """
     levels = {}
     for key, value in overrides.items():
         if not isinstance(key, str) or key.startswith("type:"):
             raise TypeError(
-                f"an override of autocast is a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
-                f"{printed(key)}: a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast take classes"
+                f"an override of autocast must be a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
+                f"{printed(key)}; for classes of modules use jaxmp.linen.autocast or jaxmp.nnx.autocast"
             )
         _, primitive = path_and_primitive(key)
         is_operation = bool(primitive) or key.startswith(OPERATIONS)
@@ -100,7 +100,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
                 f"{key!r} stays float32, as few of its kernels exist in half precision, got 'half'; leave it out, or "
                 "write 'primitive:<name>' for one that does"
             )
-        names_operations = ":" in key.split("/")[0] and key != EVERY  # rightly or wrongly: errors list what there is
+        names_operations = ":" in key.split("/")[0] and key != EVERY  # correct or not; errors list the known names
         named: Any = ()
         if primitive:
             named = primitives_named_by(f"primitive:{primitive}")
@@ -108,7 +108,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
             named = primitives_named_by(key)
         if fixed := sorted(name for name in named if classify(name) in FIXED):
             raise ValueError(
-                f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
+                f"an override must name operations that compute, got {key!r}: {', '.join(fixed[:3])} "
                 "move data, are opaque or have a body; mark a region with jaxmp.precision or override a path"
             )
     return levels
@@ -126,8 +126,8 @@ def _level_of_value(value: Any, half: np.dtype | None, recipe: Any, is_operation
         return _checked_level_of(policy)
     dtypes = " or ".join(dict.fromkeys(["float32", *([half.name] if half is not None else [])]))
     raise ValueError(
-        f"an override is computed in 'float32', in 'tensorfloat32', in 'half' (the policy's compute dtype) or by a "
-        f"policy that computes in {dtypes}, got {printed(value)}; write one of these"
+        f"an override must be 'float32', 'tensorfloat32', 'half' (the policy's compute dtype) or a policy that "
+        f"computes in {dtypes}, got {printed(value)}; write one of these"
     )
 
 
@@ -136,7 +136,7 @@ def _is_level(value: Any) -> bool:
 
 
 def _policy_of(value: Any) -> Policy | None:
-    """The policy that the value of an override names, if it names one."""
+    """Return the policy that the value of an override names, or None."""
     if not _is_level(value):
         with contextlib.suppress(ValueError, TypeError):
             policy = get_policy(value)
@@ -145,19 +145,19 @@ def _policy_of(value: Any) -> Policy | None:
 
 
 def checked_level(level: Any) -> str:
-    """``level``, that of a region, itself if it is one."""
+    """Return the ``level`` of a region if it is valid."""
     if level in LEVELS:
         return str(level)
     raise ValueError(
-        f"a region is computed in 'float32', in 'tensorfloat32' or in 'half' (the policy's compute dtype), got "
-        f"{level!r}; write one of these"
+        f"a region must be 'float32', 'tensorfloat32' or 'half' (the policy's compute dtype), got {level!r}; write one "
+        "of these"
     )
 
 
 def level_of(policy: Policy) -> str:
     """Return the level at which a policy computes.
 
-    That of a half policy is ``"policy;recipe=…"``: the rules decide, and the recipe of float8 products is the policy's.
+    For a half policy it is ``"policy;recipe=…"``: the rules decide, with the policy's recipe of float8 products.
     """
     if policy.compute_dtype != np.float32:
         return f"policy;recipe={policy.float8}"
@@ -168,20 +168,20 @@ _HIGHEST = ("highest", "float32")
 
 
 def _checked_level_of(policy: Policy) -> str:
-    """As :func:`level_of`, if a level says all of the policy's precision of products."""
+    """Return :func:`level_of` a policy, if a level describes the policy's precision of products."""
     if policy.compute_dtype == np.float32 and policy.matmul_precision not in (*_HIGHEST, "tensorfloat32", None):
         raise ValueError(
-            "beside overrides float32 products are those of 'float32' or of 'tensorfloat32', got a policy with "
+            "with overrides, a float32 policy must be 'float32' or 'tensorfloat32', got a policy with "
             f"matmul_precision={policy.matmul_precision!r}; use 'float32', or 'tensorfloat32', which is JAX's default"
         )
     return level_of(policy)
 
 
 def primitives_named_by(key: str) -> frozenset[str]:
-    """Return the primitives that the key of an override stands for.
+    """Return the primitives that the key of an override names.
 
     Raises:
-      UnknownOperationError: there is no such primitive or class; the nearest names are listed.
+      UnknownOperationError: the primitive or class is unknown; the error lists the nearest names.
 
     >>> primitives_named_by("primitive:exp")
     frozenset({'exp'})
@@ -195,15 +195,15 @@ def primitives_named_by(key: str) -> frozenset[str]:
     known = {"primitive": sorted(name for cls in Class for name in primitives_of(cls)), "class": classes}.get(kind)
     if known is None:
         raise UnknownOperationError(
-            f"an override is a path, or by operation 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
+            f"an override must be a path, 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
             f"'class:accumulation', got {key!r}; write one of these"
         )
     if name == "*":
-        raise UnknownOperationError(f"an override of all operations is {EVERY!r}, got {key!r}; write {EVERY!r}")
+        raise UnknownOperationError(f"the override of all operations is {EVERY!r}, got {key!r}; write {EVERY!r}")
     remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
     if kind == "class":
         known = [cls.value for cls in Class if cls not in FIXED]
-        remedy = "these are all; cast_plan(fun, policy)(*args) says in which one an operation is, docs/autocast.md more"
+        remedy = "these are all; cast_plan(fun, policy)(*args) shows the class of each operation (see docs/autocast.md)"
     raise UnknownOperationError(
         f"the override {key!r} names a {kind} that does not exist; the nearest: "
         f"{closest_names(name, known, len(classes))}; {remedy}"

@@ -1,4 +1,4 @@
-"""Ways through the graph: who reads a value, and what it is a multiple of."""
+"""Follow the graph: find the readers of a value, and the value that it is a multiple of."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OFFSETS = SUMS | SCALES | BOUNDS
 
 
 def readers_of(node: Node) -> list[Node]:
-    """Return the operations that compute with a value, however it is moved before."""
+    """Return the operations that compute with a value, directly or behind moves."""
     if not any(user.kind is CLEAR for user in node.users):
         return list(dict.fromkeys(node.users))
     after = walk(node.users, lambda user: user.users if user.kind is CLEAR else ())
@@ -23,7 +23,7 @@ def readers_of(node: Node) -> list[Node]:
 
 
 def multiple_of(node: Node, through: Collection[str] = SCALES) -> Node:
-    """Return the value that ``node`` is made of by moves and by ``through`` operations with constants."""
+    """Return the value of which ``node`` is a move, or the result of ``through`` operations with constants."""
     while True:
         node = node.origin
         below = _only_variable(node) if node.name in through else None
@@ -33,6 +33,6 @@ def multiple_of(node: Node, through: Collection[str] = SCALES) -> Node:
 
 
 def _only_variable(node: Node) -> Node | None:
-    """Return the one operand that is not a constant; None if there are several or none."""
+    """Return the only operand that is not a constant; None if there are several or none."""
     variable = [operand for operand in node.inputs if not operand.is_constant]
     return variable[0] if len(variable) == 1 else None

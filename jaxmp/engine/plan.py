@@ -1,4 +1,4 @@
-"""The plan: what autocast decides for each equation of a function, and why, before anything runs."""
+"""The plan: autocast's decision for each equation of a function, and the reason, before anything runs."""
 
 from __future__ import annotations
 
@@ -39,21 +39,22 @@ class PlanRow:
     """One equation of the plan.
 
     Attributes:
-      path: the module path or name scope, with ``/``, as an override names it; empty outside of any.
+      path: the path of modules or name scopes, which you can use as the key of an override; empty outside of any.
       primitive: the name of JAX's primitive.
-      cls: the class that autocast has it in (``"half"``, ``"accumulation"``, …), ``"recurse"`` for an equation with
-        bodies, whose equations are the rows after it, or ``"unknown"``.
-      operands: the names of the dtypes that it is computed with, after casts.
-      result: the name of the dtype of its result; of several results their names with a comma between.
-      why: the rule, the neighbour or the group that decided.
-      source: the user's file and line, ``"package/module.py:12"``, of a file in no package its name; empty if unknown.
+      cls: autocast's class of the primitive (``"half"``, ``"accumulation"``, …); ``"recurse"`` for an equation with
+        bodies, whose equations follow in the next rows; or ``"unknown"``.
+      operands: the dtypes of its operands, after casts.
+      result: the dtype of its result; the dtypes of several results are joined by commas.
+      why: the rule, the neighbour or the pattern that decided.
+      source: the user's file and line, ``"package/module.py:12"`` (without a package, the file name); empty if unknown.
       flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
-      casts: casts added for it; a shared one is the first's, one of the author's that is put off is each reader's.
-      cast_bytes: what these casts write, in bytes, over all trips of the loops around it.
-      depth: the number of equations that it is a part of.
-      reads: the numbers of the rows before it whose floating results it reads, in bodies too: of a carry those that it
-        begins with, after a loop those of its last turn; in what autocast does not look into, those of the whole.
-      pattern: what it is a part of, ``"softmax"`` or ``"normalisation"``; empty if it has no name.
+      casts: the number of casts that are added for it. A shared cast counts for its first reader, and a postponed cast
+        of the author for each reader.
+      cast_bytes: the bytes that these casts write, over all trips of the loops around it.
+      depth: the number of equations around it.
+      reads: the numbers of earlier rows whose floating results it reads, also in bodies. For a carry these are the rows
+        of its initial value, and after a loop the rows of its last iteration.
+      pattern: the pattern that it belongs to, such as ``"softmax"`` or ``"normalisation"``; empty if there is none.
     """
 
     path: str
@@ -81,25 +82,25 @@ class PlanRow:
 class Summary:
     """The totals of a plan.
 
-    A scan counts all its trips, a while loop one, a conditional all its branches, and the body of a shard_map the work
-    of one device.
+    All trips of a scan are counted, one trip of a while loop, all branches of a conditional, and one device of a
+    shard_map.
 
     Attributes:
-      changes: whether anything changes; without a product that may run in half nothing does.
+      changes: whether anything changes; if no product can be half, nothing does.
       flops: floating-point operations of the function.
-      half_flops: those of them in half precision.
-      product_flops: those of matrix products and convolutions.
-      half_product_flops: those of products in half precision.
-      casts: the casts that autocast adds, those of the function's results included.
-      cast_bytes: what they write, in bytes.
+      half_flops: the FLOPs in half precision.
+      product_flops: the FLOPs of matrix products and convolutions.
+      half_product_flops: the FLOPs of products in half precision.
+      casts: the number of casts that autocast adds, including those of the function's results.
+      cast_bytes: the bytes that these casts write.
       operations: the number of rows of each class.
-      groups: the names of the groups in float32 (``"softmax"``, ``"normalisation"``, …) with how many there are.
+      groups: the number of float32 patterns by name (``"softmax"``, ``"normalisation"``, …).
       full_products: the products that stay float32, as (path or source, why).
-      float8: of the half products in code whose policy has a recipe, how many are ``"float8"``, and how many are not,
-        by why, ``"no float8: 768 < 1536"``.
+      float8: the number of half products by ``"float8"`` or the reason against it (``"no float8: 768 < 1536"``), in
+        code with a float8 recipe.
       unknown: the names of primitives that autocast does not know; they keep their dtypes.
-      uncounted: the names of primitives whose FLOPs are not known and not counted, such as kernels and solvers.
-      unknown_trips: the number of loops whose trips are known only when they run.
+      uncounted: the names of primitives with unknown FLOPs, such as kernels and solvers; they are not counted.
+      unknown_trips: the number of loops with a number of trips that is known only at run time.
       half_share: the share of the FLOPs in half precision, from 0 to 1.
     """
 
@@ -120,7 +121,7 @@ class Summary:
     half_share: float
 
     def _lines(self) -> Iterator[str]:
-        """The totals as text."""
+        """Yield the totals as text."""
         products = self.half_product_flops / self.product_flops if self.product_flops else 0.0
         yield f"operations: {tables.counts(self.operations)}"
         yield f"FLOPs: {self.flops}, {100 * self.half_share:.1f} % in half precision"
@@ -143,16 +144,15 @@ class Summary:
 class CastPlan:
     """The decisions of autocast for one call of a function.
 
-    ``str(plan)`` is a text of one line for each equation and the totals after them. It holds no names of variables, no
-    ids, no absolute paths and no column whose width depends on other rows, so that a project can keep it under version
-    control: a change of one operation's precision is a diff of one line. :meth:`to_json` is for programs, and
-    :mod:`rich` prints the plan as a table.
+    ``str(plan)`` has one line for each equation, and the totals after them. You can keep it under version control: it
+    has no variable names, ids, absolute paths or columns of variable width, so a change of one operation's precision
+    changes one line. :meth:`to_json` is for programs, and :mod:`rich` prints the plan as a table.
 
     Attributes:
       policy: the policy, as text.
       overrides: the overrides.
-      rows: one for each equation, those of bodies after the equation that has them; and for each broadcast that one
-        implied and autocast writes out, before the cast of a weight.
+      rows: one row for each equation. The rows of bodies follow the row of their equation. A broadcast that autocast
+        makes explicit before the cast of a weight has its own row.
       summary: the totals.
     """
 
@@ -162,7 +162,7 @@ class CastPlan:
     summary: Summary
 
     def __str__(self) -> str:
-        """The text of the plan."""
+        """Return the text of the plan."""
         rows = [_LINE.format(*(cell or "-" for cell in cells)) for cells in (_HEADER, *(r._cells() for r in self.rows))]
         return "\n".join([*self._title(), "", *rows, "", *self.summary._lines()])
 
@@ -170,7 +170,7 @@ class CastPlan:
         return [f"autocast plan under {self.policy}", *(f"override {k!r}: {v}" for k, v in self.overrides.items())]
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
-        """The plan as a table; below 110 columns without sizes, class and source."""
+        """Yield the plan as a table; below 110 columns without sizes, class and source."""
         from rich.table import Column, Table
         from rich.text import Text
 
@@ -193,18 +193,19 @@ def cast_plan(
 ) -> Callable[..., CastPlan]:
     """Return a function that shows the decisions of :func:`jaxmp.autocast` for a call.
 
-    Nothing is executed: ``fun`` is traced, and a :class:`jax.ShapeDtypeStruct` may stand for any array. A function with
-    custom derivative rules is shown as it computes its value; the rules themselves are decided when they run. To see a
-    training step, plan its gradient: ``cast_plan(jax.grad(loss), policy)``.
+    Nothing is executed: ``fun`` is only traced, and any argument may be a :class:`jax.ShapeDtypeStruct`. For a function
+    with custom derivative rules, the plan shows the computation of its value; the rules are decided when they run. To
+    see a training step, plan its gradient: ``cast_plan(jax.grad(loss), policy)``.
 
     Args:
       fun: any function that JAX can trace.
-      policy: as for :func:`jaxmp.autocast`, but ``"float32"`` needs overrides: alone it decides nothing.
+      policy: as for :func:`jaxmp.autocast`, but ``"float32"`` needs overrides.
       overrides: as for :func:`jaxmp.autocast`.
 
     Raises:
-      ValueError: as :func:`jaxmp.autocast` does, of overrides that match nothing too.
-      TypeError: as :func:`jaxmp.autocast` does; an override asks for half in an operation that JAX has in float32 only.
+      ValueError: as for :func:`jaxmp.autocast`, including overrides that match nothing.
+      TypeError: as for :func:`jaxmp.autocast`; or an override asks for half in an operation that JAX has only in
+        float32.
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(x @ w)
@@ -227,11 +228,11 @@ def cast_plan(
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         check_backend(one_policy)
-        # Each equation is emitted, and notes it.
+        # Emitting the program fills the notes of each equation.
         rules = Rules(one_policy.compute_dtype, exceptions, None, one_policy.float8)
         program, operands = traced(fun, args, kwargs, rules)
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
-            raise ValueError("a plan counts FLOPs and bytes, so all sizes must be numbers, and here one is left open")
+            raise ValueError("a plan needs all sizes to count FLOPs and bytes, but the shapes have a symbolic size")
         graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, one_policy)
         rules.check()
         jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
@@ -277,7 +278,7 @@ def _rows(
         for last, inner in enumerate(_rows(_inside(step), reasons, uncounted, numbers_of_nodes, numbers), number + 1):  # noqa: B007
             yield dataclasses.replace(
                 inner,
-                source=inner.source or row.source,  # a function of JAX's that was traced before knows no caller
+                source=inner.source or row.source,  # a JAX function from JAX's trace cache has no caller
                 flops=turns * inner.flops,
                 cast_bytes=turns * inner.cast_bytes,
                 depth=inner.depth + 1,
@@ -287,7 +288,7 @@ def _rows(
 
 
 def _inside(step: Step) -> Iterator[Step]:
-    """Yield the equations of bodies that autocast decides."""
+    """Yield the equations inside of bodies that autocast decides."""
     if step.bodies is not None:
         yield from (inner for body in step.inner for inner in body.steps)
     elif classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG):
@@ -296,7 +297,7 @@ def _inside(step: Step) -> Iterator[Step]:
 
 
 def _totals(rows: Sequence[PlanRow], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
-    """The totals; ``of_results`` are the bytes of the casts of the function's results."""
+    """Return the totals; ``of_results`` are the bytes of the casts of the function's results."""
     half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
     full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
     told = Counter(row.why.rpartition("; ")[2] for row in rows if row.cls == Class.HALF)

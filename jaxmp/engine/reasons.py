@@ -1,4 +1,4 @@
-"""The reason for the dtypes of an operation in words: a rule, a neighbour or a group."""
+"""Describe the reason for the dtypes of an operation: a rule, a neighbour or a pattern."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _BY_RULE = {
 
 
 class Reasons:
-    """Answers for one decided graph.
+    """The reasons for one decided graph.
 
     Attributes:
-      groups: the names of the groups in float32.
+      groups: the names of the float32 patterns.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -38,7 +38,7 @@ class Reasons:
         self.below = nearest_ends(nodes[::-1], lambda node: node.users, _is_half_value, known=ends)
 
     def of(self, step: Step) -> str:
-        """Why an equation is computed as it is."""
+        """Return the reason for the dtypes of an equation."""
         node = step.node
         if step.bodies is not None:
             return self._of_bodies(step)
@@ -55,7 +55,7 @@ class Reasons:
         return f"{pattern}: {self._of_node(node, step)}" if pattern else self._of_node(node, step)
 
     def pattern_of(self, step: Step) -> str:
-        """Return the name of the pattern that an equation is a part of; an empty text for none."""
+        """Return the name of the pattern of an equation, or an empty text."""
         node = step.node
         is_float32 = node is not None and node.compute == np.float32 and step.kind is not Kind.KEPT
         return self.group_of.get(node.same, "") if node is not None and is_float32 and step.bodies is None else ""

@@ -1,4 +1,4 @@
-"""The request at an operation: a marked region, an override, its class, in this order."""
+"""The kind of an operation: from a marked region, an override, or its class, in this order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.policy.patterns import EVERY, OPERATIONS, matches, path_and_primitive
 
-_NO_SCOPES = "none: no scope is in it; jax.named_scope makes paths, and an NNX model has its own by jaxmp.nnx.autocast"
+_NO_SCOPES = "none: it has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
 
 
 class UnmatchedOverrideError(ValueError):
-    """An override that matches no operation of the function."""
+    """An override matches no operation of the function."""
 
 
 class Decision(NamedTuple):
@@ -36,15 +36,15 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass
 class Rules:
-    """The half dtype and the overrides of one autocast; it notes which of them matched.
+    """The half dtype and the overrides of one autocast, with a record of the overrides that matched.
 
     Args:
-      half: the compute dtype of code in no marked module; None if all of it is marked.
-      overrides: the levels of paths, primitives and classes, by :func:`jaxmp.engine.overrides.levels_of`; of several
-        paths the first that matches wins, as in a PolicyMap. A path with a primitive matches that primitive alone.
-      programs: what was made of parts of the program before, to be used again; None to make each part anew.
-      float8: the recipe of float8 products of code in no marked module; None for products in half.
-      decided: takes the graph once all is decided.
+      half: the compute dtype of code outside of marked modules; None if all code is marked.
+      overrides: the levels of paths, primitives and classes, from :func:`jaxmp.engine.overrides.levels_of`. The first
+        path that matches wins, as in a PolicyMap. A path with a primitive matches only that primitive.
+      programs: a cache of rewritten parts of the program; None to rewrite each part again.
+      float8: the recipe of float8 products of code outside of marked modules; None for half products.
+      decided: a function that receives the decided graph.
     """
 
     half: np.dtype | None
@@ -57,11 +57,11 @@ class Rules:
         self.paths = [key for key in self.overrides if not key.startswith(OPERATIONS)]
         self.key = (self.half, tuple(self.overrides.items()))
         self.matched: set[str] = set()
-        self.visited: set[tuple[Names, str]] = set()  # paths and primitives, for the errors of overrides
+        self.visited: set[tuple[Names, str]] = set()  # paths and primitives, for errors about overrides
         self._path_rules = functools.lru_cache(maxsize=None)(self._find_path_rules)
 
     def check(self) -> None:
-        """Raises an UnmatchedOverrideError if one matched nothing, with the nearest paths or primitives."""
+        """Raise an UnmatchedOverrideError with the nearest names if an override matched nothing."""
         for key in [key for key in self.overrides if key not in self.matched]:
             if key in {name for _, name in self.visited}:
                 what = f"key: 'primitive:{key}'"
@@ -74,15 +74,15 @@ class Rules:
                 what = f"primitives: {closest_names(key.partition(':')[2], sorted({name for _, name in self.visited}))}"
             raise UnmatchedOverrideError(
                 f"every override must match an operation of the function, but {key!r} matched none; nearest {what}. "
-                "Operations of its derivative are seen in autocast(grad(f)) only"
+                "Autocast sees operations of the derivative only in autocast(grad(f))"
             )
 
     def kind_of(self, eqn: Any, constants: Sequence[tuple[float, float]], names: Names) -> Decision:
-        """Return the kind of an equation without a body, on its own, and the reason.
+        """Return the kind of an equation without a body, and the reason.
 
         Args:
           eqn: the equation.
-          constants: of each operand that is a constant the smallest magnitude but 0, and the largest.
+          constants: for each constant operand, its smallest magnitude except 0, and its largest.
           names: the scopes around it.
         """
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
@@ -127,7 +127,7 @@ class Rules:
         return self._kind_by_constants(name, constants, half)
 
     def request_of(self, name: str, names: Names) -> tuple[str, str] | None:
-        """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
+        """Return the level of a primitive in these scopes, and the region or override that sets it, or None."""
         region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:
             return region.level, region.asked_by
@@ -136,7 +136,7 @@ class Rules:
         return self.overrides[keys[0]], f"override {keys[0]!r}"
 
     def keys_of(self, name: str, names: Names) -> list[str]:
-        """The overrides of a primitive in these scopes: of the paths the first, then those of operations."""
+        """Return the overrides of a primitive in these scopes: the first path, then those of operations."""
         if not self.overrides:
             return []
         of_paths = self._path_rules(path_of(names), name)
@@ -155,7 +155,7 @@ class Rules:
         return keys
 
     def _is_named_half(self, name: str, names: Names) -> bool:
-        """Return whether an override that names the primitive, and not just its path or class, asks for half."""
+        """Return whether an override of the primitive itself, not of its path or class, asks for half."""
         keys = self.keys_of(name, names)
         return any(key.endswith(f":{name}") and self.overrides[key] == "half" for key in keys)
 
@@ -177,7 +177,7 @@ class Rules:
             is_half = eqn.outvars[0].aval.dtype.itemsize == 2
             return Decision(Kind.HALF, "product") if is_half else Decision(Kind.KEPT, "the author's dtypes")
         if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
-            return Decision(Kind.INFER, "an outer product")  # sums nothing: positions and frequencies, for instance
+            return Decision(Kind.INFER, "an outer product")  # has no sum, such as positions times frequencies
         return Decision(Kind.HALF, "product")
 
     def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]], half: Any) -> Decision:
@@ -185,7 +185,7 @@ class Rules:
         if half is None or not constants:
             return Decision(Kind.INFER, "")
         tiny, huge = range_of(half)
-        # The infinity that a bound becomes bounds just as well.
+        # A bound that becomes infinity still works as a bound.
         if name not in ("max", "min", "clamp") and any(largest > huge for _, largest in constants):
             return Decision(Kind.STRICT, f"a constant beyond {half.name}'s largest number")
         if any(0 < smallest < tiny for smallest, _ in constants):

@@ -1,4 +1,4 @@
-"""The program of one call, as its author wrote it, and what holds while that is traced."""
+"""Trace the program of one call in its original dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_a
 @contextlib.contextmanager
 def tracing(rules: Rules, products: str = "") -> Iterator[None]:
     """Trace the author's code for an engine with these rules."""
-    silent = Rules(rules.half, rules.overrides)  # whose questions are no matches of overrides
+    silent = Rules(rules.half, rules.overrides)  # its lookups must not count as matches of overrides
 
     def ask() -> np.dtype | None:
         names = current_names()
@@ -46,13 +46,13 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
 
 
 def autocast_dtype() -> np.dtype | None:
-    """The half dtype in which autocast will compute a float32 product that is written here.
+    """Return the half dtype in which autocast will compute a float32 product at this place.
 
-    For the code of operations that have derivative rules or kernels of their own, and decide what they keep by the
-    dtype of their arguments: autocast traces them on the dtypes that are written, float32.
+    Use it in operations with custom derivative rules or kernels that choose their residuals by the dtype of their
+    arguments: autocast traces them in the original dtypes, float32.
 
     Returns:
-      None outside of autocast, and where a region or an override asks for float32.
+      A half dtype, or None outside of autocast and in code that a region or an override makes float32.
 
     >>> half = jaxmp.autocast(lambda x: x.astype(jaxmp.autocast_dtype() or x.dtype), "mixed_bfloat16")
     >>> half(jnp.ones(2)).dtype, jaxmp.autocast_dtype()
@@ -72,9 +72,9 @@ def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[
 
 
 def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tuple[TracedProgram, list[Any]]:
-    """The program of one call, on the dtypes that the author wrote, and the arrays of the call."""
+    """Return the program of one call in its original dtypes, and the arrays of the call."""
     pure, arguments, write = lambda *call: (fun(*call[0], **call[1]), ()), (args, kwargs), lambda results, _: results
-    if "flax.nnx" in sys.modules:  # there may be NNX objects, which change as by NNX's own transforms
+    if "flax.nnx" in sys.modules:  # arguments may be NNX objects, which must change as under NNX's own transforms
         from jaxmp._internals.flax.nnx_calls import of_arrays
 
         pure, arguments, write, _ = of_arrays(fun, args, kwargs)

@@ -1,4 +1,4 @@
-"""Refuse an ``nnx.bridge.ToLinen`` whose NNX module has no policy of its own."""
+"""Refuse an ``nnx.bridge.ToLinen`` of an NNX module without a policy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def is_bridge(cls: type) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _PolicyRequired:
-    """The maker of an NNX module for an ``nnx.bridge.ToLinen``, which raises if it has no policy.
+    """A constructor of an NNX module for ``nnx.bridge.ToLinen`` that raises if the module has no policy.
 
-    Flax makes the module anew in each call. Only then is its policy known.
+    Flax creates the module in each call, so its policy is not known earlier.
     """
 
     make: Callable[..., Any]
@@ -37,7 +37,7 @@ class _PolicyRequired:
         at = f"{'/'.join(self.path)!r}, " if self.path else ""
         raise ValueError(
             f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of {name}.\n"
-            "Apply the policy to the inner module, where it is made, then wrap that:\n"
+            "Apply the policy to the inner module, then wrap it:\n"
             f"nnx.bridge.ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy({name}(*args, **kw), policy), ...)"
         )
 

@@ -11,16 +11,16 @@ import numpy as np
 from jaxmp.engine.module_border import is_default, is_floating
 from jaxmp.policy.policies import Policy
 
-_REPLACED = "_jaxmp_replaced"  # the attribute of a module with the fields that its author wrote and a policy replaced
+_REPLACED = "_jaxmp_replaced"  # the attribute of a module with the original values of fields that a policy replaced
 
 
 def replaced_fields(module: nn.Module) -> dict[str, Any]:
-    """Return the fields of ``module`` that a policy replaced, as its author wrote them."""
+    """Return the original values of the fields of ``module`` that a policy replaced."""
     return vars(module).get(_REPLACED, {})
 
 
 def replace_field(module: nn.Module, name: str, value: Any) -> None:
-    """Set a field of ``module``, and remember what its author wrote there."""
+    """Set a field of ``module``, and remember its original value."""
     vars(module).setdefault(_REPLACED, {}).setdefault(name, getattr(module, name))
     object.__setattr__(module, name, value)
 
@@ -30,7 +30,7 @@ def fill_dtypes(
 ) -> dict[str, np.dtype]:
     """Fill the dtype fields of ``module`` that have their defaults, and return the dtypes of both.
 
-    An override always fills them. In a container a ``dtype`` of None stays, so that submodules follow their own paths.
+    An override always fills them. In a container, a ``dtype`` of None stays, so that each submodule gets its own dtype.
 
     Args:
       module: a module that is bound to a scope.

@@ -1,4 +1,4 @@
-"""Initializers of Linen modules: traced once, in float32 if JAX has no half program."""
+"""Trace initializers of Linen modules once, and in float32 if JAX does not support half."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxmp.linen.variables import PARAMS
 def trace_initializers_once(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:
     """Replace ``module.param`` by a function that traces equal initializers once.
 
-    Flax traces the initializer of every param that exists, to compare shapes: a third of the time to trace a
+    Flax traces the initializer of every existing param to compare shapes. This takes a third of the time to trace a
     transformer.
 
     Args:
@@ -43,7 +43,7 @@ def trace_initializers_once(module: Any, shapes: dict[Any, Any], is_wide: bool) 
 
 
 def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an initializer; if an equal one ran before, return uninitialised arrays of the same shapes."""
+    """Call an initializer, or return uninitialised arrays of the same shapes if an equal one ran before."""
     call = init_fn, args, (*kwargs.items(),)
     try:
         avals = shapes.get(call)
@@ -57,7 +57,7 @@ def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *a
 
 
 def _init(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an initializer; in float32 if it factorises a matrix, which JAX cannot do in half."""
+    """Call an initializer, in float32 if it factorises a matrix, which JAX cannot do in half."""
     half = next((np.dtype(arg) for arg in jax.tree.leaves((args, kwargs)) if _is_half_dtype(arg)), None)
     if half is None:
         return init_fn(key, *args, **kwargs)
@@ -78,6 +78,6 @@ def _factorises(make: Callable[[Any], Any], key: Any) -> bool:
     """Return whether ``make`` has a factorisation, such as an orthogonal initializer's QR."""
     try:
         program = jax.make_jaxpr(make)(key)
-    except Exception:  # an initializer that cannot be traced, or fails: calling it raises its own error
+    except Exception:  # the initializer fails or cannot be traced; calling it will raise its own error
         return False
     return any(classify(eqn.primitive.name) is Class.LINALG for eqn in equations(program))

@@ -1,9 +1,9 @@
-"""Policies for Flax Linen modules that nobody edited.
+"""Policies for Flax Linen modules, without changes to their code.
 
-:func:`apply_policy` returns the module as an instance of a subclass that differs in one thing: when one of its methods
-is called from outside, it runs under its policies (see ``jaxmp/linen/run.py``). No name changes and no scope is added,
-so the variables are those of the bare module. Fields are set on the clones that Linen makes for one ``init`` or
-``apply``, never on the user's objects.
+:func:`apply_policy` returns an instance of a subclass of the module's class. Calls of its methods from outside run
+under its policies (see ``jaxmp/linen/run.py``). Names and scopes do not change, so the variables are those of the
+original module. Fields are set on the clones that Linen creates for one ``init`` or ``apply``, never on the user's
+objects.
 """
 
 from __future__ import annotations
@@ -46,25 +46,26 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     in JAX, such as an orthogonal one, run in float32.
 
     A module with a ``dtype`` field computes as Flax defines it. A module without one gets half arrays from its layers.
-    Its operations are decided on the graph, as by :func:`jaxmp.autocast`, and in float32 if it has params of its own;
-    else ``jnp.mean`` of a half array returns half. A ``dtype`` or ``param_dtype`` that differs from the class's default
-    is the author's choice: it stays, unless an override covers the module. A submodule that has a policy keeps it.
+    If it has its own params, it is traced in float32 and the rules of :func:`jaxmp.autocast` decide its operations.
+    Otherwise it is traced in the dtypes of its inputs: ``jnp.mean`` of half returns half. If a ``dtype`` or
+    ``param_dtype`` differs from the class's default, it is the author's choice and stays, unless an override covers the
+    module. A submodule with a policy keeps it.
 
-    Gradients of params are summed in float32. A loop's carry keeps the dtype with which it enters; call JAX's loops by
-    their full names, ``jax.lax.scan``. The model is traced as under ``jax.jit``: its Python code cannot branch on
+    Gradients of params are summed in float32. A loop's carry keeps the dtype of its initial value. Call JAX's loops by
+    their full names: ``jax.lax.scan``. The model is traced as under ``jax.jit``, so its Python code cannot branch on
     values of arrays.
 
     Args:
-      module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.
-      policy: whatever :func:`jaxmp.get_policy` reads.
-      overrides: pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may begin with the
-        name of the root, as tools print it: ``Net/head`` is ``head``.
+      module: any Linen module, which you may also nest in another. A new policy replaces an earlier one.
+      policy: anything that :func:`jaxmp.get_policy` reads.
+      overrides: a mapping from pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may
+        begin with the name of the root, as the tools print it: ``Net/head`` means ``head``.
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
-      ValueError: when the module runs, for only then its submodules exist: a pattern matched no module; an
-        ``nnx.bridge.ToLinen`` wraps an NNX module without a policy of its own; every product stays float32 under a half
-        policy, by overrides or by the dtypes of its modules (in a call that runs all of them).
+      ValueError: raised when the module runs, because only then its submodules exist. A pattern matched no module; an
+        ``nnx.bridge.ToLinen`` wraps an NNX module without a policy; or every product stays float32 under a half policy,
+        because of overrides or the dtypes of its modules (in a call that runs all modules).
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -81,20 +82,20 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``module`` under :func:`jaxmp.autocast`, with the same fields, methods and variables.
 
-    Each operation is decided on its own, and no ``dtype`` field changes. Variables are made without autocast.
+    Autocast decides for each operation, and no ``dtype`` field changes. Variables are initialised without autocast.
 
     Args:
-      module: any Linen module, alone or to be nested in another; one that has a policy already loses it.
-      policy: whatever :func:`jaxmp.get_policy` reads and computes in float16 or bfloat16.
-      overrides: pattern to ``"float32"``, ``"half"`` or a policy that computes in one of them, for parts of the module;
-        patterns are those of :class:`jaxmp.PolicyMap`, and those of operations that :func:`jaxmp.autocast` takes.
+      module: any Linen module, which you may also nest in another. Autocast replaces an earlier policy.
+      policy: any policy of :func:`jaxmp.get_policy` that computes in float16 or bfloat16.
+      overrides: a mapping from pattern to ``"float32"``, ``"half"``, or a policy that computes in one of these. A
+        pattern is one of :class:`jaxmp.PolicyMap`, or a key of operations of :func:`jaxmp.autocast`.
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
-      ValueError: the policy computes in no half dtype, or an override neither in that nor in float32; an override names
-        no primitive or class that there is; or, when the module runs: a pattern matched no module and no variable, an
-        override no operation; every product stays float32 by overrides of modules, of ``"class:half"`` or
-        ``"class:*"``. ``{"primitive:dot_general": "float32"}``, which leaves convolutions, is taken at its word.
+      ValueError: the policy does not compute in half; an override computes neither in the policy's half dtype nor in
+        float32; an override names an unknown primitive or class. When the module runs: a pattern matched no module and
+        no variable; an override matched no operation; or overrides of modules, of ``"class:half"`` or of ``"class:*"``
+        keep every product in float32 (an override of ``"primitive:dot_general"`` may do so).
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -116,14 +117,14 @@ def _under(module: M, root: Root, name: str) -> M:
 
 
 class _Policied(Hooks):
-    """Mixed into the class of a module under a policy: starts a run when a method is called from outside."""
+    """A mixin for the class of a module under a policy, which starts a run if a method is called from outside."""
 
     jaxmp_root: Root
 
     def jaxmp_call(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
-        """Return ``call()``, as a run of its own if it comes from outside."""
+        """Return ``call()``, as a separate run if the call comes from outside."""
         if policies_off.value or self.scope is None or is_checked(self):
             return call()
         if (run := run_with_root(self)) is not None:
@@ -153,7 +154,7 @@ class _Policied(Hooks):
         if policies_off.value:
             return bare(variables, *args, rngs=rngs, **kwargs)
         check = ProductsCheck(self.jaxmp_root.policies.root)
-        if not variables.get("params"):  # they are about to be made
+        if not variables.get("params"):  # this call initialises them
             return bare(variables, *args, rngs=rngs, **kwargs)
 
         def pure(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
@@ -174,8 +175,8 @@ class _Policied(Hooks):
         with _views.turned(False):
             return super().clone(**kwargs)
 
-    # `model.bind(variables).encoder(x)` reaches a submodule while no method of the root runs. It gets the submodule
-    # under the same policies.
+    # `model.bind(variables).encoder(x)` calls a submodule while no method of the root runs. The submodule must have the
+    # same policies.
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         return value if is_running() or policies_off.value else _view(self, name, value)
@@ -194,7 +195,7 @@ class _Policied(Hooks):
 
 
 def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a scope as the engine writes it."""
+    """Return a function of a scope that runs through the engine."""
 
     def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
@@ -206,7 +207,7 @@ def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -
     return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
 
 
-# The wrapper of every method of Linen. A method with a lifted transform, or of a transformed class, has another.
+# Linen's wrapper of every method. A method with a lifted transform, or of a transformed class, has another wrapper.
 _WRAPPER = nn.Dense.__call__.__code__
 
 
@@ -221,7 +222,7 @@ def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any
 
 
 def _as_one_run(method: Any) -> Any:
-    """Return ``method`` for ``apply``; a function of several methods is one run."""
+    """Return ``method`` for ``apply``; a function that calls several methods is one run."""
     is_method = method is None or isinstance(method, str) or inspect.ismethod(method)
     return method if is_method or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
 
@@ -246,15 +247,15 @@ class _Classes(dict[Root, Any]):
 def _classes_of(base: Any) -> _Classes:
     """Return the subclasses of ``base`` under policies."""
     if "_jaxmp_classes" not in vars(base):
-        base._jaxmp_classes = _Classes(base)  # a cache of ours would keep every class for ever
+        base._jaxmp_classes = _Classes(base)  # a global cache would keep every class alive
     known: _Classes = vars(base)["_jaxmp_classes"]
     return known
 
 
 def _make_class(base: Any, root: Root) -> Any:
-    """Make the subclass of ``base`` under the policies of ``root``."""
+    """Create the subclass of ``base`` under the policies of ``root``."""
 
-    # Not a field of the module: lifted transforms hand the fields of one class to the constructor of another.
+    # Not a field of the module: lifted transforms pass the fields of one class to the constructor of another.
     class Policied(_Policied, base):
         jaxmp_root = root
         jaxmp_programs: ClassVar[dict[Any, Any]] = {}
@@ -272,12 +273,12 @@ def _make_class(base: Any, root: Root) -> Any:
 
 
 def _base(cls: Any) -> Any:
-    """Return a class of modules as its author wrote it."""
+    """Return the author's class of a module."""
     return next(base for base in cls.__mro__ if not issubclass(base, Hooks))
 
 
 def _author_fields(module: Any) -> dict[str, Any]:
-    """Return the fields of a module as its author wrote them."""
+    """Return the fields of a module with the author's values."""
     names = [field.name for field in dataclasses.fields(module) if field.init]
     with _views.turned(False):
         fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
@@ -285,7 +286,7 @@ def _author_fields(module: Any) -> dict[str, Any]:
 
 
 def _rebuild(base: Any, fields: dict[str, Any], root: Root, name: str | None, parent: Scope | None = None) -> Any:
-    """Make a module under policies of the class and the fields of a bare one."""
+    """Create a module under policies with the class and the fields of a module without."""
     return _policied_class(base, root)(**fields, name=name, parent=parent)
 
 
@@ -295,7 +296,7 @@ def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
 
 
 def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
-    """Return a function that makes the variables of ``module`` in the same place, without policies."""
+    """Return a function that initialises the variables of ``module`` in the same scope without policies."""
     scope = module.scope
     fields = _author_fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # as they are before the run
 
@@ -309,14 +310,14 @@ def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: 
 
 
 class _Switch(threading.local):
-    """A switch of this thread."""
+    """A thread-local switch."""
 
     def __init__(self, is_on: Any) -> None:
         self.is_on = is_on
 
     @contextlib.contextmanager
     def turned(self, is_on: Any) -> Iterator[None]:
-        """Turn the switch on or off, while the context lasts."""
+        """Turn the switch on or off inside of the context."""
         before, self.is_on = self.is_on, is_on
         try:
             yield
@@ -324,8 +325,8 @@ class _Switch(threading.local):
             self.is_on = before
 
 
-_in_engine = _Switch(None)  # the check of the engine's trace that the next run of a root begins in, if it is in one
-_views = _Switch(True)  # whether an attribute of a bound module is handed out under its policies
+_in_engine = _Switch(None)  # the check of the engine's trace in which the next run of a root begins, or None
+_views = _Switch(True)  # whether attributes of a bound module are returned under its policies
 
 
 def _view(parent: Any, name: str, value: Any) -> Any:

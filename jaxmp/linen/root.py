@@ -1,7 +1,7 @@
-"""The policies of a Linen module, and the flags that mark what belongs to it.
+"""The policies of a Linen module, and the flags that mark the modules below it.
 
-Linen hands the flags of a scope on to every scope below, through lifted transforms too, and ``nn.jit`` keys its cache
-with them.
+Linen passes the flags of a scope on to every scope below, also through lifted transforms. They are part of the cache
+key of ``nn.jit``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policy_map import PolicyMap
 
-ROOT_FLAG = "jaxmp_root"  # the hash of the root that a scope belongs to
-OUTER_FLAG = "jaxmp_outer"  # the hash of the root around that one
-POLICY_FLAG = "jaxmp_policy"  # what nn.jit may not share between modules
+ROOT_FLAG = "jaxmp_root"  # the hash of the root of a scope
+OUTER_FLAG = "jaxmp_outer"  # the hash of the root around it
+POLICY_FLAG = "jaxmp_policy"  # keeps nn.jit from sharing a trace between modules of different policies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Root:
     """The policies of a module.
 
     Attributes:
-      policies: the policies; under autocast its exceptions.
-      prefix: the path of the module, if it was reached through a bound parent.
-      autocast: whether autocast decides, which changes no field and no param.
+      policies: the policies, or the overrides of autocast.
+      prefix: the path of the module, if it is an attribute of a bound parent.
+      autocast: whether autocast decides, which does not change fields or params.
       operations: the overrides of operations under autocast.
     """
 
@@ -39,14 +39,14 @@ class Root:
     operations: tuple[tuple[str, str], ...] = ()
 
     def rules(self, decided: Callable[[Any], object]) -> Rules:
-        """Return the rules for the engine. Except under autocast, each module has its own half dtype."""
+        """Return the rules for the engine; except under autocast, each module has its own half dtype."""
         if not self.autocast:
             return Rules(None, decided=decided)
         recipe = self.policies.root.float8
         return Rules(self.policies.compute_dtype, dict(self.operations), float8=recipe, decided=decided)
 
     def mark(self, module: nn.Module) -> None:
-        """Mark the scope of ``module``, and every scope made below it from now on, as part of this root."""
+        """Mark the scope of ``module``, and all scopes that are created below it, as part of this root."""
         scope: Any = module.scope
         if scope.flags.get(ROOT_FLAG, hash(self)) != hash(self):
             set_flag(scope, OUTER_FLAG, scope.flags[ROOT_FLAG])
@@ -54,6 +54,6 @@ class Root:
 
 
 def set_flag(scope: Scope, name: str, value: int) -> None:
-    """Set a flag of a scope, which scopes made below it will inherit."""
+    """Set a flag of a scope; scopes that are created below it will inherit the flag."""
     if scope.flags.get(name) != value:
         scope.flags = scope.flags.copy({name: value})

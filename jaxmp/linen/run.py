@@ -1,9 +1,9 @@
 """One run of a Linen module under policies, from the call of the root's method to its return.
 
-While it lasts, a method interceptor stands between Linen and the modules that belong to the root. Before the first
-method of one runs, its ``dtype`` and ``param_dtype`` fields are set as its policy says. While one runs, a mark on JAX's
-name stack tells the engine how to compute it: as it is written, or as the engine decides. A flag in its scope marks a
-module as part of the root (see ``jaxmp/linen/root.py``).
+During the run, a method interceptor handles all calls of modules of the root. Before a module's first method runs, its
+``dtype`` and ``param_dtype`` fields are set from its policy. While a method runs, a mark on JAX's name stack tells the
+engine whether it computes as written or as the engine decides. A flag in its scope marks a module as part of the root
+(see ``jaxmp/linen/root.py``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from jaxmp.linen.variables import (
 from jaxmp.policy.patterns import Path, is_class_pattern
 from jaxmp.policy.policies import Policy
 
-_NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # fields of these hold none
+_NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # fields without modules
 _DECISION = "_jaxmp_decision"  # the attribute of a module with its decision
 
 
@@ -56,8 +56,8 @@ class _LinenDecision(Treatment):
     """How a Linen module computes.
 
     Attributes:
-      key: the same for modules between which ``nn.jit`` may share a trace.
-      param_dtype: None if the params keep the dtypes in which they are made.
+      key: a key that is equal for two modules if ``nn.jit`` may share a trace between them.
+      param_dtype: the dtype of stored params; None if params keep their initial dtypes.
     """
 
     key: int
@@ -66,7 +66,7 @@ class _LinenDecision(Treatment):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _LinenCall:
-    """A method of a Linen module that runs."""
+    """A running method of a Linen module."""
 
     run: RootRun
     module: nn.Module
@@ -74,20 +74,20 @@ class _LinenCall:
     decision: Treatment
 
     def is_around(self, run: RootRun, module: nn.Module) -> bool:
-        """Return whether a method of ``module`` called now is a helper, or the body of a lifted transform."""
+        """Return whether a call of ``module`` inside of this one is a helper or a lifted transform's body."""
         related = isinstance(module, type(self.module)) or isinstance(self.module, type(module))
         return self.run is run and self.path == module.path and related
 
 
 class _Running(threading.local):
-    """The runs and the methods that are under way in this thread, innermost last."""
+    """The active runs and methods of this thread, innermost last."""
 
     def __init__(self) -> None:
         self.runs: list[RootRun] = []
         self.frames: list[_LinenCall] = []
 
     def run_of(self, module: nn.Module) -> RootRun | None:
-        """Return the innermost run that ``module`` belongs to."""
+        """Return the innermost run of ``module``'s root."""
         if module.scope is None or ROOT_FLAG not in module.scope.flags:
             return None
         token, path = module.scope.flags[ROOT_FLAG], module.path
@@ -95,7 +95,7 @@ class _Running(threading.local):
 
     @contextlib.contextmanager
     def method(self, call: _LinenCall) -> Iterator[None]:
-        """Note that a method runs, while the context lasts."""
+        """Record that a method is running inside of the context."""
         self.frames.append(call)
         try:
             yield
@@ -107,12 +107,12 @@ _running = _Running()
 
 
 def is_running() -> bool:
-    """Return whether any run is under way."""
+    """Return whether any run is active."""
     return bool(_running.runs)
 
 
 def run_with_root(module: nn.Module) -> RootRun | None:
-    """Return the run of ``module`` as the root, if it is under way."""
+    """Return the active run with ``module`` as its root, or None."""
     run = _running.run_of(module)
     return run if run is not None and run.path == module.path else None
 
@@ -135,26 +135,26 @@ def running(run: RootRun) -> Iterator[RootRun]:
         run.finish()
     finally:
         _running.runs.remove(run)
-        run.shapes.clear()  # an initializer may hold its module, which holds these
+        run.shapes.clear()  # breaks a reference cycle through initializers that refer to their module
 
 
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
     """Call a method of a module in the run that the module belongs to."""
     run = _running.run_of(context.module)
-    if run is None:  # a model that is applied on its own inside another
+    if run is None:  # a model with a separate ``apply`` inside of another
         with computing(None):
             return next_fun(*args, **kwargs)
     return run.call(context.module, context.method_name, next_fun, args, kwargs)
 
 
 class RootRun:
-    """The modules called while a root's method runs, with their decisions by path.
+    """The modules that are called while a root's method runs, with their decisions by path.
 
     Args:
       module: the root, bound to a scope.
       root: its policies.
-      make_variables: when variables are about to be made, makes those of the module without policies.
-      method: the name of the method that runs; None if it is a function that calls some.
+      make_variables: a function that initialises the variables without policies; None if they exist already.
+      method: the name of the running method; None if it is a function that calls several methods.
     """
 
     def __init__(
@@ -162,16 +162,16 @@ class RootRun:
     ) -> None:
         root.mark(module)
         self.module, self.path, self.token, self.method = module, module.path, hash(root), method
-        self.copy: Any = lambda: None  # a weak reference to the module's copy in the engine's trace, which ends first
+        self.copy: Any = lambda: None  # a weak reference to the module's copy in the engine's trace
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
         self.autocast, self.operations = root.autocast, root.operations
         self.variables = self._foresee() if make_variables else module.variables
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _LinenDecision] = {}
-        self.shapes: dict[Any, Any] = {}  # of the values that initializers make
-        self.defaults: dict[int, tuple[type, dict[str, Any]]] = {}  # of fields, by the ids of classes, with these
-        self.called: dict[Path, Reason | None] = {}  # why they are not half, if they are not
-        self.not_half: list[NotHalf] = []  # set at the end, if no run is around this one and every module was called
+        self.shapes: dict[Any, Any] = {}  # the shapes of initial values
+        self.defaults: dict[int, tuple[type, dict[str, Any]]] = {}  # classes and their fields' defaults, by class id
+        self.called: dict[Path, Reason | None] = {}  # the reasons why modules are not half, or None
+        self.not_half: list[NotHalf] = []  # set at the end of an outermost run that called every module
         self.nested: list[Path] = []
         config: Any = jax.config
         self.ambient_precision = config.jax_default_matmul_precision
@@ -179,32 +179,32 @@ class RootRun:
         self.by_class, self.by_path = any(kinds), not all(kinds)
 
     def covers(self, path: Path) -> bool:
-        """Return whether ``path`` is that of the root or lies below it."""
+        """Return whether ``path`` is the root's path or a path below it."""
         return path[: len(self.path)] == self.path
 
     def _foresee(self) -> Variables | None:
-        """Return the shapes of the variables to come, or None if they cannot be made."""
+        """Return the shapes of the variables that the run will initialise, or None if that fails."""
         assert self.make_variables is not None
         try:
             return jax.eval_shape(self.make_variables)
-        except Exception:  # the user's own error, which the run will raise again, or variables that are no arrays
+        except Exception:  # the user's error, which the run will raise again, or variables that are not arrays
             return None
 
     def _at(self, path: Path) -> Variables | None:
-        """Return the collections at ``path`` before the run, or as they will be; None if that is not known."""
+        """Return the existing or expected collections at ``path``, or None if they are unknown."""
         if self.variables is None:
             return None
         there = {name: descend(collection, path) for name, collection in self.variables.items()}
         return {name: collection for name, collection in there.items() if isinstance(collection, Mapping)}
 
-    # --- what is decided for a module ---
+    # --- decisions ---
 
     def decide(self, module: nn.Module, born_in: Scope | None = None) -> _LinenDecision:
-        """Return the decision for ``module``; the first time, decide and set the module up.
+        """Return the decision for ``module``; the first time, decide and set up the module.
 
         Args:
           module: a module of this run.
-          born_in: its scope, if it has none yet.
+          born_in: its future scope, if it has none yet.
         """
         scope: Any = born_in or module.scope
         path = scope.path[len(self.path) :]
@@ -248,7 +248,7 @@ class RootRun:
         collections = self._at(path)
         is_parent = collections is not None and has_children(collections)
         owns_params = collections is None or bool(own_leaves(collections.get(PARAMS, {})))
-        # A container's None is left alone: what lies below follows its own path. A cell is one computation.
+        # The dtype of a container stays None, because each submodule gets its own. A cell is a single computation.
         is_container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
         defaults = self._defaults_of(module)
         dtypes = fill_dtypes(module, defaults, policy, is_overridden, is_container)
@@ -259,7 +259,7 @@ class RootRun:
         return None, dtypes
 
     def _classes_around(self, module: Any, path: Path) -> Mapping[Path, type | tuple[type, ...]]:
-        """Return the classes by path, with all that share a scope with ``module`` or a module around it."""
+        """Return the classes by path, including classes that share a scope with ``module`` or a module around it."""
         if not self.by_class:
             return self.classes
         around: dict[Path, tuple[type, ...]] = {}
@@ -280,10 +280,10 @@ class RootRun:
             self.defaults[id(cls)] = cls, {field.name: field.default for field in dataclasses.fields(cls)}
         return self.defaults[id(cls)][1]
 
-    # --- what is done for a call ---
+    # --- calls ---
 
     def call(self, module: nn.Module, method: str, next_fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a method of ``module``, which belongs to this run, under its decision."""
+        """Call a method of ``module``, a module of this run, under its decision."""
         decision = self.decide(module)
         if method == "setup":
             next_fun(*args, **kwargs)
@@ -300,7 +300,7 @@ class RootRun:
     def _call_treated(
         self, module: nn.Module, decision: _LinenDecision, next_fun: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call a method in the dtypes of its decision, and return its result in those that its caller expects."""
+        """Call a method in the dtypes of its decision, and return its result in the dtypes that its caller expects."""
         caller = _running.frames[-1] if _running.frames else None
         parent = caller.decision if caller is not None and caller.run is self else None
         is_inside = caller is not None and caller.is_around(self, module)
@@ -321,7 +321,7 @@ class RootRun:
             return handed_out(result, treatment, parent, arguments)
         if self.method is not None and (module is self.module or module is self.copy()):
             result = handed_out(result, treatment, None, arguments) if self.prefix else result
-            return self.cast_output(result)  # before Linen captures it as an intermediate
+            return self.cast_output(result)  # Linen captures the cast result as an intermediate
         return result
 
     def cast_output(self, result: Any) -> Any:
@@ -333,7 +333,7 @@ class RootRun:
 
         A parent may read their dtypes, or call a method that Linen does not wrap.
         """
-        # In the engine's trace the parent is a copy, whose attributes are bound and not registered.
+        # In the engine's trace the parent is a copy; its attributes are bound, but not registered.
         attributes = [vars(module).get(name) for name in self._defaults_of(module) if name not in ("parent", "name")]
         attributes = [value for value in attributes if not isinstance(value, _NO_MODULES)]
         in_fields = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module)) if attributes else ()
@@ -341,19 +341,19 @@ class RootRun:
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
 
-    # --- what is done at the end ---
+    # --- the end of the run ---
 
     def finish(self) -> None:
         """Store params in their param dtypes, and check the patterns, after the run."""
         if self.make_variables is not None:
             store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
-                return  # only a part of the variables was made, so patterns may match others
+                return  # only some of the variables were initialised, and patterns may match the others
         if self.method != "setup" and not self.prefix:
             self._check()
 
     def _param_dtype(self, path: Path) -> np.dtype | None:
-        """Return the param dtype of the nearest module around the param at ``path``; None if it is not cast."""
+        """Return the param dtype of the innermost module around ``path``; None if the param is not cast."""
         for end in range(len(path), -1, -1):
             decision = self.decisions.get(path[:end])
             if decision is not None:
@@ -361,7 +361,7 @@ class RootRun:
         return None
 
     def _check(self) -> None:
-        """Raise if a pattern matched nothing; of a whole model, note the modules that are not half."""
+        """Raise if a pattern matched nothing; for a whole model, record the modules that are not half."""
         variables = {name: nn.unbox(collection) for name, collection in self.module.variables.items()}
         bridges = [path for path, cls in self.classes.items() if is_bridge(cls)]
         paths = {}
@@ -378,7 +378,7 @@ class RootRun:
             self._note_not_half(matrices)
 
     def _note_not_half(self, matrices: set[Path]) -> None:
-        """Note the modules that are not half; ``matrices`` are paths with params of two axes."""
+        """Record the modules that are not half; ``matrices`` are the paths of params with two axes."""
         for path, reason in self.called.items():
             if reason is not None:
                 has_matrix = path in matrices and not issubclass(self.classes[path], nn.Embed)
@@ -394,7 +394,7 @@ def _outside(bridges: Iterable[Path], path: Path) -> Path:
 
 
 def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
-    """Make a scope as ``scope.push`` does, and decide for its module first."""
+    """Decide for a module, and then create its scope as ``scope.push`` does."""
     child_scope = Scope.push(scope(), name, *args, **kwargs)
     parent = module()
     child = children_of(parent).get(child_scope.name) if parent is not None else None

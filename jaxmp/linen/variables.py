@@ -1,4 +1,4 @@
-"""The variables of Linen modules, kept in the dtypes that the bare module gives them."""
+"""Keep the variables of Linen modules in the dtypes that they have without a policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxmp.policy.patterns import Path
 
 Variables = Mapping[str, Any]
 PARAMS = "params"
-# Collections of computed values, in the dtype they computed it in. All others keep the dtypes of the bare module.
+# Collections of computed values, in their computed dtypes. All others have the dtypes of the module without a policy.
 _COMPUTED = ("cache", "intermediates")
 _ACTIVATIONS = (*_COMPUTED, "perturbations")
 
@@ -41,7 +41,7 @@ def descend(collection: Any, path: Path) -> Any:
 
 
 def own_leaves(collection: Variables) -> list[Any]:
-    """Return the arrays that belong to a module itself and not to its submodules."""
+    """Return the arrays of a module without those of its submodules."""
     return jax.tree.leaves([value for value in collection.values() if not isinstance(value, Mapping)])
 
 
@@ -51,16 +51,16 @@ def has_children(collections: Variables) -> bool:
 
 
 def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -> None:
-    """Store a method's writes to collections in the dtypes of the bare module.
+    """Store a method's writes to collections in the dtypes of the module without a policy.
 
-    These are the dtypes of the values ``before``, where there were some.
+    If there were values ``before``, their dtypes are used.
     """
     for name in list(module.variables):
         if name == PARAMS or not module.is_mutable_collection(name):
             continue
         for key, value in list(module.variables[name].items()):
             if isinstance(value, Mapping) and not isinstance(children_of(module).get(key), str):
-                continue  # a submodule's
+                continue  # belongs to a submodule
             stored = value
             if name not in _ACTIVATIONS:
                 old = before.get(name, {}).get(key)
@@ -74,15 +74,15 @@ def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -
 def store_params(
     module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
 ) -> None:
-    """Store the params that were made in or below ``module`` in their param dtypes.
+    """Store the params that were initialised in or below ``module`` in their param dtypes.
 
-    Params that were rounded on the way, as by ``nn.map_variables``, are made again without policies.
+    Params that have been rounded, as by ``nn.map_variables``, are initialised again without policies.
 
     Args:
       module: a module that is bound to a scope.
-      wanted: the param dtype by path; None leaves a param alone.
-      foreseen: the shapes of the variables of the bare module.
-      make_bare: makes the variables of the bare module.
+      wanted: a function from path to param dtype; None leaves a param alone.
+      foreseen: the shapes of the variables without policies.
+      make_bare: a function that initialises the variables without policies.
     """
     if not module.is_mutable_collection(PARAMS):
         return

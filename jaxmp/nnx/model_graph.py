@@ -1,4 +1,4 @@
-"""The modules of an NNX model, as they are before a policy is put on them."""
+"""Read the modules of an NNX model before a policy is applied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxmp.nnx.run import bare_class, decision_of
 from jaxmp.policy.patterns import Path
 
 _DTYPES = ("param_dtype", "dtype")
-_WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # these write the Params of another module, in its dtype
+_WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # these write Params of another module, in its dtype
 
 
 @dataclasses.dataclass(eq=False)
@@ -25,9 +25,9 @@ class ModuleNode:
 
     Attributes:
       module: the module.
-      paths: every path that leads to it, as it may be shared.
-      around: the modules around it, by the first path.
-      dtypes: its floating ``dtype`` and ``param_dtype`` attributes, as its author wrote them.
+      paths: all paths that lead to it; a shared module has several.
+      around: the modules that contain it, along the first path.
+      dtypes: its floating ``dtype`` and ``param_dtype`` attributes, as the author set them.
     """
 
     module: Any
@@ -38,8 +38,8 @@ class ModuleNode:
     def is_filled(self, name: str, overridden: bool) -> bool:
         """Return whether a policy sets the attribute ``name``.
 
-        An override always sets it. Any other policy does if the attribute has its default, or the default of a module
-        around it, whose constructor may have passed its own default on.
+        An override always sets it. Any other policy sets it if the attribute has its default, or the default of a
+        containing module, because that module's constructor may have passed its default on.
         """
         if name == "dtype" and isinstance(self.module, _WRITE_PARAMS):
             return False
@@ -70,7 +70,7 @@ class ModuleNode:
         return isinstance(self.module, nnx.bridge.ToNNX)
 
     def has_linen_policy(self) -> bool:
-        """Return whether the Linen module that this one wraps has a policy of its own."""
+        """Return whether the Linen module inside has its own policy."""
         return hasattr(self.module.to_nnx__module, "jaxmp_root")
 
     def is_parent(self) -> bool:
@@ -87,7 +87,7 @@ class ModuleGraph:
       nodes: the modules that get a policy, the model itself first.
       classes: the classes of all modules, by path.
       variables: the paths of all Variables, except those of Linen modules.
-      nested: the modules that have policies of their own.
+      nested: the modules that already have a policy.
     """
 
     nodes: list[ModuleNode]
@@ -115,7 +115,7 @@ def read_graph(model: nnx.Module) -> ModuleGraph:
                 return
             node = nodes.setdefault(id(value), ModuleNode(value, [], around, _author_dtypes(value)))
             node.paths.append(path)
-            if node.wraps_linen:  # no pattern reaches into it
+            if node.wraps_linen:  # patterns do not match modules inside
                 if node.has_linen_policy():
                     graph.nested.append(value)
                 return
@@ -133,14 +133,14 @@ def _author_dtypes(module: nnx.Module) -> dict[str, Any]:
     decision = decision_of(module)
     attributes = vars(module) | dict(decision.replaced if decision is not None else ())
     dtypes = {name: attributes[name] for name in _DTYPES if name in attributes and is_floating(attributes[name])}
-    # Without a dtype, an Embed gives itself that of its params.
+    # An Embed without a dtype sets its dtype to that of its params.
     if isinstance(module, nnx.Embed) and dtypes.get("dtype") == dtypes.get("param_dtype"):
         dtypes["dtype"] = None
     return dtypes
 
 
 def _default(module: nnx.Module, name: str) -> Any:
-    """Return the default of the constructor's argument ``name``, of its own or of a base class."""
+    """Return the default of the constructor's argument ``name``, also of base classes."""
     for cls in bare_class(module).__mro__:
         parameter = inspect.signature(cls.__init__).parameters.get(name) if "__init__" in vars(cls) else None
         if parameter is not None:

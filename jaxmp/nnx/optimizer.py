@@ -33,23 +33,23 @@ P = ParamSpec("P")
 Aux = TypeVar("Aux")
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
-_Object: Any = nnx.Optimizer  # its type parameters are of no use here
+_Object: Any = nnx.Optimizer  # hides its type parameters
 
 
 class Optimizer(_Object):
     """An ``nnx.Optimizer`` with loss scaling, which skips steps that are not finite.
 
-    With gradients of :func:`value_and_grad`, a skipped step leaves every Variable of the model bit for bit as it
-    was when the last step ended, batch statistics included; only random number generators move on. So do other modules
-    among the loss function's arguments, when the gradients' norm is not finite. The optimizer's ``step`` counts calls,
-    ``skipped`` those that changed nothing.
+    With gradients of :func:`value_and_grad`, a skipped step restores every Variable of the model bit for bit, including
+    batch statistics. Only the random number generators advance. If the norm of the gradients is not finite, other
+    modules among the loss function's arguments are restored too. The optimizer's ``step`` counts all steps, and
+    ``skipped`` counts skipped ones.
 
     Args:
       model: the model, under a policy or not.
-      tx: an optax optimizer, in ``jaxmp.loss_scaling`` or bare.
-      wrt: filter of the Variables to be trained.
-      loss_scale: wraps a bare ``tx`` in ``jaxmp.loss_scaling``. None is for a ``tx`` that has a loss scale already; a
-        bare one gets ``NoOpLossScale``, which skips non-finite steps and scales nothing.
+      tx: an optax optimizer, with or without ``jaxmp.loss_scaling``.
+      wrt: the filter of the Variables to train.
+      loss_scale: the loss scale for a ``tx`` without ``jaxmp.loss_scaling``. If it is None, such a ``tx`` gets
+        ``NoOpLossScale``, which only skips non-finite steps.
       ema: whether to keep a float32 moving average of the trained Variables, ``ema``, which
         ``jaxmp.nnx.make_train_step(ema_decay=…)`` updates and :meth:`ema_model` evaluates.
 
@@ -99,8 +99,8 @@ class Optimizer(_Object):
         self._structure: Any = jax.tree.structure(nnx.as_pure(params))
         self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
-        # None of the model's own arrays: two that jax.device_put makes of one may share a buffer, which no step can
-        # donate twice.
+        # Copies of the model's arrays: the results of two jax.device_put of one array may share a buffer, and a step
+        # cannot donate a buffer twice.
         arrays_of_model = {*map(id, jax.tree.leaves(nnx.as_pure(params)))}
         own_arrays = nnx.as_pure(self.opt_state), _tree.widen(nnx.as_pure(params)) if ema else None
         opt_state, average = jax.tree.map(lambda leaf: copied_if_seen(leaf, arrays_of_model), own_arrays)
@@ -109,12 +109,12 @@ class Optimizer(_Object):
 
     @property
     def loss_scale(self) -> LossScale:
-        """The loss-scale object that the next loss is scaled with."""
+        """The loss scale of the next step."""
         return get_loss_scale(nnx.as_pure(self.opt_state))
 
     @property
     def skipped(self) -> jax.Array:
-        """int32 scalar: the steps so far that changed nothing."""
+        """The number of skipped steps so far, an int32 scalar."""
         return self._skipped[...]
 
     def ema_model(self, model: M) -> M:
@@ -126,28 +126,28 @@ class Optimizer(_Object):
         if self.ema is None:
             raise ValueError("ema_model needs a moving average: jaxmp.nnx.Optimizer(model, tx, ema=True)")
         graphdef, *states = nnx.split(model, self.wrt, ..., graph=True)
-        params, others = jax.tree.map(jnp.copy, nnx.as_pure(states))  # which no step deletes that donates the model's
+        params, others = jax.tree.map(jnp.copy, nnx.as_pure(states))  # a donating step must not delete them
         averages = jax.tree.map(lambda ema, param: ema.astype(param.dtype), self.ema, params)
         average_model: M = nnx.merge(graphdef, averages, others)
         return average_model
 
     def _remember(self, values: dict[str, Any]) -> None:
-        """Keep ``values`` for the next :meth:`update` to put back if it skips.
+        """Keep ``values``, which the next :meth:`update` restores if it skips the step.
 
-        :func:`value_and_grad` calls this with what the loss function has changed in the model.
+        :func:`value_and_grad` calls this with the old values of the Variables that the loss function has changed.
         """
         self._before = nnx.data({**values, **(self._before or {})})
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Take a step with ``grads``, the true gradients, or skip it if they are not finite.
+        """Update the model with the true gradients ``grads``, or skip the step if they are not finite.
 
         Args:
-          model: changed in place.
-          grads: of :func:`value_and_grad`.
+          model: the model, which is changed in place.
+          grads: the gradients of :func:`value_and_grad`.
           **kwargs: extra arguments of the optax optimizer.
 
         Returns:
-          The updates that were added to the params; -0.0 if the step was skipped.
+          The updates that were added to the params; all -0.0 if the step was skipped.
 
         Raises:
           TypeError: ``model`` is not an NNX model: the gradients, say, where the two are swapped.
@@ -186,7 +186,7 @@ class Optimizer(_Object):
             )
 
     def _take(self, state: TrainState) -> None:
-        """Takes over what a train step made of this optimizer's state."""
+        """Copy the state of a train step into this optimizer."""
         variables = self.opt_state, self.step, self._skipped, self._stuck
         values = state.opt_state, state.step, state.skipped, state.stuck
         _set(variables, values)
@@ -195,12 +195,12 @@ class Optimizer(_Object):
 
 
 def _set(variables: Any, values: Any) -> None:
-    """Gives each Variable its value, which may be a tree (``nnx.update`` would make a State of it)."""
+    """Set each Variable to its value, which may be a tree (``nnx.update`` would turn it into a State)."""
     jax.tree.map(nnx.Variable.set_raw_value, variables, values, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def require_optimizer(optimizer: Any, who: str) -> None:
-    """Raise a TypeError unless ``optimizer`` is an :class:`Optimizer` of this module."""
+    """Raise a TypeError if ``optimizer`` is not an :class:`Optimizer` of this module."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{who} takes a jaxmp.nnx.Optimizer, got {full_class_name(optimizer)}; "
@@ -209,7 +209,7 @@ def require_optimizer(optimizer: Any, who: str) -> None:
 
 
 def require_model(model: Any, call: str, arguments: str) -> None:
-    """Raise a TypeError unless ``model`` is an NNX model or a tree of Variables.
+    """Raise a TypeError if ``model`` is not an NNX model or a tree of Variables.
 
     Args:
       model: the first argument of the call.
@@ -228,7 +228,7 @@ def require_model(model: Any, call: str, arguments: str) -> None:
 
 
 def _require_some(params: Any, model: Any, wrt: Any) -> None:
-    """Raise a ValueError if ``wrt`` matches no Variable of ``model``: nothing would be trained."""
+    """Raise a ValueError if ``wrt`` matches no Variable of ``model``, so that nothing would be trained."""
     if jax.tree.leaves(params):
         return
     variables = [node for _, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Variable)]
@@ -248,18 +248,18 @@ def _path_text(path: Any) -> str:
 
 
 def _changed(model: Any, before: dict[str, Any]) -> dict[str, Any]:
-    """Those of the values ``before`` that are others now."""
+    """Return the entries of ``before`` whose values have changed."""
     now = _values(model)
     return {name: value for name, value in before.items() if name in now and now[name] is not value}
 
 
 def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
-    """Gives ``model`` the values ``before`` unless ``finite``."""
+    """Set the Variables of ``model`` to the values ``before``, unless ``finite``."""
     arrays = []
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         old, new = before.get(_path_text(path)), value_of(leaf)
         if _path_text(path) not in before or not _is_alike(new, old):
-            continue  # made by the step, or of another shape by now, as an intermediate may be
+            continue  # the step has created it or changed its shape, as for an intermediate
         value = _tree.select_tree(finite, new, old)
         if isinstance(leaf, nnx.Variable):
             leaf.set_raw_value(value)
@@ -304,18 +304,18 @@ def value_and_grad(
 
     Args:
       loss_fn: returns the loss, or ``(loss, aux)`` with ``has_aux``.
-      optimizer: takes the gradients; made with this module's :class:`Optimizer`.
-      argnums: which arguments are differentiated, with respect to the Variables that ``optimizer`` trains unless a
-        ``nnx.DiffState`` says otherwise.
+      optimizer: the :class:`Optimizer` that will use the gradients.
+      argnums: the arguments to differentiate. Gradients are taken with respect to the Variables that ``optimizer``
+        trains, unless an ``nnx.DiffState`` selects others.
       has_aux: whether ``loss_fn`` returns more than the loss.
 
     Returns:
       A function with ``loss_fn``'s arguments that returns ``(loss, grads)`` or ``((loss, aux), grads)``: the true loss
-      and the true gradients in float32, with NaN where one overflowed, for ``optimizer.update``.
+      and the true gradients in float32, for ``optimizer.update``. A gradient that overflowed is NaN.
 
     Raises:
-      TypeError: the optimizer is not this module's; the loss is no floating scalar, or float16, in which the scale
-        overflows; ``argnums`` are neither whole numbers nor ``nnx.DiffState``.
+      TypeError: the optimizer is not a :class:`Optimizer` of this module; the loss is not a floating scalar, or is
+        float16, in which the scale overflows; ``argnums`` are neither integers nor ``nnx.DiffState``.
 
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(8.0))
@@ -356,8 +356,10 @@ def _is_module(node: Any) -> bool:
 
 
 def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer, *, is_trained: bool) -> None:
-    """Make ``optimizer`` put ``changed`` back if it skips the step."""
+    """Make ``optimizer`` restore ``changed`` if it skips the step."""
     if is_trained:
-        with contextlib.suppress(TraceContextError):  # in a loop or a function that was not given the optimizer
+        with contextlib.suppress(
+            TraceContextError
+        ):  # in a loop or function that does not have the optimizer as an argument
             return optimizer._remember(changed)
     _put_back(jnp.isfinite(global_norm(nnx.as_pure(grads))), model, changed)

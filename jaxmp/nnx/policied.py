@@ -1,8 +1,8 @@
-"""Policies for Flax NNX modules that nobody edited.
+"""Policies for Flax NNX models, without changes to their code.
 
-:func:`apply_policy` returns a model that shares the Variables of the one it is given: the modules are copies whose
-``dtype`` attributes are set and whose methods run under their policies (see ``jaxmp/nnx/run.py``). Transforms of NNX,
-``split`` and ``merge`` see an ordinary model.
+:func:`apply_policy` returns a copy of a model that shares its Variables. The copied modules have new ``dtype``
+attributes, and their methods run under their policies (see ``jaxmp/nnx/run.py``). Transforms of NNX, ``split`` and
+``merge`` see an ordinary model.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     Params are stored in the param dtype. Every module computes in the compute dtype of its policy, and the root's
     result is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares every
-    Variable, except Params of another dtype than the param dtype: those are cast.
+    Variable, except Params of another dtype than the param dtype, which are cast.
 
     Use the copy from then on: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step refuses the
-    bare ``model``. To train that in float32 on purpose, use ``apply_policy(model, "float32")``. A value that is written
-    to a shared Variable reaches both. A module or Variable that is added to one afterwards does not reach the other:
-    add it before, or apply the policy again.
+    original ``model``. To train it in float32 on purpose, use ``apply_policy(model, "float32")``. The original and the
+    copy share the values of Variables. But if you add a module or Variable to one of them afterwards, the other does
+    not get it: add it before, or apply the policy again.
 
     A module with a ``dtype`` attribute computes as Flax defines it. A module without one gets half arrays from its
-    layers. Its operations are decided on the graph, as by :func:`jaxmp.autocast`, and in float32 if it has Params of
-    its own; else ``jnp.mean`` of a half array returns half. A ``dtype`` or ``param_dtype`` that differs from the
-    constructor's default is the author's choice: it stays, unless an override covers the module. A nested module that
-    has a policy keeps it. ``init_cache`` without a ``dtype`` makes a cache in the module's compute dtype.
+    layers. If it has its own Params, it is traced in float32 and the rules of :func:`jaxmp.autocast` decide its
+    operations. Otherwise it is traced in the dtypes of its inputs: ``jnp.mean`` of half returns half. If a ``dtype`` or
+    ``param_dtype`` differs from the constructor's default, it is the author's choice and stays, unless an override
+    covers the module. A nested module with a policy keeps it. ``init_cache`` without a ``dtype`` creates a cache in the
+    module's compute dtype.
 
-    Gradients of Params are summed in float32. A loop's carry keeps the dtype with which it enters; call JAX's loops by
-    their full names, ``jax.lax.scan``. The model is traced as under ``jax.jit``: its Python code cannot branch on
-    values of arrays. Code that reads a Param outside of its module's methods, or in a generator, gets it as it is
-    stored.
+    Gradients of Params are summed in float32. A loop's carry keeps the dtype of its initial value. Call JAX's loops by
+    their full names: ``jax.lax.scan``. The model is traced as under ``jax.jit``, so its Python code cannot branch on
+    values of arrays. Code that reads a Param outside of its module's methods, or in a generator, sees the stored dtype.
 
     Args:
-      model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.
-      policy: whatever :func:`jaxmp.get_policy` reads.
-      overrides: pattern to policy for parts of the model, see :class:`jaxmp.PolicyMap`; paths are those of
-        ``nnx.iter_modules``: ``encoder/layers/0``.
+      model: any NNX module, with arrays or abstract. A new policy replaces an earlier one.
+      policy: anything that :func:`jaxmp.get_policy` reads.
+      overrides: a mapping from pattern to policy for parts of the model, see :class:`jaxmp.PolicyMap`. Paths are those
+        of ``nnx.iter_modules``: ``encoder/layers/0``.
 
     Raises:
       TypeError: ``model`` is not an NNX module.
       ValueError: a pattern matched no module; an ``nnx.bridge.ToNNX`` in the model wraps a Linen module without a
-        policy of its own; or the half policy has no effect, because overrides or dtypes keep every product in
-        float32 (seen in the first call that runs all of the model).
+        policy; or the half policy has no effect, because overrides or dtypes keep every product in float32 (checked in
+        the first call that runs the whole model).
 
     >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
@@ -78,24 +78,23 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``model`` under :func:`jaxmp.autocast`: a copy of its modules that shares its Variables.
 
-    No attribute and no Variable changes: each operation is decided on its own, on the program of a whole call of the
-    root. The paths of the modules are scopes on JAX's name stack.
-
-    Sharp edge: a generator runs when its method has returned, in float32.
+    Attributes and Variables do not change. Autocast reads the program of a whole call of the root and decides for each
+    operation. The paths of the modules are scopes on JAX's name stack. A generator runs in float32, because it runs
+    after its method has returned.
 
     Args:
-      model: any NNX module, with arrays or abstract; one that has a policy already loses it.
-      policy: whatever :func:`jaxmp.autocast` takes, or a PolicyMap such as ``"O2"``.
-      overrides: pattern to ``"float32"``, to ``"half"``, or to a policy that computes in one of them, for parts of the
-        model; patterns are those of :class:`jaxmp.PolicyMap`, paths those of ``nnx.iter_modules``
-        (``encoder/layers/0``), and those of operations that :func:`jaxmp.autocast` takes.
+      model: any NNX module, with arrays or abstract. Autocast replaces an earlier policy.
+      policy: any policy that :func:`jaxmp.autocast` takes, or a PolicyMap such as ``"O2"``.
+      overrides: a mapping from pattern to ``"float32"``, ``"half"``, or a policy that computes in one of these. A
+        pattern is one of :class:`jaxmp.PolicyMap`, with paths of ``nnx.iter_modules`` (``encoder/layers/0``), or a key
+        of operations of :func:`jaxmp.autocast`.
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; the policy computes in no half dtype, or an override
-        neither in that nor in float32; an override names no primitive or class that there is; or, when the model is
-        called, matched no operation, or every product stays float32 by overrides of modules, of ``"class:half"`` or
-        ``"class:*"`` (``"primitive:dot_general"``, which leaves convolutions, is taken at its word).
+      ValueError: a pattern matched no module and no Variable; the policy does not compute in half; an override computes
+        neither in the policy's half dtype nor in float32; an override names an unknown primitive or class. When the
+        model is called: an override matched no operation; or overrides of modules, of ``"class:half"`` or of
+        ``"class:*"`` keep every product in float32 (an override of ``"primitive:dot_general"`` may do so).
 
     >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
@@ -124,7 +123,7 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
 
 
 def _require_policies_in_bridges(graph: ModuleGraph) -> None:
-    """Raise a ValueError if an ``nnx.bridge.ToNNX`` wraps a Linen module without a policy of its own."""
+    """Raise a ValueError if an ``nnx.bridge.ToNNX`` wraps a Linen module without a policy."""
     for node in graph.nodes:
         if not node.wraps_linen or node.has_linen_policy():
             continue
@@ -184,13 +183,13 @@ def _decide(
 
 
 def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) -> Path:
-    """Return the path of a module; of a shared one, the path that a pattern matches first."""
+    """Return the path of a module; for a shared one, the first path that a pattern matches."""
     order = [*policies.patterns, None]
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
 
 def _policy_to_check(policies: PolicyMap, graph: ModuleGraph, decisions: list[NnxDecision]) -> HalfPolicy | None:
-    """Return the policy and the modules that it leaves in another dtype; None if there are none."""
+    """Return the policy and the modules that it does not make half; None if there are none."""
     not_half = []
     for node, decision in zip(graph.nodes, decisions, strict=True):
         if decision.not_half is not None:
@@ -205,7 +204,7 @@ def _set_up(
     graph: ModuleGraph,
     casts: dict[int, nnx.Variable[Any]],
 ) -> None:
-    """Put a module under its decision; ``casts`` holds the casts of Params by their ids."""
+    """Apply the decision to a module; ``casts`` has the casts of Params by their ids."""
     policy = decision.policy
     dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
     fills = {name: dtypes[name] for name, _ in decision.replaced}
@@ -218,7 +217,7 @@ def _set_up(
 
 
 def _cast_params(module: nnx.Module, dtype: np.dtype, casts: dict[int, nnx.Variable[Any]]) -> None:
-    """Replace the Params of a module by casts to ``dtype``, the same cast for a shared Param."""
+    """Replace the Params of a module with casts to ``dtype``; a shared Param is cast once."""
 
     def cast_once(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
         if not isinstance(var, nnx.Param):
@@ -232,7 +231,7 @@ def _cast_params(module: nnx.Module, dtype: np.dtype, casts: dict[int, nnx.Varia
 
 def _nesting_level(node: ModuleNode, decision: NnxDecision, graph: ModuleGraph) -> int:
     """Return how many modules of the same class and decision are around a module."""
-    # Modules around it are set up already; roots inside are from an earlier call.
+    # Modules around it are set up first; roots inside are from an earlier call.
     related = graph.nested if decision.is_root else [outer.module for outer in node.around]
     level = 0
     for module in related:

@@ -1,8 +1,8 @@
-"""One NNX module under a policy: its class, and what happens when one of its methods is called.
+"""The class of an NNX module under a policy, and the calls of its methods.
 
-A module under a policy is an instance of a subclass of its class in which methods called from outside run as was
-decided: that of a root as one program, which the engine reads and writes anew. In it the methods of the modules below
-put their paths on JAX's name stack, and a mark that tells the engine how to compute what they do.
+A module under a policy has a subclass of its class, whose methods run under the policy. A call of a root from outside
+runs as one program, which the engine rewrites. Inside, the methods of the modules below the root put their paths on
+JAX's name stack, with a mark that tells the engine how to compute them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policies import Policy, check_backend
 
-# These keep the dtype in which modules computed them. All other Variables keep the dtypes that they have.
+# These keep the dtype in which modules computed them. All other Variables keep their current dtype.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
-# Of methods with such names these compute; the others are how Python and Flax handle an object.
+# The special methods that compute. Python and Flax use the others to handle an object.
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "pow", "rshift", "or", "and")
 _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for name in _OPERATORS for r in ("", "r"))}
 
@@ -63,17 +63,17 @@ class HalfPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NnxDecision(Treatment):
-    """How an NNX module computes; equal for equal modules of one class, as transforms need it.
+    """How an NNX module computes; equal for equal modules of one class, as transforms require.
 
     Under autocast the policy is that of the whole model.
 
     Attributes:
       is_root: whether its results are cast to the policy's output dtype.
-      replaced: the attributes that the policy replaced, as the author wrote them.
+      replaced: the original values of attributes that the policy replaced.
       level: how many modules of the same class and decision are around it. It distinguishes a nested module from a copy
         that a transform has made.
-      operations: the exceptions of operations from autocast.
-      half: of a root under a half policy, what that leaves in another dtype; None if nothing.
+      operations: the overrides of operations for autocast.
+      half: for a root under a half policy, the modules that are not half; None if there are none.
     """
 
     is_root: bool
@@ -84,7 +84,7 @@ class NnxDecision(Treatment):
 
 
 def decision_of(module: Any) -> NnxDecision | None:
-    """Return the decision for a module; None if it is under no policy."""
+    """Return the decision for a module, or None if it has no policy."""
     return getattr(type(module), "jaxmp_decision", None)
 
 
@@ -114,9 +114,9 @@ def _unpickle(bare: Any, decision: NnxDecision) -> Any:
 
 
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the computing methods of the author's classes, without ``__init__`` and ``eval``.
+    """Yield the methods of the author's classes that compute, without ``__init__`` and ``eval``.
 
-    A generator is left out: it runs after its method has returned.
+    Generators are excluded, because they run after the method has returned.
     """
     classes = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
     for name in {name for cls in classes for name in vars(cls)}:
@@ -136,7 +136,7 @@ def _is_generator(method: Any) -> bool:
 
 def _entrance(name: str, method: Any) -> Callable[..., Any]:
     """Return ``method`` so that it runs under the decision for its module."""
-    # The default of Flax's init_cache, float32, fits no layer that computes in another dtype, a bare one neither.
+    # The default dtype of Flax's init_cache is float32, which is wrong for a layer that computes in another dtype.
     signature = (
         inspect.signature(method) if name == "init_cache" and inspect.isfunction(method) else inspect.Signature()
     )
@@ -153,12 +153,12 @@ def _entrance(name: str, method: Any) -> Callable[..., Any]:
 
 
 def _dtype_of_cache(module: Any) -> Any:
-    """Return the ``dtype`` of a module that computes as it is written; None for all others."""
+    """Return the ``dtype`` of a module that computes as written; None for all others."""
     return vars(module).get("dtype") if type(module).jaxmp_decision.mode == "written" else None
 
 
 numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", default=None)
-"""While a program is inspected, the numbers of runs: each then, and each call in it, stands in a scope of its own."""
+"""The numbers of runs while a program is inspected. Each run, and each call in it, then has its own scope."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,13 +166,13 @@ class _RootRun:
     """One call of a root, or of a module below it that is called directly, with all that runs in it."""
 
     cls: type  # of the root
-    ambient_precision: str | None  # of products, around it all
-    paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which live as long as this has them
+    ambient_precision: str | None  # the precision of products outside of the run
+    paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which this dict keeps alive
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     called: set[int] = dataclasses.field(default_factory=set)  # the ids of modules
 
     def called_all(self, modules: Mapping[int, tuple[Any, Path]]) -> bool:
-        """Return whether every module with Params was called, itself or a copy that a transform made."""
+        """Return whether every module with Params was called (the module or a transform's copy of it)."""
         copies = {type(self.paths[key][0]) for key in self.called - modules.keys()}
         for key, (module, _) in modules.items():
             if key in self.called or type(module) in copies or not is_module(module):
@@ -182,13 +182,13 @@ class _RootRun:
         return True
 
     def find_paths(self, module: Any, path: Path) -> None:
-        """Note the paths of a module and of those below it."""
+        """Record the paths of a module and of the modules below it."""
         self.paths.update((id(node), (node, (*path, *below))) for below, node in modules_in(module))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _NnxCall:
-    """A method of an NNX module that runs, its run, and its caller."""
+    """A running method of an NNX module, its run, and its caller."""
 
     run: _RootRun
     module: Any
@@ -197,12 +197,12 @@ class _NnxCall:
     caller: _NnxCall | None
 
     def is_in_run_of(self, cls: type) -> bool:
-        """Return whether a run of a root of the class ``cls`` is under way."""
+        """Return whether a root of the class ``cls`` is running."""
         return self.run.cls is cls or (self.caller is not None and self.caller.is_in_run_of(cls))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Be the caller of all methods, while the context lasts."""
+        """Make this call the caller of all methods inside of the context."""
         token = _innermost.set(self)
         try:
             with float32_caller(type(self.module) if self.decision.is_float32 else None):
@@ -215,14 +215,14 @@ _innermost: ContextVar[_NnxCall | None] = ContextVar("jaxmp_nnx_frame", default=
 
 
 def is_running() -> bool:
-    """Return whether a method of a module under a policy runs."""
+    """Return whether a method of a module under a policy is running."""
     return _innermost.get() is not None
 
 
 def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``method`` of ``module``, as a program of its own if it comes from outside.
+    """Call ``method`` of ``module``, as a separate program if the call comes from outside.
 
-    A module below a root that is called by itself, ``model.head(x)``, is a root during the call.
+    If you call a module below a root directly, as in ``model.head(x)``, it is a root during the call.
     """
     caller, decision = _innermost.get(), _decision_now(module)
     if caller is not None and not (decision.is_root and not caller.is_in_run_of(type(module))):
@@ -235,13 +235,13 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _decision_now(module: Any) -> Any:
-    """Return the decision for a call: while policies are off, the module only names its scope."""
+    """Return the decision for a call; while policies are off, the module only names its scope."""
     decision: NnxDecision = type(module).jaxmp_decision
     return dataclasses.replace(decision, mode="autocast", override=None) if policies_off.value else decision
 
 
 def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCall | None, decision: NnxDecision) -> Any:
-    """Call ``method`` of ``module`` as a program of its own, which the engine decides."""
+    """Call ``method`` of ``module`` as a separate program, which the engine rewrites."""
     config: Any = jax.config
     ambient = caller.run.ambient_precision if caller else config.jax_default_matmul_precision
     if policies_off.value:
@@ -253,7 +253,7 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCal
     check = half and ProductsCheck(half.policy)
     decided = check.decided if check else id
 
-    def fun(module: Any, args: Any, kwargs: Any) -> Any:  # copies of them that may change in this trace
+    def fun(module: Any, args: Any, kwargs: Any) -> Any:  # copies, which may change in this trace
         run = _RootRun(type(module), ambient, {})
         run.find_paths(module, ())
         modules = dict(run.paths)
@@ -274,7 +274,7 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCal
 
 
 def _run_method(run: _RootRun, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Call a method of ``module`` in a run; a method that another one of the module calls just runs."""
+    """Call a method of ``module`` in a run; a method that is called by the same module just runs."""
     decision, caller = _decision_now(module), _innermost.get()
     bound = method.__get__(module, type(module))
     known, here = run.paths.get(id(module)), caller if caller is not None and caller.run is run else None
@@ -314,13 +314,13 @@ def _run_method(run: _RootRun, module: Any, method: Any, args: Any, kwargs: Any)
 
 
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
-    """Return ``tree`` with ``convert`` of its arrays, except those in modules and other objects of NNX."""
+    """Apply ``convert`` to the arrays of ``tree``, except those in modules and other objects of NNX."""
     return jax.tree.map(lambda leaf: leaf if is_object(leaf) else convert(leaf), tree, is_leaf=is_object)
 
 
 @contextlib.contextmanager
 def _with_author_dtypes(modules: list[Any]) -> Iterator[None]:
-    """Give modules the dtype attributes that their author wrote, while the context lasts."""
+    """Restore the author's dtype attributes of modules inside of the context."""
     filled = [(vars(module), dict(decision.replaced)) for module in modules if (decision := decision_of(module))]
     before = [{name: attributes[name] for name in replaced} for attributes, replaced in filled]
     for attributes, replaced in filled:
@@ -334,7 +334,7 @@ def _with_author_dtypes(modules: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _half_params_widened(modules: list[Any]) -> Iterator[None]:
-    """Widen the half Params of those ``modules`` that are traced in float32, while the context lasts."""
+    """Widen the half Params of the ``modules`` that are traced in float32, inside of the context."""
     stored = []
     for module in modules:
         decision = decision_of(module)
@@ -352,9 +352,9 @@ def _half_params_widened(modules: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dtypes_kept(module: Any, decision: NnxDecision) -> Iterator[None]:
-    """Keep the dtypes of the Variables of ``module``, Params excepted, when a method writes to them.
+    """Keep the dtypes of ``module``'s Variables, except Params, when a method writes to them.
 
-    A module without a ``dtype`` attribute makes new Params in the param dtype. A module that is traced in float32
+    A module without a ``dtype`` attribute creates new Params in the param dtype. A module that is traced in float32
     stores its activations in its compute dtype.
     """
     if decision.mode == "autocast":

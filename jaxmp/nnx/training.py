@@ -35,35 +35,35 @@ def make_train_step(
 ) -> TrainStep:
     """Return a jitted ``step(model, optimizer, batch) -> metrics``, which changes model and optimizer.
 
-    It is :func:`jaxmp.make_train_step` for NNX, with the same metrics and counters. A step whose gradients' norm is
-    not finite leaves every Variable of the model and the state of the optimizer bit for bit as they were, but for the
-    loss scale, the counters and the random number generators: their counts go on in any case, from microbatch to
-    microbatch and from step to step, so that no two share a dropout mask.
+    It is :func:`jaxmp.make_train_step` for NNX, with the same metrics and counters. If the norm of the gradients is not
+    finite, the step is skipped: every Variable of the model and the optimizer's state stay the same, bit for bit. Only
+    the loss scale, the counters and the random number generators change. Generators advance in every microbatch and
+    every step, so that each has its own dropout mask.
 
-    Another model, a teacher, goes into the batch (``{"x": x, "teacher": teacher}``); one that the loss function closes
-    over stays as it was when the step was compiled. Other NNX objects in the batch (Rngs, metrics) are only read. With
-    ``accumulate_steps`` or ``sharding``, which split the batch, let one module hold both, and an
-    ``Optimizer(both, tx, wrt=nnx.All(nnx.Param, nnx.PathContains("student")))`` train one.
+    Pass another model, such as a teacher, in the batch (``{"x": x, "teacher": teacher}``). If the loss function closes
+    over it instead, its values at compile time are used. Other NNX objects in the batch (Rngs, metrics) are only read.
+    ``accumulate_steps`` and ``sharding`` split the batch, so with these put both models into one module, and train one
+    with ``Optimizer(both, tx, wrt=nnx.All(nnx.Param, nnx.PathContains("student")))``.
 
     Args:
       loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
-        dict. It may write to the model's Variables. What it writes to those that are trained (``nnx.WeightNorm`` does)
-        is what the next microbatch and the optimizer's update start from, as with ``nnx.value_and_grad``.
+        dict. It may write to the model's Variables. If it writes to trained ones, as ``nnx.WeightNorm`` does, the next
+        microbatch and the optimizer's update start from the written values, as with ``nnx.value_and_grad``.
       policy: as for :func:`jaxmp.make_train_step`, like all other arguments.
-      overrides: paths of the autocast and their precision.
+      overrides: the overrides of the autocast.
       accumulate_steps: microbatches per step.
-      ema_decay: decay of the moving average of an ``Optimizer(model, tx, ema=True)``.
-      remat: what the backward pass recomputes.
-      donate: whether the memory of model and optimizer is reused. An ``nnx.clone`` or ``nnx.state`` of the model made
-        before shares that memory: copy its arrays, or pass False.
-      max_consecutive_skips: the run ends after so many skipped steps in a row.
-      sharding: with ``fsdp_specs(nnx.state(model, nnx.Param), mesh)`` as its specs.
+      ema_decay: the decay of the moving average of an ``Optimizer(model, tx, ema=True)``.
+      remat: the values that the backward pass recomputes.
+      donate: whether to reuse the memory of model and optimizer. An earlier ``nnx.clone`` or ``nnx.state`` of the model
+        shares that memory: copy its arrays, or pass False.
+      max_consecutive_skips: the number of skipped steps in a row that ends the run.
+      sharding: a Sharding with ``fsdp_specs(nnx.state(model, nnx.Param), mesh)`` as its specs.
 
     Raises:
-      TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; all that
-        :func:`jaxmp.make_train_step` raises.
-      ValueError: the model is the one that ``apply_policy`` was called with, not the one it returned, and the step has
-        no policy either; the loss function adds or removes Variables, or changes an attribute that is not an array.
+      TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; or as for
+        :func:`jaxmp.make_train_step`.
+      ValueError: the model is the original of a model under a policy, and the step has no policy either; the loss
+        function adds or removes Variables, or changes an attribute that is not an array.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -96,7 +96,7 @@ class TrainStep:
         self._has_policy = has_policy
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> train_step.Metrics:
-        """One step; see :func:`make_train_step`."""
+        """Take one step; see :func:`make_train_step`."""
         state = jax.tree.map(_as_array, self._state_of(model, optimizer))
         state, metrics = self.of_trees(state, batch)
         nnx.update(model, state.params, *state.model_state[1:])
@@ -109,9 +109,9 @@ class TrainStep:
         return state_of(model, optimizer)
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
-        """The program that calls run, of arrays or shapes, for its memory, its cost and its text.
+        """Lower the program of a call for arrays or shapes, to inspect its memory, its cost and its text.
 
-        It changes neither model nor optimizer: to train, call the step.
+        It changes neither the model nor the optimizer.
         """
         return self.of_trees.lower(self._state_of(model, optimizer), batch)
 
@@ -123,7 +123,7 @@ class TrainStep:
 
 
 def _as_array(leaf: Any) -> jax.Array:
-    """Return ``leaf`` as an array of strong type, as steps return it, so that the step compiles once."""
+    """Return ``leaf`` as a strongly typed array, like the results of a step, so that the step compiles once."""
     is_strong = isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False)  # a key has no such attribute
     return leaf if is_strong else jnp.asarray(leaf, jnp.asarray(leaf).dtype)
 
@@ -131,26 +131,28 @@ def _as_array(leaf: Any) -> jax.Array:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """A model apart from its arrays, and the filter of its trained Variables."""
+    """A model without its arrays, and the filter of its trained Variables."""
 
     graphdef: Any
     wrt: Any
 
 
 class _State(train_step.TrainState):
-    """``model_state`` is the form of the model, its random number generators, and its other Variables.
+    """The train state of an NNX model.
 
-    After a loss function that writes to what is trained there is a fourth: what it has written, by name.
+    ``model_state`` has the form of the model, its random number generators, and its other Variables. If the loss
+    function writes to trained Variables, it also has the written values, by name.
     """
 
     _to_copy = (
-        "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))"
+        "before the step, copy the arrays that two models share: nnx.update(target, jax.tree.map(jnp.copy, "
+        "nnx.state(model)))"
     )
 
     def _trace(self, gradients: Callable[[Any], Any]) -> Any:
         try:
             return gradients(self)
-        except _TrainedWritten as found:  # which only a trace can tell; most loss functions write to none
+        except _TrainedWritten as found:  # only a trace shows this; most loss functions do not write to params
             params = dict(zip(_leaf_names(self.params), jax.tree.leaves(self.params), strict=True))
             written = {name: params[name] for name in found.names}
         return gradients(self.replace(model_state=(*self.model_state, written)))
@@ -175,7 +177,7 @@ class _TrainedWritten(Exception):
 
 @jax.custom_jvp
 def _standing_for(param: Any, value: Any) -> Any:
-    """``value``, by whose derivative that by ``param`` is meant."""
+    """Return ``value``; its derivative counts as the derivative with respect to ``param``."""
     return value
 
 
@@ -185,7 +187,7 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 def _written_to(params: Any, written: dict[str, Any], write: Callable[[Any, Any], Any]) -> Any:
-    """``params`` with ``write(param, value)`` in the place of those that have a value in ``written``."""
+    """Return ``params`` with ``write(param, value)`` for each param that has a value in ``written``."""
 
     def after(path: Any, param: Any) -> Any:
         name = path_name(path)
@@ -216,7 +218,7 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
 
 
 def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
-    """``loss_fn`` of a model as one of its params and its other arrays."""
+    """Return ``loss_fn`` as a function of the model's params and its other arrays."""
     loss_function.require_arguments(loss_fn, "model, batch")
 
     def run(form: _Form, params: Any, others: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
@@ -238,8 +240,8 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
         trained, values = _leaf_names(params), jax.tree.leaves(after)
         arrays = zip(trained, values, jax.tree.leaves(params), strict=True)
         if any(new is not old for name, new, old in arrays if name not in written):
-            # By nnx.remat and nnx.scan, which return all that they took; whether it is the same the program says,
-            # for which the loss is traced once more: the graphdef that the first trace returned is in no program.
+            # nnx.remat and nnx.scan return all their inputs, so these look changed. Only a program shows which are
+            # equal, so the loss is traced once more.
             ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
             if written_now := [name for n, name in enumerate(trained) if ends[n] != n and name not in written]:
                 raise _TrainedWritten(written_now)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Return ``tx`` as an optimizer that ignores extra arguments of an update that it has no name for.
+    """Return ``tx`` as an optimizer that ignores unknown extra arguments of an update.
 
     Raises:
       TypeError: ``tx`` is not an optimizer.
@@ -43,7 +43,7 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def with_loss(step: Callable[..., T], loss: Any) -> T:
-    """Call ``step(value=loss)``, or ``step()`` where a transform inside a chain refuses ``value``.
+    """Call ``step(value=loss)``, or ``step()`` if a transform inside a chain refuses ``value``.
 
     optax's line searches and plateaus read the loss; ``optax.contrib.sam`` takes no such argument.
     """
@@ -54,10 +54,10 @@ def with_loss(step: Callable[..., T], loss: Any) -> T:
 
 
 def require_loss(loss: Any, otherwise: str) -> Any:
-    """Return the ``loss`` of a function; ``otherwise`` is the remedy for what is no number.
+    """Return ``loss`` if it is a floating scalar; ``otherwise`` is the remedy if it is not a number.
 
     Raises:
-      TypeError: it is no floating scalar.
+      TypeError: it is not a floating scalar.
     """
     if not is_number(loss) or np.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         remedy = otherwise
@@ -74,7 +74,7 @@ def is_number(value: Any) -> bool:
 
 
 def as_float(value: Any) -> float:
-    """Return a concrete real number as a float, and NaN for all else."""
+    """Return a concrete real number as a float, and NaN for anything else."""
     is_real = is_number(value) and not isinstance(value, (bool, jax.core.Tracer)) and np.ndim(value) == 0
     dtype = jnp.result_type(value) if is_real else np.dtype(bool)
     is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
@@ -92,13 +92,13 @@ def check_state(state: Any) -> None:
     """Raise a TypeError if ``state`` is not one of :func:`jaxmp.loss_scaling`."""
     if not isinstance(state, LossScalingState):
         raise TypeError(
-            f"loss_scaling updates a state of its own, got {type(state).__name__}; call tx.init again, or wrap a "
+            f"loss_scaling updates only its own state, got {type(state).__name__}; call tx.init again, or wrap a "
             "running state with jaxmp.wrap_opt_state"
         )
 
 
 def check_same_shapes(updates: Any, params: Any) -> None:
-    """Raise a ValueError if an update has another shape than its param; other trees pass."""
+    """Raise a ValueError if an update has another shape than its param; trees that differ are not checked."""
     structure: Any = jax.tree.structure(updates)
     if structure != jax.tree.structure(params):
         return
@@ -106,5 +106,5 @@ def check_same_shapes(updates: Any, params: Any) -> None:
         if jnp.shape(update) != jnp.shape(param):
             raise ValueError(
                 f"the update of {path_name(path)!r} has the shape {jnp.shape(update)}, its param {jnp.shape(param)}; "
-                "pass the params that the gradients are of, or call tx.init again"
+                "pass the params of these gradients, or call tx.init again"
             )

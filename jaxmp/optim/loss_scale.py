@@ -1,16 +1,16 @@
 """Loss scales: they keep small gradients above float16's underflow.
 
-In float16 what is below 2^-25 becomes zero, and gradients are often that small. Multiplying the loss by S multiplies
-every gradient of the backward pass by S; before the optimizer sees them they are divided by S in float32
+In float16, values below 2^-25 become zero, and gradients are often that small. Multiplying the loss by S multiplies
+every gradient of the backward pass by S. The gradients are divided by S in float32 before the optimizer sees them
 (Micikevicius et al. 2017, "Mixed Precision Training", arXiv 1710.03740). There are four ways to choose S:
 
-- :class:`NoOpLossScale`: none, for bfloat16 and float32, whose exponents reach far enough.
+- :class:`NoOpLossScale`: no scaling, for bfloat16 and float32, which have a large enough range.
 - :class:`StaticLossScale`: a fixed S.
-- :class:`DynamicLossScale`: S grows after a run of finite steps and backs off at a non-finite one.
-- :class:`HeadroomLossScale`: S follows the largest gradient, so that no step need overflow to find the limit.
+- :class:`DynamicLossScale`: S grows after a series of finite steps and backs off at a non-finite one.
+- :class:`HeadroomLossScale`: S follows the largest gradient, so it finds the limit without overflows.
 
-Each is an immutable pytree. All arithmetic on S is float32, on the device and without branches: nothing waits for the
-host, and nothing is compiled again when S changes. No derivative is taken through S.
+A loss scale is an immutable pytree. All arithmetic on S is float32, on the device and without branches. So nothing
+waits for the host, and a change of S compiles nothing. S is treated as a constant in derivatives.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ T = TypeVar("T")
 
 
 class LossScale:
-    """The base class of loss scales; :func:`jaxmp.loss_scaling` takes subclasses of your own.
+    """The base class of loss scales; :func:`jaxmp.loss_scaling` also takes your own subclasses.
 
-    A subclass has an attribute ``loss_scale`` and, if it changes, an ``adjust`` that returns a new object. It may be a
-    dataclass or an ordinary class, without slots. Its instances are pytrees that pickle and Flax save. Attributes that
-    are numbers, arrays or trees of them are leaves, which a train step carries as arrays. All others are static and
-    must be hashable; of these Flax saves bools and strings. A class that its author registered with JAX or Flax stays
-    so.
+    A subclass has an attribute ``loss_scale`` and, if it changes, a method ``adjust`` that returns a new object. It may
+    be a dataclass or an ordinary class, without slots. Its instances are pytrees that pickle and Flax can save.
+    Attributes that are numbers, arrays or trees of these are leaves. All others are static and must be hashable; Flax
+    saves those that are bools and strings. If you register the class with JAX or Flax, your registration is used.
 
     Attributes:
       loss_scale: the factor S, a scalar.
-      needs_grad_max: whether ``adjust`` must be given ``grad_max``.
-      static_fields: names of numbers that are no leaves but part of the compiled program, for use in Python.
+      needs_grad_max: whether ``adjust`` needs ``grad_max``.
+      static_fields: the names of numbers that are static instead of leaves.
 
     >>> class Halving(LossScale):  # backs off, never grows
     ...     def __init__(self, loss_scale):
@@ -63,7 +62,7 @@ class LossScale:
     loss_scale: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Register the class, unless its decorators have done so."""
+        """Register the class as a pytree, unless its author has done so."""
         register(cls)  # type: ignore[arg-type]
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
@@ -72,8 +71,8 @@ class LossScale:
     def scale(self, tree: T) -> T:
         """Multiply ``tree`` by S.
 
-        Floating and complex leaves keep their dtype (half-precision ones are multiplied in float32); a Python float
-        becomes an array. Integers, bools, keys and everything else pass untouched.
+        Floating and complex leaves keep their dtype (half-precision ones are multiplied in float32). A Python float
+        becomes an array. Integers, bools, keys and everything else are unchanged.
         """
 
         def times(x: jax.Array) -> jax.Array:
@@ -83,10 +82,10 @@ class LossScale:
         return _map_inexact(times, tree)
 
     def unscale(self, tree: T) -> T:
-        """Divide ``tree`` by S, exactly if S is a power of two and the result a normal number.
+        """Divide ``tree`` by S, exactly if S is a power of two and the result is a normal number.
 
-        Half-precision leaves come back in float32: small gradients would vanish in float16 again. Wider leaves keep
-        their dtype. Leaves that ``scale`` does not touch pass here too.
+        Half-precision leaves become float32, because small gradients would vanish in float16 again. Wider leaves keep
+        their dtype. Leaves that ``scale`` does not change are unchanged here too.
         """
 
         @functools.cache
@@ -106,7 +105,7 @@ class LossScale:
         if isinstance(ceiling, float) and ceiling <= 2.0**126:
             return (1 / scale,)
         # The reciprocal of a larger scale is subnormal and may be flushed to zero. The barrier keeps XLA from
-        # multiplying the two factors with each other.
+        # multiplying the two factors.
         second = jax.lax.optimization_barrier(jnp.where(scale > 2.0**126, 2.0**-64, 1.0).astype(scale.dtype))
         return 1 / (scale * second), second
 
@@ -119,9 +118,9 @@ class LossScale:
 
         Args:
           grads_finite: whether all gradients of this step were finite: a Python bool or a boolean scalar. Under
-            ``vmap`` each member of a population has its own flag and its own scale.
-          grad_max: the largest absolute value among the true (unscaled) gradients of this step, a scalar; it counts
-            only where ``needs_grad_max``, and only if it is finite.
+            ``vmap`` each example has its own flag and its own scale.
+          grad_max: the largest absolute value of the true (unscaled) gradients of this step, a scalar. It is used
+            only with ``needs_grad_max``, and only if it is finite.
 
         Raises:
           ValueError: ``grads_finite`` is not a boolean scalar, or ``grad_max`` is needed and missing.
@@ -131,7 +130,7 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):
-    """No loss scaling: ``scale``, ``unscale`` and ``adjust`` hand back the very object they were given.
+    """No loss scaling: ``scale``, ``unscale`` and ``adjust`` return their argument unchanged.
 
     >>> NoOpLossScale().scale({"loss": 3.0})
     {'loss': 3.0}
@@ -152,13 +151,13 @@ class NoOpLossScale(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """A fixed loss scale: a Python float in the compiled program, without leaves.
+    """A fixed loss scale: a constant in the compiled program, without leaves.
 
     Attributes:
-      loss_scale: the factor, positive and in float32's normal range. A power of two rounds nothing.
+      loss_scale: the factor, positive and in float32's normal range. Scaling by a power of two is exact.
 
     Raises:
-      ValueError: the scale is no such number, or a tracer.
+      ValueError: the scale is not such a number, or it is a tracer.
 
     >>> StaticLossScale(1024).scale(3.0)
     Array(3072., dtype=float32)
@@ -176,29 +175,29 @@ class StaticLossScale(LossScale):
 class DynamicLossScale(ScaleState, LossScale):
     """A loss scale that grows while gradients are finite and backs off when they are not.
 
-    The ``period``-th finite step in a row multiplies the scale by ``factor``; a non-finite step multiplies it by
-    ``backoff``, and the count starts again. For the same parameters this gives the scales of torch's GradScaler (bit
-    for bit if float32 holds ``factor`` and ``backoff`` exactly), but never less than ``min_loss_scale``, where torch's
-    can reach 0, and never more than ``max_loss_scale``: a growth that would pass it does not take place, as torch does
-    at float32's largest number, so that a power of two stays one.
+    After ``period`` finite steps in a row, the scale is multiplied by ``factor``. A non-finite step multiplies it by
+    ``backoff`` and restarts the count. For the same parameters, the scales equal those of torch's GradScaler (bit for
+    bit if float32 holds ``factor`` and ``backoff`` exactly), except that they have bounds. The scale never falls below
+    ``min_loss_scale``; torch's can reach 0. If growth would exceed ``max_loss_scale``, the scale does not grow, so a
+    power of two stays a power of two.
 
-    ``hysteresis`` h above 1 forgives overflows: only the h-th non-finite step since the start, or since growth was last
-    due, backs off, and every one after it. Finite steps by themselves refill nothing. This is the rule of Megatron-LM's
-    ``DynamicGradScaler`` and of DeepSpeed with ``consecutive_hysteresis`` off.
+    With ``hysteresis`` h above 1, the scale ignores the first h - 1 non-finite steps. The h-th one and all later ones
+    back off. The count of h restarts when growth is due, and not at other finite steps. This is the rule of
+    Megatron-LM's ``DynamicGradScaler`` and of DeepSpeed with ``consecutive_hysteresis`` off.
 
     Attributes:
-      loss_scale: the factor, a float32 scalar; a leaf.
-      counter: finite steps in a row so far, an int32 scalar; a leaf.
-      period: finite steps in a row that make the scale grow; may be lowered on a running scale.
-      factor: what growth multiplies by, above 1. Powers of two round nothing.
-      min_loss_scale: lower bound; 0 stands for 2^-126, float32's smallest normal number.
-      backoff: what backing off multiplies by, between 0 and 1; None means ``1 / factor``.
-      max_loss_scale: upper bound.
-      hysteresis: non-finite steps that make the scale back off.
-      countdown: how many of those remain, an int32 scalar; a leaf with ``hysteresis`` above 1, otherwise None.
+      loss_scale: the scale, a float32 scalar; a leaf.
+      counter: the number of finite steps in a row so far, an int32 scalar; a leaf.
+      period: the number of finite steps in a row after which the scale grows; you may lower it during a run.
+      factor: the factor of growth, above 1. Powers of two are exact.
+      min_loss_scale: the lower bound; 0 means 2^-126, float32's smallest normal number.
+      backoff: the factor of a backoff, between 0 and 1; None means ``1 / factor``.
+      max_loss_scale: the upper bound.
+      hysteresis: the number of non-finite steps until the scale backs off.
+      countdown: the remaining number of these, an int32 scalar; a leaf with ``hysteresis`` above 1, otherwise None.
 
     Raises:
-      ValueError: a number is outside its range, or the scale outside its bounds. Tracers are not looked into.
+      ValueError: a number is outside its range, or the scale is outside its bounds. Tracers are not checked.
 
     >>> scale = DynamicLossScale(2**15, period=2)
     >>> for finite in (True, True, False):
@@ -231,17 +230,17 @@ class DynamicLossScale(ScaleState, LossScale):
             self.__dict__["countdown"] = jnp.asarray(self.hysteresis, jnp.int32)
 
     def is_stuck(self, before: LossScale) -> jax.Array:
-        """See :meth:`LossScale.is_stuck`; a step that hysteresis forgives shows nothing."""
+        """See :meth:`LossScale.is_stuck`; False for a step that hysteresis ignores."""
         return super().is_stuck(before) & jnp.asarray(self.countdown is None or self.countdown == 0)
 
     @classmethod
     def from_torch(cls, state_dict: Mapping[str, Any]) -> Self:
         """Return the loss scale that continues a torch ``GradScaler``.
 
-        Like torch's it has no bounds but float32's; ``dataclasses.replace(scale, min_loss_scale=1)`` sets one.
+        Like torch's scale, its only bounds are float32's; ``dataclasses.replace(scale, min_loss_scale=1)`` sets one.
 
         Raises:
-          KeyError: an entry is missing, as from a disabled scaler: take :class:`NoOpLossScale` then.
+          KeyError: an entry is missing, as in the state of a disabled scaler; use :class:`NoOpLossScale` then.
           ValueError: an entry is out of range, such as a scale that fell to 0.
 
         >>> state = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -257,7 +256,7 @@ class DynamicLossScale(ScaleState, LossScale):
         finite = _flag(grads_finite)
         scale, counter = _untrained(self.loss_scale, jnp.float32), _untrained(self.counter, jnp.int32)
         due = finite & (counter + 1 >= self.period)
-        grown = scale * self.factor  # inf where float32 ends, which is above any maximum
+        grown = scale * self.factor  # may be inf, which is above any maximum
         backed_off = scale * (1 / self.factor if self.backoff is None else self.backoff)
         new = {"counter": jnp.where(finite & ~due, counter + 1, 0)}
         if self.hysteresis > 1:
@@ -272,30 +271,30 @@ class DynamicLossScale(ScaleState, LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale(ScaleState, LossScale):
-    """A loss scale, always a power of two, that keeps the largest gradient well below overflow.
+    """A power-of-two loss scale that keeps the largest gradient well below overflow.
 
-    It follows a running maximum of the true gradients' absolute values: a larger gradient raises it at once, and it
-    falls by one binary order in ``period`` steps. The scale becomes the largest power of two for which ``running_max *
-    scale`` is at most ``dtype``'s largest number over ``2**headroom``, but no more than twice what it was. So no step
-    overflows unless gradients outgrow the running maximum by ``2**headroom`` at once, while :class:`DynamicLossScale`
-    must overflow every now and then to find its place.
+    It keeps a running maximum of the true gradients' absolute values. A larger gradient raises the maximum at once, and
+    otherwise it is halved every ``period`` steps. The scale is the largest power of two for which ``running_max *
+    scale`` is at most ``dtype``'s largest number over ``2**headroom``, but at most twice the last scale. So a step
+    overflows only if gradients exceed the running maximum by ``2**headroom`` at once. (:class:`DynamicLossScale` must
+    overflow now and then to find the limit.)
 
-    A non-finite step halves the scale and raises the running maximum to match, for what overflowed may be the gradient
-    of an activation, which those of the parameters do not show: ``period`` steps later the scale tries again. A step
-    whose gradients are all zero changes nothing. After the LogMax scaling of OpenSeq2Seq (Kuchaiev et al. 2018, arXiv
-    1805.10387), which uses the statistics of log2 of the maximum and turns NaN at a zero gradient.
+    A non-finite step halves the scale and raises the running maximum to match, because the overflow may be in the
+    gradient of an activation, which the params' gradients do not show. The scale may grow again after ``period`` steps.
+    A step whose gradients are all zero changes nothing. The method is similar to the LogMax scaling of OpenSeq2Seq
+    (Kuchaiev et al. 2018, arXiv 1805.10387), which becomes NaN at a zero gradient.
 
     Attributes:
-      headroom: binary orders kept free, 0 or more.
-      loss_scale: the factor, a float32 scalar; a leaf.
-      running_max: running maximum of the gradients, a float32 scalar, 0 before the first one; a leaf.
-      period: steps in which the running maximum falls by one binary order.
-      min_loss_scale: lower bound, a power of two.
-      max_loss_scale: upper bound, a power of two.
+      headroom: the margin to overflow as a power of two, 0 or more.
+      loss_scale: the scale, a float32 scalar; a leaf.
+      running_max: the running maximum of the gradients, a float32 scalar, 0 before the first step; a leaf.
+      period: the number of steps in which the running maximum is halved.
+      min_loss_scale: the lower bound, a power of two.
+      max_loss_scale: the upper bound, a power of two.
       dtype: the name of the dtype that may overflow.
 
     Raises:
-      ValueError: a number is outside its range, the scale or a bound is not a power of two, or the dtype is unknown.
+      ValueError: a number is outside its range; the scale or a bound is not a power of two; or the dtype is unknown.
 
     >>> scale = HeadroomLossScale(headroom=4)  # float16's largest number is 65504, and 65504 / 2**4 is 4094
     >>> for grad_max in (1.0, 0.0, 8.0):
@@ -347,12 +346,12 @@ class HeadroomLossScale(ScaleState, LossScale):
 
 
 def as_loss_scale(x: Any) -> LossScale:
-    """Return ``x``, or the loss scale of this module that stands for one of jmp's.
+    """Return ``x``, or the equivalent loss scale of this module for one of jmp.
 
     Raises:
       TypeError: ``x`` is neither.
-      ValueError: its scale is no positive scalar; one of jmp's has a number outside its range, such as a scale below
-        its minimum.
+      ValueError: its scale is not a positive scalar; or a loss scale of jmp has a number outside its range, such as a
+        scale below its minimum.
     """
     if isinstance(x, LossScale):
         _require_scalar(x)
@@ -371,11 +370,11 @@ def as_loss_scale(x: Any) -> LossScale:
 
 
 def _require_scalar(x: LossScale) -> None:
-    """Raise an error if the factor of ``x``, or a number that it counts, is no scalar."""
+    """Raise an error if the factor of ``x``, or one of its counters, is not a scalar."""
     for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
         if np.ndim(getattr(x, name)):
             raise ValueError(
-                f"{name} of a loss scale is a scalar, got the shape {np.shape(getattr(x, name))}; use vmap for a "
+                f"{name} of a loss scale must be a scalar, got the shape {np.shape(getattr(x, name))}; use vmap for a "
                 "population"
             )
     if is_concrete(x.loss_scale):
@@ -400,7 +399,7 @@ def _untrained(x: ArrayLike, dtype: Any) -> jax.Array:
 
 
 def _floor_to_power_of_two(x: jax.Array) -> jax.Array:
-    # Clearing the mantissa is exact, which exp2(floor(log2(x))) is not; inf stays inf.
+    # Clearing the mantissa is exact, unlike exp2(floor(log2(x))); inf stays inf.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7F800000)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -19,7 +19,7 @@ HUGE = float(np.finfo(np.float32).max)
 
 
 class Structure(NamedTuple):
-    """The attributes of a loss scale: names of those that are leaves, names and values of the static ones."""
+    """The attributes of a loss scale: the names of leaves, and the names and values of static attributes."""
 
     leaf_names: tuple[str, ...]
     static: tuple[tuple[str, Any], ...]
@@ -73,7 +73,7 @@ class ScaleState:
 
 
 def is_concrete(x: Any) -> bool:
-    """Return whether the value of ``x`` is known here, and not traced."""
+    """Return whether the value of ``x`` is known and not traced."""
     return not isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) and getattr(x, "is_fully_addressable", True)
 
 
@@ -81,7 +81,7 @@ def require(name: str, x: Any) -> np.ndarray:
     """Return the value of field ``name`` as float64.
 
     Raises:
-      ValueError: it breaks the field's rule, is no number, or is a tracer.
+      ValueError: it breaks the field's rule, is not a number, or is a tracer.
     """
     holds, rule, remedy = _RULES[name]
     try:
@@ -97,7 +97,7 @@ def _whole(x: Any) -> Any:
     return (x >= 1) & (x < 2**31) & (x % 1 == 0)
 
 
-_RULES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # whether it holds, "must be ...", remedy
+_RULES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # a test, "must be ...", remedy
     "loss_scale": (
         lambda x: (x >= TINY) & (x <= HUGE),
         "positive and finite, and normal in float32",
@@ -127,7 +127,7 @@ def register(cls: type) -> None:
       TypeError: the class has slots.
     """
     if any("__slots__" in vars(base) for base in cls.__mro__[:-1]):
-        raise TypeError(f"a loss scale keeps its attributes in __dict__, got {cls.__name__} with slots; leave them out")
+        raise TypeError(f"a loss scale must not have slots, got {cls.__name__} with slots; remove them")
 
     def flatten(x: Any) -> tuple[Sequence[Any], Structure]:
         structure = _structure(x)
@@ -150,7 +150,7 @@ def register(cls: type) -> None:
         if state.keys() != (expected := save(target)).keys():
             raise ValueError(
                 f"the state of a {cls.__name__} has the entries {sorted(expected)}, got {sorted(state)}: restore it "
-                "into an object of the class it was saved from"
+                "into an object of the class that was saved"
             )
         new = {name: from_state_dict(fields[name], value, name) for name, value in state.items()}
         return (
@@ -166,7 +166,7 @@ def register(cls: type) -> None:
 
 
 def new_instance(cls: type, fields: Mapping[str, Any], leaves: Iterable[tuple[str, Any]] = ()) -> Any:
-    """Return an instance without calling the constructor, which refuses tracers."""
+    """Create an instance without calling the constructor, which refuses tracers."""
     new: Any = object.__new__(cls)
     vars(new).update(fields)
     vars(new).update(leaves)

@@ -1,9 +1,9 @@
-"""Loss scaling as an optax transform: skip non-finite steps whole, adapt the scale.
+"""Loss scaling as an optax transform that skips non-finite steps and adapts the scale.
 
-The transform wraps an optimizer, keeps the loss scale in the optimizer's state, and takes the true gradients of
-:func:`jaxmp.value_and_grad`. Nothing here talks to the host: a skipped step is a select on the device, and a branch in
-a train step on a CPU. After Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, with the semantics of
-torch's GradScaler.
+The transform wraps an optimizer, stores the loss scale in the optimizer's state, and takes the true gradients of
+:func:`jaxmp.value_and_grad`. It never waits for the host: a skipped step is a select on the device, or a branch in a
+train step on a CPU. The method is that of Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, with the
+semantics of torch's GradScaler.
 """
 
 from __future__ import annotations
@@ -45,34 +45,33 @@ def loss_scaling(
     grad_norm: bool = False,
     check_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer so that it skips steps that are not finite, and adapts the loss scale.
+    """Wrap an optimizer so that it skips non-finite steps and adapts the loss scale.
 
-    ``update`` takes the true gradients of :func:`value_and_grad`. It tests one number, the float32 sum of their
-    squares. If it is finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the
-    updates are -0.0, which changes no bit of a param, ``inner``'s state stays as it was, and the scale backs off.
-    ``inner`` sees float32 gradients and params, so that its state is float32; :func:`jaxmp.low_precision` sees them as
-    they are.
+    ``update`` takes the true gradients of :func:`value_and_grad` and tests the float32 sum of their squares. If it is
+    finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the updates are -0.0,
+    which changes no bit of a param, ``inner``'s state stays as it was, and the scale backs off. ``inner`` sees float32
+    gradients and params, so its state is float32. Only :func:`jaxmp.low_precision` sees them in their own dtype.
 
     Put clipping, momentum, weight decay and schedules inside. A transform after ``loss_scaling`` in a chain does not
     see that a step was skipped. Wrap ``optax.MultiSteps`` in ``loss_scaling``: a non-finite microbatch is then dropped
-    on its own. Do not put ``optax.zero_nans`` or ``optax.apply_if_finite`` before or around it, which hide the
-    overflow. With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32.
+    on its own. Do not put ``optax.zero_nans`` or ``optax.apply_if_finite`` before or around it, because they hide the
+    overflow. For bfloat16 and float32, use ``NoOpLossScale``, which only skips steps.
 
     Args:
-      inner: any optax transform. Extra arguments of an update go to it.
-      loss_scale: ``DynamicLossScale()``, ``StaticLossScale``, ``HeadroomLossScale``, ``NoOpLossScale`` or one of jmp's.
-      axis_name: mapped axes (``pmap``, ``vmap``, ``shard_map``) whose members apply or skip a step together. Not needed
-        under ``jit`` with sharded arrays.
-      grad_norm: keeps the global norm of the gradients in the state.
-      check_updates: tests the updates too, for optimizers that may overflow or divide by zero on finite gradients. It
-        reads the optimizer's state once more.
+      inner: any optax transform. It gets the extra arguments of an update.
+      loss_scale: ``DynamicLossScale()``, ``StaticLossScale``, ``HeadroomLossScale``, ``NoOpLossScale`` or one of jmp.
+      axis_name: mapped axes (``pmap``, ``vmap``, ``shard_map``) along which a step is skipped everywhere or nowhere.
+        Not needed under ``jit`` with sharded arrays.
+      grad_norm: whether to store the global norm of the gradients in the state.
+      check_updates: whether to test the updates too, for optimizers that may overflow or divide by zero with finite
+        gradients. This reads the optimizer's state once more.
 
     Raises:
-      RuntimeError: a donating step has had the state or the params.
-      TypeError: ``inner`` is not an optimizer; ``loss_scale`` is not a loss scale; ``update`` got a state that
-        ``init`` did not make.
-      ValueError: the scale is not a positive scalar; ``inner`` has a loss scale already; another transform stands
-        around ``low_precision``; an update does not have the shape of its param.
+      RuntimeError: the state or the params were donated to an earlier step.
+      TypeError: ``inner`` is not an optimizer; ``loss_scale`` is not a loss scale; or ``update`` got a state that does
+        not come from ``init``.
+      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; another transform is around
+        ``low_precision``; or an update does not have the shape of its param.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -174,11 +173,11 @@ class _ScalingTransform:
         return result, self._new_state(state, inner_state, finite, grad_max, squares)
 
     def _params_of_inner(self, params: Any) -> Any:
-        """Return the params as ``inner`` takes them: in float32, unless it rounds them itself."""
+        """Return the params for ``inner``: in float32, unless it rounds them itself."""
         return params if isinstance(self.inner, LowPrecision) else widen(params)
 
     def _agreed(self, finite: jax.Array, grad_max: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """Return what all members of the mapped axes agree on."""
+        """Return the results of the tests, combined over the mapped axes."""
         if self.axis_name is None:
             return finite, grad_max
         finite = jax.lax.pmin(finite.astype(jnp.int32), self.axis_name).astype(jnp.bool_)
@@ -208,14 +207,14 @@ def _is_outermost_low_precision(tx: Any) -> bool:
 
 
 def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
-    """Return the state of an optimizer as the optimizer in ``tx`` stores it."""
+    """Return the state of an optimizer in the form in which ``tx`` stores it."""
     before = inner_state if isinstance(inner_state, LowPrecisionState) else None
     inner_state = decoded(before.inner_state) if before else inner_state
     return tx.inner.transform.wrap(inner_state, params, before) if _is_outermost_low_precision(tx) else inner_state
 
 
 def _copied_key(leaf: Any) -> Any:
-    """Return a copy of a key, which a donating step would delete for its owner."""
+    """Return a copy of a key, so that a donating step does not delete the user's key."""
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
@@ -230,18 +229,18 @@ def take_step(
     """Take one step of an optimizer with ``loss_scaling`` in it; ``grads`` are the true gradients.
 
     Returns:
-      The updates, or the derived arrays; the new state, whose loss scale alone changed if the step was skipped; and
-      whether it was, int32 0 or 1.
+      The updates (or the derived arrays), the new state, and an int32: 1 if the step was skipped, else 0. In a skipped
+      step, only the loss scale of the state changes.
     """
     is_outermost = isinstance(tx, LossScaling)
     if is_outermost:
         result, new_state = tx.step(grads, opt_state, params, derived, **extra_args)
     else:
-        # Before loss_scaling a transform may clip by value: a NaN stays one.
+        # A transform before loss_scaling may clip infinities by value, but not NaN.
         result, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
     skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
     if not is_outermost:
-        # A transform around loss_scaling may drop bad gradients before it (MultiSteps), or go on when it skips.
+        # A transform around loss_scaling may drop bad gradients first (MultiSteps), or continue in a skipped step.
         finite = jnp.isfinite(global_norm(grads))
         skipped = jnp.maximum(skipped, 1 - finite.astype(jnp.int32))
         new_state = _keep_scale(skipped == 0, new_state, opt_state)
@@ -251,11 +250,11 @@ def take_step(
 
 
 def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
-    """Return ``make()`` where the bool scalar ``pred`` holds, else ``otherwise``.
+    """Return ``make()`` if the bool scalar ``pred`` is true, else ``otherwise``.
 
-    On a CPU it is a branch, because XLA compiles a selection into more kernels and copies. On other devices it is a
-    selection, because a branch waits for the host and is harder to divide between devices. Effects of ``make``, such
-    as prints, happen in any case.
+    On a CPU this is a branch, because XLA compiles a select into more kernels and copies. On other devices it is a
+    select, because a branch waits for the host and is harder to split over devices. Side effects of ``make``, such
+    as prints, may happen in both cases.
     """
     is_alone = jax.sharding.get_abstract_mesh().empty
     if not (is_alone and is_tracing() and hardware.detect().platform == "cpu"):
@@ -272,7 +271,7 @@ def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
 
 
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Return ``new`` where ``finite``, else ``old`` with the loss scale and the counters of ``new``."""
+    """Return ``new`` if ``finite``, else ``old`` with the loss scale and the counters of ``new``."""
 
     def keep(new: Any, old: Any) -> Any:
         if isinstance(new, LossScalingState):

@@ -1,8 +1,9 @@
-"""Training without float32 params: bfloat16 ones that learn, and moments in 16 or 8 bits.
+"""Train with bfloat16 params instead of float32 ones, and store moments in 16 or 8 bits.
 
-A bfloat16 param has 8 significant bits. Rounding to nearest loses an update below half of the last one, step after
-step. Rounding up or down at random, in proportion, keeps it on average (Gupta et al. 2015, arXiv:1502.02551; of
-bfloat16 language models Ozkara et al. 2025, arXiv:2502.20566). Kahan's compensation keeps it in another 16 bits.
+A bfloat16 param has 8 significant bits. Rounding to nearest loses every update that is below half of the last bit.
+Stochastic rounding goes up or down at random, so that the average is the exact update (Gupta et al. 2015,
+arXiv:1502.02551; for bfloat16 language models, Ozkara et al. 2025, arXiv:2502.20566). Kahan's compensation stores the
+rounding error in another 16 bits.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ class LowPrecisionState(NamedTuple):
     """State of :func:`low_precision`.
 
     Attributes:
-      count: int32 scalar, the updates so far; with the seed it decides how the next one is rounded.
-      inner_state: the state of the wrapped optimizer, its moments as they are stored.
-      compensation: what rounding took from each bfloat16 param, bfloat16, None for others; None but for ``"kahan"``.
+      count: the number of updates so far, an int32 scalar. With the seed, it determines how the next one is rounded.
+      inner_state: the state of the wrapped optimizer, with stored moments.
+      compensation: with ``"kahan"``, the rounding error of each bfloat16 param in bfloat16 (None for other params);
+        otherwise None.
     """
 
     count: jax.Array  # type: ignore[assignment]  # as optax's states, which hide tuple's method too
@@ -57,33 +59,33 @@ def low_precision(
     seed: int = 0,
     block: int = 256,
 ) -> optax.GradientTransformationExtraArgs:
-    """Let bfloat16 params learn without a float32 copy, and store moments in fewer bits.
+    """Train bfloat16 params without a float32 copy, and store moments in fewer bits.
 
-    ``inner`` sees float32 params, gradients and state, so that any optax optimizer works and weight decay is exact. The
-    result is a float32 update that ``optax.apply_updates`` adds to the bfloat16 param; the sum is the rounded new
-    param. float32 params are left alone, so norms and biases may stay float32.
+    ``inner`` sees float32 params, gradients and state, so any optax optimizer works and weight decay is exact. The
+    result is a float32 update. When ``optax.apply_updates`` adds it to the bfloat16 param, the sum is exactly the
+    rounded new param. float32 params are not rounded, so norms and biases may stay float32.
 
-    Only :func:`jaxmp.loss_scaling` may stand around it. A skipped step then changes nothing. Stochastic rounding hashes
-    the seed, the count of updates, the param's path and the position in the array. So it needs no key, and gives the
-    same bits on any number of devices and after a resume.
+    :func:`jaxmp.loss_scaling` is the only transform that you may put around it. A skipped step then changes nothing.
+    Stochastic rounding hashes the seed, the count of updates, the param's path and the position in the array. So it
+    needs no key, and gives the same bits on any number of devices and after a resume.
 
-    Moments are recognised by optax's types of state; ``print(tx)`` says how each is stored. ``"bfloat16"`` and
+    Moments are recognised by the types of optax's states; ``print(tx)`` shows how each is stored. ``"bfloat16"`` and
     ``"float8"`` round them stochastically, because a second moment with a decay of 0.999 would never fall if rounded to
-    nearest. ``"float8"`` stores e4m3 codes with a float32 scale for each block, and the root of second moments. A
-    moment whose last axis the block does not divide stays float32.
+    nearest. ``"float8"`` stores e4m3 codes with a float32 scale for each block, and the square root of second moments.
+    If the block size does not divide a moment's last axis, the moment stays float32.
 
     Args:
       inner: any optax transform.
-      rounding: how bfloat16 params are rounded: ``"stochastic"``; ``"kahan"``, which stores the rounding error in 16
-        more bits per param; ``"nearest"``, which loses updates below half a unit in the last place.
-      moments: how moments are stored between steps.
-      seed: of the rounding.
-      block: numbers along the last axis that share a scale.
+      rounding: the rounding of bfloat16 params: ``"stochastic"``; ``"kahan"``, which stores the rounding error in 16
+        more bits per param; or ``"nearest"``, which loses updates below half a unit in the last place.
+      moments: the storage of moments between steps.
+      seed: the seed of the rounding.
+      block: the number of values along the last axis that share a scale.
 
     Raises:
       TypeError: ``inner`` is not an optimizer.
-      ValueError: another argument is none of those; ``init`` got float16 or float8 params, or moments were asked for of
-        an optimizer that has none; ``update`` got no params, or the state of another optimizer.
+      ValueError: another argument is not allowed; ``init`` got float16 or float8 params; ``moments`` is set for an
+        optimizer without moments; ``update`` got no params, or the state of another optimizer.
 
     >>> tx = low_precision(optax.sgd(1e-3), seed=1)
     >>> weights = {"w": jnp.ones(10_000, jnp.bfloat16)}
@@ -107,7 +109,7 @@ def low_precision(
 
 
 class LowPrecision(optax.GradientTransformationExtraArgs):
-    """The transform of :func:`low_precision`; ``str()`` says how everything is stored."""
+    """The transform of :func:`low_precision`; ``str()`` describes how everything is stored."""
 
     transform: _LowPrecisionTransform
 
@@ -132,15 +134,15 @@ class _LowPrecisionTransform:
             raise ValueError(BEHIND_LOW_PRECISION)
         if self.moments != "float32" and not any(leaf.is_moment for leaf in leaves_of_state(state)):
             raise ValueError(
-                f"moments={self.moments!r} stores an optimizer's moments in fewer bits, but the state of this one has "
-                f"none that is known ({state_names(state)}); leave moments out"
+                f"moments={self.moments!r} needs an optimizer with known moments, got the state "
+                f"{state_names(state)}; leave moments out"
             )
         return self.wrap(state, weights)
 
     def wrap(
         self, inner_state: Any, weights: optax.Params, before: LowPrecisionState | None = None
     ) -> LowPrecisionState:
-        """Return a state around the optimizer's; the count and the compensation go on from ``before``."""
+        """Return a state around the optimizer's, with the count and the compensation of ``before``."""
         count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
         if self.rounding == "kahan":
@@ -160,8 +162,8 @@ class _LowPrecisionTransform:
         grads, wide = widen(updates), widen(weights)
         stored, scales = state.inner_state, None
         if self.moments == "float8":
-            # Codes wait for their block's scale. New moments in float32 that wait are 8 bytes a param, written
-            # once and read twice. Computed twice, from codes between which XLA sees no link, they never exist.
+            # Codes need their block's scale first. Storing the new float32 moments until then costs 8 bytes per param,
+            # written once and read twice. So they are computed twice, from codes that XLA does not know to be equal.
             _, new_state = self.inner.update(grads, decoded(stored), wide, **extra_args)
             stored, scales = readable_with_scales(stored, new_state, self.block)
         changes, inner_state = self.inner.update(grads, decoded(stored), wide, **extra_args)
@@ -176,13 +178,13 @@ class _LowPrecisionTransform:
         is_kahan = self.rounding == "kahan"
         if not isinstance(state, LowPrecisionState) or (state.compensation is not None) != is_kahan:
             raise ValueError(
-                f"low_precision(…, rounding={self.rounding!r}) needs the state that its own init made, got one of "
-                f"another optimizer ({type(state).__name__}); of a train state take state.with_tx(tx)"
+                f"low_precision(…, rounding={self.rounding!r}) needs the state of its own init, got one of another "
+                f"optimizer ({type(state).__name__}); for a train state use state.with_tx(tx)"
             )
         _require_dtypes(weights)
 
     def _rounded_updates(self, changes: Any, state: LowPrecisionState, weights: Any) -> tuple[Any, Any]:
-        """Return the updates that land on rounded params, and what rounding takes from the sums, for Kahan's."""
+        """Return the updates that lead to rounded params, and Kahan's compensation."""
         is_kahan = self.rounding == "kahan"
 
         def landing(path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
@@ -199,12 +201,12 @@ class _LowPrecisionTransform:
         return new_updates, compensation if is_kahan else None
 
     def _encoded(self, state: Any, old: Any, count: jax.Array, scales: list[Any] | None = None) -> Any:
-        """Return the optimizer's state, stored as the ``old`` one is.
+        """Return the optimizer's state in the storage format of ``old``.
 
         Args:
           state: the state in float32.
-          old: the state as it was stored before.
-          count: the updates so far.
+          old: the stored state before this update.
+          count: the number of updates so far.
           scales: for each leaf the scales of its blocks, if they are known.
         """
         leaves, structure = jax.tree.flatten(state)
@@ -226,7 +228,7 @@ class _LowPrecisionTransform:
         return jax.tree.unflatten(structure, encoded)
 
     def shown(self) -> str:
-        """Return a text that says how params and moments are stored."""
+        """Return a text that describes how params and moments are stored."""
         of_params = {
             "stochastic": f"rounded stochastically (seed {self.seed})",
             "kahan": "with Kahan's compensation in bfloat16",
@@ -251,8 +253,8 @@ class _LowPrecisionTransform:
 
 
 BEHIND_LOW_PRECISION = (
-    "low_precision rounds params, so nothing but loss_scaling may stand around it: what does changes its updates, or "
-    "hands it params in float32; put it outside: jaxmp.loss_scaling(jaxmp.low_precision(optax.chain(…)), loss_scale)"
+    "low_precision must be directly inside loss_scaling, because another transform changes its updates or passes "
+    "float32 params; write jaxmp.loss_scaling(jaxmp.low_precision(optax.chain(…)), loss_scale)"
 )
 
 
@@ -263,7 +265,7 @@ def rounds_params(opt_state: Any) -> bool:
 
 
 def with_compensation(weights: Any, opt_state: Any) -> Any:
-    """Return params with their compensation added where they are float32 now."""
+    """Return params, and add the compensation to those that are float32 now."""
     if not isinstance(opt_state, LowPrecisionState) or opt_state.compensation is None:
         return weights
 
@@ -274,12 +276,12 @@ def with_compensation(weights: Any, opt_state: Any) -> Any:
 
 
 def _landing(weight: Any, change: Any, lost: Any, draw: Draw | None) -> tuple[Any, Any]:
-    """Return the update that brings a weight to its rounded sum, and what rounding takes from the sum.
+    """Return the update from a weight to its rounded sum, and the rounding error of the sum.
 
     Args:
       weight: the bfloat16 param.
       change: the optimizer's update.
-      lost: what earlier steps took from the sum, or None.
+      lost: the rounding error of earlier steps, or None.
       draw: random bits for stochastic rounding; None rounds to nearest.
     """
     old, change = weight.astype(jnp.float32), change.astype(jnp.float32)
@@ -304,6 +306,6 @@ def _require_dtypes(weights: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(weights):
         if is_float_array(leaf) and leaf.dtype.itemsize < 4 and not _is_bfloat16(leaf):
             raise ValueError(
-                f"low_precision rounds bfloat16 params and leaves float32 ones alone, got {path_name(path)!r} of "
-                f"{leaf.dtype}, whose range loses small weights; make the params bfloat16"
+                f"low_precision takes bfloat16 and float32 params, got {path_name(path)!r} of {leaf.dtype}, which "
+                "loses small weights; make the params bfloat16"
             )

@@ -44,7 +44,7 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
 def unscale(grads: T, opt_state: optax.OptState) -> T:
     """Return the true gradients, in float32, of a loss that was multiplied by :func:`scale_loss`.
 
-    A gradient that overflowed comes back as NaN, never as an infinity, so that clipping by value cannot hide it from
+    A gradient that overflowed becomes NaN, not infinity, so that clipping by value cannot hide it from
     :func:`loss_scaling`.
 
     Raises:
@@ -59,7 +59,7 @@ def unscale(grads: T, opt_state: optax.OptState) -> T:
 
 
 def true_gradients(grads: Any, loss_scale: LossScale) -> Any:
-    """Return gradients of the scaled loss divided by the scale, in float32, NaN in place of infinities."""
+    """Return gradients of the scaled loss divided by the scale, in float32, with NaN for infinities."""
     return nan_if_infinite(loss_scale.unscale(widen(grads)))
 
 
@@ -73,7 +73,7 @@ def nan_if_infinite(grads: Any) -> Any:
 
 
 def global_norm(grads: Any) -> jax.Array:
-    """Return the global norm of true gradients, finite if and only if :func:`loss_scaling` takes the step."""
+    """Return the global norm of true gradients; :func:`loss_scaling` skips the step if it is not finite."""
     return jnp.sqrt(sum_of_squares(widen(grads)))
 
 
@@ -103,25 +103,25 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Return a function of the true loss and gradients, under ``opt_state``'s loss scale.
 
-    It takes the place of ``jax.value_and_grad`` in a step of your own. The loss is multiplied by the scale before the
-    backward pass, and the gradients are divided by it after, in float32: small float16 gradients survive, and nothing
-    outside of this function sees the scale. Gradients of several losses may be added, clipped and logged.
+    Use it in place of ``jax.value_and_grad`` in your own step. The loss is multiplied by the scale before the backward
+    pass, and the gradients are divided by it afterwards, in float32. So small float16 gradients survive, and nothing
+    outside of this function sees the scale. You can add, clip and log the gradients of several losses.
 
     Args:
-      fun: returns the loss, a floating scalar, or ``(loss, aux)`` with ``has_aux``.
-      opt_state: the state of an optimizer in :func:`loss_scaling`, wherever that is nested.
+      fun: a function that returns the loss, a floating scalar, or ``(loss, aux)`` with ``has_aux``.
+      opt_state: the state of an optimizer in :func:`loss_scaling`, which may be nested.
       argnums: the arguments to differentiate, as for ``jax.value_and_grad``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
 
     Returns:
       A function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
-      The loss is float32. The gradients are float32 for half and float32 params, with NaN where one overflowed: pass
-      them to ``tx.update``, which skips the step.
+      The loss is float32. The gradients are float32 for half and float32 params. A gradient that overflowed is NaN;
+      pass it to ``tx.update``, which skips the step.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
-      TypeError: the loss is no floating scalar, or float16 (the scale itself would overflow); an argument to
-        differentiate has leaves that are not floating; ``argnums`` are no whole numbers.
+      TypeError: the loss is not a floating scalar, or is float16 (the scale itself would overflow); an argument to
+        differentiate has leaves that are not floating; ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
     >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
@@ -142,9 +142,9 @@ def value_and_grad(
 def scaled_value_and_grad(
     fun: Callable[..., Any], loss_scale: LossScale, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return :func:`value_and_grad`'s function without its division by the scale.
+    """Return the function of :func:`value_and_grad`, but without the division by the scale.
 
-    A train step sums the gradients of its microbatches first.
+    A train step sums the gradients of its microbatches before it divides.
     """
     scaled_fun = scaled_loss(fun, loss_scale, has_aux)
 
@@ -156,12 +156,12 @@ def scaled_value_and_grad(
 
 
 def is_list(argnums: Any) -> bool:
-    """Return whether ``argnums`` is a list of places: a sequence, or an array with axes."""
+    """Return whether ``argnums`` is a list of positions: a sequence, or an array with axes."""
     return isinstance(argnums, Sequence) or np.ndim(argnums) > 0
 
 
 def places_of(argnums: Any, *others: type) -> list[Any]:
-    """Return what ``argnums`` lists: arguments by their places, or ``others``."""
+    """Return the entries of ``argnums``: positions of arguments, or ``others``."""
     places = list(argnums) if is_list(argnums) else [argnums]
     return [place if isinstance(place, others) else operator.index(place) for place in places]
 
@@ -191,6 +191,6 @@ def _float32_loss(loss: Any) -> jax.Array:
     if loss.dtype == jnp.float16:
         raise TypeError(
             "a loss to be scaled must be float32, got float16, in which the scale overflows; compute it from float32 "
-            "values, logits.astype(jnp.float32), say"
+            "values, e.g. logits.astype(jnp.float32)"
         )
     return widen(loss)

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LARGEST, NORMAL, SMALLEST = 448.0, 2.0**-6, 2.0**-9  # of float8_e4m3fn: finite, normal, positive
+LARGEST, NORMAL, SMALLEST = 448.0, 2.0**-6, 2.0**-9  # largest, smallest normal and smallest float8_e4m3fn numbers
 
 
 def stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
-    """Round float32 values to bfloat16 at random, in proportion; ``bits`` are uint32 below 2^16."""
+    """Round float32 values to bfloat16 stochastically; ``bits`` are uint32 below 2^16."""
     words = jax.lax.bitcast_convert_type(values, jnp.uint32) + bits
     rounded = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
-    # The addition would make another NaN of a NaN, or an infinity, and a step that is to be skipped would not be.
+    # The addition could turn an infinity or NaN into another value, and a bad step would not be skipped.
     return jnp.where(jnp.isfinite(values), rounded, values).astype(jnp.bfloat16)
 
 
@@ -40,11 +40,11 @@ class Draw(NamedTuple):
     def bits(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         """Return two arrays of uint32 below 2^16, from a hash of each number's position.
 
-        They are the same however the array is split over devices. The hash is the last step of MurmurHash3, twice, each
-        time with another word of the key.
+        They do not depend on how the array is split over devices. The hash is the last step of MurmurHash3, applied
+        twice with two words of the key.
         """
         path = jnp.uint32(zlib.crc32(self.name.encode()))
-        # Mixed once more by itself: of step ^ seed, seed 1 would draw in step 0 what seed 0 draws in step 1.
+        # The step is hashed first: with step ^ seed, step 0 of seed 1 would draw the bits of step 1 of seed 0.
         first = _mixed(_mixed(self.step.astype(jnp.uint32)) ^ jnp.uint32(self.seed & 0xFFFFFFFF))
         second = _mixed(first ^ path ^ jnp.uint32(self.seed >> 32 & 0xFFFFFFFF))
         index = jnp.zeros(shape, jnp.uint32)

@@ -1,6 +1,6 @@
-"""Moments of an optimizer in 16 or 8 bits: which leaves are moments, and how they are stored and read.
+"""Find the moments in an optimizer's state, and store and read them in 16 or 8 bits.
 
-Moments in 8 bits with a scale for each block: Dettmers et al. 2022, arXiv:2110.02861.
+Moments in 8 bits have a scale for each block, as in Dettmers et al. 2022, arXiv:2110.02861.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 from jaxmp.base.trees import path_name, widen
 from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
 
-# Fields of optax's states that are moments. The largest second moment of AMSGrad is not in the table, because random
-# rounding raises it, nor those of a centred RMSProp, because rounding makes its variance nu - mu² negative.
+# Fields of optax's states that are moments. Two cases are missing. Stochastic rounding would raise the largest second
+# moment of AMSGrad, and could make the variance nu - mu² of a centred RMSProp negative.
 _SIGNED: dict[type, tuple[str, ...]] = {
     optax.ScaleByAdamState: ("mu",),
     optax.ScaleByAmsgradState: ("mu",),
@@ -47,9 +47,9 @@ class Float8Blocks:
 
     Attributes:
       codes: float8_e4m3fn, of the array's shape.
-      scales: float32, the power of two above the largest size in each block; of the array's shape with the last axis
-        divided by the block.
-      squared: whether the codes are those of its root, as of second moments.
+      scales: float32, the power of two above the largest magnitude in each block. The shape is that of the array with
+        the last axis divided by the block size.
+      squared: whether the codes store the square root, as for second moments.
     """
 
     codes: jax.Array
@@ -76,12 +76,12 @@ def in_bfloat16(leaf: jax.Array, squared: bool, draw: Draw) -> jax.Array:
 
 
 def as_float8_blocks(leaf: jax.Array, squared: bool, block: int, draw: Draw, scales: Any = None) -> Any:
-    """Return a moment in float8 blocks, or as it is if the block does not divide its last axis.
+    """Return a moment in float8 blocks, or unchanged if the block does not divide its last axis.
 
     Args:
       leaf: the moment, float32.
       squared: whether it is a second moment.
-      block: numbers that share a scale.
+      block: the number of values that share a scale.
       draw: the random bits.
       scales: the scales of the blocks, if known.
     """
@@ -99,10 +99,10 @@ def as_float8_blocks(leaf: jax.Array, squared: bool, block: int, draw: Draw, sca
 
 
 def _block_scales(leaf: jax.Array, block: int) -> jax.Array:
-    """Return the power of two above the largest size in each block, or that size if it is not finite.
+    """Return the power of two above the largest magnitude in each block, or inf or NaN.
 
-    A power of two is the same on any number of devices. The largest size is not: XLA rounds a product and a sum once or
-    twice, depending on the program.
+    A power of two is the same on any number of devices. The largest magnitude is not, because XLA rounds a product and
+    a sum once or twice, depending on the program.
     """
     largest = jnp.max(jnp.abs(_in_blocks(leaf, block)), axis=-1)
     exponents = jax.lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
@@ -111,7 +111,7 @@ def _block_scales(leaf: jax.Array, block: int) -> jax.Array:
 
 
 def readable_with_scales(stored: Any, new: Any, block: int) -> tuple[Any, list[Any]]:
-    """Return the stored state behind the scales of the new one, and these scales, None for other leaves.
+    """Return the stored state behind a barrier, and the scales of the new one (None for other leaves).
 
     XLA reads the stored codes only after it has computed the scales.
     """
@@ -124,13 +124,13 @@ def readable_with_scales(stored: Any, new: Any, block: int) -> tuple[Any, list[A
 
 
 def _scale_of_each_number(scales: jax.Array, like: jax.Array) -> jax.Array:
-    """Return the scale of each number of an array, from those of its blocks."""
+    """Return the scale of each value of an array, from the scales of its blocks."""
     block = like.shape[-1] // scales.shape[-1]
     return _merged(jnp.broadcast_to(scales[..., None], (*scales.shape, block)), like)
 
 
 def _in_blocks(array: jax.Array, block: int) -> jax.Array:
-    """Return ``array`` with its last axis in blocks, split over devices as the axis was."""
+    """Return ``array`` with its last axis in blocks, split over devices like that axis."""
     sizes = (*array.shape[:-1], array.shape[-1] // block, block)
     place = _place_in_blocks(array, sizes[-2])
     if place is None:
@@ -183,7 +183,7 @@ def leaves_of_state(state: Any) -> list[StateLeaf]:
     for path, node in jax.tree.leaves_with_path(state, is_leaf=is_known):
         signed, second = _SIGNED.get(type(node), ()), _SECOND.get(type(node), ())
         for rest, leaf in jax.tree.leaves_with_path(node):
-            # Moments of other dtypes are kept as the optimizer was told to.
+            # Moments of other dtypes keep the dtype that the optimizer was told to use.
             field = path_name(rest[:1]) if is_known(node) and leaf.dtype == jnp.float32 else None
             leaves.append(StateLeaf(path_name((*path, *rest)), field in (*signed, *second), field in second))
     return leaves

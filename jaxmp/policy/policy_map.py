@@ -150,7 +150,7 @@ class PolicyMap:
         for strict, pattern, _ in self._rules():
             if path_and_primitive(pattern)[1]:
                 raise ValueError(
-                    f"a pattern of a model's policy means modules, got {pattern!r}, which means operations.\n"
+                    f"a pattern of a model's policy must match modules, got {pattern!r}, which matches operations.\n"
                     "Use jaxmp.autocast or make_train_step(policy=) of the loss function, or override the module."
                 )
             if not strict or any(matches(pattern, path, cls) for path, cls in modules.items()):

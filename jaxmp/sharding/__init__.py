@@ -1,10 +1,11 @@
 """Params over many devices: specs, gathers in half precision, sums of gradients in float32.
 
-JAX's own partitioner moves the data. The specs of params come from :func:`fsdp_specs`. A :class:`Sharding` tells a
-train step where its state lies. :func:`gather` gathers weights in half by hand, and :func:`describe` shows what each
-device holds.
+JAX's own partitioner moves the data. :func:`fsdp_specs` returns the specs of params. A :class:`Sharding` sets the
+layout of a train step's state. In your own step, :func:`gather` gathers weights in half. :func:`describe` shows the
+bytes on each device.
 
-Fully sharded data parallelism: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), Zhao et al. 2023 (arXiv:2304.11277).
+The method is fully sharded data parallelism: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), Zhao et al. 2023
+(arXiv:2304.11277).
 """
 
 from jaxmp.sharding.fsdp import Description as Description

@@ -1,4 +1,4 @@
-"""Calls, scans and branches that weights enter: the weights that they alone read are gathered inside."""
+"""Calls, scans and branches with weights as arguments; weights that only they read are gathered inside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxmp.sharding.weight_readers import has_one_reader
 from jaxmp.sharding.weights import RewrittenValue, Source, Use, as_value, results_as_arrays, weight_of
 from jaxmp.sharding.whole_weights import read_whole
 
-_NO_RULE: Any = None  # calls, scans and branches have no derivative rule
+_NO_RULE: Any = None  # calls, scans and branches have no custom derivative rule
 _ENTERED_CALLS = frozenset({"jit", "remat2"})
 
 Rewrite = Callable[[Any, Sequence[Any], Sequence[RewrittenValue]], list[RewrittenValue]]
@@ -32,19 +32,19 @@ def is_entered(eqn: Any) -> bool:
 
 
 class EnteredBodies:
-    """A call, a scan or a branch that weights enter.
+    """A call, a scan or a branch with weights as arguments.
 
     Args:
-      rewrite: returns the results of a body, given its jaxpr, constants and arguments.
+      rewrite: a function that returns the results of a body, given its jaxpr, constants and arguments.
       eqn: the equation.
       bodies: its bodies.
-      operands: of the equation.
+      operands: its operands.
     """
 
     def __init__(self, rewrite: Rewrite, eqn: Any, bodies: Bodies, operands: Sequence[RewrittenValue]) -> None:
         self._rewrite, self._eqn, self._bodies = rewrite, eqn, bodies
         self._name, self._is_scan = eqn.primitive.name, bodies.kind == "scan"
-        indices = int(bodies.kind == "cond")  # the index of a branch is a number, and so common
+        indices = int(bodies.kind == "cond")  # the index of a branch is a scalar, and so common
         self._index, self._operands = operands[:indices], operands[indices:]
         self._carry = range(bodies.start, bodies.start + bodies.carry)
         are_common = [is_common for _, is_common in self._operands]
@@ -52,7 +52,7 @@ class EnteredBodies:
         self._uses = {n: value for n, (value, _) in enumerate(self._operands) if isinstance(value, Use)}
         self._any_use = next(iter(self._uses.values()), None)
         self._whole_stacks = {n for n, use in self._uses.items() if self._is_sliced(n) and _is_stack_whole(use)}
-        self._outer_sources = dict[Source, Source]()  # by the sources inside the body
+        self._outer_sources = dict[Source, Source]()  # keyed by the sources inside the body
         self._results_of_bodies = list[list[RewrittenValue]]()
 
     def results(self) -> list[RewrittenValue]:
@@ -64,11 +64,11 @@ class EnteredBodies:
         return [self._result(n, result) for n, result in enumerate(results)]
 
     def _is_sliced(self, position: int) -> bool:
-        """Return whether each turn of a scan reads a slice of an operand."""
+        """Return whether each iteration of a scan reads a slice of an operand."""
         return self._is_scan and position >= self._carry.stop
 
     def _operand(self, position: int) -> Any:
-        """Return the operand of the rebuilt equation that stands for a weight."""
+        """Return the operand of the rebuilt equation for a weight."""
         use = self._uses[position]
         source = use.source
         if position in self._carry:
@@ -82,7 +82,7 @@ class EnteredBodies:
             return source.param, weight, jnp.moveaxis(tap, 1, 0)
         if self._is_scan or not source.is_alone:
             source.gathered()
-            source.gathers_again &= self._name == "jit"  # else each turn would gather it again, and each remat
+            source.gathers_again &= self._name == "jit"  # otherwise each iteration and each remat would gather it again
         return source.param
 
     def _body(self, body: Any, *args: Any) -> list[Any]:
@@ -97,7 +97,7 @@ class EnteredBodies:
         return [end.source.param if isinstance(end, Use) else end for end, _ in ends]
 
     def _argument(self, position: int, arg: Any, jaxpr: Any) -> Any:
-        """Return the value in a body that stands for one of its arguments."""
+        """Return the value of an argument of a body."""
         if position in self._carry:
             return as_value(self._any_use, arg, self._are_common[position])[0] if self._any_use else arg
         if position not in self._uses:
@@ -110,7 +110,7 @@ class EnteredBodies:
         return inner
 
     def _use_inside(self, position: int, arg: Any, jaxpr: Any) -> Use:
-        """Return the use of a weight in a body: gathered there, if it was not before."""
+        """Return the use of a weight in a body, which gathers it unless it was gathered before."""
         use = self._uses[position]
         source, is_sliced = use.source, self._is_sliced(position)
         if source.half is not None and not is_sliced:
@@ -124,7 +124,7 @@ class EnteredBodies:
             spec=PartitionSpec(*source.spec[1:]) if is_sliced else source.spec,
             is_alone=has_one_reader(jaxpr, jaxpr.invars[position]),
         )
-        inner.gathers_again &= self._name != "remat2"  # a remat frees the gathered weight by itself
+        inner.gathers_again &= self._name != "remat2"  # a remat already frees the gathered weight
         return dataclasses.replace(use, source=inner)
 
     def _result(self, n: int, result: Any) -> RewrittenValue:

@@ -1,4 +1,4 @@
-"""Specs of fully sharded params, and a table of the bytes that each device holds."""
+"""Specs of fully sharded params, and a table of the bytes on each device."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ def fsdp_specs(
     min_size: int = 65_536,
     stacked: Iterable[str] | None = None,
 ) -> Any:
-    """Split each param along its largest axis that the devices of ``axis`` divide.
+    """Return a spec for each param that splits the largest axis divisible by the devices of ``axis``.
 
-    A leaf of fewer than ``min_size`` numbers, or that no axis of divides, stays whole on every device, and so stays in
-    float32 until it is used: its gradient is summed in float32 (see :func:`gather`).
+    A leaf with fewer than ``min_size`` values, or without a divisible axis, stays whole on every device. It also stays
+    in float32 until it is used, so its gradient is summed in float32 (see :func:`gather`).
 
     Args:
-      shapes: the params, arrays or ShapeDtypeStructs (``jax.eval_shape`` makes them); or a whole
-        :class:`jaxmp.TrainState`, whose optimizer and moving average follow the params: a leaf at the same path with
-        the same shape has the same spec, all others are whole everywhere.
-      mesh: its axes and their sizes; a ``Mesh`` or an ``AbstractMesh``.
+      shapes: the params as arrays or ShapeDtypeStructs (from ``jax.eval_shape``), or a whole
+        :class:`jaxmp.TrainState`. In a state, leaves of the optimizer and the moving average with the path and shape of
+        a param get the spec of the param; all others stay whole.
+      mesh: a ``Mesh`` or an ``AbstractMesh``.
       axis: the axis of the mesh to split over.
-      rules: pattern on the path of a leaf to its whole spec, ``{"**/mlp/up": P("fsdp", "tensor")}``. A pattern covers
-        what it matches and all below, the first that matches wins, as in overrides of policies.
-      min_size: in numbers; of a stacked leaf those of one layer count.
-      stacked: patterns of leaves whose axis 0 counts layers (``nn.scan``): it is never split.
+      rules: a mapping from pattern to spec, ``{"**/mlp/up": P("fsdp", "tensor")}``. A pattern covers the leaves that it
+        matches and all below, and the first match wins, as in overrides of policies.
+      min_size: the minimum number of values of a split leaf; for a stacked leaf, the values of one layer.
+      stacked: patterns of leaves whose axis 0 counts layers (``nn.scan``); that axis is never split.
 
     Returns:
-      A tree of ``PartitionSpec`` of the structure of ``shapes``.
+      A tree of ``PartitionSpec`` with the structure of ``shapes``.
 
     Raises:
-      ValueError: the mesh has no such axis; a pattern matches nothing; a rule's spec has more axes than the leaf, names
-        an axis that is not there or one twice, or does not divide the leaf.
+      ValueError: the mesh does not have the axis; a pattern matches nothing; a rule's spec has more axes than the leaf,
+        names an unknown axis or one twice, or does not divide the leaf.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
     >>> shapes = jax.eval_shape(lambda: {"kernel": jnp.ones((512, 1024)), "bias": jnp.ones(1024)})
@@ -95,15 +95,15 @@ def fsdp_specs(
 
 @dataclasses.dataclass(frozen=True)
 class ShardedLeaf:
-    """A leaf: its shape and spec, and how much of it a device holds.
+    """A leaf with its shape and spec, and its bytes on a device.
 
     Attributes:
       path: the path of the leaf.
       shape: the shape of the whole array.
       dtype: the name of its dtype.
       spec: its spec as text.
-      bytes: the bytes that one device holds.
-      whole: whether each device holds all of it.
+      bytes: the bytes on one device.
+      whole: whether each device has the whole leaf.
     """
 
     path: str
@@ -116,7 +116,7 @@ class ShardedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Description(tables.Shown):
-    """The bytes that each device holds, by leaf. ``str()`` is a table, the largest first."""
+    """The bytes on each device, by leaf; ``str()`` is a table, the largest first."""
 
     rows: tuple[ShardedLeaf, ...]
 
@@ -127,7 +127,7 @@ class Description(tables.Shown):
 
     @property
     def replicated(self) -> tuple[ShardedLeaf, ...]:
-        """Return the leaves that every device holds whole, the largest first."""
+        """Return the leaves that are whole on every device, the largest first."""
         return tuple(row for row in self.rows if row.whole)
 
     def _shown(self) -> Any:
@@ -143,10 +143,10 @@ def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
     Args:
       shapes: a tree of arrays or ShapeDtypeStructs: params, or a whole state.
       specs: a ``PartitionSpec`` for each leaf.
-      mesh: the axes and their sizes.
+      mesh: a ``Mesh`` or an ``AbstractMesh``.
 
     Raises:
-      ValueError: the specs are of another tree, or do not divide a leaf.
+      ValueError: the specs have another structure, or do not divide a leaf.
 
     >>> mesh = jax.sharding.AbstractMesh((4,), ("fsdp",))
     >>> description = describe({"w": jax.ShapeDtypeStruct((64, 8), "float32")}, {"w": jax.P("fsdp")}, mesh)

@@ -27,30 +27,30 @@ from jaxmp.sharding.specs import (
 def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", axes: Sequence[str] = ("fsdp",)) -> Any:
     """Gather weights in ``dtype``; sum their gradients in ``reduce_dtype``.
 
-    A weight is cast where it lies, gathered in ``dtype``, and used; the gradient that comes back is cast to
-    ``reduce_dtype``, reduced and scattered to the devices, and comes out in the dtype of the weight. Call it where the
-    weights are used, layer by layer (in the body of a scan over layers, with the specs of one layer), so that no device
-    holds all of them.
+    Each device casts its part of a weight to ``dtype``, and then the parts are gathered. In the backward pass, the
+    gradient is cast to ``reduce_dtype``, reduced and scattered to the devices, and returned in the dtype of the weight.
+    Call it layer by layer, where the weights are used (in the body of a scan over layers, with the specs of one layer).
+    Then no device holds all weights.
 
-    How it is done is decided by the mesh that is set: with axes of type Explicit by ``reshard``, inside ``shard_map``
-    by collectives, with axes of type Auto by two constraints. There XLA reduces a gradient in the dtype that it has,
-    whatever it is cast to, so that ``reduce_dtype`` must be ``dtype``.
+    The implementation depends on the current mesh: ``reshard`` for axes of type Explicit, collectives inside
+    ``shard_map``, and two constraints for axes of type Auto. On Auto axes XLA reduces a gradient in the gradient's own
+    dtype, whatever you cast it to, so ``reduce_dtype`` must equal ``dtype``.
 
     Args:
-      tree: the weights. Leaves that are split over none of ``axes`` come back in their dtype. In ``shard_map`` their
-        gradients are summed in ``reduce_dtype``. Elsewhere JAX sums them, in the dtype in which they meet the batch:
-        add a bias in float32, or let ``make_train_step(sharding=)`` do all this, which sums them in float32.
-      specs: a ``PartitionSpec`` for each, as :func:`fsdp_specs` returns them.
-      dtype: to compute in.
-      reduce_dtype: of the sum over devices, float32 (for weights gathered in float64 this) or a half dtype.
-      axes: of the mesh, over which the weights are gathered and the gradients reduced: all those over which the batch
-        is split, ``("data", "fsdp")`` where each group of ``"fsdp"`` has a copy. What is split over others stays so.
+      tree: the weights. Leaves that are not split over ``axes`` keep their dtype. In ``shard_map`` their gradients are
+        summed in ``reduce_dtype``. Elsewhere JAX sums them in the dtype of the operation that reads them: add a bias in
+        float32, or use ``make_train_step(sharding=)``, which sums them in float32.
+      specs: a ``PartitionSpec`` for each leaf, as :func:`fsdp_specs` returns them.
+      dtype: the dtype in which weights are gathered.
+      reduce_dtype: the dtype of the sum over devices: float32 or half. (float64 weights are summed in float64.)
+      axes: all axes of the mesh that split the batch. Weights are gathered and gradients are reduced over these. Write
+        ``("data", "fsdp")`` if each group of ``"fsdp"`` has a copy of the weights. Splits over other axes stay.
 
     Raises:
-      ValueError: no mesh is set or it lacks an axis; ``reduce_dtype`` cannot be had on axes of type Auto; the specs are
-        of another tree, or do not fit; a dtype is not floating, or none to reduce in; it is called in the loss function
-        of a ``make_train_step(sharding=)``, which gathers by itself; in ``shard_map``, an array axis is split over an
-        axis of ``axes`` and then over another, or ``check_vma=False`` hides who holds what.
+      ValueError: no mesh is set, or it lacks an axis; ``reduce_dtype`` is impossible on axes of type Auto; the specs
+        have another structure, or do not fit; a dtype is not floating, or cannot be reduced in; it is called in the
+        loss function of a ``make_train_step(sharding=)``, which already gathers; in ``shard_map``, an array axis is
+        split over an axis of ``axes`` and then over another, or ``check_vma=False`` is set.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     >>> with jax.set_mesh(mesh):
@@ -62,13 +62,12 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     mesh = get_abstract_mesh()
     if mesh.empty:
         raise ValueError(
-            "gather moves weights over a mesh, and none is set; call the step within jax.set_mesh(mesh), or gather "
-            "inside jax.shard_map"
+            "gather needs a mesh, and none is set; call the step inside of jax.set_mesh(mesh), or gather inside "
+            "jax.shard_map"
         )
     if spread() is not None:
         raise ValueError(
-            "make_train_step(sharding=) gathers weights itself, got gather in its loss function; leave one of the "
-            "two out"
+            "make_train_step(sharding=) already gathers weights, got gather in its loss function; remove one of the two"
         )
     axes, dtype, reduce_dtype = as_tuple(axes), canonical_dtype(dtype), to_reduce_in(reduce_dtype)
     require_axes(mesh, axes, "axes")
@@ -76,14 +75,14 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if len({types[name] for name in axes}) != 1:
         raise ValueError(
-            "the axes that weights are gathered over must be of one type, got "
-            f"{', '.join(f'{name!r} of type {types[name].name}' for name in axes) or 'none'}; make the mesh with the "
-            "same of axis_types for them"
+            "the axes that weights are gathered over must have one type, got "
+            f"{', '.join(f'{name!r} of type {types[name].name}' for name in axes) or 'none'}; create the mesh with "
+            "equal axis_types for them"
         )
     if types[axes[0]] is AxisType.Manual and not shows_what_varies():
         raise ValueError(
-            "gather must know which arrays differ between devices, and shard_map(…, check_vma=False) hides it; leave "
-            "check_vma=False out"
+            "gather must know which arrays differ between devices, but shard_map(…, check_vma=False) hides this; "
+            "remove check_vma=False"
         )
     how = {AxisType.Explicit: _resharded, AxisType.Manual: _collected, AxisType.Auto: _gathered_by_constraints}[
         types[axes[0]]
@@ -103,7 +102,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
 
 
 def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, _: str) -> Any:
-    """Gather on Explicit axes: the type says that the gradient is not reduced yet."""
+    """Gather on Explicit axes; the type of the gradient shows that it is not yet reduced."""
 
     @jax.custom_vjp
     def whole(leaf: Any) -> Any:
@@ -125,8 +124,8 @@ def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
         axes = tuple(axis for axis in entry if axis in over)
         if entry[len(entry) - len(axes) :] != axes:
             raise ValueError(
-                f"in shard_map a weight is gathered over the last axes that an axis of it is split over, got {entry} "
-                f"for {name!r} and axes {over}; put {', '.join(axes)} last"
+                f"in shard_map the gathered mesh axes must be the last ones in a spec entry, got {entry} for {name!r} "
+                f"and axes {over}; put {', '.join(axes)} last"
             )
         gathered_axes.append(axes)
     rest = tuple(axis for axis in over if axis not in manual_axes(leaf))
@@ -136,7 +135,7 @@ def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
         leaf = leaf.astype(dtype)
         for dim, axes in enumerate(gathered_axes):
             leaf = jax.lax.all_gather(leaf, axes, axis=dim, tiled=True) if axes else leaf
-        # Else JAX sums the gradient over them before it comes here, in the dtype that it has.
+        # Otherwise JAX first sums the gradient over them in the gradient's dtype.
         return jax.lax.pcast(leaf, rest, to="varying") if rest else leaf
 
     def backward(nothing: None, cotangent: Any) -> tuple[Any]:
@@ -160,8 +159,8 @@ def _gathered_by_constraints(
     """
     if reduce_dtype != dtype:
         raise ValueError(
-            f"on mesh axes of type Auto XLA reduces gradients in the dtype that they are computed in, got reduce_dtype "
-            f"{reduce_dtype.name!r} for {name!r} gathered in {dtype.name!r}; make the mesh with "
+            f"on mesh axes of type Auto reduce_dtype must be the dtype of the gathered weight, got reduce_dtype "
+            f"{reduce_dtype.name!r} for {name!r} gathered in {dtype.name!r}; create the mesh with "
             f"axis_types=(jax.sharding.AxisType.Explicit, …), or pass reduce_dtype={dtype.name!r}"
         )
     half = jax.lax.with_sharding_constraint(leaf.astype(dtype), spec)

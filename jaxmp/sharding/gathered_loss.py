@@ -1,22 +1,22 @@
 """Rewrite a loss with split params so that each weight is gathered where it is used.
 
-The loss is traced on whole params, after policies, adapters and autocast. Each param is gathered in the dtype in which
-the program reads it, in the innermost body that holds all its uses: in the body of a scan over layers, for instance.
+The loss is traced with whole params, after policies, adapters and autocast. Each param is gathered in the dtype in
+which the program reads it, in the innermost body that contains all its uses, such as the body of a scan over layers.
 
-Every value is of one of two kinds:
+There are two kinds of values:
 
-* *Common* values are the same for all examples: params, the model state, constants, numbers (arrays without axes), and
-  all that is computed from these alone. A common value of floats that params take part in is a *weight*.
+* *Common* values are the same for all examples: params, the model state, constants, scalars, and values that are
+  computed only from these. A common floating value that depends on params is a *weight*.
 * All other values are activations.
 
-Each device computes what its examples add to the gradient of a weight, in float32. Nothing is reduced until all uses
-of the weight have added their parts; the *tap* of a weight collects them: zeros whose cotangent has a part for each
-device. The sum is then reduced once, in the dtype that the plan says. XLA by itself would reduce each gradient in the
-dtype of the product that it comes from. Products of two activations may also sum over examples in their derivative:
-they sum in float32 and round once, as on one device.
+Each device computes its part of the gradient of a weight, from its own examples, in float32. The *tap* of a weight
+collects the parts of all uses: it is an array of zeros, and its cotangent has a part for each device. The sum is then
+reduced once, in the plan's dtype. (XLA alone would reduce each gradient in the dtype of its product.) Products of two
+activations may also sum over examples in their derivative. They sum in float32 and round once, as on one device.
 
-The first axis of activations that the devices divide is taken for the axis of the batch. Another axis would cost time,
-but give the same numbers. All this is on axes of type Auto; ``mesh_types`` rebuilds a loss on Explicit axes for them.
+The first axis of an activation that the devices divide is treated as the batch axis. If it is another axis, the numbers
+are the same, but it takes longer. All this works on axes of type Auto; ``mesh_types`` rebuilds a loss on Explicit axes
+for them.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 class GatheredParams(NamedTuple):
-    """Params that were gathered before the loss is called.
+    """Params that were gathered before the call of the loss.
 
     Attributes:
       params: the params themselves.
-      weights: for each floating param the weight that was gathered.
-      taps: for each floating param its tap.
+      weights: the gathered weight of each floating param.
+      taps: the tap of each floating param.
     """
 
     params: Any
@@ -64,14 +64,14 @@ class GatheredParams(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gathered:
-    """``loss_fn(params, …)`` that gathers the weights of a plan where they are used.
+    """A loss function ``loss_fn(params, …)`` that gathers the weights of a plan where they are used.
 
-    It takes params, or :class:`GatheredParams`.
+    It takes params or :class:`GatheredParams`.
     """
 
     plan: Plan
     loss_fn: Callable[..., Any]
-    gathers_again: bool = True  # for the backward pass, and not only where a body is computed again
+    gathers_again: bool = True  # for the backward pass, not only where a body is recomputed
 
     @property
     def is_split(self) -> bool:
@@ -138,7 +138,7 @@ class Gathered:
         return program, uses
 
     def _gathered_in(self, jaxpr: Any, var: Any, param: Any, spec: Any, product_halves: set[Any]) -> Any:
-        """Return the half dtype that all readers of a split param have in common, or else its dtype."""
+        """Return the half dtype in which all readers read a split param, or the param's dtype."""
         dtypes = dtypes_read(jaxpr, var) - {None} or product_halves
         if len(dtypes) == 1 and self.plan.is_split(spec):
             (dtype,) = dtypes
@@ -202,7 +202,7 @@ class _Rewriting:
         return computed_whole(eqn, operands, uses)
 
     def _entered(self, eqn: Any, operands: Sequence[RewrittenValue]) -> list[RewrittenValue]:
-        """Return the results of a call, a scan or a branch, with its own weights gathered inside."""
+        """Return the results of a call, a scan or a branch, and gather its weights inside."""
         bodies = bodies_of(eqn)
         assert bodies is not None
         if is_body_alone(eqn):
@@ -220,7 +220,7 @@ def _may_sum_examples(eqn: Any, operands: Sequence[RewrittenValue]) -> bool:
 
 
 def _has_loose_products(eqn: Any) -> bool:
-    """Return whether a body of an equation has products as :func:`_is_loose_product` says."""
+    """Return whether a body of an equation has a product that fulfils :func:`_is_loose_product`."""
     return any(map(_is_loose_product, equations_inside(eqn)))
 
 
@@ -233,11 +233,11 @@ def _is_loose_product(eqn: Any) -> bool:
 
 
 def _computed_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Return the results of a product whose cotangents are summed in float32, and then rounded."""
+    """Return the results of a product; its cotangents are summed in float32, and then rounded."""
     results = computed_wide(eqn, arrays)
     return [result.astype(var.aval.dtype) for result, var in zip(results, eqn.outvars, strict=True)]
 
 
 def _is_scalar(value: Any) -> bool:
-    """Return whether an array is a number. A PRNG key is none: draws may differ between examples."""
+    """Return whether an array is a scalar. (A PRNG key is not: draws may differ between examples.)"""
     return not isinstance(value, Use) and np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)

@@ -24,7 +24,7 @@ from jaxmp.sharding.specs import Mesh, as_tuple, axes_in_spec, fitting, followin
 BATCH_AXES = ("data", "fsdp")
 """The axes of a mesh over which a batch is split."""
 COPIES = "jaxmp.copies"
-"""The scope of what :meth:`Plan.copies` writes."""
+"""The name scope of the operations of :meth:`Plan.copies`."""
 _FLOAT32 = np.dtype(np.float32)
 _REDUCES = frozenset(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
@@ -32,17 +32,18 @@ _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharding:
-    """The layout of a train step's state over devices, and how its gradients are summed.
+    """The layout of a train step's state over devices, and the summation of its gradients.
 
     Pass one to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`.
 
     Attributes:
       mesh: the devices. A batch is split over the axes ``"data"`` and ``"fsdp"``.
       specs: a ``PartitionSpec`` for each param, as :func:`jaxmp.sharding.fsdp_specs` returns them.
-      reduce_dtype: the dtype in which gradients are summed over devices. Each device sums its own in float32.
-      reduce: when microbatches are summed over devices: the gradients of ``"each"`` one, or their sum ``"once"``. With
-        ``"once"`` all weights are gathered once, before the first microbatch: less traffic, more memory.
-      regather: whether the backward pass gathers the weights again, in place of keeping them from the forward pass.
+      reduce_dtype: the dtype in which gradients are summed over devices. Each device sums its part in float32.
+      reduce: ``"each"`` sums the gradients of each microbatch over devices; ``"once"`` sums the gradients of all
+        microbatches first. With ``"once"`` all weights are gathered once, before the first microbatch: less traffic,
+        more memory.
+      regather: whether the backward pass gathers the weights again, instead of keeping them from the forward pass.
 
     Raises:
       TypeError: ``mesh`` is no mesh.
@@ -73,7 +74,7 @@ class Sharding:
         self.plan()
 
     def plan(self) -> Plan:
-        """Return the plan that a train step follows."""
+        """Return the plan of a train step."""
         return Plan(self.mesh, self.specs, self.reduce_dtype)
 
 
@@ -93,15 +94,15 @@ class Plan:
         sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         if not self.axes:
             raise ValueError(
-                f"a batch is split over the axes 'data' and 'fsdp', got a mesh of {sizes or 'no axes'}; make it with "
+                f"the mesh must have an axis 'data' or 'fsdp' for the batch, got {sizes or 'no axes'}; create it with "
                 "jax.make_mesh((jax.device_count(),), ('fsdp',), axis_types=(jax.sharding.AxisType.Auto,))"
             )
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if len(kinds := {types[name] for name in self.axes}) > 1 or AxisType.Manual in kinds:
             raise ValueError(
-                "the axes of the batch are all of type Auto or all of type Explicit, got "
-                f"{', '.join(f'{name!r} of type {types[name].name}' for name in self.axes)}; make the mesh with equal "
-                "axis_types"
+                "the axes of the batch must all be of type Auto or all of type Explicit, got "
+                f"{', '.join(f'{name!r} of type {types[name].name}' for name in self.axes)}; create the mesh with "
+                "equal axis_types"
             )
 
     @functools.cached_property
@@ -132,14 +133,14 @@ class Plan:
             return jax.set_mesh(self.mesh)
         around: Mesh = jax.sharding.get_abstract_mesh()
         if (around.shape, around.axis_types) == (self.mesh.shape, self.mesh.axis_types):
-            return contextlib.nullcontext()  # it may know of the device that is compiled for
+            return contextlib.nullcontext()  # the current mesh may name the device to compile for
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     def shardings(self, state: Any) -> Any:
         """Return the sharding of each leaf of a train state.
 
         Raises:
-          ValueError: the specs are of another tree than its params, or do not fit them.
+          ValueError: the specs have another structure than the params, or do not fit them.
         """
         require_specs(state.params, self.specs)
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs_in(self.specs), strict=True):
@@ -152,10 +153,10 @@ class Plan:
         return following(state, state.params, self.specs, self.mesh)
 
     def batch(self, batch: Any, microbatches: int) -> Any:
-        """Return ``batch`` with its examples split over the devices; scalars are on each.
+        """Return ``batch`` with its examples split over the devices; scalars are replicated.
 
         Raises:
-          ValueError: devices times microbatches do not divide the examples.
+          ValueError: the number of examples is not divisible by devices times microbatches.
         """
 
         def placed(path: Any, leaf: Any) -> Any:
@@ -168,7 +169,7 @@ class Plan:
         return jax.tree.map_with_path(placed, batch)
 
     def _require_divided(self, path: Any, leaf: Any, microbatches: int) -> None:
-        """Raise a ValueError if devices times microbatches do not divide the examples of a leaf."""
+        """Raise a ValueError if a leaf's examples are not divisible by devices times microbatches."""
         if np.ndim(leaf) == 0:
             return
         examples, parts = np.shape(leaf)[0], self.devices * microbatches
@@ -178,7 +179,7 @@ class Plan:
         entry = f" in batch entry {_tree.path_name(path)!r}" if path else ""
         raise ValueError(
             f"the {self.devices} devices of {', '.join(map(repr, self.axes))} must divide the batch{times}, got "
-            f"{examples} examples{entry}; use a batch of {parts * (examples // parts + 1)}, say"
+            f"{examples} examples{entry}; use e.g. a batch of {parts * (examples // parts + 1)}"
         )
 
     def put(self, value: Any, spec: PartitionSpec) -> Any:
@@ -186,11 +187,11 @@ class Plan:
         return jax.sharding.reshard(value, spec) if self.is_explicit else jax.lax.with_sharding_constraint(value, spec)
 
     def gathered(self, spec: PartitionSpec) -> PartitionSpec:
-        """Return the spec of a gathered param: split only over axes that split no batch, such as ``"tensor"``."""
+        """Return the spec of a gathered param, split only over axes that do not split the batch."""
         return PartitionSpec(*without(spec, self.axes))
 
     def by_rows(self, value: Any, dim: int = 0) -> Any:
-        """Return ``value`` with a part of its axis ``dim`` on each device, and else in its layout."""
+        """Return ``value`` with axis ``dim`` split over the devices; the layout of other axes stays."""
         if self.is_explicit:
             rest = without(jax.typeof(value).sharding.spec, self.axes)
         else:
@@ -202,11 +203,11 @@ class Plan:
         return not set(axes_in_spec(spec)).isdisjoint(self.axes)
 
     def whole(self, param: Any, spec: PartitionSpec, dtype: np.dtype) -> Any:
-        """Return a param gathered in ``dtype``, which is not differentiated."""
+        """Return a param gathered in ``dtype``, without a derivative."""
         param = jax.lax.stop_gradient(param)
         if not self.is_split(spec):
             return param.astype(dtype)
-        # With the second alone XLA gathers some weights before it casts them.
+        # With only the second constraint, XLA gathers some weights before it casts them.
         return self.put(self.put(param.astype(dtype), spec), self.gathered(spec))
 
     def tap(self, param: Any, spec: PartitionSpec) -> Any:
@@ -231,7 +232,7 @@ class Plan:
         return self.put(parts, PartitionSpec(*self.rows, *self.gathered(spec)))
 
     def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
-        """Return the sum of parts over axis 0, one per device, split as ``spec`` says."""
+        """Return the sum of parts over axis 0, one per device, in the layout ``spec``."""
         batch_axes = [tuple(name for name in as_tuple(entry) if name in self.axes) for entry in spec]
         rest = tuple(name for name in self.axes if name not in axes_in_spec(spec))
 
@@ -243,7 +244,7 @@ class Plan:
                     part = jax.lax.psum_scatter(part, names, scatter_dimension=dim, tiled=True)
             return part
 
-        # By hand over all axes: XLA would gather the parts over those of no rows before it reduces them.
+        # By hand over all axes; otherwise XLA first gathers the parts over axes that do not split the batch.
         others = self.gathered(spec)
         out = PartitionSpec(
             *((*as_tuple(other), *names) or None for other, names in zip(others, batch_axes, strict=True))
@@ -252,14 +253,17 @@ class Plan:
         return jax.shard_map(reduce, in_specs=at, out_specs=out, axis_names=names, check_vma=False)(self.put(parts, at))
 
     def over_rows(self, fun: Callable[..., Any], dims: Sequence[int], args: Sequence[Any]) -> Any:
-        """Return ``fun`` of the part of each device, as (devices, …); ``args`` are split along ``dims``."""
+        """Apply ``fun`` to the part of each device; ``args`` are split along ``dims``.
+
+        The result has the shape (devices, …).
+        """
         split = (PartitionSpec(*[None] * dim, *self.rows) for dim in dims)
         specs = tuple(spec if np.ndim(arg) else PartitionSpec() for spec, arg in zip(split, args, strict=True))
         args = [self.by_rows(arg, dim) if np.ndim(arg) else arg for arg, dim in zip(args, dims, strict=True)]
         options: Any = {"in_specs": specs, "out_specs": self.rows, "axis_names": {*self.axes}, "check_vma": False}
         return jax.shard_map(lambda *args: fun(*args)[None], **options)(*args)
 
-    # --- for losses that sum over rows by themselves ---
+    # --- for losses that sum over rows themselves ---
 
     def parts(self, array: Any) -> Any:
         """Return ``array`` (rows, …) as (devices, rows of each, …)."""
@@ -281,8 +285,7 @@ def to_reduce_in(dtype: Any) -> np.dtype:
     checked = canonical_dtype(dtype)
     if checked not in _REDUCES:
         raise ValueError(
-            f"gradients are reduced in float32 or in a half dtype, got reduce_dtype={checked.name!r}; pass "
-            "reduce_dtype='float32'"
+            f"reduce_dtype must be float32 or a half dtype, got {checked.name!r}; write reduce_dtype='float32'"
         )
     return checked
 
@@ -298,11 +301,11 @@ def sum_dtype(dtype: Any) -> np.dtype:
 
 
 def on_auto_axes(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
-    """Return ``fun`` run on axes of type Auto, whatever the type of those of the current mesh.
+    """Return ``fun`` run on axes of type Auto, for any axis types of the current mesh.
 
     Args:
       fun: a function of arrays.
-      out: where its results lie, a spec or a tree of them.
+      out: the spec of its results, or a tree of specs.
     """
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return fun

@@ -1,9 +1,9 @@
-"""Trace a loss by the types of Explicit mesh axes, and run its program on Auto axes.
+"""Trace a loss on Explicit mesh axes, and run its program on Auto axes.
 
-On axes of type Explicit JAX checks where each array of a program lies, and the author may say so (``out_sharding=``,
-``reshard``, ``auto_axes``). Programs of our own, of derivatives above all, have no author who could say it. So a loss
-is traced on the axes as they are, and its program is then rebuilt on axes of type Auto. Where the author said that an
-array lies somewhere, the rebuilt program has a constraint.
+On axes of type Explicit, JAX checks the sharding of each array, and the author may have to state it (``out_sharding=``,
+``reshard``, ``auto_axes``). Generated programs, such as derivatives, have no author who could do this. So a loss is
+traced on Explicit axes, and its program is then rebuilt on axes of type Auto. The rebuilt program has a constraint for
+each sharding that the author stated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHARDING_PARAMS = ("out_sharding", "sharding")
 
 
 def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
-    """Return the mesh with Explicit axes that an array of ``tree`` lies on, or None."""
+    """Return the mesh with Explicit axes of an array of ``tree``, or None."""
     for leaf in jax.tree.leaves(tree):
         mesh: jax.sharding.AbstractMesh = jax.typeof(leaf).sharding.mesh
         if mesh.explicit_axes:
@@ -38,15 +38,15 @@ def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
 
 
 def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossFn:
-    """Return ``loss_fn`` traced by the types of the Explicit axes of ``mesh``, for a call on Auto axes.
+    """Return ``loss_fn`` traced on the Explicit axes of ``mesh``, for a call on Auto axes.
 
-    The params, the model state and the rng are typed as whole on each device, and the examples of the batch as split
-    over ``batch_axes`` where these divide them.
+    In their types, the params, the model state and the rng are whole, and the examples of the batch are split over
+    ``batch_axes`` if they are divisible.
 
     Args:
       loss_fn: a loss function, as for :func:`jaxmp.make_train_step`.
-      mesh: the mesh with its own types; without Explicit axes ``loss_fn`` is returned as it is.
-      batch_axes: names of the axes of the mesh that split a batch.
+      mesh: the mesh; if it has no Explicit axes, ``loss_fn`` is returned unchanged.
+      batch_axes: the names of the axes of the mesh that split a batch.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {name: AxisType.Explicit for name in types if types[name] is AxisType.Explicit}
@@ -80,7 +80,7 @@ def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossF
 
 
 def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate an open jaxpr that was traced on Explicit axes, on Auto ones."""
+    """Evaluate on Auto axes an open jaxpr that was traced on Explicit ones."""
 
     def equation(eqn: Any, operands: list[Any]) -> list[Any]:
         with in_place_of(eqn):
@@ -107,7 +107,7 @@ def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]
         return _bind_without_types(eqn, operands)
     if name == "shard_map":
         eqn = eqn.replace(params={**params, "mesh": _on_auto(params["mesh"])})
-    # Derivative rules of the author's are typed as the loss is.
+    # Custom derivative rules have the types of the loss.
     rule = RuleEvaluation(
         lambda body, args, _: _evaluated(*body, args), functools.partial(jax.sharding.use_abstract_mesh, traced_on)
     )
@@ -115,7 +115,7 @@ def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]
 
 
 def _bind_without_types(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Bind an equation without bodies; where its parameters say that the result lies, put a constraint."""
+    """Bind an equation without bodies, with a constraint if its parameters state the result's sharding."""
     params = jax.tree.map(_without_types, dict(eqn.params), is_leaf=is_jaxpr)
     for key in _SHARDING_PARAMS:
         if _names_explicit_axes(params.get(key)):
@@ -129,7 +129,7 @@ def _bind_without_types(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _without_types(param: Any) -> Any:
-    """Return a parameter of an equation; a closed jaxpr without types of Explicit axes."""
+    """Return a parameter of an equation; for a closed jaxpr, without types of Explicit axes."""
     if not hasattr(param, "in_avals") or not any(_names_explicit_axes(aval.sharding) for aval in param.in_avals):
         return param
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in param.in_avals]
@@ -151,14 +151,14 @@ def _on_auto(mesh: Any) -> Any:
 
 
 def _untyped(const: Any) -> Any:
-    """Return an array that the loss closes over, without a type that says where it lies."""
+    """Return an array that the loss closes over, without a sharding in its type."""
     if not is_array(const) or not jax.typeof(const).sharding.mesh.explicit_axes:
         return const
     return jax.sharding.reshard(const, PartitionSpec())
 
 
 def _placed(value: Any, sharding: NamedSharding) -> Any:
-    """Constrain ``value`` to lie as ``sharding`` says, if that names axes that were Explicit."""
+    """Constrain ``value`` to ``sharding``, if it names axes that were Explicit."""
     if not _names_explicit_axes(sharding):
         return value
     return jax.lax.with_sharding_constraint(value, PartitionSpec(*sharding.spec))

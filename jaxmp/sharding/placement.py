@@ -1,4 +1,4 @@
-"""Placement of the arrays of a train state and of a batch on the devices of a step."""
+"""Place the arrays of a train state and of a batch on the devices of a step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from jaxmp.base import trees as _tree
 
 
 def settled(state: Any) -> Any:
-    """Return ``state`` in the form that a step returns it, so that all steps share one compilation.
+    """Return ``state`` in the form of a state that a step returns, so that all steps share one compilation.
 
-    Arrays have strong types, lie where the params are committed to, and are in it once: a buffer is donated once only.
+    Its arrays are strongly typed and on the devices of the params. Each array occurs once, because a buffer can be
+    donated only once.
     """
     home = home_of(state.params)
     ids: set[int] = set()
@@ -33,7 +34,7 @@ def settled(state: Any) -> Any:
 def each_once(state: Any) -> Any:
     """Return ``state`` with copies of arrays that are in it twice, such as those of a target network."""
     leaves, structure = jax.tree.flatten(state)
-    if len({*map(id, leaves)}) == len(leaves):  # as a rule
+    if len({*map(id, leaves)}) == len(leaves):  # the usual case
         return state
     ids: set[int] = set()
     return jax.tree.unflatten(structure, [copied_if_seen(leaf, ids) for leaf in leaves])
@@ -47,7 +48,7 @@ def copied_if_seen(leaf: Any, ids: set[int]) -> Any:
 
 
 def home_of(tree: Any) -> Any:
-    """Return the sharding over all devices of a mesh in ``tree``, else that of a committed array, or None."""
+    """Return the sharding that replicates over the mesh of ``tree``, or that of a committed array, or None."""
     shardings = [leaf.sharding for leaf in jax.tree.leaves(tree) if is_put(leaf)]
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):
@@ -64,20 +65,20 @@ def at_home(leaf: Any, home: Any) -> jax.Array:
 
 @functools.cache
 def _copier_to_all_devices(home: Any) -> Any:
-    """Return a function that copies a process's array to all devices, keys included."""
+    """Return a function that copies a process's array (or random key) to all devices."""
     return jax.jit(lambda leaf: leaf, out_shardings=home)
 
 
 def placed_by_specs(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
-    """Return ``leaf`` where the specs of a step say.
+    """Return ``leaf`` in the layout of a step's specs.
 
     Raises:
-      ValueError: it was put elsewhere.
+      ValueError: it is committed to another layout.
     """
     if is_put(leaf) and not _lies(leaf, wanted):
         raise ValueError(
-            f"{_tree.path_name(path)!r} of the state does not lie as the mesh and specs of the step say, {wanted}, but "
-            f"{leaf.sharding}; make the state with TrainState.create_sharded(…, sharding)"
+            f"{_tree.path_name(path)!r} of the state must have the step's sharding {wanted}, got {leaf.sharding}; "
+            "create the state with TrainState.create_sharded(…, sharding)"
         )
     return at_home(leaf, wanted)
 
@@ -106,9 +107,9 @@ def is_put(leaf: Any) -> bool:
 def require_params(params: Any) -> None:
     """Raise an error if ``params`` are empty, or include other collections."""
     if not jax.tree.leaves(params):
-        raise ValueError(f"params are a tree of arrays, got {params!r}; pass what is trained, variables['params'] say")
+        raise ValueError(f"params must be a tree of arrays, got {params!r}; pass e.g. variables['params']")
     if isinstance(params, Mapping) and "params" in params and len(params) > 1:
         raise ValueError(
-            f"params are what is trained, got variables with {', '.join(map(repr, params))}; pass "
+            f"params must be the trained params alone, got variables with {', '.join(map(repr, params))}; pass "
             "params=variables['params'], and the other collections as model_state="
         )

@@ -1,4 +1,4 @@
-"""Specs of params: which axes of a mesh split which axes of an array."""
+"""Partition specs of params: check them, match them to a tree, and read them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def covers(pattern: str, path: Path) -> bool:
 def require_match(pattern: str, paths: Sequence[Path]) -> None:
     """Raise a ValueError if a pattern matches no leaf."""
     if is_class_pattern(pattern):
-        raise ValueError(f"a pattern of params is a path, got the class pattern {pattern!r}; write '**/kernel', say")
+        raise ValueError(f"a pattern of params must be a path, got {pattern!r}; write e.g. '**/kernel'")
     if not any(covers(pattern, path) for path in paths):
         raise ValueError(
             f"the pattern {pattern!r} matches no leaf; the nearest paths: "
@@ -81,18 +81,18 @@ def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
 
 
 def require_specs(tree: Any, specs: Any) -> None:
-    """Raise a ValueError unless ``specs`` have a ``PartitionSpec`` for each leaf of ``tree``."""
+    """Raise a ValueError if ``specs`` do not have a ``PartitionSpec`` for each leaf of ``tree``."""
     leaves = {_tree.path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(specs, is_leaf=is_spec)}
     names = [_tree.path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
     differences = [f"{type(leaf).__name__} for {name!r}" for name, leaf in leaves.items() if not is_spec(leaf)]
     differences += [f"none for {name!r}" for name in names if name not in leaves]
-    differences += [f"one for {name!r}, which is no array of them" for name in leaves if name not in names]
+    differences += [f"one for {name!r}, which is not in the tree" for name in leaves if name not in names]
     structure: Any = jax.tree.structure(specs, is_leaf=is_spec)
     if structure != jax.tree.structure(tree):
         differences.append(str(structure))
     if differences:
         raise ValueError(
-            f"specs are a tree like the arrays, of a PartitionSpec for each, got {differences[0]}; take "
+            f"specs must have a PartitionSpec for each array of the tree, got {differences[0]}; use "
             "jaxmp.sharding.fsdp_specs of these arrays"
         )
 
@@ -103,15 +103,15 @@ def fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], me
     require_axes(mesh, names, f"the axes of {key!r}")
     if len(spec) > len(shape) or len(set(names)) < len(names):
         raise ValueError(
-            f"a spec names an axis of the mesh once, and has an entry for each axis of the array at most, got "
-            f"{text_of(spec)} for {name!r} of shape {shape}; give {key!r} another"
+            f"a spec must name an axis of the mesh only once, and have at most one entry per axis of the array, got "
+            f"{text_of(spec)} for {name!r} of shape {shape}; change the spec of {key!r}"
         )
     for size, entry in zip(shape, spec, strict=False):
         parts = devices_in(entry, mesh)
         if size % parts:
             raise ValueError(
-                f"the devices must divide an axis that is split over them, got {size} over {parts} ({entry!r}) in "
-                f"{name!r} of shape {shape}; give {key!r} another spec"
+                f"an axis must be divisible by its number of devices, got {size} over {parts} ({entry!r}) in "
+                f"{name!r} of shape {shape}; change the spec of {key!r}"
             )
     return spec
 

@@ -1,4 +1,4 @@
-"""Products, lookups and convolutions of gathered weights, whose gradients are summed in float32."""
+"""Products, lookups and convolutions of gathered weights, with gradients that are summed in float32."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def goes_by_rows(eqn: Any, position: int) -> bool:
 
 
 def product_by_rows(eqn: Any, position: int, use: Use, values: Sequence[Any]) -> Any:
-    """Return a product or a lookup; each device sums the gradient of the weight over its own rows."""
+    """Return a product or a lookup for which each device sums the weight's gradient over its own rows."""
     operands = [value for n, value in enumerate(values) if n != position]
     return _RowProduct(eqn, position, use).result(operands)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RowProduct:
-    """A product or a lookup of one weight, whose operand at ``position`` is the weight.
+    """A product or a lookup with a weight as its operand at ``position``.
 
-    The ``operands`` of its methods are the other ones, and ``half`` is the gathered weight.
+    The ``operands`` of its methods are the other operands, and ``half`` is the gathered weight.
     """
 
     eqn: Any
@@ -79,22 +79,22 @@ class _RowProduct:
         return bind_equation(self.eqn, all_operands, params)[0]
 
     def _computed(self, half: Any, operands: Sequence[Any]) -> Any:
-        # Rows are looked up in half.
+        # Lookups are in half.
         dtype = half.dtype if self._is_lookup else self.eqn.invars[self.position].aval.dtype
         weight = self.use.cast(self.use.moved(half), dtype)
         return self._bind(weight, operands, self.eqn.params).astype(self.eqn.outvars[0].aval.dtype)
 
     def _gradient(self, dims: tuple[int, int] | None, cotangent: Any, operands: Sequence[Any]) -> Any:
-        """Return the gradient of the param, or of the tap where devices divide the rows."""
+        """Return the gradient of the param, or of the tap if devices divide the rows."""
         source, plan = self.use.source, self.use.source.plan
-        if dims is None:  # one sum over all rows, whoever has them
+        if dims is None:  # one sum over the rows of all devices
             of_weight = self._cotangent_of_weight(True, cotangent, *operands)
             return plan.put(of_weight, source.spec).astype(source.param.dtype)
         of_rows = functools.partial(self._cotangent_of_weight, False)
         return plan.of_parts(plan.over_rows(of_rows, dims, (cotangent, *operands)), source.spec)
 
     def _cotangent_of_weight(self, is_whole: bool, cotangent: Any, *operands: Any) -> Any:
-        """Return the cotangent of the weight from these rows; ``is_whole`` if they are those of all devices."""
+        """Return the cotangent of the weight from these rows; with ``is_whole``, from the rows of all devices."""
         aval, source = self.eqn.invars[self.position].aval, self.use.source
         dtype = source.sum_dtype if self._is_lookup else aval.dtype
         params = anywhere(self.eqn.params)
@@ -120,9 +120,9 @@ class _RowProduct:
 
 
 def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
-    """Return a float8 product; each device sums its rows of the gradient in float32.
+    """Return a float8 product for which each device sums its rows of the gradient in float32.
 
-    None where there are two weights, or nothing that the devices divide.
+    Return None if both operands are weights, or if the devices divide no axis.
     """
     product = next(inner for inner in equations(eqn.params["call_jaxpr"]) if inner.primitive.name == "dot_general")
     sides = [side for side in (0, 1) if isinstance(values[3 * side], Use)]
@@ -147,7 +147,7 @@ def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | No
         return result
 
     def backward(factor: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
-        # It is quantised for the gradient of the other operand too: XLA does it once.
+        # The other operand's gradient quantises it too; XLA does this once.
         of_result = (cotangent, factor[1]) if is_exact else float8_product.quantised(cotangent, recipe.gradient)[1:]
         parts = source.plan.over_rows(of_rows, (dims[0], 0, dims[1], 0), (*of_result, *factor))
         return cotangent, source.plan.of_parts(parts, source.spec), None, None
@@ -162,8 +162,8 @@ def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable
 
     Args:
       product: the equation of the product.
-      side: the number of the weight among its operands.
-      use: that of the weight.
+      side: the position of the weight among its operands.
+      use: the use of the weight.
       recipe: the float8 recipe.
     """
     is_exact = recipe.weight_gradient == "compute"
@@ -212,7 +212,7 @@ def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
 
 
 def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
-    """Return a product over several axes as one of matrices.
+    """Return a product over several axes as a matrix product.
 
     On a CPU, XLA has no other products of half operands with float32 results.
     """
@@ -228,8 +228,8 @@ def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
 def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, is_whole: bool = False) -> Any:
     """Return ``fun``, the transpose of a product of half operands, with its result in ``dtype``.
 
-    Convolutions have half results, as cuDNN makes no others; those over the rows of all devices (``is_whole``), which
-    XLA divides, are computed in ``dtype``.
+    Convolutions have half results, because cuDNN has no others. Convolutions over the rows of all devices
+    (``is_whole``), which XLA splits, are computed in ``dtype``.
     """
     jaxpr, consts = opened(jax.make_jaxpr(fun)(cotangent))
 
@@ -255,9 +255,9 @@ def may_be_wide(eqn: Any) -> bool:
 
 
 def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Return the float32 results of an equation of half operands, whose cotangents are summed in float32.
+    """Return the float32 results of an equation of half operands; cotangents are summed in float32.
 
-    A product is computed in half, the products of its derivative have results in float32.
+    A product is computed in half, and the products of its derivative have float32 results.
     """
     avals, name = [atom.aval for atom in eqn.invars], eqn.primitive.name
     dtypes = [sum_dtype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype for aval in avals]

@@ -23,7 +23,7 @@ def only_moves_or_casts(eqn: Any) -> bool:
 
 
 def is_copying(eqn: Any) -> bool:
-    """Return whether an equation is that of :meth:`jaxmp.sharding.mesh_plan.Plan.copies`."""
+    """Return whether an equation comes from :meth:`jaxmp.sharding.mesh_plan.Plan.copies`."""
     return eqn.primitive.name == "broadcast_in_dim" and COPIES in names_of(eqn)
 
 
@@ -34,9 +34,9 @@ def has_one_reader(jaxpr: Any, var: Any) -> bool:
 
 
 def dtypes_read(jaxpr: Any, var: Any) -> set[Any]:
-    """Return the dtypes in which a weight, or rows of it, is read in the end, behind all moves.
+    """Return the dtypes in which a weight, or rows of it, is read behind all moves.
 
-    None among them stands for rows that autocast left in their dtype: a lookup in half serves these as well.
+    None among them means rows that autocast left in their dtype: a lookup in half is enough for these.
     """
     dtypes, results = _dtypes_and_results(jaxpr, var)
     return dtypes | {np.dtype(jaxpr.outvars[n].aval.dtype) for n in results}
@@ -75,9 +75,9 @@ def _read_by(eqn: Any, position: int, scopes: Names) -> tuple[set[Any], list[Any
 
 
 def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
-    """Return the equations that read a weight behind its moves, and as which operand.
+    """Return the equations that read a weight behind its moves, with the position of the operand.
 
-    A result of the body stands there with None in place of an equation.
+    A result of the body is listed with None in place of an equation.
     """
     moved, readers = {var}, list[tuple[Any, int]]()
     for eqn in jaxpr.eqns:
@@ -95,5 +95,5 @@ def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
 
 
 def _enters_scan(bodies: Bodies, position: int) -> bool:
-    """Return whether an operand of a scan is the same in all turns, or sliced by them."""
+    """Return whether an operand of a scan is the same in all iterations, or sliced by them."""
     return bodies.kind == "scan" and not bodies.start <= position < bodies.start + bodies.carry

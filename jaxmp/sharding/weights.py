@@ -1,4 +1,4 @@
-"""Weights in a body of a rewritten loss: gathered at their first use, moved and rounded."""
+"""Weights in a body of a rewritten loss, which are gathered at their first use."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from jaxmp.base.trees import is_float_array
 from jaxmp.sharding.mesh_plan import Plan, sum_dtype
 
 RewrittenValue = tuple[Any, bool]
-"""An array, or the use of a weight, and whether it is common. Uses always are."""
+"""An array or the use of a weight, and whether it is common. (A use always is.)"""
 
 
 @dataclasses.dataclass(eq=False)
 class Source:
-    """A param in a body, which is gathered there when it is first used."""
+    """A param in a body, which is gathered at its first use."""
 
     plan: Plan
     name: str
     param: Any
     spec: PartitionSpec
-    dtype: np.dtype  # that it is gathered in
-    is_alone: bool  # one equation of the body reads it
-    gathers_again: bool  # the backward pass does, for what was gathered before is freed
-    is_gathered: bool = False  # before the loss was called
-    is_computed: bool = False  # of weights, by the loss
+    dtype: np.dtype  # of the gathered weight
+    is_alone: bool  # whether only one equation of the body reads it
+    gathers_again: bool  # whether the backward pass gathers it again, because the gathered weight is freed
+    is_gathered: bool = False  # whether it was gathered before the call of the loss
+    is_computed: bool = False  # whether the loss computes it from weights
     half: Any = None
     tap: Any = None
     _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
@@ -42,7 +42,7 @@ class Source:
         """Return the weight for the backward pass, gathered once for all uses in one trace."""
         trace = get_opaque_trace_state()
         if self._again is None or self._again[0] is not param or self._again[1] != trace:
-            # Without a barrier XLA would keep what the forward pass gathered.
+            # Without a barrier XLA would keep the gathered weight of the forward pass.
             half = self.plan.whole(jax.lax.optimization_barrier(param), self.spec, self.dtype)
             self._again = param, trace, half
         return self._again[2]
@@ -57,16 +57,16 @@ class Source:
 
     @property
     def sum_dtype(self) -> np.dtype:
-        """Return the dtype of its cotangents."""
+        """Return the dtype in which its cotangents are summed."""
         return sum_dtype(self.param.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
-    """A weight that a variable of the program stands for, moved and rounded by the author."""
+    """The weight of a variable in the program, after the author's moves and casts."""
 
     source: Source
-    moves: tuple[tuple[Any, int], ...] = ()  # equations, and which of their results
+    moves: tuple[tuple[Any, int], ...] = ()  # equations and positions of their results
     rounded: np.dtype | None = None
 
     def followed(self, eqn: Any) -> list[Use]:
@@ -78,7 +78,7 @@ class Use:
         return [dataclasses.replace(self, moves=(*self.moves, (eqn, number))) for number, _ in enumerate(eqn.outvars)]
 
     def moved(self, value: Any, is_named: bool = True) -> Any:
-        """Return ``value`` after the moves of the weight, without names of the author's if not ``is_named``."""
+        """Return ``value`` after the moves of the weight; without ``is_named``, skip ``checkpoint_name``."""
         for eqn, number in self.moves:
             if is_named or eqn.primitive.name != "name":
                 value = bind_equation(eqn, [value], anywhere(eqn.params))[number]
@@ -97,16 +97,16 @@ class Use:
         return jax.linear_transpose(moved, whole)(cotangent)[0]
 
     def read(self, dtype: Any, shape: Sequence[int] | None = None) -> Any:
-        """Return the array. Its gradient comes whole, and each device keeps its part."""
+        """Return the array; its gradient arrives whole, and each device keeps its part."""
         source, half = self.source, self.source.gathered()[0]
         plan, spec, param = source.plan, source.spec, source.param
 
         @jax.custom_vjp
         def value(param: Any, half: Any) -> Any:
-            return self.cast(half, source.sum_dtype)  # which rounds no cotangent
+            return self.cast(half, source.sum_dtype)  # a wide result keeps cotangents exact
 
         def backward(_: None, cotangent: Any) -> tuple[Any, None]:
-            # XLA reduces the cotangent of a computed weight where it reaches a split one.
+            # XLA reduces the cotangent of a computed weight when it reaches a split one.
             cotangent = cotangent if source.is_computed else plan.put(cotangent, spec)
             return cotangent.astype(param.dtype), None
 
@@ -132,12 +132,12 @@ class Use:
 
 
 def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
-    """Return a value computed from weights as a float32 weight, so that cotangents add up.
+    """Return a value that is computed from weights as a float32 weight, so that its cotangents add up.
 
     Args:
-      origin: a weight that it was computed from.
+      origin: one of those weights.
       value: the array.
-      dtype: the dtype that the program has it in.
+      dtype: the dtype of the value in the program.
     """
     value = value.astype(sum_dtype(value.dtype))
     source = Source(origin.plan, origin.name, value, PartitionSpec(), dtype, False, False, is_computed=True)
@@ -145,7 +145,7 @@ def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
 
 
 def as_value(use: Use, array: Any, is_common: bool) -> RewrittenValue:
-    """Return an array that was computed from a weight: a weight again if it is common."""
+    """Return an array that was computed from a weight; if it is common, it is a weight again."""
     is_weight = is_common and is_float_array(array)
     return (weight_of(use.source, array, array.dtype), True) if is_weight else (array, is_common)
 

@@ -1,4 +1,4 @@
-"""Equations that take a weight as a whole: those that are not products by rows, and move nothing."""
+"""Equations that read a whole weight: neither products by rows nor moves."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from jaxmp.sharding.weights import RewrittenValue, Use, weight_of
 
 _FLOAT32 = np.dtype(np.float32)
 LOOSE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
-# Classes of operations that sum the cotangents of their operands in the dtype of these; unknown primitives may.
+# Classes of operations that sum the cotangents of operands in the operands' dtype. (Unknown primitives may do so.)
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
-# Classes that weights go through in float32 where they are half: the engine casts their operands as well.
+# Classes that compute half weights in float32: the engine casts their operands too.
 _MAY_BE_WIDE = frozenset({Class.CLEAR, Class.WIDEST, Class.INFER, Class.POINTWISE, Class.ACCUMULATION})
-_FILLS = frozenset({"pad"})  # with a scalar, whose cotangent is a sum
+_FILLS = frozenset({"pad"})  # the cotangent of the fill value is a sum
 _ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # its operands, not their cotangents
 
 
 def computed_whole(
     eqn: Any, operands: Sequence[RewrittenValue], uses: Sequence[tuple[int, Use]]
 ) -> list[RewrittenValue]:
-    """Return the results of an equation that takes weights as a whole.
+    """Return the results of an equation that reads whole weights.
 
     Args:
       eqn: the equation.
@@ -54,7 +54,7 @@ def computed_whole(
     results = computed_wide(eqn, arrays) if is_wide else bind_equation(eqn, arrays, eqn.params)
     values = list[RewrittenValue]()
     for var, result, is_common in zip(eqn.outvars, results, are_common, strict=True):
-        if is_common and is_float_array(result):  # in float32, so that the cotangents of its uses add up so
+        if is_common and is_float_array(result):  # in float32, so that cotangents are summed in float32
             values.append((weight_of(first_use.source, result, var.aval.dtype), True))
         else:
             values.append((result.astype(var.aval.dtype) if is_wide else result, is_common))
@@ -76,7 +76,7 @@ def read_whole(use: Use, eqn: Any, position: int, is_wide: bool = False) -> Any:
 
 
 def _repeats_nothing(eqn: Any, position: int) -> bool:
-    """Return whether no result of an equation is larger than an operand."""
+    """Return whether no result of an equation is larger than the operand."""
     return all(var.aval.size <= eqn.invars[position].aval.size for var in eqn.outvars)
 
 

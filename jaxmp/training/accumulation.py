@@ -17,10 +17,10 @@ def accumulated(
     """Differentiate the loss of each microbatch in a scan, and sum the gradients in float32.
 
     Args:
-      differentiate: takes ``(model_state, batch, rng)`` of a microbatch, and returns its loss, gradients, new model
-        state, metrics and records.
-      params: the tree that the gradients are of.
-      model_state: that of the first microbatch.
+      differentiate: a function that takes ``(model_state, batch, rng)`` of a microbatch, and returns its loss,
+        gradients, new model state, metrics and records.
+      params: a tree with the structure of the gradients.
+      model_state: the model state of the first microbatch.
       turns: the microbatches and their keys, stacked along axis 0.
       count: the number of microbatches.
 
@@ -37,7 +37,7 @@ def accumulated(
         return (total, in_old_dtypes), (loss, metrics, records)
 
     zeros = jax.tree.map(jnp.zeros_like, widen(params))
-    # The length is given because the batch and the keys may have no arrays.
+    # Without the length, the scan would fail for a batch and keys without arrays.
     (total, model_state), (losses, metrics, records) = jax.lax.scan(add, (zeros, model_state), turns, length=count)
     return _mean(losses), total, model_state, _mean(metrics), records
 

@@ -1,4 +1,4 @@
-"""Batches of a train step: at least one example, and split into microbatches."""
+"""Check the batch of a train step and split it into microbatches."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jaxmp.sharding.specs import as_tuple
 
 
 def require_examples(batch: Any) -> None:
-    """Raise an error if a batch has no examples: its zero gradients would train."""
+    """Raise an error if a batch has no examples, because zero gradients would still change the params."""
     shapes = [shape for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape]
     if {shape[0] for shape in shapes} == {0}:
         raise ValueError(
-            f"a batch must have an example, got arrays of shape {', '.join(map(str, dict.fromkeys(shapes)))}; skip "
-            "empty batches"
+            f"a batch must have at least one example, got arrays of shape "
+            f"{', '.join(map(str, dict.fromkeys(shapes)))}; skip empty batches"
         )
 
 
 def microbatches(batch: Any, n: int) -> Any:
-    """Return a batch as ``n`` microbatches: leaves (batch, …) as (n, batch / n, …), example i in i % n.
+    """Return a batch as ``n`` microbatches, stacked along axis 0.
 
-    Scalars are repeated.
+    Leaves of shape (batch, …) become (n, batch / n, …). Example i goes into microbatch i % n. Scalars are repeated.
 
     Raises:
-      ValueError: leaves have other numbers of examples; ``n`` does not divide them; on axes of type Explicit, the
-        devices do not divide a microbatch.
+      ValueError: leaves have different numbers of examples; ``n`` does not divide the number; or, on axes of type
+        Explicit, the number of devices does not divide a microbatch.
     """
     arrays = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(batch) if jnp.ndim(leaf) and jnp.size(leaf)]
     lengths = [(path, len(leaf)) for path, leaf in arrays]
@@ -38,7 +38,7 @@ def microbatches(batch: Any, n: int) -> Any:
             raise ValueError(
                 "accumulate_steps splits each array of a batch along its examples, got "
                 f"{lengths[0][1]} of them in {_tree.path_name(lengths[0][0])!r} and {length} in "
-                f"{_tree.path_name(path)!r}; put what all examples share into model_state"
+                f"{_tree.path_name(path)!r}; put arrays that all examples share into model_state"
             )
 
     def split(path: Any, leaf: Any) -> jax.Array:
@@ -65,6 +65,6 @@ def microbatches(batch: Any, n: int) -> Any:
 
 
 def _devices_along_rows(leaf: jax.Array) -> int:
-    """Return how many devices axis 0 is split over by its type."""
+    """Return over how many devices axis 0 is split, according to the array's type."""
     sharding = jax.typeof(leaf).sharding
     return math.prod(sharding.mesh.shape[name] for name in as_tuple(sharding.spec[0])) if sharding.spec else 1

@@ -23,20 +23,19 @@ from jaxmp.training.step import Metrics, TrainStep
 def make_eval_step(
     loss_fn: LossFn, *, policy: Any = None, overrides: Mapping[str, str] | None = None, use_ema: bool = False
 ) -> EvalStep:
-    """Make a jitted ``step(state, batch) -> metrics``, without gradients; the state stays as it is.
+    """Return a jitted ``step(state, batch) -> metrics`` without gradients, which leaves the state alone.
 
-    ``metrics`` holds ``loss``, float32, and what the loss function returned, by its names.
+    ``metrics`` has ``loss`` (float32) and the metrics that the loss function returns.
 
     Args:
-      loss_fn: as for :func:`jaxmp.make_train_step`; the model state that it returns is dropped.
+      loss_fn: as for :func:`jaxmp.make_train_step`; the model state that it returns is ignored.
       policy: as for :func:`jaxmp.make_train_step`.
       overrides: as for :func:`jaxmp.make_train_step`.
-      use_ema: evaluates ``state.ema_params``, cast to the params' dtypes, in place of ``state.params``.
+      use_ema: whether to evaluate ``state.ema_params``, cast to the params' dtypes, in place of ``state.params``.
 
     Raises:
-      ValueError: ``use_ema`` and the state has no moving average; the batch has no examples.
-      TypeError: the loss function takes or returns something else; the state is not a
-        :class:`jaxmp.TrainState`.
+      ValueError: ``use_ema`` is set and the state has no moving average; the batch has no examples.
+      TypeError: the loss function has other parameters or results; the state is not a :class:`jaxmp.TrainState`.
       RuntimeError: the state was donated to an earlier step.
 
     >>> def loss_fn(params, model_state, batch, rng):
@@ -73,7 +72,7 @@ def make_eval_step(
 
 
 class EvalStep:
-    """A jitted evaluation step; :func:`make_eval_step` returns it.
+    """A jitted evaluation step, the result of :func:`make_eval_step`.
 
     ``jitted`` is the step as a jitted function, for ``lower`` and ``trace``.
     """

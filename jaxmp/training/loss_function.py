@@ -1,4 +1,4 @@
-"""A train step's loss function: what it must take and return, under a policy, with rematerialisation."""
+"""Check a train step's loss function, and apply a policy and rematerialisation to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxmp.policy.policies import check_backend
 LossFn = Callable[[Any, Any, Any, Any], Any]
 """``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""
 OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
-"""Metrics that a step adds itself."""
+"""The names of metrics that the step itself adds."""
 
 REMAT: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -66,7 +66,7 @@ def checked(loss_fn: LossFn) -> LossFn:
 
 
 def as_key(rng: Any) -> Any:
-    """Return the key that an int makes, or ``rng`` itself."""
+    """Return the key of an integer seed, or ``rng`` itself."""
     is_seed = isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)
     return jax.random.key(rng) if is_seed else rng
 
@@ -102,8 +102,8 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
                 "policy='mixed_bfloat16', say, or leave them out"
             )
         return loss_fn if one_policy is None else _within(one_policy.matmul_context, loss_fn)
-    # A pure policy would round the loss and the batch statistics on their way out. Nor is anything widened there, as by
-    # jaxmp.autocast under float32: a half loss is refused and half metrics are handed on, with overrides as without.
+    # Results keep their dtypes. A pure policy would round the loss and the batch statistics, and a float32 one would
+    # widen them. So a half loss is refused and half metrics are returned, with overrides as without.
     widest = one_policy.with_output_dtype(np.float32)
 
     def decided(*args: Any) -> Any:
@@ -124,7 +124,7 @@ def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn)
 
 
 def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
-    """Return a loss function whose backward pass recomputes what ``remat`` says.
+    """Return the loss function with the rematerialisation that ``remat`` names.
 
     Raises:
       ValueError: no rematerialisation has that name.
@@ -133,7 +133,7 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
     if remat is None or remat == "none":
         return loss_fn
     if isinstance(remat, str):
-        # Those that are policies and not functions that make one.
+        # Only policies, not functions that return a policy.
         names = [n for n in dir(jax.checkpoint_policies) if n.endswith("_saveable") or n.startswith("checkpoint_")]
         policies = {**REMAT, **{name: getattr(jax.checkpoint_policies, name) for name in names}}
         if remat not in policies:
@@ -144,11 +144,11 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
 
 
 def require_same_structure(new: Any, old: Any) -> Any:
-    """Return the model state ``new``, if a later step can take it in the place of ``old``.
+    """Return the model state ``new`` if a later step can use it in place of ``old``.
 
     Raises:
-      ValueError: it has another structure, or a leaf another shape.
-      TypeError: a leaf has a kind of numbers that a cast to the old dtype would cut.
+      ValueError: it has another structure, or a leaf has another shape.
+      TypeError: a cast to the old dtype would truncate a leaf, such as a complex one to real.
     """
     rule = "the loss function returns a model state like the one that it got"
     after: Any = jax.tree.structure(new)
@@ -169,7 +169,7 @@ def require_same_structure(new: Any, old: Any) -> Any:
 
 
 def _difference(new: Any, old: Any) -> tuple[str, str, str]:
-    """Return the first leaf in which two trees differ, and what it is in the old and in the new one."""
+    """Return the first leaf in which two trees differ, with descriptions of the old and the new leaf."""
     befores, afters = (
         {path_name(path): described(leaf) for path, leaf in jax.tree.leaves_with_path(tree)} for tree in (old, new)
     )

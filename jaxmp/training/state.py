@@ -33,16 +33,16 @@ S = TypeVar("S", bound="TrainState")
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """The state of a training run: Flax's ``TrainState``, and what mixed precision adds. A pytree.
+    """The state of a training run: Flax's ``TrainState`` with the counters and averages of mixed precision.
 
     Attributes:
-      step: int32 scalar, the calls so far, skipped ones included.
-      skipped: int32 scalar, the calls that changed nothing.
-      stuck: int32 scalar, the calls in a row that were skipped although the loss scale could not fall.
+      step: the number of steps so far, including skipped ones, an int32 scalar.
+      skipped: the number of skipped steps, an int32 scalar.
+      stuck: the number of skipped steps in a row with a loss scale that could not fall, an int32 scalar.
       params: the params, in their param dtype.
-      opt_state: the state of ``tx``, with the loss scale in it.
+      opt_state: the state of ``tx``, including the loss scale.
       model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
-      ema_params: float32 exponential moving average of the params, or None.
+      ema_params: the float32 exponential moving average of the params, or None.
       rng: the key that each step splits, or None.
       apply_fn: the model's apply function, static.
       tx: the optimizer, static.
@@ -59,7 +59,7 @@ class TrainState(flax.struct.PyTreeNode):
     apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
     tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
 
-    if TYPE_CHECKING:  # Flax's has no types, which a strict checker would report to every subclass
+    if TYPE_CHECKING:  # Flax's method has no types, and strict checkers would complain in every subclass
 
         def __init_subclass__(cls, **kwargs: Any) -> None: ...
 
@@ -71,18 +71,19 @@ class TrainState(flax.struct.PyTreeNode):
         sharding: Sharding,
         **fields: Any,
     ) -> S:
-        """Create a state where it stays: no device, and no process, ever holds all of it.
+        """Create a state directly on its devices, so that no device or process ever holds all of it.
 
         Args:
-          make_params: returns the params. It is traced, so its random numbers do not depend on the devices.
+          make_params: a function that returns the params. It is traced, so its random numbers do not depend on the
+            devices.
           tx: as for :meth:`create`.
           sharding: the mesh and the specs of the params. The optimizer's leaves follow their params.
-          **fields: the rest that :meth:`create` takes. Arrays must be equal on all processes; they lie whole on every
-            device.
+          **fields: the other arguments of :meth:`create`. Arrays must be equal on all processes; they are replicated on
+            every device.
 
         Raises:
           TypeError: ``make_params`` is not a function.
-          ValueError: the specs are of another tree than the params, or do not fit them.
+          ValueError: the specs have another structure than the params, or do not fit them.
 
         >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
         >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
@@ -109,22 +110,22 @@ class TrainState(flax.struct.PyTreeNode):
         """Create a fresh state.
 
         Args:
-          params: the params. The state takes over these arrays, like those of ``model_state`` and ``rng``, and a step
-            that donates its state deletes them.
-          tx: an optimizer in :func:`jaxmp.loss_scaling`; a bare one is wrapped with ``NoOpLossScale``, which skips
-            non-finite steps and scales nothing.
-          apply_fn: kept for the user, not used here.
-          model_state: variables that the loss function returns anew (batch statistics).
-          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing. Flax writes no typed
-            keys into bytes: use ``jax.random.PRNGKey`` with ``flax.serialization.to_bytes``.
+          params: the params. The state uses these arrays without a copy, and those of ``model_state`` and ``rng`` too.
+            A step that donates its state deletes them.
+          tx: an optimizer in :func:`jaxmp.loss_scaling`. An optimizer without it is wrapped with ``NoOpLossScale``,
+            which only skips non-finite steps.
+          apply_fn: the model's apply function; stored for you, not used here.
+          model_state: variables that the loss function updates (batch statistics).
+          rng: a PRNG key or an integer seed; None for loss functions without random numbers. Flax cannot save typed
+            keys: use ``jax.random.PRNGKey`` with ``flax.serialization.to_bytes``.
           ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
           **fields: further fields of a subclass.
 
         Raises:
           TypeError: ``tx`` is not an optimizer.
-          ValueError: it has several loss scales, or another transform than ``loss_scaling`` stands around
+          ValueError: ``tx`` has several loss scales, or another transform than ``loss_scaling`` around
             ``low_precision``; ``params`` are empty, or variables with other collections beside the params.
-          RuntimeError: a donating step has had the params.
+          RuntimeError: the params were donated to an earlier step.
         """
         return created(
             cls, params=params, tx=tx, apply_fn=apply_fn, model_state=model_state, rng=rng, ema=ema, **fields
@@ -133,20 +134,20 @@ class TrainState(flax.struct.PyTreeNode):
     def with_tx(self, tx: optax.GradientTransformation) -> Self:
         """Return this state with the same optimizer in another precision.
 
-        The state of the optimizer and the loss scale go on. The params keep their dtypes: for others, cast them
-        before, ``state.replace(params=policy.cast_to_param(state.params))``. Those that are float32 by then get what
-        Kahan's compensation kept of them.
+        The optimizer's state and the loss scale are kept. The params keep their dtypes. To change these, first cast the
+        params: ``state.replace(params=policy.cast_to_param(state.params))``. Kahan's compensation is added to params
+        that are float32 then.
 
         Raises:
           TypeError: ``tx`` is not an optimizer.
-          ValueError: ``tx`` keeps other numbers than the optimizer of this state.
-          RuntimeError: a donating step has had the state.
+          ValueError: the state of ``tx`` has another structure than the optimizer's state here.
+          RuntimeError: the state was donated to an earlier step.
         """
         tx = as_optimizer(tx)
         require_not_deleted(self)
         old = get_loss_scaling_state(self.opt_state)
         if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
-            scale = jax.tree.map(jnp.copy, old.loss_scale)  # which no step deletes that donates this state
+            scale = jax.tree.map(jnp.copy, old.loss_scale)  # a step that donates this state must not delete it
             tx = loss_scaling(tx, scale, grad_norm=old.grad_norm is not None)
         params = with_compensation(self.params, old.inner_state)
         new = old._replace(inner_state=in_precision_of(tx, old.inner_state, params))
@@ -157,7 +158,7 @@ class TrainState(flax.struct.PyTreeNode):
                 "with_tx takes the same optimizer in another precision, got one with a state of another structure; "
                 "make a fresh state with TrainState.create"
             )
-        new = jax.tree.map(in_dtype_of, new, fresh)  # a mu_dtype, say, that the optimizer saw in float32
+        new = jax.tree.map(in_dtype_of, new, fresh)  # for example a mu_dtype
         return settled(self.replace(tx=tx, params=params, opt_state=new))
 
     def apply_gradients(
@@ -173,13 +174,14 @@ class TrainState(flax.struct.PyTreeNode):
 
         Compute them with :func:`jaxmp.value_and_grad`.
 
-        When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and
-        the moving average are those of before, bit for bit. Other ``changes`` are set in any case. ``extra_args`` go to
-        the optimizer's update (``{"value": loss}`` for ``optax.contrib.reduce_on_plateau``).
+        If the step is skipped, the params, the optimizer's state (except the loss scale and its counters),
+        ``model_state`` and the moving average stay the same, bit for bit. Other ``changes`` are set in any case.
+        ``extra_args`` are passed to the optimizer's update (``{"value": loss}`` for
+        ``optax.contrib.reduce_on_plateau``).
 
         Raises:
           ValueError: ``ema_decay`` without a moving average, or a ``model_state`` of another structure.
-          RuntimeError: a donating step has had the state.
+          RuntimeError: the state was donated to an earlier step.
         """
         require_not_deleted(self)
         old = {"params": self.params}
@@ -195,7 +197,7 @@ class TrainState(flax.struct.PyTreeNode):
             old["ema_params"] = self.ema_params
 
         def changed(updates: Any) -> dict[str, Any]:
-            params = optax.apply_updates(_tree.widen(self.params), updates)  # selected, they get their dtypes back
+            params = optax.apply_updates(_tree.widen(self.params), updates)  # the select restores their dtypes
             new = {"params": params, "model_state": model_state}
             if ema_decay is not None:
                 new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
@@ -214,7 +216,7 @@ class TrainState(flax.struct.PyTreeNode):
         )
 
     def _trace(self, gradients: Callable[[Any], Any]) -> Any:
-        """Return ``gradients`` of this state; a subclass may carry more from microbatch to microbatch."""
+        """Return ``gradients(self)``; a subclass may carry more values from microbatch to microbatch."""
         return gradients(self)
 
 

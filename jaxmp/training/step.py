@@ -1,4 +1,4 @@
-"""A jitted train step that is taken whole or not at all.
+"""A jitted train step that is either applied completely or skipped.
 
 If the gradients are not finite, params, optimizer, batch statistics and moving average stay as they were.
 """
@@ -57,45 +57,46 @@ def make_train_step(
     max_consecutive_skips: int = 25,
     sharding: Sharding | None = None,
 ) -> TrainStep:
-    """Make a jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
+    """Return a jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
 
     The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
     loss scale, the counters and the rng change. The step is compiled once for equal shapes. The host waits for the
-    device after a skipped step only.
+    device only after a skipped step.
 
     ``metrics`` has ``loss`` (the true loss, float32), ``grad_norm`` (of the true gradients), ``loss_scale`` (of this
-    step), ``skipped`` (bool), and the metrics that the loss function returns. The new state lies where the old one did.
+    step), ``skipped`` (bool), and the metrics that the loss function returns. The new state has the sharding of the old
+    one.
 
     Args:
       loss_fn: ``loss_fn(params, model_state, batch, rng)`` returning ``(loss, new_model_state)`` or
         ``(loss, new_model_state, metrics)``. The loss is a float32 scalar, ``metrics`` a dict.
-      policy: puts the loss function under :func:`jaxmp.autocast`, for a model without a policy. Only its compute dtype
-        counts: params, loss, model state and metrics keep their dtypes.
-      overrides: those of the autocast.
-      accumulate_steps: microbatches per step. Gradients are summed in float32 and averaged, like loss and metrics. One
-        microbatch that is not finite skips the step. Every n-th example goes into the same microbatch, so that a batch
-        split over devices stays where it is.
-      ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
-      remat: values that the backward pass computes again: None or ``"none"``; ``"full"``; ``"dots"`` (all but
+      policy: the policy for :func:`jaxmp.autocast` of the loss function, for a model without a policy. Only the compute
+        dtype is used: params, loss, model state and metrics keep their dtypes.
+      overrides: the overrides of the autocast.
+      accumulate_steps: microbatches per step. Gradients are summed in float32 and averaged, like loss and metrics. If
+        one microbatch is not finite, the step is skipped. Every n-th example goes into the same microbatch, so that a
+        batch split over devices does not move.
+      ema_decay: the decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
+      remat: the values that the backward pass recomputes: None or ``"none"``; ``"full"`` (all); ``"dots"`` (all but
         products), ``"dots_no_batch"``; ``"float8"`` (all but operands of float8 products); or a policy of
-        ``jax.checkpoint_policies``, by name or itself.
-      donate: reuses the state's memory; the state that was passed in is then deleted.
-      max_consecutive_skips: the run ends after so many skipped steps in a row with the loss scale at its minimum.
+        ``jax.checkpoint_policies`` or its name.
+      donate: whether to reuse the memory of the state. The state that you pass is then deleted.
+      max_consecutive_skips: the run ends after this many skipped steps in a row with the loss scale at its minimum.
       sharding: a :class:`jaxmp.sharding.Sharding`. State and batch move to its mesh. Each weight is gathered where the
-        loss uses it, in the dtype in which it is used.
+        loss reads it, in the dtype in which the loss reads it.
 
     Raises:
-      ValueError: an argument is out of range, or makes no sense with the others; the batch has no examples, or does not
-        divide by ``accumulate_steps`` or the devices; an override matches nothing; the state keeps a moving average and
-        the step none, or the reverse; a metric has a name of the step's own; the model state has another structure than
-        it came with; ``sharding`` does not fit; the gradient of a param cannot be summed in its ``reduce_dtype``.
-      TypeError: the loss function takes or returns something else; the loss is float16 or no scalar; the state is no
-        :class:`TrainState`.
+      ValueError: an argument is out of range, or contradicts another; the batch has no examples, or is not divisible by
+        ``accumulate_steps`` or the number of devices; an override matches nothing; only one of the state and the step
+        has a moving average; a metric has a reserved name; the model state changes its structure; ``sharding`` does not
+        fit; the gradient of a param cannot be summed in its ``reduce_dtype``.
+      TypeError: the loss function has other parameters or results; the loss is float16 or not a scalar; the state is
+        not a :class:`TrainState`.
       RuntimeError: the state was donated to an earlier step.
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. The error comes some steps late and names the
         non-finite params; :func:`jaxmp.inspect.first_nonfinite` finds the operation.
 
-    Warns once when the loss has float16 products and the optimizer no loss scale.
+    Warns once if the loss has float16 products and the optimizer has no loss scale.
 
     >>> def loss_fn(params, model_state, batch, rng):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
@@ -131,13 +132,14 @@ def _checked_decay(ema_decay: Any) -> float | None:
 
 
 def _check_sharding(sharding: Any, accumulate_steps: int) -> None:
-    """Raise an error unless ``sharding`` is a :class:`Sharding` that fits the microbatches."""
+    """Raise an error if ``sharding`` is not a :class:`Sharding` or does not fit the microbatches."""
     if not isinstance(sharding, Sharding):
         raise TypeError(
-            f"sharding is a jaxmp.sharding.Sharding(mesh, specs), got {type(sharding).__name__}; see docs/sharding.md"
+            f"sharding must be a jaxmp.sharding.Sharding(mesh, specs), got {type(sharding).__name__}; see "
+            "docs/sharding.md"
         )
     if sharding.reduce == "once" and accumulate_steps == 1:
-        raise ValueError("reduce='once' sums the gradients of several microbatches, got accumulate_steps=1")
+        raise ValueError("reduce='once' needs several microbatches, got accumulate_steps=1")
 
 
 class _Layout(NamedTuple):
@@ -153,15 +155,15 @@ def _layout_of(state: Any) -> _Layout:
 
 
 class TrainStep:
-    """A jitted train step; :func:`make_train_step` returns it.
+    """A jitted train step, the result of :func:`make_train_step`.
 
     A call places the state and the batch, and runs the jitted program. The program computes the gradients of the
     batch and updates the state. A subclass may record more by overriding ``differentiated``.
 
     Attributes:
       jitted: the program of the last call, a jitted function of ``(state, batch)`` for ``jax.make_jaxpr`` and AOT
-        compilation. For a state on a mesh it returns the state in its shardings.
-      arguments: those of the constructor, to make a step of a subclass.
+        compilation. For a state on a mesh it returns the state in the same shardings.
+      arguments: the arguments of the constructor, with which a subclass can be created.
     """
 
     def __init__(
@@ -207,7 +209,7 @@ class TrainStep:
 
     @staticmethod
     def require_state(state: Any) -> None:
-        """Raise a TypeError unless ``state`` is a :class:`TrainState`, as Flax's or the params alone are not."""
+        """Raise a TypeError if ``state`` is not a :class:`TrainState`."""
         if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
             raise TypeError(
                 "a step takes a jaxmp.TrainState, got the tuple that a step returned; unpack it: state, metrics = "
@@ -221,7 +223,7 @@ class TrainStep:
             )
 
     def placed(self, state: S, batch: Any) -> tuple[S, Any]:
-        """Return state and batch where a call computes with them: on the mesh of the step, or on one device."""
+        """Return the state and the batch on the devices of the call: the mesh of the step, or one device."""
         if self._donate:
             state = each_once(state)
         if not is_traced(state):
@@ -232,7 +234,7 @@ class TrainStep:
             return state, self._plan.batch(batch, self._accumulate_steps)
 
     def _placed_state(self, state: S, batch: Any) -> S:
-        """Return ``state`` with uncommitted arrays on the devices of the others, the batch or the plan."""
+        """Return ``state`` with uncommitted arrays on the devices of its other arrays, the batch or the plan."""
         if self._plan is None:
             home = home_of((state, batch))
             return state if home is None else jax.tree.map(lambda leaf: at_home(leaf, home), state)
@@ -242,13 +244,13 @@ class TrainStep:
         return state
 
     def program_for(self, state: Any) -> Any:
-        """Return the jitted function for a state of arrays or shapes, which returns it in the same shardings."""
+        """Return the jitted function for a state of arrays or shapes; it preserves the shardings."""
         layout = _layout_of(state)
         is_on_mesh = layout.shardings and all(isinstance(sharding, NamedSharding) for sharding in layout.shardings)
         return self._program_with(layout if is_on_mesh else None)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
-        """Lower the program that calls run, of arrays or shapes, for its memory, its cost and its text.
+        """Lower the program of a call for arrays or shapes, to inspect its memory, its cost and its text.
 
         A program that a call has compiled is not compiled again.
         """
@@ -256,7 +258,7 @@ class TrainStep:
         return self.program_for(state).lower(state, batch)
 
     def _jit(self, layout: _Layout | None) -> Any:
-        """Return the jitted step; left to itself, XLA would shard a new state by the batch."""
+        """Return the jitted step with fixed shardings; otherwise XLA would shard a new state like the batch."""
         shardings = None if layout is None else jax.tree.unflatten(layout.structure, layout.shardings)
         return jax.jit(self._step, donate_argnums=0 if self._donate else (), out_shardings=(shardings, None))
 
@@ -326,7 +328,7 @@ class TrainStep:
     def _accumulated_gradients(
         self, state: TrainState, batch: Any, rng: Any
     ) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
-        """Return what :meth:`gradients` does, from a scan over microbatches."""
+        """Compute :meth:`gradients` in a scan over microbatches."""
         count = self._accumulate_steps
         turns = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
         first_turn = jax.tree.map(lambda leaf: leaf[0], turns)
@@ -345,7 +347,7 @@ class TrainStep:
         return loss, grads, model_state, {**metrics, **records}
 
     def _loss_of_microbatch(self, state: TrainState, first_turn: tuple[Any, Any]) -> tuple[LossFn, Any]:
-        """Return the loss of a microbatch, and the tree to differentiate it by.
+        """Return the loss of a microbatch, and the tree with respect to which it is differentiated.
 
         The tree is the params. If gradients are reduced once, it is the gathered params and their taps. Operations on
         params alone are moved out of the loop, unless each microbatch gathers its own weights.
@@ -365,7 +367,7 @@ class TrainStep:
         return hoisted(self._loss_fn, state.params, rest, REMAT["float8"]), state.params
 
     def _differentiate(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Any:
-        """Return loss, gradients, new model state, metrics and a subclass's records of one microbatch."""
+        """Return the loss, gradients, new model state, metrics and records (of a subclass) of a microbatch."""
 
         def loss_of_params(params: Any) -> Any:
             return loss_fn(params, model_state, batch, rng)
@@ -374,7 +376,7 @@ class TrainStep:
         return loss, grads, require_same_structure(new_model_state, model_state), metrics, records
 
     def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the results of ``loss_fn``, the gradients, and what a subclass records: here nothing."""
+        """Return the results of ``loss_fn``, the gradients, and the records of a subclass (none here)."""
         gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         return *gradients(state.params), {}
 
@@ -387,7 +389,7 @@ class TrainStep:
         if "float16" in product_dtypes(jax.make_jaxpr(self._loss_fn)(state.params, state.model_state, batch, rng)):
             self._has_warned = True
             warnings.warn(
-                "the loss has float16 products and no loss scale, so that small gradients become zero; write tx = "
+                "the loss has float16 products and no loss scale, so small gradients become zero; write tx = "
                 "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""Runs that cannot go on: every step is skipped, and the loss scale cannot fall."""
+"""Detect runs that skip every step although the loss scale cannot fall any further."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxmp.optim.loss_scale import LossScale
 from jaxmp.optim.scaled_grad import global_norm
 from jaxmp.sharding.placement import is_traced
 
-_LAG = 4  # steps between a report of several processes and its reading
+_LAG = 4  # steps after which a report is read if there are several processes
 
 
 class NonFiniteTrainingError(FloatingPointError):
-    """Too many steps in a row were not finite although the loss scale was as low as it can be.
+    """Too many steps in a row were not finite, with the loss scale at its minimum.
 
     The message names the arrays that are not finite. To find the operation that made the first infinity or NaN, call
     ``jaxmp.inspect.first_nonfinite(step)(state, error.batch)``.
 
     Attributes:
-      batch: the last batch whose step was skipped; None if a batch is not known.
+      batch: the batch of the last skipped step, or None if it is unknown.
     """
 
     def __init__(self, message: str, batch: Any = None) -> None:
@@ -36,8 +36,8 @@ class NonFiniteTrainingError(FloatingPointError):
 class StuckRuns:
     """Notice, without waiting for the device, that a run has been skipping steps for too long.
 
-    A step reports whether it was skipped. A report is read some steps later, when the device has finished it. Only
-    after a skipped step is the state's own counter looked at, for which the host waits.
+    A step reports whether it was skipped. The report is read some steps later, when the device has finished the step.
+    Only after a skipped step, the host waits for the state's counter.
     """
 
     def __init__(self, limit: int) -> None:
@@ -66,7 +66,7 @@ class StuckRuns:
         return bad_batches if int(_read_now(state.stuck)) >= self.limit else []
 
     def _is_due(self, report: Any) -> bool:
-        # What is ready differs between processes, and all must come to an error at the same step.
+        # Processes may finish at different times, but all must raise the error at the same step.
         return report.is_ready() if report.is_fully_addressable else len(self._reports) > _LAG
 
 
@@ -76,21 +76,21 @@ def _read_now(array: jax.Array) -> np.ndarray:
 
 
 def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch: Any, skips: int) -> str:
-    """Return the message of the error that ends a stuck run: what is not finite, and what to do.
+    """Return the message of the error that ends a stuck run: the non-finite arrays and the remedy.
 
     Args:
-      loss: the true loss.
+      loss: the true loss of the step.
       grads: the gradients of the scaled loss.
-      loss_scale: that of the step.
-      params: those of the step.
-      batch: that of the step.
+      loss_scale: the loss scale of the step.
+      params: the params of the step.
+      batch: the batch of the step.
       skips: the number of steps that were skipped in a row.
     """
     parts = _non_finite_parts(loss, grads, params, batch)
     if not _tree.non_finite(grads) and not np.isfinite(global_norm(loss_scale.unscale(_tree.widen(grads)))):
         parts.append(
-            "the norm of the gradients, each of which is finite: the sum of their squares passes float32's "
-            "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"
+            "the norm of the gradients, although each gradient is finite: the sum of squares exceeds float32's "
+            "largest number, 3.4e38; make the loss smaller (e.g. a mean in place of a sum)"
         )
     listed = "; ".join(parts) or "nothing in the gradients, so it is the optimizer's updates"
     return (
@@ -102,7 +102,7 @@ def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch
 
 
 def _non_finite_parts(loss: Any, grads: Any, params: Any, batch: Any) -> list[str]:
-    """Return descriptions of all that is not finite in a step."""
+    """Return descriptions of all non-finite arrays of a step."""
     parts = []
     if not np.isfinite(loss):
         parts.append(f"the loss ({loss})")
@@ -122,8 +122,8 @@ def _why_scale_stays(loss_scale: LossScale) -> str:
     if lowest is None or float(loss_scale.loss_scale) <= float(lowest):
         return "which cannot fall"
     return (
-        "which did not fall, as a transform around loss_scaling dropped the gradients before it (write "
-        "jaxmp.loss_scaling(optax.apply_if_finite(…), loss_scale), say)"
+        "which did not fall, because a transform around loss_scaling dropped the gradients (write "
+        "e.g. jaxmp.loss_scaling(optax.apply_if_finite(…), loss_scale))"
     )
 
 

@@ -77,7 +77,7 @@ def test_an_unknown_command_or_option_exits_with_2_and_says_which(capsys):
     wrong = [(["doctr"], "invalid choice: 'doctr'"), (["formats", "--yaml"], "unrecognized arguments: --yaml")]
     wrong += [
         ([command, "mymod:f", f"--loss-scale={text}"],
-         f"argument --loss-scale: a loss scale is a positive finite number, got {text!r}; write 1024, say\n")
+         f"argument --loss-scale: a loss scale must be a positive finite number, got {text!r}; write e.g. 1024\n")
         for command in ("numerics", "blame") for text in ("abc", "dynamic", "0", "-1", "inf", "nan")
     ]  # fmt: skip
     for words, phrase in wrong:
@@ -224,12 +224,12 @@ def test_doctor_tells_of_a_gpu_that_jax_does_not_use(healthy, monkeypatch):
     monkeypatch.setattr(diagnosis, "nvidia_driver", lambda: True)
     versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2")
     (finding,) = diagnosis.diagnose().findings
-    assert finding.problem == "an NVIDIA driver is there, and JAX has no CUDA support: it runs on the CPU"
+    assert finding.problem == "an NVIDIA driver is installed, but JAX has no CUDA support: it runs on the CPU"
     assert finding.remedy.startswith('pip install "jax[cuda13]==0.11.2" (before compute capability 7.5')
 
     versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2", jax_cuda13_plugin="0.11.2")
     (finding,) = diagnosis.diagnose().findings
-    assert finding.problem.startswith("an NVIDIA driver and JAX's CUDA plugin are there, and JAX runs on the CPU")
+    assert finding.problem.startswith("an NVIDIA driver and JAX's CUDA plugin are installed, but JAX runs on the CPU")
     assert "JAX_PLATFORMS=cuda python -c" in finding.remedy
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -256,7 +256,7 @@ def test_doctor_tells_of_versions_that_do_not_go_together(healthy, monkeypatch):
     assert problems() == ["jax 0.12.0.1 runs with jaxlib 0.11.2"]
     versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2", jax_cuda12_plugin="0.11.1")
     (finding,) = diagnosis.diagnose().findings
-    assert finding.problem.startswith("jax-cuda12-plugin 0.11.1 does not go with jaxlib 0.11.2")
+    assert finding.problem.startswith("jax-cuda12-plugin 0.11.1 does not match jaxlib 0.11.2")
     assert finding.remedy == 'pip install "jax[cuda12]==0.11.2"'
 
 
@@ -269,13 +269,15 @@ def test_doctor_tells_of_settings_that_change_what_a_policy_means(healthy, monke
         ]
     with jax.default_matmul_precision("highest"):
         assert problems()[0].startswith(
-            "jax_default_matmul_precision is highest: it decides every product whose policy"
+            "jax_default_matmul_precision is highest: it sets the precision of every product whose policy"
         )
     with jax.debug_nans(True):
-        assert problems() == ["jax_debug_nans is True: a step that overflows raises, where loss scaling would skip it"]
+        assert problems() == [
+            "jax_debug_nans is True: a step that overflows raises an error, and loss scaling cannot skip it"
+        ]
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(diagnosis, "nvidia_driver", lambda: True)
-    assert problems() == ["JAX_PLATFORMS=cpu is set: JAX looks at no other kind of device"]
+    assert problems() == ["JAX_PLATFORMS=cpu is set: JAX uses no other kind of device"]
 
 
 def test_doctor_exits_with_1_when_jax_does_not_start():

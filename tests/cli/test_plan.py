@@ -154,7 +154,7 @@ def test_dtypes_and_shapes(capsys):
 
 def test_a_shape_that_is_none_is_told(capsys):
     for text in ("float32[", "float32[8,]", "float32[8 16]", "[8]", "float32[-1]", "float32[a]", ""):
-        expected = f"an --arg is a dtype and a shape, such as float32[8,16] or int32[], got {text!r}"
+        expected = f"an --arg must be a dtype and a shape, such as float32[8,16] or int32[], got {text!r}"
         assert error(capsys, "jax.numpy:negative", "--arg", text) == expected
 
 
@@ -162,10 +162,10 @@ def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
     assert error(capsys, "jax.numpi:matmul").startswith("there is no module 'jax.numpi' in the current folder")
     assert error(capsys, "nowhere.at.all:f").startswith("there is no module 'nowhere' in the current folder")
     assert error(capsys, "jax.numpy:matmull").startswith("'jax.numpy' has no 'matmull'; nearest: 'matmul'")
-    assert error(capsys, "jax.numpy:pi") == "a function is needed, got jax.numpy:pi, which is of type 'float'"
-    tuples = "a function is needed, got plan_cli_module:given, which is of type 'tuple'"
+    assert error(capsys, "jax.numpy:pi") == "a function is needed, got jax.numpy:pi of type 'float'"
+    tuples = "a function is needed, got plan_cli_module:given of type 'tuple'"
     assert error(capsys, "plan_cli_module:square", "--args", "plan_cli_module:given") == tuples
-    rule = "a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got"
+    rule = "write a function as MODULE:FUNCTION, such as jax.numpy:matmul, got"
     for name in ("matmul", "jax.numpy", ":f", "jax.numpy:", "plan_cli_module.py", "sub/other.py:f", "./sub:f"):
         assert error(capsys, name) == f"{rule} {name!r}"
     assert "unknown dtype 'float23'" in error(capsys, "jax.numpy:negative", "--arg", "float23[8]")
@@ -181,7 +181,7 @@ def test_a_module_in_place_of_a_function_is_refused(here, capsys):
 def test_wrong_arguments_are_named_with_pythons_own_error(here, capsys):
     for function, takes, missing in (("loss", "params, x", "x"), ("by_keyword", "x, w, scale", "w")):
         text = error(capsys, f"plan_cli_module:{function}", "--arg", "float32[8]")
-        assert text.startswith(f"plan_cli_module:{function} takes ({takes}), got 1 by --arg or --args: missing")
+        assert text.startswith(f"plan_cli_module:{function} takes ({takes}), got 1 from --arg or --args: missing")
         assert text.endswith(f"argument: {missing!r}")
     assert error(capsys, "plan_cli_module:one", "--arg", "float32[8]").endswith("too many positional arguments")
     text = error(capsys, "plan_cli_module:square", "--arg", "f32[4,4]", "--args", "plan_cli_module:one")
@@ -207,8 +207,8 @@ def test_a_dtype_that_jax_would_narrow_is_refused(capsys):
     for wide, narrow in (("int64", "int32"), ("uint64", "uint32"), ("complex128", "complex64"), ("f64", "float32")):
         name = wide.replace("f64", "float64")
         assert error(capsys, "jax.numpy:negative", "--arg", f"{wide}[4]") == (
-            f"without jax_enable_x64 JAX makes {narrow} of every {name}, got '{wide}[4]'; set JAX_ENABLE_X64=1 in the "
-            f"environment, or ask for {narrow}"
+            f"without jax_enable_x64 JAX replaces {name} by {narrow}, got '{wide}[4]'; set JAX_ENABLE_X64=1 in the "
+            f"environment, or write {narrow}"
         )
         with jax.enable_x64(True):
             assert main(["plan", "jax.numpy:negative", "--arg", f"{wide}[4]"]) == 0
@@ -226,12 +226,12 @@ def test_arrays_in_a_wide_dtype_are_taken_as_jax_takes_them(here, capsys):
 def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     assert error(capsys, *MATMUL, "--policy", "mixed").startswith("unknown policy 'mixed'")
     assert error(capsys, *MATMUL, "--policy", "float32").startswith("cast_plan needs a policy with a half compute")
-    assert error(capsys, *MATMUL, "--policy", "O2").startswith("a policy for autocast has no exceptions by class")
+    assert error(capsys, *MATMUL, "--policy", "O2").startswith("a function under autocast has no modules")
     assert "matched none" in error(capsys, *MATMUL, "--override", "**/head=float32")
     assert "names a primitive that does not exist" in error(capsys, *MATMUL, "--override", "primitive:expo=half")
-    assert "'tensorfloat32', in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
+    assert "'tensorfloat32', 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
     assert error(capsys, *MATMUL, "--override", "head") == (
-        "an --override is KEY=LEVEL, such as '**/head=float32', got 'head'"
+        "an --override must be KEY=LEVEL, such as '**/head=float32', got 'head'"
     )
 
 

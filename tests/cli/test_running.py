@@ -91,17 +91,17 @@ def test_a_train_step_has_its_policy_already(capsys):
         arguments = [command, "planted_for_running:trained", "--args", "planted_for_running:state"]
         assert main([*arguments, "--policy", "mixed_float16"]) == 2
         error = capsys.readouterr().err
-        assert "a train step has the policy that it was made with, got --policy mixed_float16" in error
+        assert "a train step already has a policy or none, got --policy mixed_float16" in error
         assert "leave --policy out and write make_train_step(loss_fn, policy=…), or name the loss function" in error
 
 
 def test_what_is_wrong_with_the_arguments(capsys):
     for arguments, text in (
-        (("blame", "one"), "loss takes (params, x), got 1 by --arg or --args: missing a required argument: 'x'"),
-        (("compare", "made"), "a function is needed, got planted_for_running:made, which is of type 'tuple'"),
+        (("blame", "one"), "loss takes (params, x), got 1 from --arg or --args: missing a required argument: 'x'"),
+        (("compare", "made"), "a function is needed, got planted_for_running:made of type 'tuple'"),
         (
             ("compare", "good", "--override", "layer"),
-            "an --override is KEY=LEVEL, such as '**/head=float32', got 'layer'",
+            "an --override must be KEY=LEVEL, such as '**/head=float32', got 'layer'",
         ),
         (("compare", "good", "--reference", "half"), "a reference is 'float32' or 'float64', got 'half'"),
     ):

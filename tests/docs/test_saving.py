@@ -140,7 +140,7 @@ def test_what_the_page_says_of_typed_keys_and_of_other_loss_scales_is_so(scope):
         flax.serialization.to_bytes(scope["state"])
     plain = scope["without_key"](scope["state"])
     other = scope["without_key"](scope["fresh"]("mixed_float16", jaxmp.NoOpLossScale())[1])
-    with pytest.raises(ValueError, match="restore it into an object of the class it was saved from"):
+    with pytest.raises(ValueError, match="restore it into an object of the class that was saved"):
         flax.serialization.from_bytes(other, flax.serialization.to_bytes(plain))
     half = flax.serialization.from_bytes(
         {"w": np.zeros(2, np.float32)}, flax.serialization.to_bytes({"w": jnp.ones(2, jnp.bfloat16)})

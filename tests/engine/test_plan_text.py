@@ -116,7 +116,7 @@ def test_errors_are_those_of_autocast():
         jaxmp.cast_plan(fun, "mixed_bfloat16", {"primitive:expo": "float32"})
     with pytest.raises(ValueError, match="cast_plan needs a policy with a half compute dtype, got float32"):
         jaxmp.cast_plan(fun, "float32")
-    with pytest.raises(TypeError, match="a function has no modules"):
+    with pytest.raises(TypeError, match="has no modules"):
         jaxmp.cast_plan(fun, "O2")
     with pytest.raises(ValueError, match="unknown policy 'mixed_float61'"):
         jaxmp.cast_plan(fun, "mixed_float61")

@@ -250,6 +250,6 @@ def test_the_command_line_audits_a_function(capsys: Any) -> None:
     assert main(["audit", f"{__name__}:faulty", "--arg", "bfloat16[8]", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "half-exponential"
     assert main(["audit", "jax.numpy:matmul", "--arg", "float32[8,8]", "--arg", "float32[8,8]", "--device", "x"]) == 2
-    assert capsys.readouterr().err.startswith("jaxmp audit: error: device is None, for the one that is attached")
+    assert capsys.readouterr().err.startswith("jaxmp audit: error: device must be None, for the attached device")
     with pytest.raises(TypeError, match="dot_general"):  # JAX's own error
         main(["audit", "jax.numpy:matmul", "--arg", "float32[8,8]", "--arg", "float32[7,8]"])

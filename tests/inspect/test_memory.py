@@ -249,7 +249,7 @@ def test_the_search_compiles_few_sizes_and_trusts_no_line():
 
 
 def test_errors_say_what_to_do(monkeypatch):
-    with pytest.raises(ValueError, match=r"device is None, .*h200, h100, a100.*, got 'h300'; nearest: 'h"):
+    with pytest.raises(ValueError, match=r"device must be None, .*h200, h100, a100.*, got 'h300'; nearest: 'h"):
         memory(gradients, device="h300")(shape(4, 4), shape(4, 4))
     with pytest.raises(ValueError, match="scales axis 0 of the batch, but no argument is one; pass the batch after"):
         memory(lambda params: params * 2)(shape(4)).largest_batch(100)

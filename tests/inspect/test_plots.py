@@ -304,7 +304,7 @@ def test_a_picture_that_cannot_be_written_ends_the_command_before_it_runs(tmp_pa
     for name, phrase in (
         ("plan.abc", "ends in .png, .pdf or .svg, got 'plan.abc'"),
         ("plan", "ends in .png, .pdf or .svg, got 'plan'"),
-        ("no/plan.png", "in a folder that exists, got 'no/plan.png'; make the folder no"),
+        ("no/plan.png", "in an existing folder, got 'no/plan.png'; create the folder no"),
     ):
         assert cli.main(["plan", "nowhere:nothing", "--plot", name]) == 2
         out, err = capsys.readouterr()

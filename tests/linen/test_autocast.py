@@ -174,14 +174,16 @@ def test_overrides_that_cannot_be_are_errors():
         model = autocast(MLP(), "mixed_float16", overrides)
         with pytest.raises(ValueError, match=text):
             model.apply(MLP().init(rngs(), data(2, 5)), data(2, 5))
-    with pytest.raises(ValueError, match=r"here float16, but the one for '\*\*/head' computes in bfloat16; write"):
+    with pytest.raises(
+        ValueError, match=r"here float16\), but the override for '\*\*/head' computes in bfloat16; write"
+    ):
         autocast(MLP(), "mixed_float16", {"**/head": "mixed_bfloat16"})
 
 
 def test_operations_are_overridden_under_autocast_and_refused_under_a_policy():
     model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {"primitive:dot_general": "float32", "Dense_0": "half"})
     assert model_products(model, data(2, 4)) == ["bfloat16", "float32"]
-    with pytest.raises(ValueError, match=r"means modules, got 'primitive:exp', which means operations"):
+    with pytest.raises(ValueError, match=r"must match modules, got 'primitive:exp', which matches operations"):
         apply_policy(MLP(), "mixed_bfloat16", {"primitive:exp": "float32"})
 
 

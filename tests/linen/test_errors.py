@@ -231,7 +231,7 @@ def test_a_model_without_a_half_product_is_let_pass_as_a_part_of_another():
 
 def test_what_is_no_linen_module_no_policy_and_no_override_is_refused_at_once():
     for model, text in (
-        (nn.Dense, r"got the class Dense; make an instance: Dense\(...\)"),
+        (nn.Dense, r"got the class Dense; create an instance: Dense\(...\)"),
         ("model", "got builtins.str; jaxmp.nnx.apply_policy takes modules of flax.nnx"),
         (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "got flax.nnx.nn.linear.Linear; jaxmp.nnx.apply_policy takes modules of"),
     ):
@@ -242,7 +242,7 @@ def test_what_is_no_linen_module_no_policy_and_no_override_is_refused_at_once():
         apply_policy(MLP(), "mixed_float17")
     with pytest.raises(ValueError, match="unknown policy 'halfish'"):
         apply_policy(MLP(), "mixed_float16", {"Dense_0": "halfish"})
-    with pytest.raises(TypeError, match="an override names one policy"):
+    with pytest.raises(TypeError, match="an override must be a single policy"):
         apply_policy(MLP(), "mixed_float16", {"Dense_0": "O2"})
     with pytest.raises(
         TypeError,
@@ -258,7 +258,7 @@ def test_a_model_and_a_policy_that_are_swapped_are_told_so_without_the_arrays_of
         with pytest.raises(TypeError) as error:
             getattr(adapter, name)(policy, model)
         came, call = "'O2'" if policy == "O2" else "Policy", f"{adapter.__name__}.{name}"
-        got = f"got ({came}, {type(model).__name__}): the two are swapped; write {call}(model, policy)"
+        got = f"got ({came}, {type(model).__name__}), which are swapped; write {call}(model, policy)"
         assert str(error.value).endswith(got)
 
 

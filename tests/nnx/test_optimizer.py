@@ -224,7 +224,7 @@ def test_bad_input_is_refused():
     with pytest.raises(TypeError, match=r"takes a jaxmp\.nnx\.Optimizer, got flax\.nnx\..*\.Optimizer; write jaxmp"):
         value_and_grad(loss_fn, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
-    with pytest.raises(TypeError, match=r"ema is True or False, got 0\.99; pass ema=True, and the decay"):
+    with pytest.raises(TypeError, match=r"ema must be True or False, got 0\.99; pass ema=True, and the decay"):
         Optimizer(model, optax.sgd(0.1), ema=0.99)
     other = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     text = (

@@ -173,7 +173,7 @@ def test_a_pattern_that_matches_nothing_and_what_is_no_nnx_module_are_refused_at
 
     for model, text in (
         (nn.Dense(2), "got flax.linen.linear.Dense; jaxmp.linen.apply_policy takes modules of flax.linen"),
-        (nnx.Linear, "got the class Linear; make an instance"),
+        (nnx.Linear, "got the class Linear; create an instance"),
     ):
         with pytest.raises(TypeError, match=rf"jaxmp.nnx.apply_policy takes a flax.nnx.Module, {text}"):
             apply_policy(model, "mixed_float16")

@@ -582,7 +582,7 @@ def test_a_teacher_in_the_batch_or_beside_the_student_is_followed_and_one_closed
     teacher = mlp(4)
     close(losses(mlp(), nnx.Param, x, teacher, lambda model, x: distance(model, teacher, x)), [expected[0]] * 2)
     assert expected[1] > 1.1 * expected[0]
-    assert "a teacher, goes into the batch" in str(make_train_step.__doc__)
+    assert "another model, such as a teacher, in the batch" in str(make_train_step.__doc__)
 
 
 @pytest.mark.once
@@ -646,7 +646,7 @@ def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_t
     step, follow, batch = step_of_loss, make_train_step(distance), {**ROWS, "target": target}
     nnx.update(target, nnx.state(model))
     step(model, optimizer, ROWS)
-    with pytest.raises(RuntimeError, match="was donated to an earlier step, which deleted it; copy before the step"):
+    with pytest.raises(RuntimeError, match="was donated to an earlier step, which deleted it; before the step, copy"):
         step(target, other, ROWS)
     with pytest.raises(RuntimeError, match=r"a model cannot use an array that a train step has deleted, got float32\["):
         target(ROWS["x"])

@@ -58,12 +58,12 @@ MISTAKES = {
         "check_updates as text": (
             lambda: loss_scaling(SGD, DynamicLossScale(), check_updates="yes"),
             TypeError,
-            "check_updates is True or False, got 'yes'",
+            "check_updates must be True or False, got 'yes'",
         ),
         "a scale without a shape ()": (
             lambda: loss_scaling(SGD, DynamicLossScale(counter=[1])),
             ValueError,
-            "counter of a loss scale is a scalar, got the shape (1,)",
+            "counter of a loss scale must be a scalar, got the shape (1,)",
         ),
     },
     "how many scales there are": {
@@ -85,7 +85,7 @@ MISTAKES = {
         "two": (
             lambda: jaxmp.get_loss_scale(optax.chain(tx_of(), tx_of()).init(jnp.ones(2))),
             ValueError,
-            "state has 2; put one loss_scaling around the whole optimizer",
+            "one loss scale, got 2; put one loss_scaling around the whole optimizer",
         ),
         "the optimizer as its state": (
             lambda: value_and_grad(jnp.sum, tx_of()),
@@ -115,7 +115,7 @@ MISTAKES = {
             TypeError,
             "got tuple of 2; pass has_aux=True",
         ),
-        "has_aux as None": (lambda: value_and_grad(jnp.sum, state(), has_aux=None), TypeError, "is True or False"),
+        "has_aux as None": (lambda: value_and_grad(jnp.sum, state(), has_aux=None), TypeError, "must be True or False"),
         "several": (lambda: value_and_grad(lambda p: p, state())(jnp.ones(2)), TypeError, "its mean: jnp.mean(loss)"),
         "an integer": (
             lambda: jax.jit(value_and_grad(jnp.argmax, state()))(jnp.ones(2)),

@@ -191,7 +191,7 @@ def test_a_class_with_slots_is_refused():
     class Slots(LossScale):
         __slots__ = ("loss_scale",)
 
-    with pytest.raises(TypeError, match="got Slots with slots; leave them out"):
+    with pytest.raises(TypeError, match="got Slots with slots; remove them"):
         Slots()
 
 
@@ -202,7 +202,7 @@ def test_a_class_without_a_constructor_takes_no_arguments():
 
 def test_the_scale_of_a_class_of_your_own_is_a_positive_scalar():
     for scale, phrase in (
-        (jnp.ones(2), r"loss_scale of a loss scale is a scalar, got the shape \(2,\)"),
+        (jnp.ones(2), r"loss_scale of a loss scale must be a scalar, got the shape \(2,\)"),
         (0.0, "loss_scale must be positive and finite, and normal in float32, got 0.0"),
         (jnp.float32(-1), "loss_scale must be positive and finite, .*, got -1.0"),
         ("text", "loss_scale must be positive and finite, .*, got text"),

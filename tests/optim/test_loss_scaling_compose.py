@@ -103,7 +103,7 @@ def test_inside_multi_transform_every_loss_has_its_own_scale_and_the_whole_state
     }
     tx = standard(optax.multi_transform(parts, {"hidden": "a", "out": "s"}))
     state = tx.init(params)
-    with pytest.raises(ValueError, match="one loss has one scale"):
+    with pytest.raises(ValueError, match="must have one loss scale"):
         get_loss_scale(state)
     grads = jax.tree.map(lambda p: jnp.ones_like(p), params)
     grads["out"]["w"] = grads["out"]["w"].at[0, 0].set(jnp.inf)

@@ -187,7 +187,7 @@ def test_the_output_dtype_can_be_changed():
     [
         ("mixed_flaot16", r"unknown policy 'mixed_flaot16'; known policies, nearest first: 'mixed_float16', "),
         ("", "unknown policy ''"),
-        ("p=fp8", r"float8 is two dtypes, .*, got 'fp8'; write the one that is meant"),
+        ("p=fp8", r"float8 could mean .*, got 'fp8'; write one of them"),
         ("p=f32,c=f8", r"got 'f8'; .* 'mixed_float8'"),
         ("p=f32,z=f16", r"unknown key 'z' in policy 'p=f32,z=f16'; known keys, nearest first: .*'params'"),
         ("params=f32,p=f16", "each dtype once, got 'p' twice"),

@@ -66,11 +66,11 @@ def gathers_itself(params, model_state, batch, rng):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: step_of(mesh_of(x=4)), "'data' and 'fsdp', got a mesh of x=4"),
+        (lambda: step_of(mesh_of(x=4)), "'data' or 'fsdp' for the batch, got x=4"),
         (lambda: step_of(of_two_types()), "all of type Explicit, got 'data' of type Auto"),
         (lambda: Sharding(mesh_of(), {}, reduce="twice"), "'each' or 'once', got 'twice'"),
         (lambda: jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(), {}, reduce="once")), "accumulate_steps=1"),
-        (lambda: step_of(reduce_dtype="float64"), "in float32 or in a half dtype"),
+        (lambda: step_of(reduce_dtype="float64"), "be float32 or a half dtype"),
         (lambda: step_of(reduce_dtype="int8"), "must be floating, got int8"),
     ],
 )
@@ -86,18 +86,18 @@ def test_params_in_place_of_the_function_that_makes_them_are_refused():
 
 
 def test_a_mesh_alone_is_no_sharding():
-    with pytest.raises(TypeError, match=r"sharding is a jaxmp.sharding.Sharding\(mesh, specs\), got Mesh"):
+    with pytest.raises(TypeError, match=r"sharding must be a jaxmp.sharding.Sharding\(mesh, specs\), got Mesh"):
         jaxmp.make_train_step(loss_fn, sharding=mesh_of())
 
 
 @pytest.mark.parametrize(
     ("specs", "said"),
     [
-        ({"v": P()}, "none for 'w'; take jaxmp.sharding.fsdp_specs"),
-        ({"w": P(), "v": P()}, "one for 'v', which is no array"),
+        ({"v": P()}, "none for 'w'; use jaxmp.sharding.fsdp_specs"),
+        ({"w": P(), "v": P()}, "one for 'v', which is not in the tree"),
         ({"w": "fsdp"}, "got str for 'w'"),
         ({"w": P("tensor")}, "has 'fsdp', got 'tensor'"),
-        ({"w": P(None, None, "fsdp")}, "an entry for each axis"),
+        ({"w": P(None, None, "fsdp")}, "one entry per axis"),
     ],
 )
 def test_specs_that_do_not_fit_are_named(specs, said):
@@ -109,7 +109,9 @@ def test_a_batch_that_does_not_divide_is_told_one_that_does():
     for size, said in ((6, r"4 devices of 'fsdp' must divide the batch, got 6 .* a batch of 8"), (0, "a batch of 4")):
         with pytest.raises(ValueError, match=said):
             step_of()(a_state(), np.ones((size, WIDTH), np.float32))
-    with pytest.raises(ValueError, match=r"each of 2 microbatches, got 12 examples in batch entry 'x'; use .* 16, say"):
+    with pytest.raises(
+        ValueError, match=r"each of 2 microbatches, got 12 examples in batch entry 'x'; .* a batch of 16"
+    ):
         step_of(accumulate_steps=2)(a_state(), {"x": np.ones((12, WIDTH), np.float32)})
 
 
@@ -122,7 +124,7 @@ def test_a_batch_that_does_not_divide_is_told_one_that_does():
         ),
         (lambda: sums_in_half(AxisType.Explicit), r"of 'w' cannot be summed in float32: shard_map at .*\.py:\d+"),
         (lambda: step_of(loss_fn=in_groups), "of 'w' cannot be summed in float32: ragged_dot_general at"),
-        (lambda: step_of(mesh_of(AxisType.Explicit), loss_fn=gathers_itself), "gathers weights itself, got gather in"),
+        (lambda: step_of(mesh_of(AxisType.Explicit), loss_fn=gathers_itself), "already gathers weights, got gather in"),
     ],
 )
 def test_a_loss_whose_gradient_cannot_be_summed_in_float32_is_refused_with_the_place(make, said):
@@ -149,12 +151,12 @@ def test_a_derivative_of_its_own_in_half_is_refused_unless_gradients_are_reduced
 def test_a_state_that_lies_elsewhere_is_refused_with_both_places():
     mesh = mesh_of()
     elsewhere = [
-        (jax.device_put(a_state(), jax.devices()[0]), r"does not lie as the mesh and specs .*create_sharded"),
+        (jax.device_put(a_state(), jax.devices()[0]), r"must have the step's sharding .*create_sharded"),
         (
             jax.device_put(a_state(), NamedSharding(mesh, P())),
-            r"'params/w' .* does not lie as .*spec=P\('fsdp'.* but NamedSharding",
+            r"'params/w' .* must have .*spec=P\('fsdp'.* got NamedSharding",
         ),
-        (sharded_state(mesh_of(AxisType.Explicit)), r"does not lie as .*\(Auto,.* but .*\(Explicit,"),
+        (sharded_state(mesh_of(AxisType.Explicit)), r"must have .*\(Auto,.* got .*\(Explicit,"),
     ]
     for state, said in elsewhere:
         with pytest.raises(ValueError, match=said):

@@ -143,16 +143,16 @@ def of_two_types():
         (lambda: gather_of_a(mesh_of(data=4)), "axes must be of the mesh, which has 'data', got 'fsdp'"),
         (
             lambda: gather_of_a(mesh_of(AxisType.Auto)),
-            "got reduce_dtype 'float32' for 'a' gathered in 'bfloat16'; make the mesh with axis_types=.*Explicit",
+            "got reduce_dtype 'float32' for 'a' gathered in 'bfloat16'; create the mesh with axis_types=.*Explicit",
         ),
-        (lambda: gather_of_a(of_two_types(), axes=("data", "fsdp")), "of one type, got 'data' of type Auto, 'fsdp'"),
-        (lambda: gather_of_a(mesh_of(), axes=()), "of one type, got none"),
-        (lambda: gather_of_a(mesh_of(), reduce_dtype="float64"), "half dtype, got .*'float64'; pass"),
-        (lambda: sharding.gather({"a": jnp.ones(4)}, {"a": P("fsdp")}, "bfloat16"), "over a mesh, and none is set"),
-        (lambda: in_shard_map(mesh_of(AxisType.Auto), check_vma=False), "check_vma=False.* hides it; leave"),
+        (lambda: gather_of_a(of_two_types(), axes=("data", "fsdp")), "have one type, got 'data' of type Auto, 'fsdp'"),
+        (lambda: gather_of_a(mesh_of(), axes=()), "have one type, got none"),
+        (lambda: gather_of_a(mesh_of(), reduce_dtype="float64"), "half dtype, got .*'float64'; write"),
+        (lambda: sharding.gather({"a": jnp.ones(4)}, {"a": P("fsdp")}, "bfloat16"), "needs a mesh, and none is set"),
+        (lambda: in_shard_map(mesh_of(AxisType.Auto), check_vma=False), "check_vma=False.* hides this; remove"),
         (
             lambda: in_shard_map(mesh_of(AxisType.Auto, fsdp=2, tensor=2), P(("fsdp", "tensor")), P("tensor")),
-            "over the last axes .* for 'a' .* put fsdp last",
+            "must be the last ones .* for 'a' .* put fsdp last",
         ),
     ],
 )

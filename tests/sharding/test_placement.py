@@ -47,7 +47,7 @@ def test_a_state_is_that_of_one_device_in_its_place():
 @pytest.mark.parametrize(
     ("specs", "said"),
     [
-        ({"w": P()}, "specs are a tree like the arrays"),
+        ({"w": P()}, "specs must have a PartitionSpec"),
         ({**SPECS, "up": P("tensor")}, "which has 'fsdp', got 'tensor'"),
         ({**SPECS, "up": P("fsdp")}, r"got 3 over 4 \('fsdp'\) in 'up'"),
     ],

@@ -68,8 +68,8 @@ def test_optimizer_and_average_follow_the_params():
     [
         ({"axis": "data"}, "which has 'fsdp', got 'data'"),
         ({"rules": {"**/kernal": P()}}, r"'\*\*/kernal' matches no leaf; the nearest paths: .*kernel"),
-        ({"rules": {"type:Dense": P()}}, "got the class pattern 'type:Dense'"),
-        ({"rules": {"**/kernel": P("fsdp", "fsdp")}}, "an axis of the mesh once"),
+        ({"rules": {"type:Dense": P()}}, "must be a path, got 'type:Dense'"),
+        ({"rules": {"**/kernel": P("fsdp", "fsdp")}}, "an axis of the mesh only once"),
         ({"rules": {"**/kernel": P("fsdp")}}, r"got 6 over 4 \('fsdp'\) in 'dense/kernel'"),
     ],
 )

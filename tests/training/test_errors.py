@@ -49,14 +49,14 @@ BAD_ARGUMENTS = {
     "half a step": (lambda: make_train_step(train_loss, accumulate_steps=2.0), ValueError, "got 2.0"),
     "a flag for steps": (lambda: make_train_step(train_loss, accumulate_steps=True), ValueError, "got True"),
     "no skips": (lambda: make_train_step(train_loss, max_consecutive_skips=0), ValueError, "max_consecutive_skips"),
-    "donate as text": (lambda: make_train_step(train_loss, donate="no"), TypeError, "donate is True or False"),
+    "donate as text": (lambda: make_train_step(train_loss, donate="no"), TypeError, "donate must be True or False"),
     "remat": (lambda: make_train_step(train_loss, remat="dot"), ValueError, "nearest first: 'dots'"),
     "overrides alone": (
         lambda: make_train_step(train_loss, overrides={"a": "float32"}),
         ValueError,
         "pass policy='mixed_bfloat16'",
     ),
-    "no overrides": (lambda: make_train_step(train_loss, overrides=3), TypeError, "overrides map patterns"),
+    "no overrides": (lambda: make_train_step(train_loss, overrides=3), TypeError, "overrides must map patterns"),
     "no function": (lambda: make_train_step(3), TypeError, "write def loss_fn(params, model_state, batch, rng)"),
     "two arguments": (
         lambda: make_train_step(lambda params, batch: params),
@@ -73,7 +73,7 @@ BAD_ARGUMENTS = {
     "use_ema as an array": (
         lambda: make_eval_step(train_loss, use_ema=jnp.ones(2)),
         TypeError,
-        "use_ema is True or False",
+        "use_ema must be True or False",
     ),
     "no params": (lambda: TrainState.create(params={}, tx=optax.sgd(0.1)), ValueError, "variables['params']"),
     "variables": (
@@ -90,7 +90,7 @@ BAD_ARGUMENTS = {
     "two loss scales": (
         lambda: scales_for_two({"x": jnp.ones(()), "y": jnp.ones(())}),
         ValueError,
-        "one loss has one scale, but the optimizer's state has 2",
+        "an optimizer's state must have one loss scale, got 2",
     ),
 }
 
@@ -181,7 +181,7 @@ BATCHES = {
     "six in four": ({"x": jnp.ones(6)}, "got 4 for 6 examples in batch entry 'x'; use a batch of 8"),
     "two lengths": ({"x": jnp.ones(4), "y": jnp.ones(8)}, "got 4 of them in 'x' and 8 in 'y'"),
     "a raw key": ({"x": jnp.ones(4), "key": jax.random.PRNGKey(0)}, "got 2 of them in 'key' and 4 in 'x'"),
-    "weights of classes": ({"weights": jnp.ones(16), "x": jnp.ones(8)}, "8 in 'x'; put what all examples"),
+    "weights of classes": ({"weights": jnp.ones(16), "x": jnp.ones(8)}, "8 in 'x'; put arrays that all examples"),
 }
 
 
@@ -220,7 +220,11 @@ def test_a_batch_without_examples_is_refused_for_its_gradients_are_zeros_that_mo
     step = make_train_step(loss, accumulate_steps=2, donate=False)
     state, _ = step(TrainState.create(params=jnp.ones(3), tx=tx), {"x": jnp.ones((2, 3)), "scale": 1.0})
     for use in (step, make_train_step(loss), make_eval_step(loss)):
-        refused(lambda use=use: use(state, {"x": jnp.ones((0, 3)), "scale": 1.0}), ValueError, "must have an example")
+        refused(
+            lambda use=use: use(state, {"x": jnp.ones((0, 3)), "scale": 1.0}),
+            ValueError,
+            "must have at least one example",
+        )
     updates, _ = tx.update(jnp.zeros(3), tx.update(jnp.ones(3), tx.init(jnp.ones(3)))[1])
     assert float(jnp.abs(updates).min()) > 0.01  # what it would have done
     step(state, {"x": jnp.ones((2, 3)), "scale": 1.0, "ids": jnp.ones((0, 5))})  # one entry may be empty

@@ -35,7 +35,7 @@ def is_watched() -> bool:
 
 @contextlib.contextmanager
 def unlisted() -> Iterator[None]:
-    """Hide calls from ``nn.tabulate``, while the context lasts."""
+    """Hide calls from ``nn.tabulate`` inside of this context."""
     context = _module._context
     table, context.call_info_stack = context.call_info_stack, []
     try:
@@ -44,11 +44,11 @@ def unlisted() -> Iterator[None]:
         context.call_info_stack = table
 
 
-_Object: Any = object  # the class that it is mixed into comes after it
+_Object: Any = object  # in a subclass, the author's class follows in the MRO
 
 
 class Hooks(_Object):
-    """A mixin for modules: it is told of calls of methods, and of submodules that are registered."""
+    """A mixin for modules with hooks for calls of methods and for registered submodules."""
 
     def jaxmp_call(self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
         """Return ``call()``, which calls the method ``name``."""
@@ -59,8 +59,8 @@ class Hooks(_Object):
         raise NotImplementedError
 
     def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Methods of Linen modules come through here, also `BaseClass.method` handed to `apply`; transformed ones do
-        # not.
+        # All methods of Linen modules are called here, also a `BaseClass.method` that is passed to `apply`, but not
+        # methods of transformed classes.
         call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
         return self.jaxmp_call(call, _module.wrap_method_once(fun), args, kwargs, fun.__name__)
 

@@ -19,5 +19,5 @@ def is_pytree_class(cls: Any) -> bool:
 
 
 def check_may_change(node: Any) -> None:
-    """Raise Flax's TraceContextError if an object was made outside of the current transformation."""
+    """Raise Flax's TraceContextError if an object was created outside of the current transformation."""
     node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")

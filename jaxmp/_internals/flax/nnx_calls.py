@@ -1,4 +1,4 @@
-"""Trace a function of NNX objects: their arrays go in, and the values that it writes to them come out."""
+"""Trace a function of NNX objects as a function of their arrays, which also returns the written values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxmp._internals.flax.nnx_variables import is_node, is_variable
 
 
 class ArrayCall(NamedTuple):
-    """A call of a function of NNX objects, as one of a function without any.
+    """A call of a function of NNX objects, in the form of a pure function of arrays.
 
     Attributes:
-      pure: returns the results of the function, and the values that it wrote to its arguments.
+      pure: a function that returns the results, and the values that were written to the arguments.
       arguments: the arguments of ``pure``.
-      write: takes both of these, changes the objects of the call, and returns the results of the function.
+      write: a function that takes both results of ``pure``, changes the objects, and returns the function's results.
       key: everything that ``pure`` depends on besides the function and ``arguments``.
     """
 
@@ -35,7 +35,7 @@ class ArrayCall(NamedTuple):
 def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCall:
     """Return a call of ``fun`` without NNX objects, which changes them as NNX's transforms do.
 
-    To write to an object that was made outside of the current transformation is an error of NNX.
+    If ``fun`` writes to an object that was created outside of the current transformation, NNX raises its error.
     """
     # The steps of nnx.update_context: split outside, merge inside, split inside, merge outside.
     plain, objects, fill, tree = _parted((args, kwargs), lambda node: True)
@@ -71,13 +71,13 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Changes:
-    """The changes that a traced function made to its objects, apart from arrays.
+    """The changes of a traced function to its objects, apart from arrays.
 
     Attributes:
-      structure: of its arguments afterwards; None if only Variables have changed.
+      structure: the structure of its arguments after the call; None if only Variables have changed.
       indices: for each leaf of the arguments, its number before the call; None if it is new.
       new_structure: the structure of the new objects among its results; None if there are none.
-      fill: puts the new objects among the other results.
+      fill: a function that inserts the new objects into the other results.
     """
 
     structure: Any
@@ -107,10 +107,10 @@ class _Changes:
 
 
 def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any, Any]:
-    """Return a tree in parts.
+    """Split a tree into parts.
 
-    These are the leaves that are no NNX objects, the objects that may change, a function that makes the tree of both
-    again, and the structure of the tree.
+    Return the leaves that are not NNX objects, the objects that may change, a function that rebuilds the tree from
+    both, and the structure of the tree.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
     plain, objects, fixed = dict[int, Any](), dict[int, Any](), dict[int, Any]()
@@ -130,7 +130,7 @@ def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any
 
 
 def _may_change(node: Any) -> bool:
-    """Return whether all of ``node`` was made in the current transformation."""
+    """Return whether all of ``node`` was created in the current transformation."""
     try:
         for _, part in nnx.iter_graph(node, graph=True):
             _check_may_change(part)
@@ -140,7 +140,7 @@ def _may_change(node: Any) -> bool:
 
 
 def _check_may_change(node: Any) -> None:
-    """Raise Flax's TraceContextError if ``node`` was made outside of the current transformation."""
+    """Raise Flax's TraceContextError if ``node`` was created outside of the current transformation."""
     if is_variable(node):
         node.set_raw_value(node.get_raw_value())
     elif isinstance(node, nnx.Pytree):
@@ -148,7 +148,7 @@ def _check_may_change(node: Any) -> None:
 
 
 def value_of(leaf: Any) -> Any:
-    """Return the value of a Variable; any other leaf is its own value."""
+    """Return the value of a Variable, or any other leaf itself."""
     return leaf.get_raw_value() if is_variable(leaf) else leaf
 
 

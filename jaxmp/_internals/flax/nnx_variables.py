@@ -16,7 +16,7 @@ from jaxmp.base.dtypes import CASTABLE
 
 
 def _instances_of(*classes: type) -> Callable[[Any], bool]:
-    """Return an ``isinstance`` that remembers its answer for each type."""
+    """Return an ``isinstance`` that caches its answer for each type."""
     known: dict[type, bool] = {}
 
     def is_instance(node: Any) -> bool:
@@ -40,7 +40,7 @@ _is_any_module = _instances_of(nnx.Module)
 
 @functools.cache
 def is_container_class(cls: Any) -> bool:
-    """Return whether instances of ``cls`` are only containers, as an ``nnx.List`` is."""
+    """Return whether instances of ``cls`` are only containers, such as ``nnx.List``."""
     holds = not issubclass(cls, nnx.Module) or issubclass(cls, (nnx.List, nnx.Dict))
     return holds and not any("__call__" in vars(base) for base in cls.__mro__)
 
@@ -61,7 +61,7 @@ def items(node: Any) -> Iterator[tuple[str, Any]]:
                 yield _tree.path_name(path), value
 
 
-# What a module has most: nothing is in them. Each dtype has a class of its own.
+# The most common attributes, which contain no Variables. (Each dtype has its own class.)
 PLAIN = frozenset({type(None), bool, int, float, str, types.FunctionType, *map(type, CASTABLE)})
 _LEAVES = PLAIN | {nnx.Param}
 
@@ -121,7 +121,7 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
 
 
 def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> None:
-    """Replace each Variable that belongs to a module itself by ``change`` of it."""
+    """Replace each of a module's own Variables by ``change(variable)``."""
     containers = [value for value in own(node) if isinstance(value, nnx.Pytree) and not is_module(value)]
     for container in (node, *containers):
         for name, value in list(items(container)):

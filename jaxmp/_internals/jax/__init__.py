@@ -1,1 +1,1 @@
-"""Private names of JAX: read programs, write them again, and bind their equations."""
+"""Private names of JAX: read programs, rewrite them, and bind their equations."""

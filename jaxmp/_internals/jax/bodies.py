@@ -1,9 +1,9 @@
-"""Rebuild equations that have bodies around other bodies.
+"""Rebuild equations with other bodies.
 
-A body here is a Python function of flat values. Everything is built through JAX's public functions, of parameters read
-off the equation; only ``remat2`` is bound itself, for what it says of being differentiated has no public name. Private
-are the names of those parameters: ``jvp_jaxpr_fun``, ``fwd_jaxpr_thunk``, ``bwd`` and ``out_trees`` of custom rules,
-``newly_manual_axes`` of shard_map, ``compiler_options_kvs`` of jit. The tests of each meet them on every JAX.
+A body here is a Python function of flat values. Equations are rebuilt with JAX's public functions, from the parameters
+of the equation. Only ``remat2`` is bound directly, because its parameter ``differentiated`` has no public equivalent.
+The names of some parameters are private: ``jvp_jaxpr_fun``, ``fwd_jaxpr_thunk``, ``bwd`` and ``out_trees`` of custom
+rules, ``newly_manual_axes`` of shard_map, ``compiler_options_kvs`` of jit. Tests check them on every version of JAX.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ BodyFunction = Callable[..., list[Any]]
 
 
 class RuleEvaluation(NamedTuple):
-    """How derivative rules are evaluated."""
+    """The evaluation of custom derivative rules."""
 
-    # Takes an open jaxpr with its constants, its operands, and the dtypes of its results (None: as they come).
+    # A function of an open jaxpr with its constants, its operands, and the requested dtypes of its results (or None).
     evaluate: Callable[[Opened, Arrays, Sequence[Any]], list[Any]]
     tracing: Callable[[], contextlib.AbstractContextManager[None]]  # a context in which the author's rule is traced
 
@@ -39,11 +39,11 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: R
     Args:
       eqn: an equation that :func:`jaxmp._internals.jax.equations.bodies_of` knows.
       bodies: what it says of it.
-      functions: for each body a function from all its flat inputs (constants first) to a list of its results.
-      rule: how the derivative rules of custom_jvp and custom_vjp are evaluated.
+      functions: for each body, a function from its flat inputs (constants first) to a list of its results.
+      rule: the evaluation of the derivative rules of custom_jvp and custom_vjp.
 
     Returns:
-      A function that wants carries in the dtypes that the body returns. That of ``jit`` is jitted.
+      A function that needs carries in the dtypes that the body returns. For ``jit`` it is jitted.
     """
     params, name = eqn.params, eqn.primitive.name
     if name in _OPENED:
@@ -64,7 +64,7 @@ def bind_equation(eqn: Any, operands: Arrays, params: Any) -> list[Any]:
 
 
 def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Arrays) -> list[Any]:
-    """Apply a ``custom_linear_solve`` to operands of other dtypes, its parts by ``evaluate``."""
+    """Apply a ``custom_linear_solve`` to operands of other dtypes; ``evaluate`` runs its parts."""
     jaxprs, consts, rest = eqn.params["jaxprs"], {}, list(operands)
     for name, length in eqn.params["const_lengths"]._asdict().items():
         consts[name], rest = rest[:length], rest[length:]
@@ -96,7 +96,7 @@ def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]
     if params.get("update_jaxpr") is not None:
         params["update_jaxpr"] = in_dtype_of_scatter(params["update_jaxpr"], dtype)
     if eqn.primitive.name in PRODUCTS:
-        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes that it was chosen for.
+        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) is valid only for its original dtypes.
         if dtype != np.float32:
             params["precision"] = None
         elif is_exact and not asks_for_highest(params["precision"]):
@@ -105,7 +105,7 @@ def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]
 
 
 def is_body_alone(eqn: Any) -> bool:
-    """Return whether an equation does no more than its body, as a ``jit`` without options."""
+    """Return whether an equation only runs its body, as a ``jit`` without options does."""
     return eqn.primitive.name in _OPENED or (eqn.primitive.name == "jit" and not _compiled_as(eqn.params))
 
 
@@ -124,7 +124,7 @@ def _rebuilt_jit(params: Any, function: BodyFunction) -> BodyFunction:
     options = {"keep_unused": params["keep_unused"], **_compiled_as(params)}
     if params["inline"] is not False and getattr(params["inline"], "name", "") != "AUTO":  # an enum from 0.11.2 on
         options["inline"] = params["inline"]
-    # A tuple, as the shardings of results are.
+    # A tuple, like the shardings of results.
     return jax.jit(renamed(lambda *args: tuple(function(*args)), params["name"]), **options)
 
 
@@ -143,7 +143,7 @@ def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def function_name(eqn: Any) -> str:
-    """Return the name of the function that has a derivative rule."""
+    """Return the name of a function with a custom derivative rule."""
     jaxpr, _ = opened(eqn.params["call_jaxpr"])
     return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
 
@@ -178,7 +178,7 @@ def _rebuilt_scan(params: Any, bodies: Bodies, functions: Sequence[BodyFunction]
         results = functions[0](*consts, *carry, *xs)
         return results[: bodies.carry], results[bodies.carry :]
 
-    # One that is open in `jax.export` is known by what the scan runs over alone.
+    # A symbolic length of `jax.export` is known only from the scanned arrays.
     length = None if xs else params["length"]
     carry, ys = jax.lax.scan(body, list(init), list(xs), length, params["reverse"], params["unroll"])
     return [*carry, *ys]
@@ -196,7 +196,7 @@ def _while(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *oper
         return functions[1](*body_consts, *carry)
 
     def turn_of_examples(carry: Arrays) -> list[Any]:
-        """Only the examples that still run change, as JAX has it when it lowers a batched condition."""
+        """Change only the examples that still run, as in JAX's lowering of a batched condition."""
         still_runs = runs(carry)
 
         def select(new: Any, old: Any) -> Any:
@@ -219,7 +219,7 @@ def _cond(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *opera
     return jax.lax.switch(index, list(functions), *rest)
 
 
-# Of `remat_opt` JAX then leaves out under checkpoint what nobody reads, equation by equation.
+# For `remat_opt`, JAX then removes unread equations one by one under checkpoint.
 _OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
 _REBUILT = {
     "composite": _composite,
@@ -231,7 +231,7 @@ _REBUILT = {
 
 
 def _remat(eqn: Any, function: BodyFunction, *operands: Any) -> list[Any]:
-    """Bind it as it was: ``differentiated`` decides whether XLA may merge the recomputation."""
+    """Bind a remat with its parameters; ``differentiated`` decides whether XLA may merge the recomputation."""
     jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
@@ -244,7 +244,7 @@ def _remat(eqn: Any, function: BodyFunction, *operands: Any) -> list[Any]:
 
 
 def _evaluate_rule(rule: RuleEvaluation, traced: Opened, args: Arrays, dtypes: Sequence[Any]) -> list[Any]:
-    """Evaluate a traced rule, whose constants are its first arguments from JAX 0.11 on."""
+    """Evaluate a traced rule; from JAX 0.11 on, its constants are its first arguments."""
     jaxpr, consts = traced
     if jaxpr.constvars:
         return rule.evaluate((jaxpr, consts), args, dtypes)
@@ -295,7 +295,7 @@ def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operand
         if symbolic:
             perturbed[:] = [arg.perturbed for arg in args]
             args = tuple(arg.value for arg in args)
-        jaxpr = forward()  # before `out_trees`, which it fills
+        jaxpr = forward()  # must come before `out_trees`, which it fills
         _, residual_tree, forwarded = params["out_trees"]()  # positions among the operands, constants included
         saved = residual_tree.num_leaves - sum(position is not None for position in forwarded)
         results = jax.eval_shape(lambda *args: function(*consts, *args), *args)
@@ -308,7 +308,7 @@ def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operand
         _, _, forwarded = params["out_trees"]()
         written = [next(new) if position is None else eqn.invars[position].aval for position in forwarded]
         written += [var.aval.to_ct_aval() for var in eqn.outvars]
-        # Symbolic zeros, Python values and the cotangents of integers are no operands of a program.
+        # Symbolic zeros, Python values and the cotangents of integers cannot be operands of a program.
         operands = [
             SymbolicZero(aval) if isinstance(value, SymbolicZero) else value
             for value, aval in zip([*residuals, *cotangents], written, strict=True)
@@ -319,7 +319,7 @@ def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operand
         def flat(*args: Any) -> list[Any]:
             filled = dict(zip(floating, args, strict=True))
             result = params["bwd"].call_wrapped(*[filled.get(n, value) for n, value in enumerate(operands)])
-            cts = result[0] if isinstance(result, tuple) else result  # from 0.11 on with what the rule logged
+            cts = result[0] if isinstance(result, tuple) else result  # from 0.11 on, the second result is a log
             present[:] = [isinstance(ct, (jax.Array, np.ndarray)) for ct in cts]
             return [ct for ct, here in zip(cts, present, strict=True) if here]
 

@@ -18,15 +18,15 @@ Opened = tuple[Any, list[Any]]
 
 
 RESHARDS = frozenset({"reshard", "mesh_cast"})
-"""Primitives that change an array's sharding type and no number."""
+"""Primitives that change only an array's sharding type."""
 
 
 class Bodies(NamedTuple):
-    """The jaxprs in an equation and how their values meet those outside.
+    """The jaxprs in an equation, and the roles of its operands.
 
-    ``kind`` is ``"call"`` (operands and results are those of the one body), ``"scan"``, ``"while"`` (condition, body)
-    or ``"cond"`` (the branches). The operands of a loop are ``consts`` of its condition, if it has one, those of its
-    body up to ``start``, ``carry`` carried values, and what a scan runs over.
+    ``kind`` is ``"call"`` (the operands and results are those of the body), ``"scan"``, ``"while"`` (condition, body)
+    or ``"cond"`` (the branches). The operands of a loop are in this order: ``consts`` of its condition, if any; those
+    of its body, up to ``start``; ``carry`` carried values; and the scanned arrays.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Bodies(NamedTuple):
     carry: int = 0
 
 
-# The parameter that holds the body of a primitive which computes just that body.
+# The parameter with the body of primitives that only compute their body.
 _CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -46,7 +46,7 @@ _CALLS = {
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
     "composite": "call_jaxpr",
-    # The forward rule of a custom_vjp with `optimize_remat`, and from 0.12 on what checkpoint leaves of it.
+    # The forward rule of a custom_vjp with `optimize_remat`, and from 0.12 on its remainder under checkpoint.
     "remat_opt": "fwd_jaxpr",
     "eval_jaxpr": "call_jaxpr",
 }
@@ -76,22 +76,22 @@ def bodies_of(eqn: Any) -> Bodies | None:
 def opened(jaxpr: Any) -> Opened:
     """Return an open or closed jaxpr as the open one and its constants.
 
-    The two are one class from JAX 0.11 on.
+    From JAX 0.11 on, both have the same class.
     """
     return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 
 
 def is_literal(atom: Any) -> bool:
-    """Return whether an operand is a constant that is written into its equation."""
+    """Return whether an operand is a literal."""
     return isinstance(atom, Literal)
 
 
 _ELEMENTS = 2**16
-"""Larger constants are taken for weights and not read: reading them would wait for the device."""
+"""Larger constants are treated as weights and not read, because reading them would wait for the device."""
 
 
 def elements_of(constant: Any) -> np.ndarray | None:
-    """Return the elements of a constant; None if they are many, on another host, traced, or not numbers."""
+    """Return the elements of a constant; None if it is large, on another host, traced, or not numbers."""
     if isinstance(constant, jax.Array) and (isinstance(constant, core.Tracer) or not constant.is_fully_addressable):
         return None
     if np.size(constant) > _ELEMENTS or jax.dtypes.issubdtype(getattr(constant, "dtype", float), jax.dtypes.extended):
@@ -105,21 +105,21 @@ def extremes_of(constant: Any) -> tuple[float, float] | None:
     return None if elements is None else _extremes(elements.tobytes(), elements.dtype)
 
 
-@functools.lru_cache(maxsize=128)  # a program has the same numbers again and again
+@functools.lru_cache(maxsize=128)  # a program repeats the same constants
 def _extremes(data: bytes, dtype: np.dtype) -> tuple[float, float]:
     """Return the smallest nonzero and the largest finite magnitude of an array, given as bytes."""
     magnitudes = np.abs(np.frombuffer(data, dtype).astype(np.float32))
-    finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # the rest exists in every format
+    finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # every format has 0, infinity and NaN
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
 def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
-    """Return the results of an open jaxpr, evaluated as it is."""
+    """Evaluate an open jaxpr unchanged, and return its results."""
     return list(core.eval_jaxpr(jaxpr, consts, *args))
 
 
 def asks_for_highest(precision: Any) -> bool:
-    """Return whether the ``precision`` of a product asks for true float32 for an operand."""
+    """Return whether the ``precision`` of a product asks for true float32 in an operand."""
     parts = precision if isinstance(precision, tuple) else (precision,)
     return any(
         part is jax.lax.Precision.HIGHEST or str(part).endswith(("F32_F32_F32", "F64_F64_F64")) for part in parts
@@ -152,7 +152,7 @@ def in_dtype_of_scatter(jaxpr: Any, dtype: Any) -> Any | None:
 
 
 def has_explicit_axes(value: Any) -> bool:
-    """Return whether a value lies on a mesh with explicit axes."""
+    """Return whether a value is on a mesh with Explicit axes."""
     return bool(jax.typeof(value).sharding.mesh.explicit_axes)
 
 
@@ -163,6 +163,6 @@ def size_of(shape: Sequence[Any]) -> int:
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Return a shape to trace for, with the sharding of an abstract value on a mesh with explicit axes."""
+    """Return the shape of an abstract value for tracing, with its sharding if the mesh axes are Explicit."""
     sharding = aval.sharding if aval.sharding.mesh.explicit_axes else None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

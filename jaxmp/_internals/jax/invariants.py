@@ -1,4 +1,4 @@
-"""Find values that stay equal between turns, between examples, or from argument to result."""
+"""Find values that are equal in all iterations, for all examples, or in an argument and a result."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ def hoisted(
 ) -> Callable[..., Any]:
     """Return ``fun(fixed, *args)`` for a loop over ``args``, with the invariant part computed once.
 
-    It is found in calls, in scans and in what is computed again as well, but for what has a derivative rule around it.
+    The search includes the bodies of calls, scans and recomputations, except in custom derivative rules.
 
     Args:
       fun: a function of arrays.
-      fixed: the argument that is the same in each turn. No derivative by it leads through what is computed here.
-      args: arguments like those of a turn.
-      is_kept: a policy, as ``jax.checkpoint`` takes it.
+      fixed: the argument that is the same in each iteration. The hoisted part is not differentiated with respect to it.
+      args: arguments with the shapes of one iteration.
+      is_kept: a policy for ``jax.checkpoint``.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(fixed, *args)
     (jaxpr, consts), known = opened(closed), jax.tree.leaves(fixed)
     varies = [n >= len(known) for n in range(len(jaxpr.invars))]
     before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, is_kept)
-    before = before.replace(eqns=[eqn for eqn in before.eqns if eqn.outvars])  # what prints does so in each turn
+    before = before.replace(
+        eqns=[eqn for eqn in before.eqns if eqn.outvars]
+    )  # effects such as prints stay in each iteration
     before, turn = (dce_jaxpr(body, [True] * len(body.outvars), True)[0] for body in (before, turn))
     results, tree = evaluate(before, consts, known), jax.tree.structure(shapes)
-    turn = turn if results else jaxpr  # JAX's splitting marks what is computed again as differentiated
+    turn = turn if results else jaxpr  # JAX's split would mark recomputations as differentiated
     return lambda *args: jax.tree.unflatten(tree, evaluate(turn, consts, [*results, *jax.tree.leaves(args)]))
 
 
-_ONE_BY_ONE = frozenset({"optimization_barrier", "device_put"})  # each result is the operand in its place
+_ONE_BY_ONE = frozenset({"optimization_barrier", "device_put"})  # each result is the operand at its position
 
 
 def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
     """Return which results of an equation are equal for all examples."""
     bodies = bodies_of(eqn)
-    if eqn.primitive.name in ("axis_index", "shard_map"):  # another on each device
+    if eqn.primitive.name in ("axis_index", "shard_map"):  # differs between devices
         return [False] * len(eqn.outvars)
     if eqn.primitive.name in _ONE_BY_ONE:
         return list(are_same)
@@ -59,17 +61,17 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]]:
-    """Return for each body of an equation which of its operands depend on no example, in any turn."""
+    """Return for each body of an equation which operands are equal for all examples in all iterations."""
     if bodies.kind == "while":
         first, rest = are_same[: bodies.consts], are_same[bodies.consts :]
         turned = same_in_turns(bodies, rest)
         carry = turned[len(rest) - bodies.carry :]
-        if not all(_same_ends(bodies.jaxprs[0], [*first, *carry])):  # each has a number of turns of its own
+        if not all(_same_ends(bodies.jaxprs[0], [*first, *carry])):  # examples differ in their number of iterations
             carry = [False] * bodies.carry
         return [[*first, *carry], [*rest[: -bodies.carry], *carry]]
     if bodies.kind == "scan":
         return [same_in_turns(bodies, are_same)]
-    if bodies.kind == "cond":  # where each example has an index of its own, each goes through all branches
+    if bodies.kind == "cond":  # with a batched index, each example runs all branches
         are_same = [are_same[0] and is_same for is_same in are_same[1:]]
     return [are_same] * len(bodies.jaxprs)
 
@@ -80,7 +82,7 @@ def same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
 
 
 def _known(compute: Callable[..., Any], jaxpr: Any, operands: Sequence[Any]) -> Any:
-    """Return ``compute(jaxpr, operands)``, computed once for equal arguments."""
+    """Return ``compute(jaxpr, operands)``, cached for equal arguments."""
     by_key, key = _KNOWN.setdefault(jaxpr, {}), (compute, *operands)
     if key not in by_key:
         by_key[key] = compute(jaxpr, operands)
@@ -105,7 +107,7 @@ def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
-    """Return which operands of a loop's body depend on no example in any turn."""
+    """Return which operands of a loop's body are equal for all examples in all iterations."""
     before, now, start = list[bool](), list(are_same), bodies.start - bodies.consts * (bodies.kind == "while")
     while now != before:
         before, ends = now, _same_ends(bodies.jaxprs[-1], now)
@@ -116,7 +118,7 @@ def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
 
 
 def passed_on(program: Any) -> list[int | None]:
-    """Return for each result of a program the argument that it is, by number; None if it was computed."""
+    """Return for each result of a program the number of the argument that it equals, or None."""
     jaxpr, _ = opened(program)
     numbers = {var: n for n, var in enumerate(jaxpr.invars)}
 
@@ -134,13 +136,13 @@ _NEVER_PASSED_ON = frozenset({"shard_map", "custom_jvp_call", "custom_vjp_call",
 
 
 def unchanged(bodies: Bodies) -> Collection[int]:
-    """Return the numbers of the carries of a scan that no turn changes."""
+    """Return the numbers of a scan's carries that no iteration changes."""
     return _kept(bodies) if bodies.kind == "scan" else ()
 
 
 def _kept(bodies: Bodies) -> Collection[int]:
     jaxpr, _ = opened(bodies.jaxprs[-1])
-    if (numbers := _KEPT.get(jaxpr)) is None:  # asked for each operand
+    if (numbers := _KEPT.get(jaxpr)) is None:  # called for each operand
         ends, start = enumerate(passed_on(jaxpr)[: bodies.carry]), bodies.start - bodies.consts
         numbers = _KEPT[jaxpr] = frozenset(n for n, operand in ends if operand == start + n)
     return numbers
@@ -151,7 +153,7 @@ _KEPT: Any = weakref.WeakKeyDictionary()
 
 def _operands_passed_on(eqn: Any) -> list[int | None]:
     bodies = bodies_of(eqn)
-    # The body of a `shard_map` has parts of arrays, and a rule may make of an identity what is none in a derivative.
+    # The body of a `shard_map` has parts of arrays, and a custom rule may give an identity another derivative.
     if bodies is None or eqn.primitive.name in _NEVER_PASSED_ON:
         return [None] * len(eqn.outvars)
     ends = [passed_on(body) for body in (bodies.jaxprs if bodies.kind == "cond" else bodies.jaxprs[-1:])]
@@ -161,7 +163,7 @@ def _operands_passed_on(eqn: Any) -> list[int | None]:
         return [None if len({*end}) > 1 or end[0] is None else end[0] + 1 for end in zip(*ends, strict=True)]
 
     def is_same(n: int, operand: int) -> bool:
-        """Return whether a result is the carry in the same place, or an element that the scan runs over."""
+        """Return whether a result is the carry at the same position, or a scanned element."""
         return operand == bodies.start + n if n < bodies.carry else operand >= bodies.start + bodies.carry
 
     turn = [None if end is None else end + bodies.consts for end in ends[-1]]

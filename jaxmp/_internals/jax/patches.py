@@ -1,12 +1,12 @@
 """Replace JAX's attention, special functions and loops while a function is traced.
 
-``jax.nn.dot_product_attention`` chooses its implementation while a function is traced, by the dtypes it sees then, and
-cuDNN's takes half operands only: in the finished program it would be too late. And of a function of
-``jax.scipy.special`` or ``jax.scipy.stats`` only its polynomials and series are left there. So for as long as the
-engine traces a function, these names stand for functions that cast first, and that put a scope around theirs.
+``jax.nn.dot_product_attention`` chooses its implementation during tracing, by the dtypes of its operands, and cuDNN
+supports only half operands. So the operands must be cast before the call, not in the finished program. A function of
+``jax.scipy.special`` or ``jax.scipy.stats`` is traced to polynomials and series, which cannot be recognised later. So
+while the engine traces a function, these names are replaced by functions that cast first, or that add a scope.
 
-A loop's body must return the carry in the dtypes it came in, and a module under a policy may return another dtype than
-its author wrote the loop for. Only the loop knows what the carry is, so the loop casts it.
+A loop's body must return the carry in its initial dtypes, but a module under a policy may return another dtype. Only
+the loop knows the carry, so the replaced loop casts it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from jaxmp.base.dtypes import is_castable
 _deciding: ContextVar[tuple[Callable[[], np.dtype | None], str] | None] = ContextVar("jaxmp_stand_ins", default=None)
 _keeps_carries: ContextVar[bool] = ContextVar("jaxmp_keeps_carries", default=False)
 _lock = threading.Lock()
-_originals: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of modules, all and those that stand-ins stand for
+_originals: list[tuple[dict[str, Any], dict[str, Any]]] = []  # the dicts of modules, and their replaced functions
 _depth = 0
 
 
 @contextlib.contextmanager
 def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Iterator[None]:
-    """Within it float32 calls of ``jax.nn.dot_product_attention`` run in half, on cuDNN where it can.
+    """Run float32 calls of ``jax.nn.dot_product_attention`` in half inside of this context, with cuDNN if possible.
 
-    A call with ``implementation="xla"`` stays as it is. Special functions run in a scope. Other threads see the
-    functions that they know.
+    A call with ``implementation="xla"`` does not change. Special functions run in a scope. Other threads see JAX's
+    functions.
 
     Args:
-      key: what ``dtype`` depends on, hashable.
-      dtype: asked by each call of the attention for the dtype to cast to; None leaves the call as it is.
+      key: a hashable key of everything that ``dtype`` depends on.
+      dtype: a function that returns the dtype for a call of the attention, or None for no change.
       scope: the name of the scope around special functions.
     """
     token = _deciding.set((dtype, scope))
@@ -60,7 +60,7 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
 def keeping_carries() -> Iterator[None]:
     """Make JAX's loops cast each new carry to the dtypes of the old one.
 
-    ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` do so only where JAX would raise. Other threads see JAX's own.
+    ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` cast only if JAX would raise. Other threads see JAX's functions.
     """
     token = _keeps_carries.set(True)
     try:
@@ -72,7 +72,7 @@ def keeping_carries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replacing() -> Iterator[None]:
-    """Put the stand-ins in the place of JAX's functions; the last of several to end puts these back."""
+    """Replace JAX's functions inside of this context; the last of several contexts to end restores them."""
     global _depth
     with _lock:
         if _depth == 0:
@@ -94,9 +94,9 @@ def _replacing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
-    """Within it JAX takes this version of cuDNN for the installed one.
+    """Make JAX use this version of cuDNN inside of this context instead of the installed one.
 
-    JAX asks the library when it traces a fused attention, and the library is not needed to compile one.
+    JAX reads the library's version when it traces a fused attention, but it does not need the library to compile one.
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused  # may move
 
@@ -111,7 +111,7 @@ def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
 
 @functools.cache
 def _replaced() -> list[tuple[dict[str, Any], list[str], Callable[[Any], Any]]]:
-    """Return the functions to replace: what their modules hold, their names, and the maker of a stand-in."""
+    """Return the functions to replace: their modules' dicts, their names, and the function that wraps them."""
     stats = (value for value in vars(jax.scipy.stats).values() if isinstance(value, types.ModuleType))
 
     def functions_in(module: Any) -> list[str]:
@@ -151,7 +151,7 @@ def _keeping_carry(body: Callable[..., Any], position: int, is_scan: bool) -> Ca
     @functools.wraps(body)
     def run(*args: Any) -> Any:
         structure: Any = jax.tree.structure(args[position])
-        old = jax.tree.leaves(args[position])  # before the body, which may empty a container of Flax's
+        old = jax.tree.leaves(args[position])  # read first, because the body may empty a container of Flax
 
         def in_old_dtypes(carry: Any) -> Any:
             if jax.tree.structure(carry) != structure:
@@ -170,7 +170,7 @@ def _keeping_carry(body: Callable[..., Any], position: int, is_scan: bool) -> Ca
 
 def _in_dtype_of(new: Any, old: Any) -> Any:
     new_type, old_type = jax.typeof(new), jax.typeof(old)
-    if not (is_castable(new_type) and is_castable(old_type)) or old_type.weak_type:  # JAX itself casts a weak type
+    if not (is_castable(new_type) and is_castable(old_type)) or old_type.weak_type:  # JAX casts weak types itself
         return new
     return new if new_type.dtype == old_type.dtype else jax.lax.convert_element_type(new, old_type.dtype)
 
@@ -197,13 +197,17 @@ def _attention(original: Any) -> Any:
         half = deciding[0]() if deciding else None
         if half is None:
             return original(*operands, *args, **kwargs)
-        arrays = [operand.astype(half) for operand in operands]  # whose derivative does not need the cast array
+        arrays = [operand.astype(half) for operand in operands]  # the derivative of a cast does not keep the cast array
         rest, options = jax.tree.map(functools.partial(_cast_bias, half), (args, kwargs))
         fused = functools.partial(original, *arrays, *rest, **{**options, "implementation": "cudnn"})
         if implementation is None:
             try:
                 jax.eval_shape(fused)
-            except (NotImplementedError, RuntimeError, ValueError):  # a head, mask or GPU that cuDNN has no kernel for
+            except (
+                NotImplementedError,
+                RuntimeError,
+                ValueError,
+            ):  # cuDNN has no kernel for this head size, mask or GPU
                 return original(*operands, *args, **kwargs)
         return jax.tree.map(lambda leaf: leaf.astype(np.float32), fused())
 

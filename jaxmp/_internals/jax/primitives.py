@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-# To cast before or after is the same: each element has one origin and one destination, or the largest is picked, and
-# rounding keeps the order. (Not so where the gradient is a sum: after a gather, a broadcast.)
+# A cast before these equals a cast after: each element has one origin and one destination, or the largest is picked,
+# and rounding keeps the order. (This is wrong if the gradient is a sum, as for a gather or a broadcast.)
 MONOTONE = frozenset(
     {"reshape", "transpose", "squeeze", "rev", "copy", "name", "convert_element_type"}
     | {"reduce_window_max", "reduce_window_min"}
 )
-# Each element of the result is an element of the operand: to cast before or after gives the same bits.
+# Each element of the result is an element of the operand, so a cast before gives the same bits as a cast after.
 PICKS = frozenset(
     {"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "dynamic_slice", "gather"}
     | {"tile", "split", "unstack", "optimization_barrier", "sharding_constraint", "pvary"}
@@ -17,11 +17,11 @@ COMBINES = frozenset(
     {"concatenate", "select_n", "pad", "dynamic_update_slice", "stack", "max", "min", "clamp"}
     | {"scatter", "scatter-min", "scatter-max"}
 )
-"""Operations of several operands that round nothing, and so add up no error round a loop."""
+"""Operations of several operands without rounding, which accumulate no error in a loop."""
 BROADCAST = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2"})
-"""Operations whose operands JAX broadcasts by itself, along axes of size 1 and from scalars."""
+"""Operations whose operands JAX broadcasts implicitly, along axes of size 1 and from scalars."""
 MEETS = BROADCAST | COMBINES
-"""Operations of several operands, of which JAX may repeat some to meet the others."""
+"""Operations of several operands, some of which JAX may broadcast to the shape of the others."""
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
 """Operations that pick the largest or smallest element along an axis."""

@@ -15,12 +15,12 @@ from jaxmp._internals.jax.traces import is_tracing
 
 
 class TracedProgram:
-    """The traced program of a function for arguments like these.
+    """The traced program of a function for the shapes of some arguments.
 
     Args:
       fun: a function.
-      args: its arguments, which are not kept.
-      write: turns the results of ``fun`` into those of a call.
+      args: its arguments, which are not stored.
+      write: a function that converts the results of ``fun`` into those of a call.
 
     Attributes:
       jaxpr: an open jaxpr and its constants.
@@ -34,7 +34,9 @@ class TracedProgram:
             rest = iter(operands)
             filled = [next(rest) if is_traced else leaf for leaf, is_traced in zip(leaves, are_traced, strict=True)]
             results, self._tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
-            self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]  # tracers die with the trace
+            self._leaves = [
+                _ARRAY if is_array(leaf) else leaf for leaf in results
+            ]  # tracers are invalid after the trace
             return arrays_in(results)
 
         with _adding_advice():
@@ -43,12 +45,12 @@ class TracedProgram:
 
     @property
     def result_count(self) -> int:
-        """Return how many of the arrays are results; the others were written to arguments."""
+        """Return the number of arrays that are results; the others were written to arguments."""
         results, _written = jax.tree.unflatten(self._tree, self._leaves)
         return sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))
 
     def unflatten(self, results: Sequence[Any]) -> Any:
-        """Return the results of the function with these arrays, after writing to its arguments."""
+        """Return the results of the function from arrays, and write the others to its arguments."""
         rest = iter(results)
         whole = jax.tree.unflatten(self._tree, [next(rest) if leaf is _ARRAY else leaf for leaf in self._leaves])
         return self._write(*whole) if self._write else whole
@@ -65,9 +67,9 @@ _REMEDIES: dict[type[Exception], str] = {
 
 
 def remedy_of(error: Exception, when: str) -> str | None:
-    """Return advice for an error that a traced array has no value yet; None for another error.
+    """Return advice for an error about the value of a traced array, or None for another error.
 
-    ``when`` says when the array was traced.
+    ``when`` describes when the array was traced.
     """
     remedy = next((remedy for kind, remedy in _REMEDIES.items() if isinstance(error, kind)), None)
     return remedy and f"nothing is computed {when}, as under jax.jit: {remedy}"
@@ -75,7 +77,7 @@ def remedy_of(error: Exception, when: str) -> str | None:
 
 @contextlib.contextmanager
 def _adding_advice() -> Iterator[None]:
-    """Add advice to an error of JAX that names our function as the traced one, not the user's."""
+    """Add advice to an error of JAX that names jaxmp's function instead of the user's."""
     is_outermost = not is_tracing()
     try:
         yield
@@ -92,7 +94,7 @@ def arrays_in(leaves: Sequence[Any]) -> list[Any]:
 
 
 def is_array(leaf: Any) -> bool:
-    """Return whether an argument or a result is traced; all others stay Python values."""
+    """Return whether an argument or a result is traced; other values stay Python values."""
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUTMm"  # objects, texts, times
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))

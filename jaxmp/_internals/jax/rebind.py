@@ -1,4 +1,4 @@
-"""Bind an equation of one program again in another, without losing where it came from."""
+"""Bind an equation of one program in another program, with its source and scopes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax._src import source_info_util
 
 @contextlib.contextmanager
 def in_place_of(eqn: Any) -> Iterator[None]:
-    """Give the source, the scopes and the context of ``eqn`` to all that is bound inside.
+    """Bind operations in this context with the source, the scopes and the context of ``eqn``.
 
     The scopes of ``eqn`` are nested in those of the code around, as in :func:`jax.core.eval_jaxpr`. Its context is,
     for example, the mesh on which it was traced.

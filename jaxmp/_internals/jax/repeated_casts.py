@@ -1,16 +1,16 @@
 """Casts of values that are repeated in half: their cotangents are summed in float32.
 
-A bias is added to every row, and the derivative adds up what comes back. Where the cast stands before the broadcast,
-that sum is in half precision; where it stands behind it, XLA no longer finds the bias of a matrix product, and writes
-its result twice. So this is one linear operation: forwards it casts and repeats, backwards it widens and sums. Under
-``jax.vmap`` a weight takes on the batch of the activations that it meets, which repeats it as well: so these are
-operands too, though they do not change the result.
+A bias is added to every row, and its derivative sums over the rows. With a cast before the broadcast, that sum is in
+half precision. With a cast after the broadcast, XLA does not recognise the bias of a matrix product, and writes the
+product's result twice. So this module has one linear operation: forward it casts and repeats, backward it widens and
+sums. Under ``jax.vmap`` a weight is also repeated for the batch of the activations that it is combined with. So these
+are operands too, although they do not change the result.
 
-On its way to float32 the cotangent is rounded to the precision that it has, or XLA would drop both casts, sum what it
-was before it became half, and write all of that in float32. A rounding that changes nothing costs nothing: the sum is
-made in the kernel that computes the cotangent, beside its half copy.
+The operation rounds the cotangent to its half precision before it widens it. Otherwise XLA would drop both casts, and
+store and sum the unrounded cotangent in float32. The additional rounding is free, because the kernel that computes the
+cotangent also computes the sum.
 
-An activation that is half already goes the same way where it is repeated so often that half cannot hold the sum.
+The same happens to a half activation that is repeated so often that half cannot represent the sum.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from jaxmp.base.dtypes import is_castable
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 64
-"""The most terms of a sum in half: a bfloat16 sum of so many is about 1 % off, and 256 + 1 is 256."""
+"""The maximum number of terms of a half sum: in bfloat16 its error is about 1 %, and 256 + 1 is 256."""
 _SCATTERED = frozenset({"scatter-max", "scatter-min"})
 REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile", *_SCATTERED})
-"""Equations that repeat an operand or look it up, or take extremes of updates, of which several may be equal."""
+"""Equations that repeat an operand, look up its rows, or take extremes of updates, which may be equal."""
 _ADDS_UP = BROADCAST | REPEATS
 _JOINS = frozenset({"concatenate", "stack"})
 MAY_SUM = REPEATS | _JOINS
-"""Equations of which :func:`must_sum` may hold."""
+"""Equations for which :func:`must_sum` may be true."""
 
 
 def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
-    """Return whether half cannot hold the sums of the cotangents of ``value``, an operand of an equation.
+    """Return whether the cotangents of ``value``, an operand of an equation, must be summed in float32.
 
-    They are long where it is repeated or looked up often, and where all examples of a ``jax.vmap`` read it beside what
-    is another for each. The derivative of an extreme of updates is shared by those that are equal, and counts them in
-    the dtype that they have.
+    Their sum is long if the value is repeated or looked up often, or if all examples of a ``jax.vmap`` read it together
+    with values that differ between examples. The derivative of an extreme of updates divides by the number of equal
+    updates, which it counts in their dtype.
     """
     return _is_long(eqn, value.shape) or (eqn.primitive.name not in _SCATTERED and examples.meets_batched(atom, value))
 
@@ -61,7 +61,7 @@ def must_sum(eqn: Any, value: Any, examples: Examples) -> bool:
 
 
 def sums_half(eqn: Any) -> bool:
-    """Return whether half cannot hold the sums of the cotangents of an operand that is half as written."""
+    """Return whether the cotangents of an operand that is half in the original program need a float32 sum."""
     if eqn.primitive.name not in _ADDS_UP:
         return eqn.primitive.name in _JOINS and _joins_often(eqn)
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
@@ -69,24 +69,24 @@ def sums_half(eqn: Any) -> bool:
 
 
 def _joins_often(eqn: Any) -> bool:
-    """Return whether an equation joins an array to itself more than ``MAX_TERMS`` times, as wrapping does."""
+    """Return whether an equation concatenates an array with itself more than ``MAX_TERMS`` times."""
     return len(eqn.invars) > MAX_TERMS and max(collections.Counter(map(id, eqn.invars)).values()) > MAX_TERMS
 
 
 def read_often(eqn: Any, place: int) -> bool:
-    """Return whether more than ``MAX_TERMS`` cotangents meet in an element that all turns of a loop share.
+    """Return whether more than ``MAX_TERMS`` cotangents add up in an element that all iterations share.
 
-    Its uses in each turn count, and how often each repeats it.
+    This counts the uses in each iteration, and the repetitions of each use.
     """
     return _summed_cotangents(eqn, place) > MAX_TERMS
 
 
 def _summed_cotangents(eqn: Any, place: int) -> float:
-    """Return how many cotangents of an equation meet in an element of one of its operands."""
+    """Return how many cotangents of an equation add up in an element of one of its operands."""
     bodies = bodies_of(eqn)
     if bodies is None:
         return _repeats(eqn, eqn.invars[place].aval.shape) if eqn.primitive.name in _ADDS_UP else 1
-    # What is run over, or carried and changed, is another in each turn; a while loop has no cotangents.
+    # Scanned elements and changing carries differ between iterations; a while loop has no cotangents.
     varies = bodies.kind == "scan" and place >= bodies.start and place - bodies.start not in unchanged(bodies)
     if bodies.kind == "while" or varies:
         return 1
@@ -117,7 +117,7 @@ _READERS: Any = weakref.WeakKeyDictionary()
 
 
 def _repeats(eqn: Any, shape: Any) -> float:
-    """Return how often an equation of ``_ADDS_UP`` reads an element of an operand of this shape, at most."""
+    """Return the maximum number of reads of an element in an equation of ``_ADDS_UP``."""
     if eqn.primitive.name in _SCATTERED:
         return size_of(eqn.invars[1].aval.shape[:-1])
     if eqn.primitive.name == "gather":
@@ -127,7 +127,7 @@ def _repeats(eqn: Any, shape: Any) -> float:
 
 
 def _is_long(eqn: Any, shape: Any) -> bool:
-    """Return whether more than ``MAX_TERMS`` cotangents meet in an element of an operand of this shape."""
+    """Return whether more than ``MAX_TERMS`` cotangents add up in an element of an operand of this shape."""
     return eqn.primitive.name in _ADDS_UP and _repeats(eqn, shape) > MAX_TERMS
 
 
@@ -139,7 +139,7 @@ def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
         return [_cast.bind(value, **params, sharding=None)]
-    wide_of: dict[int, Any] = {}  # an operand that stands in several places is cast once
+    wide_of: dict[int, Any] = {}  # a repeated operand is cast once
     for operand in operands:
         if id(operand) not in wide_of:
             is_half = operand.dtype == value.dtype

@@ -1,4 +1,4 @@
-"""Loops that run until what their products compute converges."""
+"""Find loops that run until a value computed by products converges."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 
 
 class _ProductOrigin(enum.IntEnum):
-    """How a value of a turn depends on products."""
+    """The dependence of a value in an iteration on products."""
 
     FIXED = 0
-    """Not at all, or by way of integers, such as a token or a count."""
+    """None, or only through integers, such as a token or a count."""
     SUM = 1
-    """It is a carry, or a carry to which the turn adds something: time, to which it adds a step."""
+    """A carry, or a carry to which the iteration adds something, such as time plus a step."""
     ANEW = 2
-    """The turn computes it anew: a residual, a step, an error estimate."""
+    """Recomputed in the iteration: a residual, a step, an error estimate."""
 
 
 FIXED, SUM, ANEW = _ProductOrigin
@@ -33,20 +33,20 @@ _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def is_search(bodies: Bodies) -> bool:
-    """Return whether a while loop runs until something that its products compute converges.
+    """Return whether a while loop runs until a value that is computed by products converges.
 
-    It does if the condition reads a value that each turn computes anew from a product, such as a residual. A carry
-    that each turn adds to is not computed anew: a condition that compares it with a number asks for time.
+    It does if the condition reads a value that each iteration recomputes from a product, such as a residual. A carry to
+    which each iteration adds, such as time, is not recomputed.
     """
     condition, turn = (opened(jaxpr)[0] for jaxpr in bodies.jaxprs)
-    carry = _of_carry(turn, bodies, [FIXED] * bodies.carry)  # ANEW where a product has a part in it, in any turn
-    sums = [SUM if origin is ANEW else FIXED for origin in carry]  # as if all of these were sums
+    carry = _of_carry(turn, bodies, [FIXED] * bodies.carry)  # ANEW if it depends on a product in any iteration
+    sums = [SUM if origin is ANEW else FIXED for origin in carry]  # assumes that all of these are sums
     carry = _of_carry(turn, bodies, sums)
     return _origins(condition, [*[FIXED] * bodies.consts, *carry])[0] is ANEW
 
 
 def _of_carry(turn: Any, bodies: Bodies, carry: list[_ProductOrigin]) -> list[_ProductOrigin]:
-    """Return the origins of the carry, repeated until no turn raises one."""
+    """Return the origins of the carry, iterated until none rises."""
     consts = [FIXED] * (bodies.start - bodies.consts)
     while True:
         results = _origins(turn, [*consts, *carry])

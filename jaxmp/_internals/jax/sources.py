@@ -1,4 +1,4 @@
-"""Read where an equation comes from: its scopes, the transformations that made it, its file and line."""
+"""Read the origin of an equation: its scopes, its transformations, its file and line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def names_of(eqn: Any) -> Names:
 
 
 def current_names() -> Names:
-    """Return the scopes around the code that runs, except those outside of a ``jit``."""
+    """Return the scopes around the running code, except those outside of a ``jit``."""
     return _scopes(source_info_util.current_name_stack())
 
 
 def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
-    """Return the scopes around an equation, and the transformations that made it (``"jvp"``, …).
+    """Return the scopes around an equation, and the transformations that created it (``"jvp"``, …).
 
-    Recomputed code under checkpoint has its scopes twice: in the transpose and on its own. They count once.
+    Recomputed code under checkpoint has its scopes twice, once inside of the transpose. They are returned once.
     """
     names: Names = ()
     part: list[str] = []
@@ -49,9 +49,9 @@ def _scopes(stack: Any) -> Names:
 
 
 def source_of(eqn: Any) -> str:
-    """Return the file and line of an equation, ``"package/module.py:12"``; empty where JAX has none.
+    """Return the file and line of an equation, ``"package/module.py:12"``; empty if JAX has none.
 
-    It is the innermost frame outside JAX and jaxmp. The path begins at its outermost package, so that it is the same
+    It is the innermost frame outside of JAX and jaxmp. The path begins at its outermost package, so that it is the same
     on every machine.
     """
     return next(_sources(eqn), "")
@@ -63,19 +63,19 @@ def user_source_of(eqn: Any) -> str:
 
 
 def _sources(eqn: Any, is_meant: Callable[[str], bool] | None = None) -> Iterator[str]:
-    """Yield the files and lines of an equation, innermost first; of those files that ``is_meant`` accepts."""
+    """Yield the files and lines of an equation that ``is_meant`` accepts, innermost first."""
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
         if is_meant is None or is_meant(frame.file_name):
             yield f"{_from_package(frame.file_name)}:{frame.start_line}"
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a file belongs to no installed library."""
+    """Return whether a file is not part of an installed library."""
     return not _INSTALLED.intersection(Path(file).parts)
 
 
 def source_among(places: list[tuple[str, int]]) -> str:
-    """Return the innermost file and line of the user among those that a program of XLA names."""
+    """Return the user's innermost file and line among the places that an XLA program names."""
     users = (f"{_from_package(file)}:{line}" for file, line in places if _is_users(file))
     return next(users, "")
 
@@ -89,7 +89,7 @@ def _from_package(file: str) -> str:
 
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-# JAX leaves its own files and Python's library out of the sources of a program. So do jaxmp's, and the modules that are
-# frozen into Python, as runpy is.
+# JAX excludes its own files and Python's library from the sources of a program. Exclude jaxmp's files too, and the
+# modules that are frozen into Python, such as runpy.
 source_info_util.register_exclusion(str(Path(__file__).parents[2]) + os.sep)  # the folder of jaxmp
 source_info_util.register_exclusion("<frozen ")

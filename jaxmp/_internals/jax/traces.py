@@ -1,4 +1,4 @@
-"""Ask JAX about the traces around the code that runs: ``jit``, ``vmap`` and ``shard_map``."""
+"""Read JAX's traces around the running code: ``jit``, ``vmap`` and ``shard_map``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_tracing() -> bool:
 
 
 def traces_around() -> list[Any]:
-    """Return the traces around the code that runs, innermost first."""
+    """Return the traces around the running code, innermost first."""
     trace, traces = core.trace_ctx.trace, []
     while trace is not None:
         traces.append(trace)
@@ -31,7 +31,7 @@ def traces_around() -> list[Any]:
 
 
 def batches_around() -> list[Any]:
-    """Return the traces of each ``jax.vmap`` around the code that runs, innermost first."""
+    """Return the traces of each ``jax.vmap`` around the running code, innermost first."""
     return [trace for trace in traces_around() if isinstance(trace, BatchTrace)]
 
 
@@ -45,7 +45,7 @@ def is_batched(value: Any, batch: Any) -> bool:
 
 
 def is_staged(value: Any) -> bool:
-    """Return whether a value belongs to a program that is traced and that ``jax.vmap`` may batch later."""
+    """Return whether a value is traced in a program that ``jax.vmap`` may batch later."""
     return isinstance(value, core.Tracer) and hasattr(value._trace, "frame")
 
 
@@ -68,9 +68,9 @@ def manual_axes(value: Any) -> tuple[str, ...]:
 
 
 def may_be_skipped() -> bool:
-    """Return whether some shards of a ``shard_map`` may skip the code that is traced: a branch or a loop.
+    """Return whether the traced code is in a branch or loop that some shards of a ``shard_map`` may skip.
 
-    JAX notes the purpose of each trace. A ``fori_loop`` counts as a loop whose length may differ between shards.
+    JAX records the purpose of each trace. The length of a ``fori_loop`` is assumed to differ between shards.
     """
     traced = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces_around())
     around = (getattr(info, "traced_for", "") for info in traced)

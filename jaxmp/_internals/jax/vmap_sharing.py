@@ -1,7 +1,7 @@
 """Find the values of a program under ``jax.vmap`` that all examples share.
 
-A program sees the batches of its own arguments only. In the bodies of its equations, which are traced for one example,
-it is known from what goes into them.
+A program shows only which of its own arguments are batched. The bodies of its equations are traced for one example, so
+their arguments are classified by the operands outside.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from jaxmp._internals.jax.invariants import same_inside, same_values
 from jaxmp._internals.jax.traces import batches_around, is_batched
 
 Same = Sequence[Sequence[bool]]
-"""For each ``jax.vmap`` around, whether its examples share each of some operands or arguments."""
+"""For each ``jax.vmap`` around the program, whether its examples share each operand or argument."""
 
 
 class Examples:
     """The examples of each ``jax.vmap`` around a program, which is read equation by equation.
 
     Attributes:
-      are_many: whether anything is another for each.
-      same: which operands of the equation at hand they share.
+      are_many: whether any value differs between examples.
+      same: the operands of the current equation that the examples share.
       others: the batched operands that differ between the examples of some ``jax.vmap``.
     """
 
     def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
-        """``same`` says of the arguments of an open jaxpr what they do not show if it is a body of another."""
+        """Set up the examples; ``same`` describes the arguments if the jaxpr is a body of another program."""
         self._batches = batches_around() if same is None else []
         if same is None:
             same = [[not is_batched(value, batch) for value in (*args, *consts)] for batch in self._batches]
@@ -43,24 +43,24 @@ class Examples:
         self.others = [value for value, same in zip(operands, columns, strict=True) if not all(same)]
 
     def _who_share(self, atom: Any, value: Any) -> list[bool]:
-        """Return, for each ``jax.vmap``, whether its examples share the value ``atom``."""
+        """Return for each ``jax.vmap`` whether its examples share the value ``atom``."""
         if self._batches:
             return [not is_batched(value, batch) for batch in self._batches]
         return [is_literal(atom) or atom in same for same in self._same]
 
     def meets_batched(self, atom: Any, value: Any) -> bool:
-        """Return whether all examples share this value, and the equation reads batched values beside it."""
+        """Return whether all examples share this value and the equation also reads batched values."""
         if not self.others:
             return False
         pairs = zip(self.same, self._who_share(atom, value), strict=True)
         return any([is_batched and False in same for same, is_batched in pairs])
 
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
-        """Return the operands with bodies that examples share, but JAX repeats for each.
+        """Return the operands of an equation with bodies that examples share, but JAX repeats for each example.
 
-        These are carries that are batched after a turn, and all operands of branches whose index is batched.
+        These are carries that are batched after an iteration, and all operands of branches with a batched index.
         """
-        if bodies is None or bodies.kind == "while":  # which has no cotangents
+        if bodies is None or bodies.kind == "while":  # a while loop has no cotangents
             return ()
         numbers = set[int]()
         for same in self.same:
@@ -71,6 +71,6 @@ class Examples:
 
 
 def same_in_bodies(bodies: Bodies, same: Same) -> list[Same]:
-    """Return, for each body of an equation, which arguments all examples share."""
+    """Return for each body of an equation which arguments all examples share."""
     answers = [same_inside(bodies, of_one) for of_one in same]
     return [[answer[number] for answer in answers] for number in range(len(bodies.jaxprs))]

@@ -1,4 +1,4 @@
-"""Walking a jaxpr with everything nested in it, and graphs."""
+"""Walk a jaxpr with everything nested in it, and walk graphs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def interpreted(
     equation: Callable[[Any, list[Any]], Sequence[Any]],
     literal: Callable[[Any], Any] = lambda atom: atom.val,
 ) -> list[Any]:
-    """Interpret an open jaxpr, with arrays or with any facts about its values.
+    """Interpret an open jaxpr, with arrays or with facts about its values.
 
     Args:
-      jaxpr: open.
+      jaxpr: an open jaxpr.
       consts: the arrays or facts of its constants.
       args: the arrays or facts of its arguments.
-      equation: takes an equation and those of its operands, and returns those of its results.
-      literal: returns that of an operand that is written into an equation.
+      equation: a function from an equation and the arrays or facts of its operands to those of its results.
+      literal: a function that returns the array or fact of a literal.
 
     Returns:
       The arrays or facts of its results.
@@ -59,7 +59,7 @@ def jaxprs_in(eqn: Any) -> Iterator[Any]:
 
 def is_jaxpr(param: Any) -> bool:
     """Return whether a parameter of an equation is a jaxpr, open or closed."""
-    # `ClosedJaxpr` and `Jaxpr` became one class in JAX 0.11: told by what they have.
+    # `ClosedJaxpr` and `Jaxpr` became one class in JAX 0.11, so this tests their attributes.
     return hasattr(param, "eqns") or hasattr(getattr(param, "jaxpr", None), "eqns")
 
 
@@ -102,9 +102,9 @@ def nearest_ends(
     is_end: Callable[[T], bool],
     known: Mapping[T, T | None] | None = None,
 ) -> dict[T, T | None]:
-    """Return for each node the end that is reached first; ``known`` are the ends of some nodes."""
+    """Return for each node the nearest end; ``known`` has the ends of some nodes."""
     ends = dict(known or {})
-    for node in (*nodes, *nodes):  # once more for what comes round a loop
+    for node in (*nodes, *nodes):  # twice, because of cycles
         for other in beside(node):
             if is_end(other) or other in ends:
                 ends.setdefault(node, other if is_end(other) else ends[other])
