@@ -107,7 +107,12 @@ def test_an_optimized_cell_casts_its_gates_one_by_one_and_gives_the_bits_that_dt
     model = apply_policy(make(), "mixed_float16")
     with standard_promotion():
         gives_the_same_bits(model, make(dtype="float16"), variables, x)
-        assert set(products(model.apply, variables, x)) == {"float16"}
+
+
+def test_every_gate_of_an_optimized_cell_is_half():
+    model = apply_policy(nn.RNN(nn.OptimizedLSTMCell(4)), "mixed_float16")
+    with standard_promotion():
+        assert set(model_products(model, data(*SEQUENCE))) == {"float16"}
 
 
 NORMS = {
