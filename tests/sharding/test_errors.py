@@ -207,6 +207,6 @@ def test_a_jit_of_the_users_own_knows_the_mesh_by_the_state_or_by_what_is_around
     assert jax.jit(loss)(placed, EXAMPLES) == expected
     with jax.set_mesh(mesh):
         assert jax.jit(loss)(a_state(), EXAMPLES) == expected
-    states = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), placed)
+    states = jax.jit(lambda state: jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state))(placed)
     found = jax.jit(jax.vmap(loss, (0, None)))(states, EXAMPLES)
     np.testing.assert_allclose(found, [expected] * 2, rtol=1e-6)

@@ -95,8 +95,9 @@ class TestNumbers:
             return {name: jnp.asarray(rng.normal(size=size) / 6, jnp.float32) for name, size in shapes.items()}
 
         def loss_fn(params, model_state, batch, rng):
-            return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2), model_state
+            return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"] * factors) ** 2), model_state
 
+        factors = np.linspace(1, 2, WIDTH, dtype=np.float32)  # a constant lies on no axis
         mesh = mesh_of(kind, data=2, fsdp=1, tensor=2) if kind is EXPLICIT else mesh_of(kind, fsdp=2, tensor=2)
         steps, states = pair(make_params, loss_fn, mesh, {"up": up, "down": P("tensor", "fsdp")})
         one, many = after_five(steps, states, np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32))
