@@ -189,7 +189,7 @@ def measure(name: str, half: str, smoke: bool) -> dict[str, Any]:
 
 def percent(error: float) -> str:
     """Return an error as a cell."""
-    return f"{100 * error:.2g} %" if math.isfinite(error) else "overflow"
+    return f"{100 * error:.2g} %" if math.isfinite(error) else "not finite"
 
 
 def table(results: list[dict[str, Any]], title: str) -> Table:

@@ -24,7 +24,7 @@ def test_a_run_records_each_model_and_half_format(tmp_path):
     results = json.loads((tmp_path / "tune.json").read_text())["results"]
     assert [result["half"] for result in results] == ["bfloat16", "float16"]
     for result in results:
-        assert result["met"] and result["floor"] <= result["tuned"] <= result["autocast"]
+        assert result["met"] and result["tuned"] <= min(result["autocast"], 2 * result["floor"])
     assert "| Gaussian process | float16 |" in (tmp_path / "tune.md").read_text()
 
 
