@@ -154,7 +154,8 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path):
 
 
 def nine_steps(step):
-    fields = {"step": step, "steps": 9, "precision": {}, "unit": "examples", "batch_size": 1,
+    fields = {"step": step, "steps": 9, "precision": {}, "unit": "examples", "batch_size": 1, "cast_plan": None,
+              "create_on_mesh": None,
               "train_batches": lambda seed, start: iter(range(9))}  # fmt: skip
     return dataclasses.make_dataclass("Few", fields)(**fields)
 
