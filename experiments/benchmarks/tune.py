@@ -40,8 +40,8 @@ COLUMNS = (
     "evaluations", "s",
 )  # fmt: skip
 NOTE = (
-    "Errors of loss and gradients, relative to float32. The floor is the error with products alone in half; tune "
-    "allows twice as much. The loss scale in float16 is the one that tune recommends."
+    "Errors of loss and gradients, relative to float32. The floor is the error if only the operands of products are "
+    "rounded to half; tune allows twice as much. The loss scale in float16 is the one that tune recommends."
 )
 Loss = Callable[..., Any]
 
