@@ -69,7 +69,7 @@ BAD_ARGUMENTS = {
         "(p, s, b, r, *, train)",
     ),
     "for NNX": (lambda: jaxmp.nnx.make_train_step(lambda p, s, b, r: (p, s)), TypeError, "takes (model, batch), got"),
-    "params of None": (lambda: TrainState.create(params=None, tx=optax.sgd(0.1)), ValueError, "params are"),
+    "params of None": (lambda: TrainState.create(params=None, tx=optax.sgd(0.1)), ValueError, "params must be"),
     "use_ema as an array": (
         lambda: make_eval_step(train_loss, use_ema=jnp.ones(2)),
         TypeError,

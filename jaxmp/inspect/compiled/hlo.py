@@ -66,7 +66,7 @@ class Array(NamedTuple):
 def parse_arrays(shape: str) -> list[Array]:
     """Return an array, or all arrays of a tuple, from XLA's notation.
 
-    >>> [str(array) for array in arrays("(bf16[2,3]{1,0}, pred[])")]
+    >>> [str(array) for array in parse_arrays("(bf16[2,3]{1,0}, pred[])")]
     ['bf16[2,3]', 'pred[]']
     """
     return [Array(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _ARRAY.findall(shape)]
@@ -78,7 +78,7 @@ def size_in_bytes(shape: str) -> float:
     Raises:
       KeyError: a dtype that is not known here.
 
-    >>> size("bf16[2,3]{1,0}"), size("(f8e4m3fn[8], pred[], u32[2])")
+    >>> size_in_bytes("bf16[2,3]{1,0}"), size_in_bytes("(f8e4m3fn[8], pred[], u32[2])")
     (12, 17)
     """
     return sum(array.bytes for array in parse_arrays(shape))
@@ -135,7 +135,7 @@ def path_in_name(op_name: str) -> str:
 
     Transformations, JAX's own scopes and the operation itself are left out.
 
-    >>> path_of("jit(step)/transpose(jvp(GPT2))/attention2/qkv/dot_general")
+    >>> path_in_name("jit(step)/transpose(jvp(GPT2))/attention2/qkv/dot_general")
     'GPT2/attention2/qkv'
     """
     scopes, _, _ = _TRANSFORM.sub("", _JIT.sub("", op_name.partition(";")[0])).rpartition("/")
