@@ -195,7 +195,7 @@ def _check_platforms() -> Iterator[SetupProblem]:
 
 
 def _check_driver(platform: str, versions: dict[str, str | None]) -> Iterator[SetupProblem]:
-    """Find an NVIDIA GPU that JAX does not use. (A forced platform is a separate finding.)"""
+    """Find an NVIDIA GPU that JAX does not use; a forced platform is a separate finding."""
     if platform != "cpu" or os.environ.get("JAX_PLATFORMS") or not nvidia_driver():
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -76,7 +76,7 @@ def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtype
 
 
 class _Evaluation:
-    """An evaluation of a body, with its values and their casts. (JAX may trace a body again.)"""
+    """An evaluation of a body, with its values and their casts; JAX may trace a body again."""
 
     def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
         self.rules, self.body = rules, body
