@@ -1,8 +1,7 @@
-"""Tools that read programs and runs.
+"""Tools that inspect programs and runs.
 
-They report precision, underflow, the first infinity, differences, memory and time.
-
-The rest of jaxmp does not depend on them, and ``import jaxmp`` does not load them: write ``import jaxmp.inspect``.
+They report precision, underflow, the first infinity, differences, memory and time. The rest of jaxmp does not depend on
+them, and ``import jaxmp`` does not load them: write ``import jaxmp.inspect``.
 """
 
 from jaxmp.base.formats import formats

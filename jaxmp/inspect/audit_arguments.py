@@ -1,4 +1,4 @@
-"""Tell the arguments of an audited call apart."""
+"""Find the roles of the arguments of an audited call."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ _ROLE_OF_COLLECTION = {"params": "params", "batch_stats": "statistics"}
 
 
 def is_loss_scaled(args: Any) -> bool | None:
-    """Return whether a loss scale among the arguments scales.
-
-    None if there is no loss scale.
-    """
+    """Return whether the arguments have a loss scale that scales, or None if there is no loss scale."""
 
     def is_loss_scale(node: Any) -> bool:
         return isinstance(node, LossScale)
@@ -98,7 +95,7 @@ def kinds_of(jitted: Any, inputs: tuple[Any, ...]) -> list[str | None]:
 
     The kinds are those of :func:`jaxmp.inspect.memory`.
 
-    Types and names give the kind. Otherwise params are a tree and come first, and a single array is not params.
+    Types and names determine the kind. Without these, the first argument is the params if it is a tree.
     """
     leaves = list(leaves_of(inputs, names_of_arguments(jitted)))
     is_array = hasattr(inputs[0], "dtype") if inputs else False
@@ -112,9 +109,9 @@ def kinds_of(jitted: Any, inputs: tuple[Any, ...]) -> list[str | None]:
 def sent_over_batch_axes(
     rows: Sequence[Collective], inputs: tuple[Any, ...], kinds: Sequence[str | None]
 ) -> Iterator[Sent]:
-    """Yield the collectives over axes that the batch is split over.
+    """Yield the collectives over axes that split the batch.
 
-    An array is taken for a weight if it has the size of an argument other than the batch, or of one layer of it.
+    An array is treated as a weight if it has the size of an argument other than the batch, or of one of its layers.
     """
     leaves = list(zip(jax.tree.leaves(inputs), kinds, strict=True))
     over = set(batch_axes(leaf for leaf, kind in leaves if kind == "batch"))
@@ -135,10 +132,7 @@ def sent_over_batch_axes(
 
 
 def _axes_of_weights(leaves: Sequence[tuple[Any, str | None]], over: set[str]) -> dict[int, set[str]]:
-    """Return the axes that weights are split over, by gathered sizes.
-
-    The sizes are those of weights and of their layers.
-    """
+    """Return the mesh axes that split weights, by the sizes of whole weights and of their layers."""
     axes_by_size: dict[int, set[str]] = {}
     for leaf, kind in leaves:
         sharding = sharding_on_mesh(leaf)

@@ -17,7 +17,7 @@ _ScopesAndPass = tuple[frozenset[str], bool]
 
 
 def _scopes_of_instruction(instruction: hlo.Instruction) -> _ScopesAndPass | None:
-    """Return the scopes that an instruction was compiled from; None without metadata."""
+    """Return the scopes of an instruction; None without metadata."""
     name = instruction.op_name
     return (_scopes_in_name(name), "transpose(" in name) if name else None
 
@@ -33,7 +33,7 @@ def _scopes_in_name(op_name: str) -> frozenset[str]:
 def dtypes_that_ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Value, str]:
     """Return the dtypes of products in a compiled program.
 
-    Products that cannot be told apart are left out.
+    Products that cannot be distinguished are left out.
     """
     compiled: dict[Any, set[str]] = {}
     for computation, instruction, _ in program.instructions_by_run():
@@ -55,7 +55,7 @@ def dtypes_that_ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Va
 
 
 class CastsInLoops:
-    """The casts that a compiled program repeats in each turn of a loop."""
+    """The casts that a compiled program repeats in each iteration of a loop."""
 
     def __init__(self, program: hlo.HloProgram) -> None:
         self._casts: set[Any] = set()
@@ -68,7 +68,7 @@ class CastsInLoops:
                     self._casts.add((_scopes_of_instruction(instruction), hlo.dtype_name(array.dtype), size))
 
     def __call__(self, value: Value) -> bool:
-        """Return whether a cast is among them."""
+        """Return whether a cast is one of them."""
         return (_scopes_of_value(value), value.dtype.name, math.prod(value.shape)) in self._casts
 
 

@@ -25,17 +25,18 @@ class Product:
     """A matrix product or convolution.
 
     Attributes:
-      path: the modules and scopes that it is in, ``/`` between.
+      path: the modules and scopes around it, joined by ``/``.
       source: the user's file and line.
-      primitive: that of JAX.
-      operands: the names of the two operands' dtypes, as written; of float8 values times their scales, float8.
+      primitive: JAX's primitive.
+      operands: the dtypes of the two operands in the traced program; float8 for float8 values times their scales.
       result: the dtype of the result.
-      ran: the dtype of the operands in the compiled program; None if it is not known.
-      flops: of one run. A multiplication and an addition are two; padding and a dilation's zeros are not counted.
-      count: how often it runs; None where only the run shows it.
-      bytes: of operands and result, once.
-      bound: ``"arithmetic"`` or ``"bytes"``, whichever takes longer at the device's peaks; None where they are unknown.
-      aligned: whether its dimensions, but for the batch, are multiples of 16 bytes: of 8 in 16 bits.
+      ran: the dtype of the operands in the compiled program; None if it is unknown.
+      flops: the FLOPs of one execution. A multiplication and an addition are two; padding and a dilation's zeros are
+        not counted.
+      count: how often it is executed; None if this is known only at run time.
+      bytes: the bytes of the operands and the result.
+      bound: ``"arithmetic"`` or ``"bytes"``, whichever takes longer at the device's peaks; None if they are unknown.
+      aligned: whether its dimensions, except the batch, are multiples of 16 bytes (of 8 in 16 bits).
       phase: ``"forward"``, ``"backward"`` or ``"update"``.
     """
 
@@ -59,8 +60,8 @@ def product_of(value: Value, ran: str | None, device: Hardware, weights: Sequenc
     Args:
       value: the result.
       ran: the dtype of its operands in the compiled program, if it is known.
-      device: the hardware that it runs on.
-      weights: the numbers of the operands that may be weights.
+      device: the hardware to run on.
+      weights: the positions of the operands that may be weights.
     """
     place, (left, right) = value.at, value.inputs[:2]
     operands = multiplied(left), multiplied(right)
@@ -93,10 +94,7 @@ def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardwar
 
 
 def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
-    """Yield the products inside kernels and solvers.
-
-    How often they run is unknown.
-    """
+    """Yield the products inside kernels and solvers, which are executed an unknown number of times."""
     for place in values.places.values():
         if place.bodies is not None:
             continue
@@ -112,7 +110,7 @@ def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
 
 
 def widest(dtypes: Collection[str]) -> str:
-    """Return the dtype that a product of these operands is computed in."""
+    """Return the dtype in which a product of these operands is computed."""
     return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 

@@ -30,10 +30,7 @@ _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "ali
 
 
 class AuditError(AssertionError):
-    """A program does not keep the declared precision.
-
-    The text has a line for each fault.
-    """
+    """A program does not have the declared precision; the text has a line for each problem."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +38,11 @@ class Audit(tables.Shown):
     """The result of :func:`audit`.
 
     Attributes:
-      products: in program order.
-      flops: the share of the products' FLOPs by the dtype that they are computed in. A loop counts once if only the run
-        shows how often it turns.
+      products: the products in program order.
+      flops: the share of the products' FLOPs by compute dtype. A loop with an unknown number of iterations counts once.
       half_flops: the share in 16 bits or fewer; None without products.
-      memory: as of :func:`jaxmp.inspect.memory`; None if nothing was compiled.
-      findings: the faults.
+      memory: the result of :func:`jaxmp.inspect.memory`; None if nothing was compiled.
+      findings: the precision problems.
     """
 
     products: tuple[Product, ...]
@@ -62,16 +58,16 @@ class Audit(tables.Shown):
         allow: str | Collection[str | tuple[str, str]] = (),
         max_bytes: float | None = None,
     ) -> None:
-        """Raise unless the program keeps its precision; for your own tests.
+        """Raise an error if the program does not have its precision; use it in your tests.
 
         Args:
-          min_half_flops: the least share of the products' FLOPs in 16 bits or fewer; ignored without products.
-          allow: findings that are no faults: a kind, or several kinds and pairs of a kind and a glob on the path.
-          max_bytes: the most memory at the peak.
+          min_half_flops: the minimum share of the products' FLOPs in 16 bits or fewer; ignored without products.
+          allow: findings to accept: a kind, or a list of kinds and pairs of a kind and a glob on the path.
+          max_bytes: the maximum memory at the peak.
 
         Raises:
-          AuditError: there is a fault; the text has a line for each, with its remedy.
-          ValueError: an unknown kind; ``max_bytes`` where nothing was compiled.
+          AuditError: there is a problem; the text has a line for each, with its remedy.
+          ValueError: a kind is unknown, or ``max_bytes`` is set and nothing was compiled.
 
         >>> half = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
         >>> jaxmp.inspect.audit(jnp.matmul, compile=False)(half, half).check()
@@ -88,7 +84,7 @@ class Audit(tables.Shown):
             kind, pattern = (kind_or_pair, "**") if isinstance(kind_or_pair, str) else kind_or_pair
             if kind not in FINDERS:
                 raise ValueError(
-                    f"there is no kind of finding {kind!r}; kinds, nearest first: {closest_names(kind, FINDERS)}"
+                    f"unknown kind of finding {kind!r}; kinds, nearest first: {closest_names(kind, FINDERS)}"
                 )
             allowed.append((kind, pattern))
         faults = []
@@ -111,7 +107,7 @@ class Audit(tables.Shown):
 
     def _faults_of_memory(self, max_bytes: float) -> list[str]:
         if self.memory is None:
-            raise ValueError("max_bytes asks for the memory of the compiled program; audit with compile=True")
+            raise ValueError("max_bytes needs a compiled program, got compile=False; audit with compile=True")
         if self.memory.peak <= max_bytes:
             return []
         return [
@@ -170,23 +166,21 @@ def audit(
     topology: str | None = None,
     compile: bool = True,
 ) -> Callable[..., Audit]:
-    """Return a function that audits a call of ``fun``.
+    """Return a function that audits a call of ``fun``; nothing is executed.
 
     It takes ``fun``'s arguments, or their shapes, and returns an :class:`Audit`.
 
-    Nothing is executed.
-
     Args:
-      fun: a train step, a loss or any function that JAX can trace.
-      policy: the policy that the program should have, or a PolicyMap; it changes nothing. Modules under
-        :func:`jaxmp.linen.apply_policy` and the like have theirs, also with None.
-      device: the device to compile for: None for the attached one, or the name of a GPU that is not there, such as
+      fun: a train step, a loss or any other function that JAX can trace.
+      policy: the policy that the program should have, or a PolicyMap; it does not change the program. With None, only
+        modules under :func:`jaxmp.linen.apply_policy` and the like have a declared policy.
+      device: the device to compile for: None for the attached one, or the name of a GPU that is not attached, such as
         ``"h200"`` (see :mod:`jaxmp.inspect.program.targets`).
-      topology: of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
-      compile: whether to compile; what needs the compiled program is None otherwise, and findings that do are left out.
+      topology: the topology of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
+      compile: whether to compile. Without it, attributes and findings that need the compiled program are missing.
 
     Raises:
-      ValueError: an unknown policy, device or topology, or a topology that arguments do not fit.
+      ValueError: the policy, device or topology is unknown, or the arguments do not fit the topology.
       ModuleNotFoundError: the packages that compile for an absent GPU are not installed.
 
     >>> shapes = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
@@ -202,7 +196,7 @@ def audit(
     def audit_call(*args: Any) -> Audit:
         jitted, inputs = compiling.call_of(fun, args)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the loss has float16 products")  # a finding of its own
+            warnings.filterwarnings("ignore", message="the loss has float16 products")  # reported as a finding
             trace = compiling.trace_of_call(jitted, inputs, device, compile, topology)
         program = memory = None
         if compile:
@@ -223,11 +217,8 @@ def _audit_of(
     program: hlo.HloProgram | None,
     memory: Memory | None,
 ) -> Audit:
-    """Return the audit of a traced call.
-
-    ``program`` and ``memory`` are None if it was not compiled.
-    """
-    values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has a class of its own
+    """Return the audit of a traced call; ``program`` and ``memory`` are None if it was not compiled."""
+    values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has its own class of traces
     kinds = kinds_of(jitted, inputs)
     weights = weights_in(values, kinds)
     ran = {} if program is None else dtypes_that_ran(program, values.all)

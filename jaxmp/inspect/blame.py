@@ -39,15 +39,16 @@ class Blame(tables.Shown):
 
     Attributes:
       phase: ``"input"``, ``"forward"`` or ``"backward"``. Values that only the derivative reads, such as the
-        0.5/sqrt(0) of a square root, are backward.
-      primitive: JAX's name of the operation; of an input the operation that reads it, empty for an argument.
-      path: the modules and scopes around it, ``/`` between; for an argument its name and its path in it.
+        0.5/sqrt(0) in the derivative of a square root, are backward.
+      primitive: JAX's name of the operation; for an input, the operation that reads it (empty for an argument).
+      path: the modules and scopes around it, joined by ``/``; for an argument, its name and the path in it.
       source: the user's file and line.
       kind: ``"overflow"``, ``"division by zero"`` (a pole: 1/0, log 0, rsqrt 0), ``"invalid"`` (0/0, inf - inf, the
         square root of a negative number) or ``"input"``.
-      operands: their ranges, in the blamed turn.
-      turn: the turn of the innermost loop, from 0; in the derivative of a scan that of the scan; None outside of loops.
-      scaled_only: whether all is finite with a loss scale of 1.
+      operands: the ranges of the operands, in the blamed iteration.
+      turn: the iteration of the innermost loop, from 0; in the derivative of a scan, the iteration of the scan; None
+        outside of loops.
+      scaled_only: whether everything is finite with a loss scale of 1.
     """
 
     phase: str
@@ -83,25 +84,25 @@ class Blame(tables.Shown):
 def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Callable[..., Blame | None]:
     """Find the operation that made the first infinity or NaN.
 
-    The function and its derivative run one operation at a time, loops turn by turn. The search then goes back from
-    results through values that are not finite. So an infinity that a ``where`` or a softmax removes is not blamed, and
-    neither is a mask of ``-inf``. If no operation on finite numbers explains the result, an infinite argument is
-    blamed, else the operation that makes NaN of an infinite constant, else the constant.
+    The function and its derivative run one operation at a time, also inside of loops. The search then goes back from
+    the results through values that are not finite. So an infinity that a ``where`` or a softmax removes is not blamed,
+    and neither is a mask of ``-inf``. If no operation on finite numbers explains the result, an infinite argument is
+    blamed, then an operation that turns an infinite constant into NaN, and then the constant.
 
     Args:
-      fun: returns the loss, a floating scalar, or a tuple that begins with it. Or a train step, called with its own
-        arguments; its gradients are computed under the loss scale of the state and with the state's rng.
-      grad: whether to look at the gradients, too, with respect to the floating arrays of the first argument that has
-        any, as ``jax.grad`` takes them. Without gradients ``fun`` may return anything.
-      loss_scale: multiplies the loss before it is differentiated.
+      fun: a function that returns the loss, a floating scalar, or a tuple that begins with it; or a train step, which
+        you call with the step's arguments. A step's gradients use the loss scale and the rng of the state.
+      grad: whether to check the gradients too, with respect to the first argument that has floating arrays. Without
+        gradients ``fun`` may return anything.
+      loss_scale: the factor of the loss before it is differentiated.
 
     Returns:
-      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if all is finite. Every rounding to
-      half takes place as written.
+      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if everything is finite. All roundings to
+      half happen as in the traced program.
 
     Raises:
       ValueError: ``loss_scale`` is not a positive finite number.
-      TypeError: with ``grad``, ``fun`` returns no floating scalar first.
+      TypeError: with ``grad``, the first result of ``fun`` is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
 
     >>> def loss_fn(params, x):
@@ -112,7 +113,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     """
     scale = float(loss_scale)
     if not 0 < scale < float("inf"):
-        raise ValueError(f"loss_scale must be a positive finite number, got {loss_scale!r}; 1.0 is none")
+        raise ValueError(f"loss_scale must be a positive finite number, got {loss_scale!r}; 1.0 means no scaling")
 
     def find(*args: Any) -> Blame | None:
         if is_step(fun):
@@ -213,7 +214,7 @@ def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     if suspect is None:
         return None
     if suspect.rank is Rank.CONSTANT and not bad_losses_and_gradients:
-        return None  # a mask that is returned is meant to be infinite
+        return None  # a returned mask may be infinite
     value = suspect.value
     if value.name == "argument":
         return _blame_of_input(run.inputs[value.position], paths[value.position])

@@ -1,4 +1,4 @@
-"""Where the infinities and NaNs in the results of one operation come from."""
+"""Find the origin of infinities and NaNs in the results of one operation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ nextafter one_minus_square pow reduce_precision rem rsqrt select_n sign sin sinh
 """.split()  # noqa: SIM905
 _OVERFLOWS_TO_NAN = PRODUCTS.union(("add_any", "convert_element_type", "cumsum", "fft", "psum", "reduce_precision"))
 _OVERFLOWS_TO_NAN |= {"reduce_sum", "reduce_window_sum", "scatter-add"}
-"""Operations whose NaN of finite operands is an overflow: a difference of two, or one in a dtype without infinities."""
+"""Operations that return NaN at an overflow: inf - inf inside, or a dtype without infinities."""
 
 
 def _is_zero(x: Any) -> Any:
@@ -62,14 +62,14 @@ _IS_POLE: dict[str, Callable[..., Any]] = {
     "pow": _has_base_zero,
     "log1p": _is_minus_one,
 }
-"""Functions that are infinite at some finite operands, and where."""
+"""Functions with poles, and tests for the operands of the poles."""
 
 
 @dataclass(frozen=True)
 class Range:
     """The dtype and shape of an operand, with its smallest and largest value.
 
-    NaN is left out; an operand that is all NaN has ``low`` and ``high`` NaN.
+    NaN is ignored; if all elements are NaN, ``low`` and ``high`` are NaN.
     """
 
     dtype: str
@@ -84,15 +84,15 @@ class Range:
 class Origin(NamedTuple):
     """The origin of the values in an operation's results that are not finite.
 
-    Operations on single elements are looked at element by element, all others as a whole.
+    Elementwise operations are examined element by element, all others as a whole.
 
     Attributes:
-      through: of each operand, whether it is not finite where the result is not.
+      through: for each operand, whether it is not finite at elements where the result is not.
       is_born: whether finite operands gave a result that is not finite.
       is_nan: whether finite operands gave NaN.
       is_pole: whether finite operands hit a pole of the function.
-      makes_nan: whether operands without NaN, perhaps infinite ones, gave NaN.
-      ranges: of the operands.
+      makes_nan: whether operands without NaN (but perhaps infinite) gave NaN.
+      ranges: the ranges of the operands.
     """
 
     through: list[bool]
@@ -106,10 +106,10 @@ class Origin(NamedTuple):
 def origin_of(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Origin:
     """Return the origin of results.
 
-    NumPy computes it: compiling with XLA would take longer.
+    It is computed with NumPy, because compiling with XLA would take longer.
 
     Args:
-      name: of the primitive.
+      name: the name of the primitive.
       operands: arrays of JAX or NumPy.
       results: arrays of JAX or NumPy.
     """
@@ -148,7 +148,7 @@ def failure_kind(name: str, origin: Origin) -> str:
 
 
 def on_host(value: Any) -> Any:
-    """Return a value as a NumPy array; a random key stays as it is."""
+    """Return a value as a NumPy array; a random key is unchanged."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
         return value
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -157,17 +157,17 @@ def on_host(value: Any) -> Any:
 
 
 def where_not_finite(value: Any) -> Any:
-    """Return where a NumPy array is infinite or NaN."""
+    """Return a mask of the infinite and NaN elements of a NumPy array."""
     return ~np.isfinite(value) if is_inexact(value) else np.False_
 
 
 def where_nan(value: Any) -> Any:
-    """Return where a NumPy array is NaN."""
+    """Return a mask of the NaN elements of a NumPy array."""
     return np.isnan(value) if is_inexact(value) else np.False_
 
 
 def ranges_of(operands: Sequence[Any]) -> tuple[Range, ...]:
-    """Return the ranges of NumPy arrays, those without numbers left out."""
+    """Return the ranges of NumPy arrays that have numbers."""
     ranges = []
     for operand in operands:
         if not jnp.issubdtype(operand.dtype, jnp.number) or not operand.size:

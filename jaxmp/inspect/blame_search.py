@@ -15,21 +15,21 @@ from jaxmp.inspect.blame_origins import Origin, on_host, origin_of, where_nan
 from jaxmp.inspect.program import stepping
 from jaxmp.inspect.program.values import Turns, Value
 
-"""An operation in one turn of each scan around it; in a while loop in the first turn in which it fails."""
+"""An operation in one iteration of each scan around it; in a while loop, in the first iteration in which it fails."""
 _FLAGS_AT_ONCE = 4096
-"""The number of operations whose flags are fetched together: one fetch for each would take most of the time."""
+"""The number of operations whose flags are fetched together. Single fetches would take most of the time."""
 
 
 class Failure(NamedTuple):
-    """An operation, some of whose results are not finite."""
+    """An operation with results that are not finite."""
 
     name: str
-    bad: set[int]  # the numbers of these results
+    bad: set[int]  # the numbers of the results that are not finite
     while_turn: int  # -1 outside of while loops
 
 
 class _AllLookedAt(Exception):
-    """Ends a run once all origins are known."""
+    """Ends a run when all origins are known."""
 
 
 class ProgramRun:
@@ -39,8 +39,8 @@ class ProgramRun:
       inputs: the leaves of its arguments.
       results: the leaves of its results.
       branches: the branches that its conditionals took.
-      failures: the operations whose results were not finite.
-      origins: of those failures that :meth:`look_at` was called for.
+      failures: the operations with results that were not finite.
+      origins: the origins of failures that :meth:`look_at` was called for.
     """
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -66,7 +66,7 @@ class ProgramRun:
                 self.failures.setdefault((moment.key, moment.turns), Failure(name, bad, moment.while_turn))
 
     def look_at(self, wanted: set[stepping.At]) -> None:
-        """Run again, up to the last of some failures, to find their origins."""
+        """Run again, up to the last of the wanted failures, to find their origins."""
 
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
             at = moment.key, moment.turns
@@ -86,7 +86,7 @@ class ProgramRun:
 
 
 def _numbers_of_bad(flags: Sequence[Any]) -> set[int]:
-    """Return the numbers of the results whose flags say that they are not finite."""
+    """Return the numbers of the results that are not finite, according to their flags."""
     return {number for number, flag in enumerate(flags) if flag is not None and np.asarray(flag) != 0}
 
 
@@ -96,20 +96,20 @@ class Rank(enum.IntEnum):
     Infinite inputs are often intended, so operations on finite numbers are blamed first.
     """
 
-    BORN = 0  # made of finite operands, or a NaN among the inputs
-    ARGUMENT = 1  # infinite
-    MADE = 2  # NaN, made of infinities
-    CONSTANT = 3  # infinite
+    BORN = 0  # computed from finite operands, or a NaN among the inputs
+    ARGUMENT = 1  # an infinite argument
+    MADE = 2  # a NaN, computed from infinities
+    CONSTANT = 3  # an infinite constant
 
 
 class Suspect(NamedTuple):
-    """A value that may be to blame, in one turn of the loops around it.
+    """A value that may be to blame, in one iteration of the loops around it.
 
     Attributes:
       rank: its place in the order of suspects.
-      value: an argument, a constant, or what an operation computes.
-      turns: of the scans around it.
-      reader: of an argument or a constant, the operation that reads it, if one does.
+      value: an argument, a constant, or the result of an operation.
+      turns: the iterations of the scans around it.
+      reader: for an argument or a constant, the operation that reads it, if any.
     """
 
     rank: Rank
@@ -119,20 +119,20 @@ class Suspect(NamedTuple):
 
     @property
     def at(self) -> stepping.At:
-        """Its operation, in its turn."""
+        """Return its operation, in its iteration."""
         return self.value.key, self.turns
 
 
 def first_suspect(starts: Sequence[Value], run: ProgramRun, early: set[Value]) -> Suspect | None:
     """Return the first suspect behind values that are not finite, if there is one.
 
-    Origins are looked at in the order of the program until a suspect comes before all failures whose origin is unknown.
-    Mostly one look is enough. A selection passes on only the elements it chooses, so each selection is looked at.
+    Origins are computed in program order until a suspect comes before all failures with unknown origins. Usually one
+    run is enough. A select passes on only the selected elements, so the origin of each select is computed.
 
     Args:
       starts: the values that are not finite.
       run: the program.
-      early: the values of the forward pass. Of equal rank they come before the others.
+      early: the values of the forward pass. They come before others of equal rank.
     """
     looks = 1
     while True:
@@ -159,7 +159,7 @@ def _order_of_suspects(suspects: Sequence[Suspect], early: set[Value]) -> Callab
 
 
 def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect], list[Suspect]]:
-    """Return the suspects, and the failures whose origin is unknown."""
+    """Return the suspects, and the failures with unknown origins."""
     suspects: list[Suspect] = []
     unknown: list[Suspect] = []
     stack: list[tuple[Value, Turns, Any]] = [(value, (), None) for value in starts]
@@ -169,7 +169,7 @@ def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect
         if (value, turns) in visited:
             continue
         visited.add((value, turns))
-        followed = None  # the numbers of the operands or branches that lead on; None: all
+        followed = None  # the numbers of the operands or branches to follow; None for all
         if not value.key:
             suspects += _suspects_of_input(value, reader, run)
         elif value.place is None:

@@ -14,18 +14,18 @@ from jaxmp.inspect.compare_run import RecordedProgram, Slot
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A value under the policies beside the reference, all turns of loops together.
+    """A value under the policies compared with the reference, over all iterations of loops.
 
     Attributes:
-      path: the module or scope that returns it; empty for the result; of a gradient of an argument that argument's.
+      path: the module or scope that returns it; empty for the result; for the gradient of an argument, its path.
       phase: ``"forward"``, or ``"backward"`` for the gradient with respect to it.
-      dtype: the dtype that the module or scope computes in under the policies: that of its products' operands, several
-        with commas between; without products that of the value before its last cast. Of a gradient of an argument the
-        gradient's own.
-      relative_error: the L2 norm of the difference, over that of the reference.
-      mean_absolute_difference: of its elements.
-      cosine: of the angle between the two, taken as vectors.
-      ulps: the median of the differences in units of the spacing of the comparison's dtype at the reference.
+      dtype: the compute dtype of the module or scope under the policies: the dtypes of its products' operands, joined
+        by commas, or without products the dtype of the value before its last cast. For the gradient of an argument,
+        the gradient's dtype.
+      relative_error: the L2 norm of the difference, divided by that of the reference.
+      mean_absolute_difference: the mean absolute difference of the elements.
+      cosine: the cosine of the angle between both values as vectors.
+      ulps: the median difference in ulps: the spacing of the comparison's dtype at the reference.
     """
 
     path: str
@@ -49,8 +49,8 @@ def matched_pairs(half: RecordedProgram, full: RecordedProgram) -> tuple[list[Pa
     """Match values by their path and shape, call by call.
 
     Returns:
-      The pairs that scopes return and those that are passed into scopes, both in program order. Then the paths of
-      scopes that return another number of values in one of the programs.
+      The pairs that scopes return, the pairs that are passed into scopes (both in program order), and the paths of
+      scopes that return different numbers of values in the two programs.
     """
     returned, unmatched = _match(half, full, half.returned, full.returned)
     passed_in, _ = _match(half, full, half.passed_in, full.passed_in)
@@ -88,7 +88,7 @@ def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.n
     """Return the row of a value; ``finfo`` is that of the comparison's dtype."""
     half, full, difference = _differences(half, full)
     norms = np.linalg.norm(half.ravel()) * np.linalg.norm(full.ravel())
-    with np.errstate(invalid="ignore"):  # of an infinity there is no angle
+    with np.errstate(invalid="ignore"):  # an infinity has no angle
         cosine = float(np.vdot(half, full) / norms) if norms else float(not half.any() and not full.any())
     exponents = np.maximum(np.frexp(full)[1] - 1, int(finfo.minexp))
     distances = np.abs(difference)
@@ -105,9 +105,9 @@ def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.n
 
 
 def relative_error(half: np.ndarray, full: np.ndarray) -> float:
-    """Return the L2 norm of the difference over that of the reference.
+    """Return the L2 norm of the difference divided by that of the reference.
 
-    Infinite where the reference is zero or the difference is not finite.
+    It is infinite if the reference is zero or the difference is not finite.
     """
     _, full, difference = _differences(half, full)
     error, size = np.linalg.norm(difference.ravel()), np.linalg.norm(full.ravel())
@@ -145,7 +145,7 @@ def rows_of_gradients(half: RecordedProgram, full: RecordedProgram, finfo: jnp.f
 def numbers_above_rounding(full: RecordedProgram, eps: float) -> set[int]:
     """Return the numbers of the gradients that are more than rounding errors.
 
-    A gradient that cancels out, such as that of a bias before a batch norm, is rounding in any precision.
+    A gradient that cancels out, such as that of a bias before a batch norm, is rounding error in any precision.
     """
     sizes = {}
     for n, (_, gradient, _) in full.gradients.items():

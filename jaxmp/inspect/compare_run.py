@@ -23,7 +23,7 @@ from jaxmp.inspect.program.values import Value, leading_to
 from jaxmp.inspect.taps import Taps
 
 Slot = tuple[Key, int]
-"""The key of an equation, and the number of one of its results."""
+"""The key of an equation and the number of one of its results."""
 
 
 class Gradient(NamedTuple):
@@ -41,13 +41,13 @@ class RecordedProgram:
     All arrays are NumPy's, in float64.
 
     Attributes:
-      values: the values that the results depend on.
-      returned: paths and slots of the values that scopes return, in program order.
-      passed_in: the same of those that are passed into scopes.
+      values: the values on which the results depend.
+      returned: the paths and slots of values that scopes return, in program order.
+      passed_in: the paths and slots of values that are passed into scopes.
       forward: the arrays of these slots.
-      backward: the gradients that reach them.
-      results: the floating results that are compared: the loss, or all without a loss.
-      gradients: by the number of the argument's leaf.
+      backward: the gradients of these slots.
+      results: the floating results to compare: the loss, or all results if there is no loss.
+      gradients: the gradients of arguments, by the number of the leaf.
       products: the path and the dtype of each product in the forward pass.
     """
 
@@ -61,9 +61,9 @@ class RecordedProgram:
     products: list[tuple[str, str]]
 
     def compute_dtype(self, path: str, value: Value) -> str:
-        """Return the dtype that a scope computes a value in.
+        """Return the dtype in which a scope computes a value.
 
-        It is that of the scope's products; without products that of the value before its last cast.
+        It is the dtype of the scope's products, or without products that of the value before its last cast.
         """
         inside = {dtype for scope, dtype in self.products if path and (scope == path or scope.startswith(f"{path}/"))}
         if inside:
@@ -79,11 +79,11 @@ def run_and_record(
     """Run a function, and record the values at the borders of its scopes.
 
     Args:
-      fun: returns the loss, alone or first in a tuple; without ``grad`` anything.
+      fun: a function that returns the loss, alone or first in a tuple; without ``grad``, any function.
       args: its arguments.
-      paths: of their leaves.
+      paths: the paths of their leaves.
       grad: whether to differentiate.
-      loss_scale: multiplies the loss before it is differentiated; what is recorded is divided by it.
+      loss_scale: the factor of the loss before it is differentiated; recorded gradients are divided by it.
     """
 
     def separate_loss(*args: Any) -> Any:
@@ -123,8 +123,8 @@ def _run_with_taps(
 ) -> tuple[Any, Any, Any, Any]:
     """Return results, records, gradients and the gradients of the sinks.
 
-    The first result is differentiated, times ``scale``, with respect to the inputs of these numbers. With None nothing
-    is differentiated.
+    The first result times ``scale`` is differentiated with respect to the inputs of these numbers. With None nothing is
+    differentiated.
     """
 
     def run(leaves: Sequence[Any], sinks: Any, consts: Any, inputs: Any) -> Any:
@@ -164,7 +164,7 @@ _tap.defvjp(_tap_forward, _tap_backward)
 class _ValueTaps(Taps):
     """Records whole values, and their gradients in float32 or wider.
 
-    Of a while loop it records the last turn.
+    In a while loop it records the last iteration.
     """
 
     def record(self, value: jax.Array) -> jax.Array:
@@ -198,5 +198,5 @@ def _as_float64(value: Any) -> np.ndarray:
 
 
 def _dtype_of_product(product: Value) -> str:
-    """Return the dtype that a product is computed in: the wider one of its operands."""
+    """Return the compute dtype of a product: the wider one of its operands."""
     return max(map(multiplied, product.inputs[:2]), key=lambda name: np.dtype(name).itemsize)

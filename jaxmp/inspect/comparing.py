@@ -45,19 +45,19 @@ _COLUMNS = ("path", "phase", "dtype", "relative\nerror", "mean\n|difference|", "
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(tables.Shown):
-    """The changes that policies make in a function's numbers.
+    """The effect of policies on a function's numbers.
 
     Attributes:
-      dtype: the half dtype that most of the function's products have; ``"float32"`` where nothing is half.
+      dtype: the half dtype of most of the function's products; ``"float32"`` if nothing is half.
       is_changed: whether the policies change the dtype of a product.
-      rows: what modules and named scopes return and the result, in program order, then the gradients with respect to
-        them in the order of the backward pass, then those of the arguments.
-      entered: where the relative error first exceeds 4 times the larger of its inputs' and one rounding to half: the
-        path of the code that computes the value, also if it is its derivative that does it. Of code between modules
-        that is the module around; empty for code in no scope, None if nowhere.
+      rows: a row for each value that a module or named scope returns, and for the result, in program order; then for
+        their gradients, in the order of the backward pass; then for the gradients of the arguments.
+      entered: the path where the error enters: the first value or gradient with a relative error that is more than 4
+        times the error of its inputs, and more than 4 times one rounding error of half precision. For code between
+        modules it is the module around; it is empty outside of all scopes, and None if the error enters nowhere.
       worst: the row with the largest relative error.
       total: the row of the result and of all gradients of arguments together.
-      unmatched: paths of scopes that return other values under the policies, so that they have no row.
+      unmatched: the paths of scopes without a row, because they return other values under the policies.
     """
 
     dtype: str
@@ -77,7 +77,7 @@ class Comparison(tables.Shown):
             cells.append((row.path or "result", row.phase, row.dtype, *(f"{number:.2e}" for number in numbers)))
         notes = [f"no row, because they return other values: {', '.join(self.unmatched)}"] if self.unmatched else []
         if not self.is_changed:
-            notes.append("No policy, region or autocast changes a product here; casts in the code itself are in both.")
+            notes.append("No policy, region or autocast changes a product here; both runs have the code's own casts.")
         return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, notes
 
 
@@ -92,30 +92,31 @@ def compare(
 ) -> Callable[..., Comparison]:
     """Compare a function with itself without policies, layer by layer.
 
-    One side is ``fun`` as it is, with the policies of its modules and its autocasts. In the reference every policy,
-    :func:`jaxmp.precision` region and autocast is off. Casts that the code of ``fun`` makes itself, and dtypes that its
-    author gave to modules, are in both.
+    The first run is ``fun`` as it is, with the policies of its modules and its autocasts. In the reference run, every
+    policy, :func:`jaxmp.precision` region and autocast is turned off. Casts in the code of ``fun``, and dtypes that its
+    author set on modules, stay in both runs.
 
     Args:
-      fun: returns the loss, a floating scalar, or a tuple that begins with it; without ``grad`` anything. Or a train
-        step, called with its own arguments: its loss is compared, under the loss scale of the state.
-      policy: puts ``fun`` under :func:`jaxmp.autocast`, in addition to its own policies.
-      overrides: exceptions from ``policy``, as for :func:`jaxmp.autocast`.
-      reference: ``"float32"``, with half arguments widened to float32 and products in true float32; or ``"float64"``,
-        traced under ``jax.enable_x64`` with floating arguments in float64 (random numbers are others then: leave
-        dropout out).
-      grad: whether to compare gradients too, with respect to all that scopes return and to the floating arrays of the
-        first argument that has any.
-      loss_scale: multiplies the loss before it is differentiated. The rows are those without it.
+      fun: a function that returns the loss, a floating scalar, or a tuple that begins with it (without ``grad``, any
+        function); or a train step, which you call with the step's arguments. For a step, its loss is compared, under
+        the loss scale of the state.
+      policy: a policy for :func:`jaxmp.autocast` of ``fun``, in addition to its own policies.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
+      reference: ``"float32"``, with half arguments widened to float32 and true float32 products; or ``"float64"``,
+        traced under ``jax.enable_x64`` with floating arguments in float64. (Random numbers differ in float64, so turn
+        dropout off.)
+      grad: whether to compare gradients too: those of all values that scopes return, and those of the first argument
+        that has floating arrays.
+      loss_scale: the factor of the loss before it is differentiated. The rows do not include it.
 
     Returns:
-      A function of ``fun``'s arguments that returns a :class:`Comparison`. Both are compiled as written, every
-      rounding to half included (``xla_allow_excess_precision=False``), and all values come to the host.
+      A function of ``fun``'s arguments that returns a :class:`Comparison`. Both programs are compiled with every
+      rounding to half (``xla_allow_excess_precision=False``), and all values are copied to the host.
 
     Raises:
-      ValueError: another reference; nothing floating to compare; ``overrides`` without a policy; a train step with
-        a mesh, or with a ``loss_scale`` beside its own; or what :func:`jaxmp.autocast` raises.
-      TypeError: with ``grad``, ``fun`` returns no floating scalar first.
+      ValueError: the reference is unknown; nothing floating to compare; ``overrides`` without a policy; a train step
+        with a mesh, or with a ``loss_scale`` beside its own; or as for :func:`jaxmp.autocast`.
+      TypeError: with ``grad``, the first result of ``fun`` is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
 
     >>> def loss_fn(params, x):
@@ -129,10 +130,10 @@ def compare(
     """
     if reference not in _REFERENCES:
         raise ValueError(
-            f"a reference is 'float32' or 'float64', got {reference!r}; 'float32' is the function without policies"
+            f"reference must be 'float32' or 'float64', got {reference!r}; 'float32' is the function without policies"
         )
     if overrides and policy is None:
-        raise ValueError(f"overrides are exceptions from a policy, got {overrides} and policy=None; name the policy")
+        raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
 
     def run(*args: Any) -> Comparison:
         loss_fn, scale = fun, loss_scale
@@ -196,8 +197,8 @@ def _compared(half: RecordedProgram, full: RecordedProgram) -> Comparison:
     counted = [*rows, *(row for n, row in gradients.items() if n in numbers)]
     if not counted:
         raise ValueError(
-            "compare needs a function that returns floating arrays, or gradients of some, got none; return what is "
-            "computed before it becomes integers"
+            "compare needs a function with floating results or gradients, got none; return floating values before "
+            "they become integers"
         )
     return Comparison(
         dtype=dtype,

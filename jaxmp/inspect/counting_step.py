@@ -23,8 +23,8 @@ class CountingStep(TrainStep):
     """A train step that counts its values. Microbatches are counted together.
 
     Attributes:
-      records: of the last call.
-      loss_scale: of the last call.
+      records: the records of the last call.
+      loss_scale: the loss scale of the last call.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -49,7 +49,7 @@ class CountingStep(TrainStep):
         """See :class:`jaxmp.training.step.TrainStep`."""
         loss, grads, model_state, metrics = super().gradients(state, batch, rng)
         true_grads = get_loss_scale(state.opt_state).unscale(widen(grads))
-        # The compiler finds that the step computes the same updates.
+        # The compiler merges this with the step's own computation of the updates.
         updates = updates_of(state.tx, true_grads, state.opt_state, state.params, loss)
         metrics[_RECORDS] = records_of_step(loss, state.params, grads, updates, metrics[_RECORDS])
         return loss, grads, model_state, metrics
@@ -62,6 +62,6 @@ class CountingStep(TrainStep):
 
 
 def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any, **more: Any) -> Any:
-    """Return the updates that an optimizer computes from true gradients."""
+    """Return an optimizer's updates for true gradients."""
     update = as_optimizer(tx).update
     return with_loss(lambda **value: update(grads, opt_state, params, **value, **more)[0], loss)

@@ -30,19 +30,18 @@ from jaxmp.training.step import TrainStep
 class Numerics(tables.Shown):
     """The result of :func:`numerics`.
 
-    Mappings go from path to :class:`Statistics`, in program order.
-
-    Gradients are those of the loss itself: they are divided by the loss scale, exactly. Values that vanished while they
-    were computed are among their ``zeros``; ``below_normal`` and ``overflow`` are counted under the scale.
+    Mappings go from path to :class:`Statistics`, in program order. Gradients are reported without the loss scale.
+    Values that vanished during the computation are counted in ``zeros``; ``below_normal`` and ``overflow`` are counted
+    under the scale.
 
     Attributes:
       loss: the loss.
       loss_scale: the factor of the loss.
-      weights: the params, before the step.
-      activations: the values that modules and named scopes return on the way to the loss.
-      activation_gradients: the gradients of these.
-      gradients: those of the params.
-      updates: the numbers that the optimizer adds to the params; empty without one.
+      weights: the params before the step.
+      activations: the results of modules and named scopes on which the loss depends.
+      activation_gradients: the gradients of the activations.
+      gradients: the gradients of the params.
+      updates: the updates that the optimizer adds to the params; empty without an optimizer.
     """
 
     loss: float
@@ -54,10 +53,10 @@ class Numerics(tables.Shown):
     updates: Mapping[str, Statistics]
 
     def recommended_scale(self, dtype: Any = "float16") -> float:
-        """Return the power of two under which fewest gradients become 0 in a dtype.
+        """Return the power of two under which the fewest gradients become 0 in a dtype.
 
-        Gradients of activations and of params count. The power is from 1 to 2^24, and four times the largest gradient
-        stays finite. Of equally good scales it is the smallest, and 1 if there is none.
+        Gradients of activations and params count. The power is between 1 and 2^24, and four times the largest gradient
+        stays finite. If several scales are equally good, it is the smallest one; if none is possible, it is 1.
         """
         gradients = [*self.activation_gradients.values(), *self.gradients.values()]
         if not gradients:
@@ -111,26 +110,24 @@ def numerics(
 ) -> Callable[..., Numerics]:
     """Count the values of one training step by magnitude, layer by layer.
 
-    The function that it returns, ``(params, *args, opt_state=None) -> Numerics``, computes the gradients of the loss
-    once and changes nothing. It is compiled once for equal shapes, and brings about 20 kB back for each tensor.
+    The returned function, ``(params, *args, opt_state=None) -> Numerics``, computes the gradients of the loss once and
+    does not change its arguments. It is compiled once for equal shapes, and transfers about 20 kB per tensor. A
+    ``jax.lax.while_loop`` has one record for all iterations. A function with a custom derivative rule is one operation.
 
     Args:
       loss_fn: ``loss_fn(params, *args)`` returning a floating scalar, or a tuple that begins with one. ``params`` is a
         pytree of arrays or an ``nnx.Module``, whose Params are differentiated; ``args`` are pytrees of arrays. Or a
-        train step, called with its own arguments: the step that would come next is counted, and not taken.
-      policy: runs the loss function under :func:`jaxmp.autocast` with this policy; None runs it as it is.
+        train step, which you call with the step's arguments: the next step is computed, but not taken.
+      policy: a policy for :func:`jaxmp.autocast` of the loss function, or None.
       loss_scale: a power of two that multiplies the loss before it is differentiated, so that half gradients
-        underflow as they do in training. :class:`Numerics` has them without it.
-      tx: an optimizer, alone or in :func:`jaxmp.loss_scaling`, for the ``updates`` that it makes of these gradients
-        from ``opt_state``, or, where that is None, at its first step.
+        underflow as in training. The results do not include it.
+      tx: an optimizer, with or without :func:`jaxmp.loss_scaling`, to compute ``updates`` from these gradients and from
+        ``opt_state`` (or, if that is None, from the optimizer's initial state).
 
     Raises:
       ValueError: ``loss_scale`` is not a power of two; ``policy``, ``tx`` or ``loss_scale`` with a train step.
       TypeError: the loss is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
-
-    A loop of ``jax.lax.while_loop`` has one record for all its turns, and functions with derivative rules of their own
-    are one operation.
 
     >>> def loss_fn(params, x):
     ...     with jax.named_scope("dense"):
@@ -212,13 +209,13 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _TreeForm:
-    """The form of params that are a tree of arrays.
+    """The structure of params that are a tree of arrays.
 
-    :mod:`jaxmp.inspect.program.nnx_models` has one for models.
+    :mod:`jaxmp.inspect.program.nnx_models` has the equivalent for models.
     """
 
     def params_and_rebuild(self, params: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Return the arrays, and a function that makes the loss's argument of them."""
+        """Return the arrays, and a function that rebuilds the loss's argument from them."""
         return params, lambda params: params
 
 

@@ -1,4 +1,4 @@
-"""The arrays that are in memory when a compiled program needs most."""
+"""The arrays in memory at the peak of a compiled program."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ArrayInMemory:
     """An array that is in memory at the peak.
 
     Attributes:
-      bytes: on one device.
-      dtype: NumPy's name.
-      shape: its sizes.
+      bytes: its bytes on one device.
+      dtype: NumPy's name of its dtype.
+      shape: its shape.
       kind: one of :data:`jaxmp.inspect.memory_plan.KINDS`.
-      path: of an argument or a result its path, else the modules and scopes that compute it, ``/`` between.
-      source: the user's file and line that computes it; empty for an argument.
+      path: the path of an argument or a result, or the modules and scopes that compute it, joined by ``/``.
+      source: the user's file and line that compute it; empty for an argument.
     """
 
     bytes: int
@@ -35,7 +35,7 @@ class ArrayInMemory:
 
 def arguments_in_memory(compiled: Any, program: HloProgram, leaves: Sequence[Leaf]) -> Iterator[ArrayInMemory]:
     """Yield a compiled program's arguments, with the kinds of ``leaves``."""
-    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for unused arguments
     used = [(leaf.kind, leaf.path) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
     instructions = program.computations[program.entry].values()
     parameters = [instruction for instruction in instructions if instruction.opcode == "parameter"]
@@ -62,13 +62,13 @@ def results_in_memory(compiled: Any, program: HloProgram) -> Iterator[ArrayInMem
 
 
 def temporaries_in_memory(program: HloProgram, size: int) -> tuple[list[ArrayInMemory], int]:
-    """Return the compiler's buffers at the peak, and the bytes of no buffer.
+    """Return the compiler's buffers at the peak, and the remaining bytes.
 
     ``size`` is the sum of both, which the compiler reports.
     """
     arrays = []
     for buffer in memory_of_hlo.buffers_at_peak(program):
-        if buffer.bytes <= size:  # the buffers are an estimate, which may be a little too large
+        if buffer.bytes <= size:  # the buffers are an estimate and may be slightly too large
             size -= int(buffer.bytes)
             kind = "activations" if _is_activation(program, buffer) else "temporaries"
             made_by = program.made_by(buffer.maker)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _PROBES_ON_A_LINE = 8
-"""The number of sizes that are guessed from a line; after them the interval is halved."""
+"""The number of guesses from a line; after these, the interval is halved."""
 
 
 class _Search:
-    """A search for the largest number of steps whose peak is at most ``limit``.
+    """A search for the largest number with a peak of at most ``limit``.
 
-    A number is guessed from the line through two known peaks, since most programs need memory in proportion to their
-    batch. Each guess is compiled.
+    A guess is on the line through two known peaks, because the memory of most programs is linear in the batch size.
+    Each guess is compiled.
     """
 
     def __init__(self, peak_of: Callable[[int], int], limit: int) -> None:
@@ -35,16 +35,16 @@ class _Search:
 
 
 def largest_multiple_that_fits(peak_of: Callable[[int], int], limit: int, step: int, start: int) -> int:
-    """Return the largest multiple of ``step`` that fits; 0 when nothing fits.
+    """Return the largest multiple of ``step`` that fits; 0 if nothing fits.
 
     Args:
-      peak_of: the peak in bytes for a size of the batch.
-      limit: bytes.
+      peak_of: a function from batch size to peak in bytes.
+      limit: the limit in bytes.
       step: the divisor of all sizes.
-      start: a size that is tried early.
+      start: a size to try early.
 
     Raises:
-      ValueError: the size makes no difference.
+      ValueError: the peak does not depend on the size.
     """
     search = _Search(lambda number: peak_of(number * step), limit)
     if not search.fits(1):
@@ -69,8 +69,8 @@ def _bracket(search: _Search, step: int, number: int) -> tuple[int, int]:
         low = number
         if search.peaks[1] == search.peaks[low] or low * step > 2**40:
             raise ValueError(
-                f"largest_batch found that {step} and {low * step} examples take as much memory: axis 0 of what it "
-                "takes for the batch makes no difference; pass the batch after the params"
+                f"largest_batch needs memory that depends on the batch, got the same for {step} and {low * step} "
+                "examples; pass the batch after the params"
             )
         first, second = sorted(size for size in search.peaks if size)[-2:]
         guess = search.guess(low, first, second) or 2 * low

@@ -1,4 +1,4 @@
-"""Tell params, optimizer state, batch and other arguments of a call apart."""
+"""Find the kinds of a call's arguments: params, optimizer state, batch and others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KIND_OF_NAME = {
     "skipped": "other",
     "stuck": "other",
 }
-"""The kinds of arguments, and of the fields of a train state, by their names."""
+"""The kinds of arguments and of a train state's fields, by name."""
 
 
 class Leaf(NamedTuple):
@@ -38,7 +38,7 @@ class Leaf(NamedTuple):
       value: an array or a shape.
       kind: one of :data:`jaxmp.inspect.memory_plan.KINDS`.
       path: its name.
-      is_recognised: whether its type or the argument's name gives the kind. Otherwise its position does.
+      is_recognised: whether its type or the argument's name determines the kind. Otherwise its position does.
     """
 
     value: Any
@@ -51,11 +51,11 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
     """Yield the leaves of arguments with their kinds and paths.
 
     Args:
-      args: arguments of a call, or its results.
-      names: of the arguments, as far as they are known.
-      unknown: the kind of leaves that are not recognised. Empty for arguments: the first one is the params then, and
-        those after it are the batch. Needed for results, where Flax's collections are not recognised: a collection of
-        params may be one of gradients.
+      args: the arguments of a call, or its results.
+      names: the names of the arguments, if known.
+      unknown: the kind of leaves that are not recognised. If it is empty, as for arguments, the first argument is the
+        params and later ones are the batch. Set it for results, in which Flax's collections are not recognised, because
+        a collection of params may contain gradients.
     """
 
     def kind_of(node: Any, path: Sequence[Any] = ()) -> str | None:
@@ -103,13 +103,13 @@ def _is_state_of_optimizer(node: Any) -> bool:
 
 
 def sharding_on_mesh(leaf: Any) -> NamedSharding | None:
-    """Return the sharding of a leaf on a mesh; None if it lies on none."""
+    """Return the sharding of a leaf on a mesh, or None."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def batch_axes(batch: Iterable[Any]) -> dict[str, int]:
-    """Return the mesh axes that a batch is split over, with their sizes."""
+    """Return the mesh axes that split a batch, with their sizes."""
     for leaf in batch:
         sharding = sharding_on_mesh(leaf)
         if sharding is not None and axes_of(sharding.spec[:1]):

@@ -29,29 +29,27 @@ from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
 _SHOWN = 20
 _DOES_NOT_COMPILE = 2**62
-"""The peak of a program that has no room for the kernels that the compiler tries."""
+"""The peak of a program that is too large for the kernels that the compiler tries."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory(tables.Shown):
-    """The memory that a compiled program needs on each device.
-
-    With it comes the data that devices send each other.
+    """The memory of a compiled program on each device, and the data that devices send.
 
     Attributes:
-      device: its kind.
-      peak: bytes of the arguments, of results that are not written into arguments, and of temporaries.
-      by_kind: bytes by :data:`KINDS`; their sum is ``peak``. ``activations`` are computed in the forward pass and read
-        after it; ``temporaries`` are all other buffers, the compiler's gaps between buffers included; ``other`` are
-        counters, keys, and results that are no new state.
-      by_dtype: bytes by dtype; ``"unassigned"`` are those that no array accounts for. Their sum is ``peak``.
-      at_peak: the arrays, largest first; those of the compiler are found by following its schedule.
-      batch: the size of axis 0 of the batch, of all devices; None where there is no batch.
-      devices: how many there are.
-      collectives: the operations that send data, of one device.
-      ideal_wire: bytes that each device has to send in a training step, see :func:`jaxmp.inspect.ideal_wire`; None
-        where params or batch lie on no mesh.
-      params: how many numbers the params are.
+      device: the kind of the device.
+      peak: the bytes of arguments, of results that are not written into arguments, and of temporaries.
+      by_kind: the bytes by :data:`KINDS`; their sum is ``peak``. ``activations`` are computed in the forward pass and
+        read after it. ``temporaries`` are all other buffers, including the compiler's gaps between buffers. ``other``
+        are counters, keys, and results that are not a new state.
+      by_dtype: the bytes by dtype; their sum is ``peak``. ``"unassigned"`` are bytes without a known array.
+      at_peak: the arrays at the peak, largest first; the compiler's buffers are found by following its schedule.
+      batch: the size of axis 0 of the batch, on all devices together; None if there is no batch.
+      devices: the number of devices.
+      collectives: the operations of one device that send data.
+      ideal_wire: the minimum of bytes that each device must send in a training step, see
+        :func:`jaxmp.inspect.ideal_wire`; None if params or batch are not on a mesh.
+      params: the number of values in the params.
     """
 
     device: str
@@ -68,30 +66,30 @@ class Memory(tables.Shown):
     _parts: int = dataclasses.field(default=1, repr=False)
 
     def largest_batch(self, limit: int, *, multiple_of: int = 1) -> int:
-        """Return the largest batch whose peak is at most ``limit`` bytes.
+        """Return the largest batch with a peak of at most ``limit`` bytes.
 
-        The size is that of axis 0, of all devices; 0 when nothing fits. All arrays of the batch whose axis 0 is as long
-        as that of the first one are scaled. Few sizes are compiled; the result is compiled, and so is the next larger
-        size, which does not fit. Where a larger batch takes less memory, a still larger one may fit again: it is not
-        searched for.
+        The result is the size of axis 0, on all devices together; 0 if nothing fits. It scales all arrays of the batch
+        that have the first array's axis 0. Only a few sizes are compiled, always including the result and the next
+        larger size, which does not fit. If memory is not monotonic in the size, a still larger batch may fit.
 
         Args:
-          limit: bytes, as of :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
-          multiple_of: the divisor of all sizes that are tried: for a step that accumulates gradients, or for tensor
-            cores. A batch that is split over devices is a multiple of their number, too.
+          limit: the limit in bytes, such as :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
+          multiple_of: a divisor of all sizes, for a step that accumulates gradients or for tensor cores. If the batch
+            is split over devices, sizes are also multiples of their number.
 
         Raises:
-          ValueError: there is no batch, its size makes no difference, or ``multiple_of`` is not a positive integer.
+          ValueError: there is no batch, the peak does not depend on its size, or ``multiple_of`` is not a positive
+            integer.
         """
         if not isinstance(multiple_of, (int, np.integer)) or multiple_of < 1:
             raise ValueError(
-                f"the batch is a multiple of a positive integer, got multiple_of={multiple_of!r}; leave it out, or "
-                "pass the number of microbatches, or 8 for tensor cores"
+                f"multiple_of must be a positive integer, got {multiple_of!r}; leave it out, or pass the number of "
+                "microbatches, or 8 for tensor cores"
             )
         if self.batch is None:
             raise ValueError(
-                "largest_batch scales axis 0 of the batch, but no argument is one; pass the batch after the params or "
-                "the state, as an array or a pytree of arrays"
+                "largest_batch scales axis 0 of the batch, but no argument is a batch; pass the batch after the params "
+                "or the state, as an array or a pytree of arrays"
             )
 
         def peak_of(size: int) -> int:
@@ -121,9 +119,9 @@ class Memory(tables.Shown):
 
     @property
     def sent(self) -> str:
-        """A line on the bytes that each device sends.
+        """Return a line with the bytes that each device sends.
 
-        It has the total, the bytes per param beside the ideal, and the parts by kind, dtype and axis.
+        It has the total, the bytes per param with the ideal, and the parts by kind, dtype and axis.
         """
         wire, a_param = self.collectives.wire, ""
         if self.ideal_wire is not None:
@@ -133,29 +131,27 @@ class Memory(tables.Shown):
 
 
 def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
-    """Return a function that computes the memory of a call of ``fun``.
+    """Return a function that computes the memory of a call of ``fun``; nothing is executed.
 
-    Nothing is executed.
-
-    Kinds are known from a ``TrainState``, an NNX model or optimizer, an optax state and Flax's collections; else from
-    the names ``params``, ``opt_state``, ``model_state``, ``batch``, ``rng`` of the arguments; else the first argument
-    is the params, and those after it are the batch.
+    The kinds of arguments are determined by their types (a ``TrainState``, an NNX model or optimizer, an optax state,
+    Flax's collections), then by the names ``params``, ``opt_state``, ``model_state``, ``batch``, ``rng``. Otherwise the
+    first argument is the params, and later ones are the batch.
 
     Args:
-      fun: a train step, any function that JAX can compile, or a jitted one, whose donation counts.
-      device: None for the attached device, or the name of a GPU that is not there (``"h200"``, ``"h100"``, ``"a100"``,
-        ``"b200"``, ``"l4"``, ``"t4"``), for which the packages of the extra ``compile-only`` are needed.
-      topology: of a cluster of such GPUs, over which the arguments are split: slices × hosts × GPUs of each host,
-        ``"1x1x8"``, or ``"2 hosts x 4"``; None for one host. Arguments are arrays or shapes with a ``NamedSharding``,
-        whose mesh may be a ``jax.sharding.AbstractMesh``, and all numbers are those of one device.
+      fun: a train step, a function that JAX can compile, or a jitted function, with its donation.
+      device: None for the attached device, or the name of a GPU that is not attached (``"h200"``, ``"h100"``,
+        ``"a100"``, ``"b200"``, ``"l4"``, ``"t4"``), which needs the packages of the extra ``compile-only``.
+      topology: the topology of a cluster of such GPUs: slices × hosts × GPUs per host (``"1x1x8"`` or
+        ``"2 hosts x 4"``); None for one host. The arguments are arrays or shapes with a ``NamedSharding``, whose mesh
+        may be a ``jax.sharding.AbstractMesh``. All figures are for one device.
 
     Returns:
       A function of the arguments of ``fun``, arrays or shapes.
 
     Raises:
-      ValueError: an unknown name, a wrong topology, one that does not fit the mesh, or arguments that lie on no
-        mesh; the compiler does not report what it needs.
-      ModuleNotFoundError: packages that compile for a GPU that is not there are missing.
+      ValueError: the name is unknown; the topology is wrong or does not fit the mesh; the arguments are not on a mesh;
+        or the compiler does not report its memory.
+      ModuleNotFoundError: the packages that compile for a GPU that is not attached are missing.
 
     >>> shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32)
     >>> plan = jaxmp.inspect.memory(lambda params, batch: (batch @ params).sum())(*shapes)
@@ -181,7 +177,7 @@ def of_call(
 ) -> Memory:
     """Return the memory of a compiled call.
 
-    ``call`` and ``inputs`` are those of :func:`jaxmp.inspect.program.compiling.call_of`.
+    ``call`` and ``inputs`` come from :func:`jaxmp.inspect.program.compiling.call_of`.
     """
     leaves = list(leaves_of(inputs, names_of_arguments(call)))
     batch = [leaf.value for leaf in leaves if leaf.kind == "batch"]
@@ -222,7 +218,7 @@ def of_call(
 def _resized(leaf: Leaf, size: int | None, new_size: int) -> Any:
     """Return an array of the batch as a shape with ``new_size`` examples.
 
-    Other leaves are returned as they are.
+    Other leaves are returned unchanged.
     """
     value = leaf.value
     if leaf.kind != "batch" or np.shape(value)[:1] != (size,):
@@ -237,8 +233,7 @@ def _peak(stats: Any) -> int:
     """
     if stats is None:
         raise ValueError(
-            "the compiler must tell how much memory a program takes, but this device's says nothing; name a GPU: "
-            + targets.choice()
+            "the compiler of this device does not report the memory of a program; name a GPU: " + targets.choice()
         )
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return int(stats.argument_size_in_bytes + results + stats.temp_size_in_bytes)

@@ -32,10 +32,10 @@ class RecordedTensor:
     Attributes:
       kind: one of :data:`TENSORS`.
       path: its name.
-      dtype: of the tensor.
-      size: how many values it has in one turn.
-      turns: of the loops around it.
-      number: its place among the params; 0 for activations.
+      dtype: the dtype of the tensor.
+      size: the number of its values in one iteration.
+      turns: the numbers of iterations of the loops around it.
+      number: its position among the params; 0 for activations.
     """
 
     kind: str
@@ -55,10 +55,10 @@ TensorRecords = list[tuple[RecordedTensor, jax.Array]]
 class StepRecords:
     """The records of a step in one array.
 
-    A transfer of each record would take longer than counting it.
+    Separate transfers of the records would take longer than counting.
 
     Attributes:
-      numbers: float32, the loss and the packed records, one after another.
+      numbers: the loss and the packed records, concatenated in float32.
       groups: the tensors of each group of records, and the size of a record.
     """
 
@@ -78,7 +78,7 @@ class StepRecords:
         """Return the loss, and the statistics by kind and path.
 
         Args:
-          exponent: the binary logarithm of the loss scale, which gradients are divided by.
+          exponent: the binary logarithm of the loss scale.
         """
         numbers = np.asarray(self.numbers)
         stop = 1
@@ -116,9 +116,9 @@ def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activation
     Args:
       loss: a scalar.
       params: a tree of arrays.
-      grads: of the params.
-      updates: of the params; None without an optimizer.
-      activations: the records of activations and their gradients, perhaps with an axis of microbatches in front.
+      grads: the gradients of the params.
+      updates: the updates of the params; None without an optimizer.
+      activations: the records of activations and their gradients, possibly with a leading axis of microbatches.
     """
     numbers, groups = [jnp.reshape(loss, 1)], []
     for kind, tree in (("weights", params), ("gradients", grads), ("updates", updates)):
@@ -133,9 +133,9 @@ def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activation
 
 
 def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[RecordedTensor, ...], jax.Array]]:
-    """Return the packed records of a tree of the params' structure, or of None.
+    """Return the packed records of a tree with the structure of the params, or of None.
 
-    Tensors of one shape are counted together, since XLA would compile the counting of each separately.
+    Tensors of the same shape are counted together, because XLA would compile each count separately.
     """
     groups: dict[Any, list[tuple[RecordedTensor, Any, Any]]] = {}
     weights = jax.tree.leaves_with_path(params)
@@ -158,7 +158,7 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
     """Differentiate a function, and record the activations and their gradients.
 
     Args:
-      fun: returns the scaled loss and auxiliary results.
+      fun: a function that returns the scaled loss and auxiliary results.
       params: a tree of arrays.
 
     Returns:
@@ -206,7 +206,7 @@ _tap.defvjp(_tap_forward, _tap_backward)
 class _CountingTaps(Taps):
     """Counts the values that scopes return, and their gradients.
 
-    Only values on the way to the loss count; it is the first result.
+    Only values on which the loss (the first result) depends are counted.
     """
 
     def __init__(self, jaxpr: Any) -> None:

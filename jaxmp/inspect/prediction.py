@@ -1,7 +1,4 @@
-"""Predict the time of a compiled program on a GPU.
-
-Peak rates, bandwidth and the cost of a launch are all that is known of the GPU.
-"""
+"""Predict the time of a compiled program on a GPU from its peak rates, bandwidth and launch time."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
 from jaxmp.inspect.program import compiling, targets
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
-"""The share of the peak rate that a library's arithmetic reaches, on every device alike.
+"""The share of the peak rate that a library's arithmetic reaches, the same for all devices.
 
-Matrix products on an H200, the time of their bytes taken off: 0.80 to 0.95 in bfloat16, 0.77 to 0.84 in TF32, 0.73 to
-0.77 in float32 (three shapes each). Convolutions and attentions are cuDNN's; their shares are those with which the
-recorded steps of ResNet-50 and BERT come out.
+Measured for matrix products on an H200, without the time of their bytes: 0.80 to 0.95 in bfloat16, 0.77 to 0.84 in
+TF32, 0.73 to 0.77 in float32 (three shapes each). Convolutions and attentions run in cuDNN. Their shares were chosen to
+fit the recorded steps of ResNet-50 and BERT.
 """
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _ONLY_MOVE = ("__cub$", "AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")  # or sort
@@ -39,26 +36,26 @@ ACHIEVED_BANDWIDTH = 0.9
 """The share of the memory's bandwidth that kernels reach: a copy moved 4.3 of an H200's 4.8 TB/s."""
 ON_RECORD = "NVIDIA H200"
 ERROR = 0.12
-"""The largest relative error of the predictions that were measured, all on that device; see docs/inspect.md."""
+"""The largest measured relative error of a prediction, all on an H200; see docs/inspect.md."""
 LAUNCH = 2e-6
-"""Seconds from the end of a kernel to the start of the next one, in a graph of CUDA or out of it."""
+"""Seconds from the end of a kernel to the start of the next one, with or without a CUDA graph."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The cost of an instruction, all its turns in loops together.
+    """The cost of an instruction, over all iterations of loops.
 
     Attributes:
-      name: the instruction's, in the text of the compiled program.
-      path: names of modules and scopes, ``/`` between.
+      name: the name of the instruction in the text of the compiled program.
+      path: the names of modules and scopes, joined by ``/``.
       source: the user's file and line.
       dtype: the dtype of its products; empty without products.
-      count: how often it is launched.
-      flops: of its products; a multiply-add is 2.
+      count: the number of launches.
+      flops: the FLOPs of its products; a multiply-add is 2.
       bytes: the bytes that it reads and writes.
       bound: the longest of its parts: ``"arithmetic"``, ``"bytes"`` or ``"launch"``.
-      milliseconds: predicted.
-      recomputed: whether the backward pass computes it again (``jax.checkpoint``).
+      milliseconds: the predicted time.
+      recomputed: whether it is a recomputation in the backward pass (``jax.checkpoint``).
     """
 
     name: str
@@ -75,16 +72,16 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline(tables.Shown):
-    """The predicted time of a program, and where it goes.
+    """The predicted time of a program, by kernel.
 
     Attributes:
-      device: its name.
+      device: the name of the device.
       milliseconds: the sum over the kernels, which run one after the other.
-      kernels: the slowest first.
-      model_flop_utilisation: the time that the products would take at the device's peak rates, as a share of
-        ``milliseconds``. Products that the backward pass computes again are left out.
-      uncounted: kernels of other libraries, whose FLOPs the program does not show (Triton's, Pallas's, a solver's), and
-        collectives. They take longer than predicted, for only their bytes of memory count.
+      kernels: the kernels, slowest first.
+      model_flop_utilisation: the time of the products at the device's peak rates, as a share of ``milliseconds``.
+        Recomputed products are left out.
+      uncounted: kernels with unknown FLOPs (of Triton, Pallas or a solver), and collectives. They take longer than
+        predicted, because only their bytes are counted.
     """
 
     device: str
@@ -102,13 +99,13 @@ class Roofline(tables.Shown):
         if len(self.kernels) > _SHOWN:
             notes.append(f"… and {len(self.kernels) - _SHOWN} more")
         if self.uncounted:
-            notes.append(f"takes longer, for only the bytes are counted of: {', '.join(self.uncounted)}")
+            notes.append(f"takes longer, because only bytes are counted for: {', '.join(self.uncounted)}")
         times = dict.fromkeys(LIMITS, 0.0)
         for kernel in self.kernels:
             times[kernel.bound] += kernel.milliseconds
         notes.append("bound by: " + ", ".join(f"{bound} {time:.3g} ms" for bound, time in times.items()))
         if self.device == ON_RECORD:
-            notes.append(f"on record it is within {ERROR:.0%}: times that differ by less are a tie")
+            notes.append(f"measured errors were up to {ERROR:.0%}: times that differ by less are a tie")
         return title, _COLUMNS, [_cells(kernel) for kernel in self.kernels[:_SHOWN]], notes
 
 
@@ -130,28 +127,24 @@ _SHOWN = 20
 
 
 def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
-    """Return a function that predicts the time of a call of ``fun``.
+    """Return a function that predicts the time of a call of ``fun``; nothing is executed.
 
-    Nothing is executed.
-
-    A kernel takes the time of its products at a share of the peak rate (:data:`ACHIEVED`), that of its bytes at a share
-    of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), and a launch. These are added, because measured products that move
-    many bytes are slower than the longer part alone. Kernels run one after the other. Of a conditional the slowest
-    branch counts; a loop of unknown length counts as one turn.
+    The time of a kernel is the time of its products at a share of the peak rate (:data:`ACHIEVED`), plus the time of
+    its bytes at a share of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), plus a launch. They are added, because measured
+    products with many bytes take longer than the longer part alone. Kernels run one after the other. For a conditional
+    the slowest branch counts, and for a loop of unknown length one iteration. The model is the roofline of Williams,
+    Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM 2009.
 
     Args:
-      fun: a train step, any function that JAX can compile, or a jitted one.
-      device: None for the attached GPU, or the name of one that is not there, as for :func:`jaxmp.inspect.memory`.
+      fun: a train step, a function that JAX can compile, or a jitted function.
+      device: None for the attached GPU, or the name of one that is not attached, as for :func:`jaxmp.inspect.memory`.
 
     Returns:
       A function of the arguments of ``fun``, arrays or shapes.
 
     Raises:
-      ValueError: an unknown name, or the peak rates of the attached device are not known (a CPU's).
-      ModuleNotFoundError: packages that compile for a GPU that is not there are missing.
-
-    Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore
-    architectures", CACM 2009.
+      ValueError: the name is unknown, or the attached device has no known peak rates (such as a CPU).
+      ModuleNotFoundError: the packages that compile for a GPU that is not attached are missing.
     """
 
     def predict(*args: Any) -> Roofline:
@@ -165,8 +158,8 @@ def _hardware(device: str | None) -> hardware.Hardware:
     known = hardware.detect(device)
     if not known.peak_tflops or known.peak_bandwidth is None:
         raise ValueError(
-            f"a roofline needs the device's peak rates, and jaxmp.hardware has none of {known.name!r}; name a GPU that "
-            f"it has: {targets.choice()}"
+            f"a roofline needs the device's peak rates, but jaxmp.hardware has none of {known.name!r}; name a known "
+            f"GPU: {targets.choice()}"
         )
     return known
 

@@ -1,8 +1,8 @@
-"""Record the values at the borders of scopes, and the gradients that reach them.
+"""Record the values at the borders of scopes, and their gradients.
 
-A tap returns its first argument, and takes a second one that it ignores: the sink. Its derivative rule hands what is
-wanted of the cotangent to the sink. So the gradients with respect to all sinks hold the records of all cotangents, and
-the program is differentiated once.
+A tap returns its first argument and ignores the second one, the sink. Its custom derivative rule returns a record of
+the cotangent as the gradient of the sink. So the gradients with respect to all sinks are the records of all cotangents,
+and the program is differentiated once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Taps(ABC):
     """A :class:`jaxmp.inspect.program.recorded_evaluation.Recorder` of values at borders.
 
     Attributes:
-      borders: the values, with the shape and dtype of one turn.
+      borders: the values, with the shape and dtype of one iteration.
     """
 
     def __init__(self, jaxpr: Any, borders: Sequence[AtBorder]) -> None:
@@ -35,21 +35,21 @@ class Taps(ABC):
 
     @abstractmethod
     def record(self, value: jax.Array) -> Any:
-        """Return what is recorded of a value: arrays in a pytree."""
+        """Return the record of a value: arrays in a pytree."""
 
     @abstractmethod
     def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
-        """Return the value, and give the sink its gradient."""
+        """Return the value; the gradient of the sink is the record of the value's gradient."""
 
     @abstractmethod
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
-        """Return the sink of a value: zeros for all turns of the loops around it."""
+        """Return the sink of a value: zeros for all iterations of the loops around it."""
 
     @abstractmethod
     def merge(self, old: Any, new: Any) -> Any:
         """Return the record of a while loop so far.
 
-        ``old`` is that of the turns before, zeros at the first.
+        ``old`` is the record of earlier iterations, zeros at first.
         """
 
     def sinks(self) -> dict[Key, dict[int, jax.Array]]:

@@ -22,15 +22,16 @@ class Collective:
     """Equal operations that move data between devices.
 
     Attributes:
-      kind: that of XLA: ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"``, …
-      dtype: what crosses the wire.
-      axis: the axes of the mesh that it goes over, ``+`` between; the number of devices where there is no mesh.
-      count: how often a call runs it, turns of loops counted.
-      bytes: of the whole array, once: what is gathered, or what each device has of a sum before it is reduced.
-      wire: bytes that one device sends for all of them, by a ring: (n - 1)/n of the whole, of an all-reduce twice that.
-      path: the names of modules and scopes that they come from, ``/`` between.
-      source: the user's file and line; empty where the program does not say.
-      arrays: the bytes of each array, where one operation moves several.
+      kind: XLA's kind: ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"``, …
+      dtype: the dtype of the data that is sent.
+      axis: the axes of the mesh, joined by ``+``; the number of devices if there is no mesh.
+      count: the number of executions in a call, including iterations of loops.
+      bytes: the bytes of the whole array: the gathered array, or each device's part of a sum before the reduction.
+      wire: the bytes that one device sends for all of them in a ring: (n - 1)/n of the whole, twice that for an
+        all-reduce.
+      path: the names of modules and scopes around them, joined by ``/``.
+      source: the user's file and line; empty if the program does not have it.
+      arrays: the bytes of each array, if one operation moves several.
     """
 
     kind: str
@@ -49,27 +50,27 @@ class Collectives(tables.Shown):
     """The collectives of a compiled program.
 
     Attributes:
-      rows: those that send most first.
+      rows: the collectives, those that send most first.
     """
 
     rows: tuple[Collective, ...]
 
     @property
     def wire(self) -> float:
-        """The bytes that one device sends in a call."""
+        """Return the bytes that one device sends in a call."""
         return sum(row.wire for row in self.rows)
 
     def bytes_per_param(self, params: Any) -> float:
         """Return ``wire`` divided by the number of params, a tree of arrays or shapes.
 
-        With all weights gathered in half for the forward and for the backward pass and gradients reduced in float32,
-        n devices send 8 (n - 1)/n bytes a param: 7 of 8.
+        If all weights are gathered in half for the forward and the backward pass, and gradients are reduced in float32,
+        each of n devices sends 8 (n - 1)/n bytes per param: 7 with 8 devices.
         """
         return self.wire / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
     @property
     def totals(self) -> dict[tuple[str, str, str], float]:
-        """The bytes that one device sends, by kind, dtype and axis, largest first."""
+        """Return the bytes that one device sends, by kind, dtype and axis, largest first."""
         totals: dict[tuple[str, str, str], float] = {}
         for row in self.rows:
             key = row.kind, row.dtype, row.axis
@@ -86,14 +87,14 @@ class Collectives(tables.Shown):
 
 
 def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
-    """Return the least number of bytes that one device sends in a training step.
+    """Return the minimum number of bytes that one device sends in a training step.
 
-    No gathered weight is kept from pass to pass. Each weight is gathered in 16 bits for the forward and for the
-    backward pass, and its gradient is reduced in float32: 8 (n - 1)/n bytes a param over n devices.
+    Gathered weights are not kept between the passes. Each weight is gathered in 16 bits for the forward and for the
+    backward pass, and its gradient is reduced in float32: 8 (n - 1)/n bytes per param for n devices.
 
     Args:
       params: a tree of arrays or shapes, each with a ``NamedSharding``.
-      axes: the axes of the mesh that the batch is split over.
+      axes: the axes of the mesh that split the batch.
 
     >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
     >>> ideal_wire(jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("fsdp"))))
@@ -117,13 +118,12 @@ def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
 def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = None) -> Collectives:
     """Return the collectives of a compiled program.
 
-    Equal ones are counted together.
-
-    On a CPU XLA widens half collectives to float32, so for their dtypes compile for a GPU, which need not be there.
+    Equal ones are counted together. On a CPU XLA widens half collectives to float32. To see their dtypes, compile for a
+    GPU, which need not be attached.
 
     Args:
-      compiled: ``jax.jit(fun).lower(*args).compile()``, the arguments on a mesh.
-      program: its text, if it was read already.
+      compiled: ``jax.jit(fun).lower(*args).compile()`` with arguments on a mesh.
+      program: its program, if it has already been read.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("fsdp")))
@@ -151,7 +151,7 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
 
 
 def _mesh_of(compiled: jax.stages.Compiled) -> Any:
-    """Return the mesh of the first argument that lies on one."""
+    """Return the mesh of the first argument that has one."""
     for sharding in jax.tree.leaves(compiled.input_shardings):
         if isinstance(sharding, NamedSharding):
             return sharding.mesh

@@ -20,9 +20,7 @@ Groups = list[list[int]]
 
 
 def groups_of(text: str) -> Groups:
-    """Return the groups of devices of an instruction.
-
-    There are none if all devices exchange data.
+    """Return the groups of devices of an instruction, or no groups if all devices exchange data.
 
     Args:
       text: the instruction, as XLA prints it.

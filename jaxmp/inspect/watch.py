@@ -19,13 +19,13 @@ from jaxmp.training.step import TrainStep
 class Watch:
     """Counts the values of every n-th step.
 
-    A watch of a train step takes the step and returns its results. Every n-th call runs a program that counts, too; its
-    results are those of a plain step up to rounding. No call waits for the device: counts are read when a later call
+    A watch of a train step takes the step and returns its results. Every n-th call runs a program that also counts. Its
+    results equal those of a plain step up to rounding. No call waits for the device: counts are read when a later call
     finds them ready, or when you ask for them.
 
     Args:
       loss_fn: as for :func:`jaxmp.inspect.numerics`; or the result of :func:`jaxmp.make_train_step` or
-        :func:`jaxmp.nnx.make_train_step`. The watch is called with a step's number before its arguments.
+        :func:`jaxmp.nnx.make_train_step`. You call the watch with the number of the step and then its arguments.
       every: the distance of watched steps.
       policy: as for :func:`jaxmp.inspect.numerics`; a train step has its own.
       tx: as for :func:`jaxmp.inspect.numerics`; a train step has its own.
@@ -52,7 +52,7 @@ class Watch:
 
     def __init__(self, loss_fn: Callable[..., Any], *, every: int, policy: Any = None, tx: Any = None) -> None:
         if every < 1:
-            raise ValueError(f"every n-th step is watched, with n of at least 1, got {every}; 100 costs little")
+            raise ValueError(f"every must be at least 1, got {every}; every=100 costs little")
         self.every = every
         self._steps: dict[int, Numerics] = {}
         self._unread: dict[int, tuple[StepRecords, Any]] = {}
@@ -71,7 +71,7 @@ class Watch:
 
     @property
     def steps(self) -> dict[int, Numerics]:
-        """The numerics of the watched steps, by their numbers. Waits for the device."""
+        """Return the numerics of the watched steps by their numbers; this waits for the device."""
         self._read(wait=True)
         return self._steps
 
@@ -80,8 +80,8 @@ class Watch:
 
         Args:
           step: the number of the step.
-          *args: of the train step; of a loss function those of its numerics.
-          **kwargs: of a loss function ``opt_state=None`` and ``loss_scale=1.0``.
+          *args: the arguments of the train step, or of the numerics of a loss function.
+          **kwargs: for a loss function, ``opt_state=None`` and ``loss_scale=1.0``.
 
         Returns:
           The results of the train step. For a loss function its numerics, or None if the step is not watched.
@@ -115,7 +115,7 @@ class Watch:
             step, (records, scale) = next(iter(self._unread.items()))
             if not wait and not scale.is_ready():
                 break
-            # A scale that is not a power of two counts as the one below it.
+            # A scale that is not a power of two counts as the next lower one.
             self._steps[step] = read_records(records, math.floor(math.log2(float(scale))))
             del self._unread[step]
 
@@ -145,7 +145,7 @@ def line(step: int, numerics: Numerics, metrics: Mapping[str, float], dtype: Any
     """Return a watched step as a line of JSON.
 
     It has the metrics, and by kind and path: ``vanished``, the share of values that become 0 in ``dtype`` under the
-    step's scale; ``zeros``, the share that was computed as 0; ``ratio``, the norm of the update over the weight's.
+    step's scale; ``zeros``, the share of values that are 0; ``ratio``, the norm of the update divided by the weight's.
     """
     kinds = [kind for kind in TENSORS if kind != "weights"]
     row = {

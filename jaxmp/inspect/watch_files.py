@@ -1,4 +1,4 @@
-"""The files of a run's folder that are read: ``watch.jsonl`` and ``metrics.csv``."""
+"""Read the files of a run's folder: ``watch.jsonl`` and ``metrics.csv``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 
     Raises:
       FileNotFoundError: the folder is not that of a run.
-      ValueError: the file is another program's.
+      ValueError: the file comes from another program.
     """
     file = folder / "metrics.csv"
     if not file.is_file():
@@ -45,11 +45,13 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """
     file = folder / FILE
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} has no {FILE}: train with --watch 100, say, or wait for the first such step")
+        raise FileNotFoundError(
+            f"{folder} has no {FILE}: train with e.g. --watch 100, or wait for the first watched step"
+        )
     rows = []
     for text in file.read_text().splitlines():
         with contextlib.suppress(ValueError):  # the run was killed while it wrote the line, or writes it now
             rows.append(json.loads(text))
     if any(not isinstance(row, dict) or "vanished" not in row for row in rows):
-        raise ValueError(f"{file} has lines that are no watched step; give the folder of a run with --watch N")
+        raise ValueError(f"{file} has lines that are not watched steps; pass the folder of a run with --watch N")
     return rows

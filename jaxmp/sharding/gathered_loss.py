@@ -239,5 +239,5 @@ def _computed_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Return whether an array is a scalar; not a PRNG key, as draws may differ between examples."""
+    """Return whether an array is a scalar; a PRNG key is not, because draws may differ between examples."""
     return not isinstance(value, Use) and np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)

@@ -103,7 +103,7 @@ def test_what_is_wrong_with_the_arguments(capsys):
             ("compare", "good", "--override", "layer"),
             "an --override must be KEY=LEVEL, such as '**/head=float32', got 'layer'",
         ),
-        (("compare", "good", "--reference", "half"), "a reference is 'float32' or 'float64', got 'half'"),
+        (("compare", "good", "--reference", "half"), "reference must be 'float32' or 'float64', got 'half'"),
     ):
         assert _main(*arguments) == 2
         assert text in capsys.readouterr().err

@@ -28,7 +28,7 @@ def found(fun: Any, *args: Any, policy: str = "mixed_bfloat16") -> list[str]:
     return [each.kind for each in audit(fun, policy, compile=False)(*args).findings]
 
 
-UNALIGNED = "output features 13: no multiple of 8, as tensor cores want of bfloat16"
+UNALIGNED = "output features 13: not a multiple of 8, which tensor cores need for bfloat16"
 
 
 def found_in(cases: dict[str, Any], policy: str = "mixed_bfloat16") -> dict[str, list[str]]:

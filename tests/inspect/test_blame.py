@@ -344,10 +344,12 @@ def test_a_train_step_by_itself():
 def test_a_function_without_a_loss_and_a_scale_that_is_none_are_refused():
     with pytest.raises(TypeError, match=r"a loss must be a floating scalar, got float32 of shape \(3,\)"):
         first_nonfinite(lambda x: x)(X)
-    with pytest.raises(TypeError, match="or ask for the results alone: grad=False"):
+    with pytest.raises(TypeError, match="or check only the results: grad=False"):
         first_nonfinite(lambda x: {"loss": x.sum()})(X)
     for scale in (0, -2.0, np.inf, np.nan):
-        with pytest.raises(ValueError, match=r"loss_scale must be a positive finite number, got .*; 1\.0 is none"):
+        with pytest.raises(
+            ValueError, match=r"loss_scale must be a positive finite number, got .*; 1\.0 means no scaling"
+        ):
             first_nonfinite(lambda x: jnp.sum(x), loss_scale=scale)
 
 

@@ -152,5 +152,5 @@ ENTRY %main (x: f32[1024]) -> f32[] {
 
 
 def test_a_text_that_is_no_program_is_an_error():
-    with pytest.raises(ValueError, match=r"program of XLA has an ENTRY, got 'None'; pass compiled.as_text"):
+    with pytest.raises(ValueError, match=r"XLA program must have an ENTRY, got 'None'; pass compiled.as_text"):
         hlo.HloProgram("None")

@@ -173,12 +173,12 @@ def test_what_does_not_fit_is_refused():
         (
             (jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((8, 8), "float32")),
             {"device": "h200", "topology": "1x1x8"},
-            "a topology needs arguments on a mesh, got '1x1x8' and none with a NamedSharding",
+            "a topology needs arguments on a mesh, got '1x1x8' and no NamedSharding",
         ),
         (
             (WEIGHTS, X),
             {"topology": "1x1x8"},
-            r"got '1x1x8' without their name; add device='h200', 'h100'.*--device h200",
+            r"got '1x1x8' without one; add device='h200', 'h100'.*--device h200",
         ),
         (
             (WEIGHTS, X),
@@ -247,7 +247,7 @@ class TestCommand:
 
     def test_what_is_wrong_is_one_line(self, capsys):
         for flags, message in (
-            (("--topology", "1x1x8"), "got '1x1x8' without their name"),
+            (("--topology", "1x1x8"), "got '1x1x8' without one"),
             (("--device", "h200", "--topology", "many"), "got 'many'"),
         ):
             assert self.run("memory", *flags) == 2

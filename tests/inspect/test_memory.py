@@ -251,9 +251,11 @@ def test_the_search_compiles_few_sizes_and_trusts_no_line():
 def test_errors_say_what_to_do(monkeypatch):
     with pytest.raises(ValueError, match=r"device must be None, .*h200, h100, a100.*, got 'h300'; nearest: 'h"):
         memory(gradients, device="h300")(shape(4, 4), shape(4, 4))
-    with pytest.raises(ValueError, match="scales axis 0 of the batch, but no argument is one; pass the batch after"):
+    with pytest.raises(
+        ValueError, match="scales axis 0 of the batch, but no argument is a batch; pass the batch after"
+    ):
         memory(lambda params: params * 2)(shape(4)).largest_batch(100)
-    with pytest.raises(ValueError, match="take as much memory: axis 0 of what it takes for the batch makes no"):
+    with pytest.raises(ValueError, match="needs memory that depends on the batch"):
         constant = memory(lambda params, batch: batch @ params)(shape(4), shape(2, 4))
         type(constant)("cpu", 10, {}, {}, (), 2, lambda size: 10).largest_batch(100)
     monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))

@@ -310,7 +310,7 @@ def test_the_table_reads_at_80_columns():
 
 @pytest.mark.once
 def test_errors_say_what_is_wanted(params):
-    with pytest.raises(ValueError, match=r"a loss scale is a power of two here.*got 1000; take 1024"):
+    with pytest.raises(ValueError, match=r"loss_scale must be a power of two here.*got 1000; use 1024"):
         numerics(mlp, loss_scale=1000)
     with pytest.raises(TypeError, match=r"a loss must be a floating scalar, got float32 of shape \(6, 8\)"):
         numerics(lambda params, x: x @ params["w"])(params, X)

@@ -123,18 +123,18 @@ def test_the_cells_of_a_large_heat_map_have_no_border_that_hides_them(watched, t
 
 
 def test_each_picture_says_what_it_needs(watched, tmp_path):
-    with pytest.raises(ValueError, match="a loss scale is a power of two here"):
+    with pytest.raises(ValueError, match="loss_scale must be a power of two here"):
         plots.exponents(statistics_of(X), loss_scale=3)
     with pytest.raises(ValueError, match="values are counted for"):
         plots.exponents(statistics_of(X), "float64")
-    with pytest.raises(ValueError, match="a heat map needs a step that was watched, but there is none yet"):
+    with pytest.raises(ValueError, match="a heat map needs a watched step, but there is none yet"):
         plots.underflow(Watch(lambda w: w, every=2))
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no {FILE}: train with --watch 100"):
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no {FILE}: train with e\.g\. --watch 100"):
         plots.underflow(tmp_path)
     (tmp_path / FILE).write_text(line(2, watched.steps[2], {}))
-    with pytest.raises(ValueError, match="counts what vanishes in float16, got dtype='bfloat16'; take that one, or a"):
+    with pytest.raises(ValueError, match="has counts for float16, got dtype='bfloat16'; use that dtype, or a"):
         plots.underflow(tmp_path, dtype="bfloat16")
-    with pytest.raises(ValueError, match="a timeline needs a step, but there is none yet; wait for the first one"):
+    with pytest.raises(ValueError, match="a timeline needs a step, but there is none yet; wait for the first step"):
         plots.loss_scale([])
     with pytest.raises(FileNotFoundError, match=r"a run's folder has metrics.csv, but .* has none; give the folder of"):
         plots.loss_scale(tmp_path)

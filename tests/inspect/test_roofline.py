@@ -106,7 +106,7 @@ def test_large_products_are_bound_by_arithmetic_and_moves_by_bytes():
 def test_without_peak_rates_the_error_names_the_gpus_that_have_them():
     with pytest.raises(
         ValueError,
-        match=r"none of 'cpu'; name a GPU that it has: device='h200', 'h100'.*; of a command that is --device h200",
+        match=r"none of 'cpu'; name a known GPU: device='h200', 'h100'.*; on the command line, e.g. --device h200",
     ):
         jaxmp.inspect.roofline(jnp.tanh)(jnp.ones(3))
     with pytest.raises(ValueError, match="got 'h300'"):
@@ -125,7 +125,7 @@ def test_it_is_shown_as_text_a_table_and_json():
     lines = str(found).splitlines()
     assert lines[0].endswith(f"ms predicted on NVIDIA H200, model FLOP utilisation {found.model_flop_utilisation:.1%}")
     assert lines[-2].startswith("bound by: arithmetic ")
-    assert lines[-1] == "on record it is within 12%: times that differ by less are a tie"
+    assert lines[-1] == "measured errors were up to 12%: times that differ by less are a tie"
     other = module.of_program(hlo.HloProgram(TEXT), module._hardware("a100"))  # of which nothing is on record
     assert str(other).splitlines()[-1].startswith("bound by: arithmetic ")
     assert found.table().row_count == len(found.kernels)
@@ -168,5 +168,5 @@ def test_what_is_not_counted_is_named():
     assert module.of_program(hlo.HloProgram(TEXT), H200).uncounted == ()
     found = module.of_program(hlo.HloProgram(others), H200)
     assert found.uncounted == ("__gpu$xla.gpu.triton", "all-reduce", "cusolver_geqrf_ffi")
-    assert "takes longer, for only the bytes are counted of: __gpu$xla.gpu.triton, all-reduce" in str(found)
+    assert "takes longer, because only bytes are counted for: __gpu$xla.gpu.triton, all-reduce" in str(found)
     assert json.loads(found.to_json())["uncounted"] == list(found.uncounted)

@@ -1,1 +1,1 @@
-"""The parts that the tools of inspect share to read compiled programs."""
+"""Shared code of the tools of inspect that reads compiled programs."""

@@ -1,4 +1,4 @@
-"""Read XLA's programs: their instructions, and the modules and lines of code that these come from."""
+"""Read XLA programs: their instructions, and the modules and source lines of these."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BYTES = {name: size for size, names in _DTYPES.items() for name in names.split()
 COLLECTIVES = frozenset({"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"})
 COLLECTIVES |= {"collective-permute", "collective-broadcast"}
 CONTROL = frozenset({"while", "conditional", "call"})
-"""Instructions that run other computations, and nothing else."""
+"""Instructions that only run other computations."""
 NO_WORK = CONTROL | {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
 NO_KERNEL = NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -59,7 +59,7 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Its size; a KeyError if the dtype is not known here."""
+        """Return its size in bytes; raise a KeyError if the dtype is unknown."""
         return BYTES[self.dtype] * math.prod(self.shape)
 
 
@@ -76,7 +76,7 @@ def size_in_bytes(shape: str) -> float:
     """Return the bytes of an array, or of all arrays of a tuple, in XLA's notation.
 
     Raises:
-      KeyError: a dtype that is not known here.
+      KeyError: the dtype is unknown.
 
     >>> size_in_bytes("bf16[2,3]{1,0}"), size_in_bytes("(f8e4m3fn[8], pred[], u32[2])")
     (12, 17)
@@ -110,23 +110,23 @@ class Instruction:
 
     @property
     def bytes(self) -> float:
-        """The size of its result."""
+        """Return the size of its result in bytes."""
         return size_in_bytes(self.result)
 
     @property
     def arrays(self) -> list[Array]:
-        """Its result, or the parts of a tuple."""
+        """Return the array of its result, or the arrays of a tuple."""
         return parse_arrays(self.result)
 
     @property
     def op_name(self) -> str:
-        """JAX's name of the operation, with its scopes and transformations; empty if XLA made it."""
+        """Return JAX's name of the operation, with scopes and transformations; empty if XLA created it."""
         match = _OP_NAME.search(self.text)
         return match[1].replace("\\'", "'") if match else ""
 
     @property
     def path(self) -> str:
-        """The names of modules and scopes around it, ``/`` between."""
+        """Return the names of modules and scopes around it, joined by ``/``."""
         return path_in_name(self.op_name)
 
 
@@ -153,9 +153,9 @@ class HloProgram:
     """A program of XLA, from the text of its HLO, optimised or as it was lowered.
 
     Attributes:
-      computations: name to instructions.
-      entry: the name of the first one to run.
-      aliases: the parameter that a result is written into, by the number of the result.
+      computations: the instructions of each computation, by name.
+      entry: the name of the computation that runs first.
+      aliases: the parameter into which a result is written, by the number of the result.
       partitions: the number of devices that run it together.
 
     Raises:
@@ -172,10 +172,10 @@ class HloProgram:
         aliases = header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
         self.aliases = {int(result or 0): int(parameter) for result, parameter in WRITES_INTO.findall(aliases)}
         self._parse(lines)
-        if not self.entry:  # without it nothing would seem to be sent or computed
+        if not self.entry:  # otherwise the program would seem to compute and send nothing
             raise ValueError(
-                f"the text of a program of XLA has an ENTRY, got {text[:60]!r}; pass compiled.as_text(), of a backend "
-                "that shows its programs"
+                f"the text of an XLA program must have an ENTRY, got {text[:60]!r}; pass compiled.as_text() of a "
+                "backend that shows its programs"
             )
 
     def _parse(self, lines: list[str]) -> None:
@@ -218,10 +218,10 @@ class HloProgram:
         return instruction
 
     def source(self, instruction: Instruction) -> str:
-        """Return the user's file and line, ``"package/module.py:12"``; empty if the program does not say."""
+        """Return the user's file and line, ``"package/module.py:12"``; empty if the program does not have it."""
         match = re.search(r"stack_frame_id=(\d+)", instruction.text)
         frames = self._frames.get("StackFrames", {})
-        # Some versions print parents by one too high: the first frame has none, and 0 is none.
+        # Some versions print parents that are too high by one. The first frame has no parent, and 0 means none.
         shift = "parent_frame_id=1" in frames.get(1, "")
         number, lines = int(match[1]) if match else 0, list[tuple[str, int]]()
         while number in frames and len(lines) < len(frames):
@@ -234,7 +234,7 @@ class HloProgram:
     def bodies(self, instruction: Instruction) -> list[str]:
         """Return the computations that an instruction calls.
 
-        The condition of a loop with a known number of turns is left out.
+        The condition of a loop with a known number of iterations is left out.
         """
         text = _CONDITION.sub("", instruction.text) if TRIPS.search(instruction.text) else instruction.text
         branches = [name for names in _BRANCHES.findall(text) for name in _OPERAND.findall(names)]
@@ -243,10 +243,10 @@ class HloProgram:
     def instructions_by_run(
         self, into_fusions: bool = True, repeat_loops: bool = False
     ) -> Iterator[tuple[str, Instruction, int]]:
-        """Yield each instruction with its computation and how often it runs.
+        """Yield each instruction with its computation and the number of its executions.
 
-        The body of a loop counts once unless repeated. Without ``into_fusions`` these are the kernels: the instructions
-        in fusions and reductions are left out.
+        Without ``repeated``, the body of a loop counts once. Without ``into_fusions``, instructions inside of fusions
+        and reductions are skipped, so the result is the kernels.
         """
         stack = [(self.entry, 1)]
         while stack:
@@ -280,7 +280,7 @@ def is_end(opcode: str) -> bool:
 
 
 def _facts(text: str) -> dict[str, int]:
-    """Return the numbers of one line of a table of source lines, by name."""
+    """Return the numbers in a line of a table of source lines, by name."""
     return {key: int(number) for key, number in _FACT.findall(text)}
 
 

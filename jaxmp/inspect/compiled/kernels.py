@@ -10,10 +10,10 @@ from jaxmp.inspect.compiled.hlo import BYTES, PARAMETER, WRITES_INTO, Array, Hlo
 
 _PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _LIBRARIES = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
-"""The kind of product by the beginning of a library call's name."""
+"""The kinds of products, by the prefix of a library call's name."""
 _PICKS = frozenset({"slice", "dynamic-slice", "gather"})
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
-"""Instructions that write into their first operand, and the operand that holds the new elements."""
+"""Instructions that write into their first operand, and the position of the operand with the new elements."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,9 @@ class KernelProduct:
 
     Attributes:
       kind: ``"dot"``, ``"convolution"`` or ``"attention"``.
-      dtype: the operands' dtype; ``"tensorfloat32"`` where float32 ones may be rounded to it.
-      flops: of one time; a multiply-add is 2. A causal attention counts half the square, as its kernels skip the rest.
+      dtype: the operands' dtype; ``"tensorfloat32"`` if float32 operands may be rounded to it.
+      flops: the FLOPs of one execution; a multiply-add is 2. For causal attention half of the scores are counted,
+        because its kernels skip the others.
     """
 
     kind: str
@@ -52,7 +53,7 @@ def products_of(
 ) -> list[KernelProduct]:
     """Return the products of a kernel, also those in a fusion.
 
-    With ``masked`` a causal attention counts half the square, else the whole.
+    With ``masked``, half of the scores of a causal attention are counted.
     """
     if instruction.opcode == "fusion":
         inside = program.inside(instruction)
@@ -74,7 +75,7 @@ def products_of(
 
 
 def _attention_flops(instruction: Instruction, operands: list[Array], masked: bool) -> int:
-    # XLA orders the axes as (batch, tokens, heads, width), whatever the layout is.
+    # XLA orders the axes as (batch, tokens, heads, width) for any layout.
     query, key = operands[0].shape, operands[1].shape
     products = 5 if "Backward" in _call_target(instruction) else 2
     is_triangle = masked and '"CAUSAL"' in instruction.text
@@ -89,9 +90,9 @@ def _dot_flops(instruction: Instruction, operands: list[Array]) -> int:
 
 
 def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:
-    """Return the FLOPs of a convolution, or of its derivative by the input or by the kernel in cuDNN.
+    """Return the FLOPs of a convolution, or of its derivatives in cuDNN.
 
-    Each number that the forward convolution returns has as many terms as the kernel has numbers per output feature.
+    Each element of the forward result is a sum over the kernel's elements of one output feature.
     """
     text = instruction.text
     outputs, kernel = instruction.arrays[0].shape, operands[1].shape
@@ -110,7 +111,7 @@ def written_into(program: HloProgram, computation: str, instruction: Instruction
     """Return the results that are written into an operand.
 
     Returns:
-      By the number of the result, the number of the operand and the bytes that change.
+      A dict from the number of the result to the number of the operand and the bytes that change.
     """
     if instruction.opcode == "custom-call":
         _, _, aliases = instruction.text.partition("output_to_operand_aliasing={")
@@ -151,7 +152,7 @@ def _behind_bitcasts(known: dict[str, Instruction], name: str) -> Instruction:
 def moved_bytes(program: HloProgram, computation: str, instruction: Instruction) -> float:
     """Return the bytes that a kernel reads and writes.
 
-    An operand that it picks elements from, or writes elements into, counts with these elements only.
+    If it reads or writes only some elements of an operand, only these are counted.
     """
     inside = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else []
     read = _read_bytes(program.computations[computation], instruction, inside)

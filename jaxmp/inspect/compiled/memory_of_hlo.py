@@ -1,4 +1,4 @@
-"""The buffers that fill the memory while a program of XLA runs, and the code that made them."""
+"""The buffers in memory while an XLA program runs, and the code that created them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Buffer:
       bytes: its size.
       array: its dtype and shape.
       made_by: JAX's name of the operation, with its modules.
-      maker: the instruction that computes it; a loop, if its turns write into the buffer.
+      maker: the instruction that computes it, or the loop that writes into the buffer.
       last: the last instruction that reads it, or the maker.
       start, end: the first and the last instruction of the schedule during which it exists.
     """
@@ -36,14 +36,14 @@ class Buffer:
 
 
 _Results = dict[str, list[Buffer | None]]
-"""The buffers of each result by the instruction's name; None stands for a parameter or a constant."""
+"""The buffers of each result, by the instruction's name; None for a parameter or a constant."""
 
 
 def buffers_at_peak(program: HloProgram, computation: str = "") -> list[Buffer]:
-    """Return the buffers that exist when they are the most bytes, largest first.
+    """Return the buffers at the memory peak, largest first.
 
-    This is an estimate: XLA packs buffers by rules of its own. Parameters, results that are written into them, and
-    constants are not counted. An elementwise kernel writes into an operand that nothing reads afterwards.
+    This is an estimate, because XLA has its own rules to pack buffers. Parameters, results that are written into them,
+    and constants are not counted. An elementwise kernel reuses the buffer of an operand that nothing reads later.
 
     Args:
       program: a scheduled program, as XLA compiles for GPUs.
@@ -100,7 +100,7 @@ def _add_buffers(program: HloProgram, instruction: Instruction, position: int, r
 
 
 def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
-    """Return whether the turns of a loop change an element of its carry."""
+    """Return whether the iterations of a loop change an element of its carry."""
     match = _BODY.search(loop.text)
     body = program.computations[match[1]] if match else {}
     (*_, root) = body.values()
@@ -115,10 +115,10 @@ def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
 
 
 def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:
-    """End each buffer that a loop fusion can write its result into one instruction early.
+    """End buffers one instruction early if a loop fusion can reuse them for its result.
 
-    XLA does so with buffers that the fusion reads directly, but not with one of several results, as a product of cuBLAS
-    has. An update in place, and a product that adds to an operand, always write into the buffer.
+    XLA reuses buffers that the fusion reads directly, but not a buffer of one of several results, as of a cuBLAS
+    product. An in-place update, and a product that adds to an operand, always reuse the buffer.
     """
     instructions = list(program.computations[computation].values())
     positions = {instruction.name: position for position, instruction in enumerate(instructions)}

@@ -1,7 +1,7 @@
-"""A plan of autocast as a graph of coloured boxes.
+"""Draw a plan of autocast as a graph of coloured boxes.
 
-1. Consecutive operations of one scope and one dtype make a box (`_boxes`). Scopes are shortened until there are few.
-2. Each box gets a place below the boxes that it reads (`_positions`). A long graph continues in the next column.
+1. Consecutive operations of one scope and one dtype form a box (`_boxes`). Scopes are shortened until there are few.
+2. Each box is placed below the boxes that it reads (`_positions`). A long graph continues in the next column.
 3. Boxes, arrows and casts are drawn.
 """
 
@@ -26,7 +26,7 @@ _CAST = "#B3123F"
 _ARROW = "#8A8A8A"
 _EDGE = "#777777"
 _WIDTH, _HEIGHT = 2.4, 0.6
-"""The size of a box, where boxes of one column are 1 apart."""
+"""The size of a box, relative to the distance between boxes in a column."""
 _WORDS = {
     "dot_general": "product",
     "conv_general_dilated": "convolution",
@@ -55,12 +55,12 @@ class _Position(NamedTuple):
 def casts(plan: CastPlan) -> Any:
     """Draw a plan of autocast as a coloured graph, from the top down.
 
-    A box holds consecutive operations of one scope and one dtype. In a large program it holds those of one scope, and
-    is coloured by their shares of dtypes. A red arrow changes the dtype. A red diamond counts the casts that autocast
-    adds and the bytes that they write. Weights, masks and indices are left out.
+    A box contains consecutive operations of one scope and one dtype. In a large program, it contains operations of one
+    scope and several dtypes, and its colours show their shares. A red arrow changes the dtype. A red diamond shows the
+    number of casts that autocast adds, and their bytes. Weights, masks and indices are left out.
 
     Args:
-      plan: of :func:`jaxmp.cast_plan`.
+      plan: a plan of :func:`jaxmp.cast_plan`.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
@@ -112,7 +112,7 @@ def _width_and_name(dtype: str) -> tuple[int, str]:
 def _boxes(rows: Sequence[Operation]) -> list[_Box]:
     """Group operations as finely as can be read.
 
-    First by path and dtype, then by path alone, with ever shorter paths.
+    They are first grouped by path and dtype, then only by path, with shorter and shorter paths.
     """
     numbers = _numbers_of_drawn(rows)
     deepest = max((rows[n].path.count("/") + 1 for n in numbers), default=1)
@@ -127,7 +127,7 @@ def _boxes(rows: Sequence[Operation]) -> list[_Box]:
 def _numbers_of_drawn(rows: Sequence[Operation]) -> list[int]:
     """Return the numbers of the operations to draw.
 
-    They are floating and have no body; those that only move weights are left out.
+    They are floating and have no body. Operations that only move weights are left out.
     """
     drawn: list[int] = []
     for n, row in enumerate(rows):
@@ -162,7 +162,7 @@ def _boxes_of(rows: Sequence[Operation], groups: Sequence[_Group]) -> list[_Box]
 def _positions(boxes: Sequence[_Box]) -> tuple[list[_Position], int]:
     """Return the positions of boxes, and the height of a column.
 
-    A box lies below those that it reads, straight below if that place is free.
+    A box is below the boxes that it reads, directly below if that place is free.
     """
     layers = _layers(boxes)
     lanes = _lanes(boxes, layers)
@@ -185,7 +185,7 @@ def _layers(boxes: Sequence[_Box]) -> list[int]:
     for box in boxes:
         layers.append(1 + max((layers[n] for n in box.reads), default=-1))
     for number, box in enumerate(boxes):
-        if not box.reads:  # stands just above its first reader, not at the top
+        if not box.reads:  # is placed just above its first reader, not at the top
             readers = [layers[m] for m, other in enumerate(boxes) if number in other.reads]
             layers[number] = max(0, min(readers, default=0) - 1)
     return layers
@@ -210,7 +210,7 @@ def _lanes(boxes: Sequence[_Box], layers: Sequence[int]) -> list[int]:
 def _draw_arrows(axes: Any, number: int, boxes: Sequence[_Box], positions: Sequence[_Position]) -> None:
     """Draw the arrows to a box.
 
-    Boxes of other columns are named by their numbers.
+    Boxes of other columns are shown by their numbers.
     """
     to = positions[number]
     in_other_columns = []
@@ -221,7 +221,7 @@ def _draw_arrows(axes: Any, number: int, boxes: Sequence[_Box], positions: Seque
             continue
         dtypes = boxes[source].dtype, boxes[number].dtype
         is_cast = all(dtypes) and dtypes[0] != dtypes[1]
-        is_hidden = to.y - start.y > 1 and start.x == to.x  # boxes lie between: the arrow goes around them
+        is_hidden = to.y - start.y > 1 and start.x == to.x  # the arrow goes around the boxes between
         look: dict[str, Any] = {
             "color": _CAST if is_cast else _ARROW,
             "linewidth": 1.6 if is_cast else 0.9,

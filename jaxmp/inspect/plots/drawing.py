@@ -36,8 +36,8 @@ def style(axes: Any, title: str, x: str = "", y: str = "", grid: str = "y") -> N
     """Give axes a plain frame: no box, the title on the left, a light grid.
 
     Args:
-      axes: of matplotlib.
-      title: above the axes.
+      axes: the axes of matplotlib.
+      title: the title above the axes.
       x: the label of the x axis.
       y: the label of the y axis.
       grid: the axis that the grid lines cross; empty for no grid.
@@ -60,26 +60,26 @@ def set_title(page: Any, text: str) -> None:
 
 
 def ink(color: str) -> str:
-    """Return the colour of text that can be read on ``color``."""
+    """Return a colour for text that is readable on ``color``."""
     return "white" if color in (RED, BLUE, GREEN, BROWN, BLACK) else BLACK
 
 
 def label_rows(axes: Any, paths: Sequence[str], offset: float = 0.0) -> None:
-    """Write paths at the y axis, at most as many as can be read."""
+    """Write paths at the y axis, but only as many as are readable."""
     shown = range(0, len(paths), -(-len(paths) // _MAX_LABELS))
     axes.set_yticks([n + offset for n in shown], [short_path(paths[n]) for n in shown])
     axes.tick_params(axis="y", length=0, labelcolor=BLACK, labelsize=7.5)
 
 
 def short_path(path: str) -> str:
-    """Return a path without the methods of Flax's modules, which stand behind a dot."""
+    """Return a path without the methods of Flax modules, which follow a dot."""
     *parents, last = path.split("/")
     modules = [part for part in parents if "." not in part]
     return "/".join([*modules, last]) or "the result"
 
 
 def percent(share: float) -> str:
-    """Return a share as text, which is 0% or 100% only if the share is exactly that."""
+    """Return a share as text; it is 0% or 100% only if that is exact."""
     if share in (0, 1):
         return f"{share:.0%}"
     if share < 0.001:

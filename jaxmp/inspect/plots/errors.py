@@ -28,12 +28,12 @@ _MARKS = (("forward", "forward", BLUE, "o"), ("backward", "gradient", RED, "D"))
 def errors(comparison: Comparison) -> Any:
     """Draw the relative errors of values and gradients, from the input down.
 
-    The program runs from top to bottom; the other axis is the relative L2 error. A dashed line marks one rounding to
-    the half dtype. The lower panel has the gradients of the arguments. Errors of 0 have no mark, and those that are not
-    finite stand at the right border.
+    The program runs from top to bottom; the x axis is the relative L2 error. A dashed line marks the error of one
+    rounding to the half dtype. The lower panel has the gradients of the arguments. Errors of 0 have no mark, and errors
+    that are not finite are at the right border.
 
     Args:
-      comparison: of :func:`jaxmp.inspect.compare`.
+      comparison: a result of :func:`jaxmp.inspect.compare`.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Histograms of binary exponents beside the ranges of number formats."""
+"""Draw histograms of binary exponents above the ranges of number formats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FATES = {"becomes 0": RED, "subnormal": ORANGE, "normal": BLUE, "overflows": PI
 """The fates of a value in a format, from small to large magnitudes, and their colours."""
 _FORMATS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
 _VISIBLE = 5e-4
-"""The smallest share of a tensor's values whose bar can be seen."""
+"""The smallest share of a tensor's values with a visible bar."""
 
 
 class _Tensor(NamedTuple):
@@ -46,17 +46,18 @@ def exponents(
 ) -> Any:
     """Draw histograms of binary exponents, coloured by the values' fate.
 
-    A bar counts the values of one ``floor(log2|x|)``, as a share of all values of the tensor in percent. Zeros have no
-    bar. The shares beside it are exactly those of :meth:`Statistics.under`. Below are the ranges of the formats.
+    A bar is the share of a tensor's values with one ``floor(log2|x|)``, in percent. Zeros have no bar. The shares
+    beside it are exactly those of :meth:`Statistics.under`. Below are the ranges of the formats.
 
     Args:
-      counted: the statistics of one tensor, of several by name, or a step, whose tensors are counted together by kind.
+      counted: the statistics of one tensor, a mapping from name to statistics, or a step, whose tensors are counted
+        together by kind.
       dtype: the format that colours the bars, as for :meth:`Statistics.under`.
-      loss_scale: a power of two that the values are multiplied by first; of a step the gradients only. A grey line is
-        the histogram without it.
+      loss_scale: a power of two that multiplies the values (for a step, only the gradients). A grey line shows the
+        histogram without it.
 
     Raises:
-      ValueError: another dtype, or no power of two.
+      ValueError: the dtype is unknown, or the loss scale is not a power of two.
       ModuleNotFoundError: matplotlib is not installed.
 
     The picture is that of Micikevicius et al. 2018 (arXiv 1710.03740), figure 3.
@@ -100,7 +101,7 @@ def _tensors(counted: Any, dtype: Any, loss_scale: float) -> list[_Tensor]:
 def _limits(tensors: Sequence[_Tensor], form: Any) -> tuple[int, int]:
     """Return the exponents at the left and right border.
 
-    All visible bars and the format's range lie between.
+    They include all visible bars and the format's range.
     """
     low, high = _smallest_exponent(form) - 4, min(form.max_exponent, 20) + 2
     for tensor in tensors:
@@ -121,7 +122,7 @@ def _draw_histogram(axes: Any, tensor: _Tensor, form: Any) -> None:
     smallest = _smallest_exponent(form)
     colors = list(_FATES.values())
     for exponent, count in sorted(tensor.in_format.histogram.items()):
-        # Values of half the smallest subnormal number and more are rounded up to it.
+        # Values of at least half the smallest subnormal number are rounded up to it.
         fate = (exponent >= smallest - 1) + (exponent >= form.min_exponent) + (exponent > form.max_exponent)
         height = 100 * count / tensor.in_format.count
         axes.bar(exponent, height, width=1, align="edge", color=colors[fate], linewidth=0)

@@ -1,4 +1,4 @@
-"""The memory of several programs, side by side."""
+"""Draw the memory of several programs, side by side."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COLORS_OF_OTHERS = (SKY, GREEN, BROWN, PINK, BLACK)
 
 
 class _Scale(NamedTuple):
-    """The unit of a picture, and the largest peak in it, in bytes."""
+    """The unit of a picture, and its largest peak in bytes."""
 
     name: str
     bytes: int
@@ -46,7 +46,7 @@ class _Scale(NamedTuple):
 def memory(plans: Mapping[str, Memory]) -> Any:
     """Draw the memory of several plans, side by side, by kind and by dtype.
 
-    Bars are in MiB on one device, in KiB where all are smaller than 10 MiB.
+    Bars are in MiB on one device, or in KiB if all are smaller than 10 MiB.
 
     Args:
       plans: results of :func:`jaxmp.inspect.memory` by name. The others are compared with the first.

@@ -1,4 +1,4 @@
-"""Pictures of a training run: underflow, and the loss scale."""
+"""Draw a training run: underflow, and the loss scale."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from jaxmp.inspect.watch import Watch, line
 from jaxmp.inspect.watch_files import metrics, read
 
 _MAX_BORDERED = 60
-"""Rows or columns of a heat map above which white borders would hide the cells."""
+"""The number of rows or columns of a heat map above which white borders would hide the cells."""
 
 
 def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype: Any = "float16") -> Any:
     """Draw a heat map of layer × step: the share of a tensor's values that underflow.
 
-    The left map shows the values that become 0 in a format under the step's loss scale. The right one shows those that
-    were 0 already; in a float16 run they include the ones that vanished. Colours go from 0 (light) to 100 % (dark).
+    The left map shows the values that become 0 in a format under the step's loss scale. The right map shows values that
+    were already 0; in a float16 run these include values that vanished. Colours go from 0 (light) to 100 % (dark).
 
     Args:
       run: a :class:`Watch`, or the folder of a run with ``--watch N``.
       kind: ``"activations"``, ``"activation_gradients"``, ``"gradients"`` or ``"updates"``.
-      dtype: the format; of a folder the one that its file was counted for.
+      dtype: the format; for a folder, it must be the format of its file.
 
     Raises:
-      ValueError: nothing was watched, or the folder's file is for another format.
+      ValueError: nothing was watched, or the folder's file has another format.
       FileNotFoundError: the folder has no ``watch.jsonl``.
       ModuleNotFoundError: matplotlib is not installed.
 
@@ -49,8 +49,8 @@ def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype
     _require_watched(rows)
     if rows[0]["dtype"] != name:
         raise ValueError(
-            f"the file of {run} counts what vanishes in {rows[0]['dtype']}, got dtype={name!r}; take that one, or "
-            "a Watch, which has the histograms"
+            f"the file of {run} has counts for {rows[0]['dtype']}, got dtype={name!r}; use that dtype, or a Watch, "
+            "which has the histograms"
         )
     page = figure(9.5, heat_height(rows, kind))
     draw_heat(page, rows, kind)
@@ -61,11 +61,11 @@ def loss_scale(run: str | Path | Iterable[Mapping[str, Any]]) -> Any:
     """Draw the loss scale of a run, step by step, and the steps that were skipped.
 
     Args:
-      run: a run's folder, whose ``metrics.csv`` is read; or the metrics of each step: ``step``, ``loss_scale``, and
-        ``skipped``, true or not 0 where the step was skipped.
+      run: a run's folder with ``metrics.csv``, or the metrics of each step: ``step``, ``loss_scale``, and ``skipped``
+        (True or nonzero if the step was skipped).
 
     Raises:
-      ValueError: there is no step.
+      ValueError: there are no steps.
       FileNotFoundError: the folder has no ``metrics.csv``.
       ModuleNotFoundError: matplotlib is not installed.
 
@@ -88,7 +88,7 @@ def training(run: str | Path, kind: str = "activation_gradients") -> Any:
       kind: as for :func:`underflow`.
 
     Raises:
-      ValueError: nothing was watched, or there is no step.
+      ValueError: nothing was watched, or there are no steps.
       FileNotFoundError: a file of the run is missing.
       ModuleNotFoundError: matplotlib is not installed.
     """
@@ -104,7 +104,7 @@ def training(run: str | Path, kind: str = "activation_gradients") -> Any:
 
 def _require_watched(rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
-        raise ValueError("a heat map needs a step that was watched, but there is none yet; watch every step, or wait")
+        raise ValueError("a heat map needs a watched step, but there is none yet; watch every step, or wait")
 
 
 def heat_height(rows: Sequence[Mapping[str, Any]], kind: str) -> float:
@@ -148,7 +148,7 @@ def _heat_title(rows: Sequence[Mapping[str, Any]], kind: str) -> str:
 
 def _draw_timeline(page: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
-        raise ValueError("a timeline needs a step, but there is none yet; wait for the first one")
+        raise ValueError("a timeline needs a step, but there is none yet; wait for the first step")
     steps = [float(row["step"]) for row in rows]
     scales = [float(row["loss_scale"]) for row in rows]
     is_skipped = [float(row["skipped"]) != 0 for row in rows]

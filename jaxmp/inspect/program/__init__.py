@@ -1,1 +1,1 @@
-"""The parts that the tools of inspect share to read programs, and the findings of an audit."""
+"""Shared code of the tools of inspect that reads programs, and the findings of an audit."""

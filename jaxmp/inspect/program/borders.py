@@ -19,7 +19,7 @@ class AtBorder(NamedTuple):
 
     Attributes:
       key: the key of the equation that computes it.
-      position: its number among the results.
+      position: its position among the results.
       path: the scope. If nested scopes return the same value, each has an ``AtBorder``.
       turns: as in :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
     """
@@ -33,15 +33,15 @@ class AtBorder(NamedTuple):
 def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     """Return the values that are computed in a scope and used outside of it, in program order.
 
-    ``jit`` and ``checkpoint`` are no border: a value belongs to the equation that computes it. The result of a loop or
-    a branch is computed by the loop, and within the body by an equation of its own. The condition of a while loop is
-    left out, and so are bodies that are evaluated as one operation, see
+    ``jit`` and ``checkpoint`` are not borders: a value belongs to the equation that computes it. The result of a loop
+    or a branch belongs to the loop, and inside of the body to another equation. The condition of a while loop is left
+    out, and so are bodies that are evaluated as one operation, see
     :func:`jaxmp.inspect.program.recorded_evaluation.is_whole`.
 
     Args:
-      jaxpr: open.
-      roots: which results of the program count. A value that leads to none of them, such as new statistics, is left
-        out. None: all count.
+      jaxpr: an open jaxpr.
+      roots: for each result of the program, whether it counts (None: all). Values on which no such result depends, for
+        example new statistics, are left out.
     """
     return [
         AtBorder(place.key, position, path, place.turns)
@@ -53,7 +53,7 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
 def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     """Return the values that a scope reads and outer code computes, with that code's path.
 
-    A value that a scope returns is not among them. Arguments as in :func:`returned`.
+    Values that the scope itself returns are not included. The arguments are those of :func:`returned`.
     """
     values = []
     for place, position, readers in _read_floats(jaxpr, roots):
@@ -64,7 +64,7 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
 
 
 def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[Names]]]:
-    """Yield the floating values that lead to a root, with the scopes that read them."""
+    """Yield the floating values on which a root depends, with the scopes that read them."""
     values = values_of(jaxpr, [None] * len(jaxpr.constvars), functools.partial(is_whole, keeps_rules=True))
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
     readers = collections.defaultdict[Value, list[Names]](list)

@@ -19,7 +19,7 @@ from jaxmp.training.state import TrainState
 from jaxmp.training.step import TrainStep
 
 AS_WRITTEN = {"xla_allow_excess_precision": False}
-"""Compiler options that keep XLA from leaving out a rounding to half."""
+"""Compiler options that keep XLA from removing a rounding to half."""
 
 
 class StepCall(NamedTuple):
@@ -41,7 +41,7 @@ class StepCall(NamedTuple):
 
 
 def is_step(fun: Any) -> bool:
-    """Return whether a function is a train step, of Linen's kind or NNX's."""
+    """Return whether a function is a train step for Linen or NNX."""
     return isinstance(fun, (TrainStep, NNXTrainStep))
 
 
@@ -63,18 +63,18 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
 
 
 def require_own_settings(**settings: Any) -> None:
-    """Raise if a setting is given that a train step has itself."""
+    """Raise a ValueError for settings that a train step already has."""
     for name, value in settings.items():
         if value is not None:
             raise ValueError(
-                f"a train step has its policy, its optimizer and its loss scale itself, got {name}; leave it out"
+                f"a train step already has a policy, an optimizer and a loss scale, got {name}; leave it out"
             )
 
 
 def named(args: Any) -> Any:
-    """Let the modules of NNX models among the arguments put their calls in scopes.
+    """Make the modules of NNX models among the arguments put their calls in scopes.
 
-    The arguments must have no other owner.
+    No other code may use the arguments.
     """
     is_model = nnx_models.is_module
     return jax.tree.map(lambda node: nnx_models.with_scopes(node) if is_model(node) else node, args, is_leaf=is_model)
@@ -108,7 +108,7 @@ def _name_or_number(fun: Any, args: Sequence[Any]) -> list[str]:
 
 
 def differentiated(args: Sequence[Any]) -> list[int]:
-    """Return the numbers of the arrays to differentiate by.
+    """Return the numbers of the arrays to differentiate with respect to.
 
     These are the floating arrays of the first argument that has any.
     """
@@ -129,4 +129,4 @@ def loss_and_rest(result: Any) -> tuple[Any, list[Any]]:
       TypeError: the loss is no floating scalar.
     """
     loss, *rest = result if isinstance(result, (tuple, list)) and result else (result,)
-    return require_loss(loss, "return the loss, or (loss, …), or ask for the results alone: grad=False"), rest
+    return require_loss(loss, "return the loss or (loss, …), or check only the results: grad=False"), rest

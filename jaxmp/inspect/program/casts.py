@@ -1,4 +1,4 @@
-"""Find casts that do nothing but cost time."""
+"""Find casts that only cost time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def round_trips(audited: Audited) -> Faults:
             continue
         widened = _casts_to_wider(value)
         if not widened or all(map(is_derivative, (value, *widened))) or _joins_modules(value, widened):
-            # Derivatives of casts have nothing between them where a bias was added, or an axis summed, in float32.
+            # If a bias was added or an axis summed in float32, the derivatives of the two casts are adjacent.
             continue
         half, wide = value.dtype.name, value.inputs[0].dtype.name
         what = f"{half} → {wide} → {half} with nothing between that needs {wide}"
-        yield Fault(value.at, what, "leave both casts out")
+        yield Fault(value.at, what, "remove both casts")
 
 
 def _narrows(value: Value) -> bool:
@@ -56,9 +56,9 @@ def _casts_to_wider(narrowed: Value) -> list[Value]:
 
 
 def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
-    """Return whether modules that the engine ran hand each other a carry, each with its own cast.
+    """Return whether modules under a policy pass each other a carry, each with its own cast.
 
-    A carry has one dtype, so neither module can leave its cast out.
+    A carry has one dtype, so neither module can omit its cast.
     """
     if DECIDED not in narrowed.at.names:
         return False
@@ -71,7 +71,7 @@ def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
 
 
 def casts_in_loops(audited: Audited) -> Faults:
-    """Find arrays that each turn of a loop casts again, in the compiled program too."""
+    """Find arrays that every iteration of a loop casts again, even in the compiled program."""
     if audited.repeated is None:
         return
     for value in audited.values.all:
@@ -79,12 +79,12 @@ def casts_in_loops(audited: Audited) -> Faults:
             continue
         before = value.inputs[0].dtype
         if value.dtype != before and _is_invariant(value) and audited.repeated(value):
-            what = f"the same {before.name} array is cast to {value.dtype.name} in every turn of a loop"
+            what = f"the same {before.name} array is cast to {value.dtype.name} in every iteration of a loop"
             yield Fault(value.at, what, "cast it once, before the loop")
 
 
 def _is_invariant(value: Value) -> bool:
-    """Return whether a value in a loop only moves what comes from outside of the loop."""
+    """Return whether a value in a loop is only a move of a value from outside of the loop."""
     loop = value.loops[-1]
 
     def goes_on(origin: Value) -> bool:

@@ -1,6 +1,6 @@
-"""Find large arrays that devices send each other for nothing.
+"""Find large arrays that devices send without need.
 
-A CPU sends half arrays as float32 and sums what others scatter, so nothing is found there.
+On a CPU nothing is found, because a CPU sends half arrays as float32 and uses all-reduce in place of reduce-scatter.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ def activation_gathers(audited: Audited) -> Faults:
     )
     for sent in _sent(audited, "all-gather"):
         if sent.others > _LARGE:
-            yield _collective_fault(
-                sent, sent.others, "activations are gathered, not the weights that they meet", remedy
-            )
+            yield _collective_fault(sent, sent.others, "activations are gathered instead of weights", remedy)
 
 
 def gradient_all_reduces(audited: Audited) -> Faults:
     """Find gradients of split weights that every device sums whole."""
     remedy = (
-        "gather the weights with jaxmp.sharding.gather, which reduces and scatters their gradients at once, and "
-        "outside of the loop that uses them, if one does"
+        "gather the weights with jaxmp.sharding.gather, which reduces and scatters their gradients at once; if a loop "
+        "uses them, gather outside of the loop"
     )
     for sent in _sent(audited, "all-reduce"):
         if sent.split > _LARGE:
-            what = "gradients of weights that are split are summed whole on every device"
+            what = "gradients of split weights are summed whole on every device"
             yield _collective_fault(sent, sent.split, what, remedy)
 
 

@@ -1,4 +1,4 @@
-"""Compile a call for the attached device, or for a GPU that is not there."""
+"""Compile a call for the attached device, or for a GPU that is not attached."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from jaxmp.training.step import TrainStep
 
 
 def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the program of a call: a function with ``trace``, and the arrays or shapes that it takes.
+    """Return the program of a call: a function with ``trace``, and its arguments as arrays or shapes.
 
-    Arguments that are no arrays stay Python values if the function is not jitted, and so do static arguments of a
-    jitted function. Modules of NNX among the arguments of a function that is not jitted name their calls.
+    Arguments of an unjitted function that are not arrays stay Python values, and so do static arguments of a jitted
+    function. NNX modules among the arguments of an unjitted function put their calls in scopes.
     """
     if isinstance(fun, NNXTrainStep):
         fun, args = fun.of_trees, (state_of(*args[:2]), *args[2:])
-    if isinstance(fun, TrainStep):  # its program depends on where the state lies
+    if isinstance(fun, TrainStep):  # its program depends on the sharding of the state
         has_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
         return fun, tuple(args if has_shapes else fun.placed(*args))
     if hasattr(fun, "trace"):
@@ -47,7 +47,7 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
 
 
 def _with_static_arguments(jitted: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return a jitted function of the arrays alone, and the arrays."""
+    """Return a jitted function of only the arrays, and the arrays."""
     static = {}
     for number in static_arguments(jitted):
         if -len(args) <= number < len(args):
@@ -85,16 +85,16 @@ def trace_of_call(
     """Return the trace of a call, for :func:`compiled_of`.
 
     Args:
-      fun: a train step, a function, or a jitted one (``jax.jit``, ``nnx.jit``), whose donation counts.
-      args: its positional arguments, arrays or shapes. With a ``NamedSharding`` they are compiled for a mesh of the
+      fun: a train step, a function, or a jitted function (``jax.jit``, ``nnx.jit``), with its donation.
+      args: its positional arguments, arrays or shapes. With a ``NamedSharding``, they are compiled for a mesh with the
         same axes.
       device: None for the attached one, or a name in ``TARGETS``.
-      compiles: False if the trace is only read; the packages that compile are not needed then.
-      topology: of a mesh of such devices, ``"1x2x4"`` for two hosts of four; None for one host.
+      compiles: False if the trace is only read, which does not need the packages that compile.
+      topology: the topology of a mesh of such devices, ``"1x2x4"`` for two hosts of four; None for one host.
 
     Raises:
-      ValueError: there are no figures of the device; the topology does not fit the mesh.
-      ModuleNotFoundError: packages that compile for it are missing.
+      ValueError: the device is unknown; the topology does not fit the mesh.
+      ModuleNotFoundError: the packages that compile for it are missing.
     """
     jitted, args = call_of(fun, args)
     mesh = targets.mesh_of(args)
@@ -120,13 +120,11 @@ def trace_of_call(
 
 def _check_topology_fits(topology: str, device: str | None, mesh: Any) -> None:
     if device is None:
-        raise ValueError(
-            f"a topology is of GPUs that are not there, got {topology!r} without their name; add {targets.choice()}"
-        )
+        raise ValueError(f"a topology needs the name of a GPU, got {topology!r} without one; add {targets.choice()}")
     if mesh is None:
         raise ValueError(
-            f"a topology needs arguments on a mesh, got {topology!r} and none with a NamedSharding; pass "
-            "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec)), say"
+            f"a topology needs arguments on a mesh, got {topology!r} and no NamedSharding; pass e.g. "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))"
         )
 
 
@@ -144,5 +142,5 @@ def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
 def compiled(
     fun: Callable[..., Any], args: Sequence[Any], device: str | None = None, topology: str | None = None
 ) -> jax.stages.Compiled:
-    """Return a compiled call; arguments and errors are those of :func:`trace_of_call`."""
+    """Return a compiled call; the arguments and errors are those of :func:`trace_of_call`."""
     return compiled_of(trace_of_call(fun, args, device, topology=topology), device)

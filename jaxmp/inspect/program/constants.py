@@ -1,4 +1,4 @@
-"""Find constants and integers of the program that a half dtype does not have."""
+"""Find constants and integers that a half dtype cannot represent."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults, rounde
 from jaxmp.inspect.program.values import Value, constant, is_move_or_cast, is_zero, origins
 
 _POLES = {"div": 1, "log": 0, "log2": 0, "sqrt": 0, "rsqrt": 0}
-"""Operations that an epsilon keeps from 0, and the operand that it is added to; a root for its derivative."""
+"""Operations that need an epsilon against 0, and the operand to which it is added; roots need it in derivatives."""
 _BOUNDS = frozenset({"max", "min", "clamp", "reduce_max", "reduce_min"})
-"""Moves that compare a constant with other operands, and need not return it."""
+"""Moves that compare a constant with other operands, and may not return it."""
 
 
 def vanishing_constants(audited: Audited) -> Faults:
@@ -30,8 +30,8 @@ def vanishing_constants(audited: Audited) -> Faults:
         if value.name not in _POLES:
             continue
         for source in origins(value.inputs[_POLES[value.name]], is_move_or_cast):
-            # JAX rounds a literal while it traces, and nobody writes 0 there. An optimizer's eps_root may be 0, but it
-            # is not in float16.
+            # JAX rounds a literal during tracing, and nobody writes 0 there. (An optimizer's eps_root may be 0, but is
+            # not in float16.)
             if source.name == "add" and source.dtype == np.float16 and any(map(is_zero, source.inputs)):
                 what = f"0 is added before {value.name}: an epsilon that is 0 in float16"
                 yield Fault(source.at, what, remedy)
@@ -46,7 +46,7 @@ def overflowing_constants(audited: Audited) -> Faults:
 
 
 def inexact_integers(audited: Audited) -> Faults:
-    """Find an iota or constant integers in half beyond the range in which half has all integers."""
+    """Find an iota or constant integers that are too large for half to represent all integers."""
     for value in audited.values.all:
         if not value.is_half:
             continue
@@ -75,7 +75,7 @@ def _largest_integer(value: Value) -> int:
 
 
 def _cast_constants(audited: Audited) -> Iterator[tuple[Value, NDArray[np.float64], NDArray[np.float64]]]:
-    """Yield casts to half with the numbers of each constant that they cast, before and after."""
+    """Yield casts of constants to half, with the numbers before and after the cast."""
     for value in audited.values.all:
         if not (value.is_half and value.is_cast) or value.inputs[0].is_half:
             continue
@@ -88,7 +88,7 @@ def _cast_constants(audited: Audited) -> Iterator[tuple[Value, NDArray[np.float6
 
 
 def _returns_each(value: Value) -> bool:
-    """Return whether a value may have the elements of each of its operands."""
+    """Return whether a value may contain the elements of all its operands."""
     return value.is_move and value.name not in _BOUNDS
 
 

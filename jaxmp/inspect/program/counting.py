@@ -1,6 +1,6 @@
 """Count the values of arrays on the device by their bits.
 
-From the counts follows exactly what another format or loss scale makes of the values.
+The counts determine exactly how the values would round in another format or under another loss scale.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LOWEST = -149
 EXPONENTS = 277
 MANTISSA = 23
 _INFINITE = 0x7F800000
-# Where a mantissa's fraction passes a border at which some format rounds to another binade: to a power of two from
-# 1 - 2^-k on, k its mantissa bits where it is subnormal below, one more at its largest number. float8_e4m3fn, whose
-# last mantissa is NaN, overflows above 0.8125. A tie goes to the even neighbour: all borders but that are inclusive.
+# The fractions at which a format rounds to the next power of two: 1 - 2^-k, with k the remaining mantissa bits of a
+# subnormal number, or one more than the mantissa bits at the largest exponent. float8_e4m3fn, whose last mantissa is
+# NaN, overflows above 0.8125. Ties go to the even neighbour, so all borders except the last are inclusive.
 _BORDERS = (1, *(round((1 - 2.0**-k) * 2**MANTISSA) for k in (2, 3, 7, 8, 10, 11, 23)))
 _ABOVE_E4M3 = round(0.8125 * 2**MANTISSA) + 1
 STARTS = tuple(sorted({0, *_BORDERS, _ABOVE_E4M3}))
@@ -32,18 +32,18 @@ CLASSES = len(STARTS)
 BINS = EXPONENTS * CLASSES
 ZERO, NOT_FINITE = BINS, BINS + 1
 COUNTERS = BINS + 2
-_COPIES = 256  # of the counters on a GPU, where threads that add to one at once wait for each other
+_COPIES = 256  # the number of copies of the counters on a GPU, so that threads wait less for each other
 SIZE = 2 * (COUNTERS + 2) + 1
-"""How many float32 numbers a record is as a cotangent."""
+"""The number of float32 values of a record in the form of a cotangent."""
 _SPLIT = 12  # bits: each part of a count is a float32 integer below 2^24
 
 
 class Counts(NamedTuple):
-    """The counts of an array on the device; the record of nothing is zeros, and leading axes are loops.
+    """The counts of an array on the device; an empty record is zeros, and leading axes are loops.
 
     Attributes:
       counters: uint32 (…, n), by exponent and range of the mantissa, then zeros, then values that are not finite.
-      limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest that is not 0.
+      limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest nonzero one.
       mean: float32 (…), the mean of the magnitudes, with 0 for values that are not finite.
     """
 
@@ -62,9 +62,9 @@ def counts_of(x: jax.Array) -> Counts:
     return _record(lax.stop_gradient(x))
 
 
-@jax.jit  # tensors of one shape are traced once
+@jax.jit  # tensors of the same shape are traced once
 def _record(x: jax.Array) -> Counts:
-    """Count and reduce in one pass each: the compiler makes machine code of its own for every kernel."""
+    """Count and reduce in one pass each, because the compiler generates code for every kernel."""
     magnitude = _magnitude(x).reshape(-1)
     exponent, fraction = _exponents_and_mantissas(magnitude)
     is_finite, is_zero = magnitude < _INFINITE, magnitude == 0
@@ -74,7 +74,7 @@ def _record(x: jax.Array) -> Counts:
     counters = lax.platform_dependent(
         index, cpu=functools.partial(_counted, 1), default=functools.partial(_counted, copies)
     )
-    # One sum of the magnitudes below 1 and one of the others: neither overflows, nor loses what is small.
+    # Separate sums of magnitudes below 1 and of the others: neither overflows, and small values are not lost.
     finite = jnp.where(magnitude < _INFINITE, magnitude, 0)
     value = lax.bitcast_convert_type(finite, jnp.float32)
     limits = finite, jnp.where(finite > 0, ~finite, 0)
@@ -88,7 +88,7 @@ def _record(x: jax.Array) -> Counts:
 def _counted(copies: int, index: jax.Array) -> jax.Array:
     """Return how often each of ``COUNTERS`` numbers occurs.
 
-    Copies of one counter lie side by side, in one memory transaction.
+    Copies of a counter are adjacent, so that one memory transaction covers them.
     """
     spread = index if copies == 1 else index * copies + jnp.arange(index.size) % copies
     counters = jnp.zeros(copies * COUNTERS, jnp.uint32).at[spread].add(jnp.uint32(1), mode="promise_in_bounds")
@@ -98,7 +98,7 @@ def _counted(copies: int, index: jax.Array) -> jax.Array:
 def _reduced(maxima: Sequence[jax.Array], counts: Sequence[jax.Array], sums: Sequence[jax.Array]) -> Any:
     """Return the maxima, the counts and the sums of vectors, in one pass.
 
-    The rounding errors of the sums are summed, too: a sum of a million numbers would lose the last of them.
+    The rounding errors of the sums are summed too, because a plain sum of a million numbers would lose the last ones.
     """
     first, then = len(maxima), len(maxima) + len(counts)
 
@@ -127,7 +127,7 @@ def _two_sum(left: Any, left_error: Any, right: Any, right_error: Any) -> tuple[
 def _magnitude(x: jax.Array) -> jax.Array:
     """Return the bits of ``|x|`` as a float32.
 
-    They are read, not computed, because devices flush subnormals and keep excess precision.
+    They are read without arithmetic, because devices flush subnormals and keep excess precision.
     """
     if x.dtype == jnp.float32:
         bits = lax.bitcast_convert_type(x, jnp.uint32)
@@ -144,7 +144,7 @@ def _magnitude(x: jax.Array) -> jax.Array:
 
 
 def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return binary exponents, int32, and the 23 bits of the mantissas behind the leading one.
+    """Return binary exponents (int32) and the 23 bits of the mantissas after the leading one.
 
     0 counts as 2^-150.
     """
@@ -183,9 +183,9 @@ def distance_moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
     """Return how far updates move their weights.
 
     Returns:
-      For each format of ``NAMES``, uint32, how many updates are below half the distance of their weight to the next
-      number. The weight is rounded to the format first; where it overflows nothing is lost. Then the norms of update
-      and weight.
+      For each format of ``NAMES``, the number of updates (uint32) below half the distance from their weight to the next
+      number. The weight is first rounded to the format; if it overflows, nothing is lost. Then the norms of the update
+      and the weight.
     """
     update, weight = update.reshape(-1), weight.reshape(-1)
     step, (size, fraction) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))
@@ -205,13 +205,13 @@ def distance_moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
 
 
 class Layout(NamedTuple):
-    """The figures of a format by which values round and overflow.
+    """The figures of a format that determine rounding and overflow.
 
     Attributes:
-      mantissa_bits: without the leading one.
-      min_exponent: of the smallest normal number.
-      max_exponent: of the largest number.
-      overflow: the fraction from which on a number of the largest exponent overflows.
+      mantissa_bits: the mantissa bits without the leading one.
+      min_exponent: the exponent of the smallest normal number.
+      max_exponent: the exponent of the largest number.
+      overflow: the smallest fraction with which a number of the largest exponent overflows.
     """
 
     mantissa_bits: int
@@ -230,5 +230,5 @@ def layout_of(name: str) -> Layout:
 
 
 def start_of_ones(count: int) -> int | None:
-    """Return the smallest mantissa that begins with so many ones; None if a float32 does not have so many."""
+    """Return the smallest mantissa with ``count`` leading ones, or None if a float32 has fewer bits."""
     return round((1 - 2.0**-count) * 2**MANTISSA) if count <= MANTISSA else None

@@ -18,10 +18,10 @@ from jaxmp._internals.jax.walk import interpreted
 from jaxmp.nnx import run as nnx_run
 
 Key = tuple[int, ...]
-"""The place of an equation: its number in its body, after those of each equation and body around it."""
+"""The place of an equation: the numbers of the equations and bodies around it, and its number in its body."""
 
 CALL_SCOPE = "jaxmp.call:"
-"""The start of the scope that stands around each call of a module, so that calls can be told apart."""
+"""The prefix of the scope around each call of a module, which distinguishes the calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -29,15 +29,15 @@ class EquationPlace:
     """An equation and its place in the program.
 
     Attributes:
-      key: its place as numbers; keys sort as the equations do in the program.
+      key: its place as numbers; keys sort in program order.
       eqn: the equation.
-      names: the scopes around it and around its bodies, and the marks of jaxmp.
+      names: the scopes around it, including jaxmp's marks.
       source: the user's file and line, ``"package/module.py:12"``, or a library's line if JAX does not know the caller
         (under checkpoint); empty if it knows none.
-      phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, or computed again for it) or ``"update"``
-        (computed from gradients).
-      turns: the number of turns of each loop around it, outermost first; None if it is unknown before the run.
-      bodies: the bodies of an equation that consists of others; None for one operation.
+      phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, or recomputed for it) or ``"update"`` (computed
+        from gradients).
+      turns: the number of iterations of each loop around it, outermost first; None if it is unknown before the run.
+      bodies: the bodies of the equation; None for a single operation.
     """
 
     key: Key
@@ -50,18 +50,18 @@ class EquationPlace:
 
     @property
     def path(self) -> str:
-        """The names of modules and scopes around it, ``/`` between."""
+        """Return the names of modules and scopes around it, joined by ``/``."""
         return path_in(self.names)
 
     @property
     def count(self) -> int | None:
-        """How often it runs; None if that is unknown before the run."""
+        """Return the number of its executions; None if that is unknown before the run."""
         turns = [turn for turn in self.turns if turn is not None]
         return math.prod(turns) if len(turns) == len(self.turns) else None
 
 
 def path_in(names: Names) -> str:
-    """Return the path that scopes make, without jaxmp's marks and JAX's own scopes."""
+    """Return the path of scopes, without jaxmp's marks and JAX's own scopes."""
     return "/".join(filter(_is_named, names))
 
 
@@ -72,7 +72,7 @@ def _is_named(name: str) -> bool:
 def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any]:
     """Return the open jaxpr of a call, its constants, and the structure of its results.
 
-    Each call of a Linen module, and of an NNX module under a policy, stands in a scope of its own.
+    Each call of a Linen module, or of an NNX module under a policy, has its own scope.
 
     Args:
       fun: the function.
@@ -96,8 +96,8 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
 def equation_places(jaxpr: Any) -> list[EquationPlace]:
     """Return every equation in program order, an equation with bodies before the equations in them.
 
-    The bodies of ``jit``, ``checkpoint``, loops, branches and functions with derivative rules are included. The
-    equations of a derivative rule are there once the function is differentiated.
+    The bodies of ``jit``, ``checkpoint``, loops, branches and functions with custom derivative rules are included. The
+    equations of a derivative rule are included if the function is differentiated.
     """
     opened, _ = equations.opened(jaxpr)
     collected: list[EquationPlace] = []
@@ -118,7 +118,7 @@ class _Around(NamedTuple):
 def _collect(jaxpr: Any, around: _Around, inputs: Sequence[bool], collected: list[EquationPlace]) -> list[bool]:
     """Collect the places of a body.
 
-    ``inputs`` says which inputs of the body are computed from gradients; the result says it of its results.
+    ``inputs`` tells which inputs of the body are computed from gradients, and the returned list which of its results.
     """
     numbers = itertools.count()
 
@@ -160,7 +160,7 @@ def _collect_bodies(
         turns = (*place.turns, *turns_of(place.eqn))
         inside = _Around((*place.key, index), place.names, place.source, place.phase, turns)
         if is_call and place.phase != "backward":
-            # A jitted train step is no update as a whole: its operands and results count one by one.
+            # A jitted train step is not an update as a whole: its operands and results count one by one.
             results = _collect(body, inside._replace(phase=phase_around), operands, collected)
             continue
         from_body = _collect(body, inside, [False] * len(body.invars), collected)
@@ -171,14 +171,14 @@ def _collect_bodies(
 
 
 def turns_of(eqn: Any) -> tuple[int | None, ...]:
-    """Return how often the bodies of a loop turn each time that it runs; nothing for other equations."""
+    """Return the number of iterations of a loop; an empty tuple for other equations."""
     if eqn.primitive.name == "scan":
         return (eqn.params["length"],)
     return (None,) if eqn.primitive.name == "while" else ()
 
 
 def paths_left(names: Names, readers: Iterable[Names]) -> list[str]:
-    """Return the modules and named scopes that a value leaves, the innermost first.
+    """Return the modules and named scopes that return a value, the innermost first.
 
     Args:
       names: the scopes in which it is computed.

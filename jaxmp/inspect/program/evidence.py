@@ -1,4 +1,4 @@
-"""The facts about a program and its call that findings are read from."""
+"""The facts about a program and its call that the finders use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jaxmp.inspect.program.values import Value, Values
 from jaxmp.inspect.traffic import Collective
 
 EXACT = {"float16": 2**11, "bfloat16": 2**8}
-"""The largest number up to which a half dtype has all integers."""
+"""The largest number up to which a half dtype represents all integers."""
 
 
 class Fault(NamedTuple):
-    """Something wrong, as a finder reports it.
+    """A problem, as a finder reports it.
 
     Attributes:
       where: the equation, or a path and a source line.
-      what: a sentence that says what is wrong.
-      remedy: a sentence that says what to do.
+      what: a sentence that describes the problem.
+      remedy: a sentence with the remedy.
     """
 
     where: EquationPlace | tuple[str, str]
@@ -34,20 +34,20 @@ Faults = Iterable[Fault]
 
 
 def rounded_to(dtype: np.dtype, numbers: Any) -> Any:
-    """Return numbers as a half dtype has them, in float64."""
+    """Return numbers rounded to a half dtype, in float64."""
     with np.errstate(over="ignore", under="ignore"):
         return np.asarray(numbers).astype(np.float32).astype(dtype).astype(np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """The arrays that devices send each other in one kind of collective.
+    """The arrays that devices send in one kind of collective.
 
     Attributes:
       row: the operations.
-      weights: bytes of the arrays that have the size of an argument other than the batch, or of one layer of it.
-      others: bytes of the rest.
-      split: of ``weights``, bytes of those that are split over axes that the operations go over.
+      weights: the bytes of weights, recognised by the size of an argument other than the batch, or of one layer of it.
+      others: the bytes of other arrays.
+      split: the bytes of weights that are split over the axes of the operations.
     """
 
     row: Collective
@@ -66,19 +66,20 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Audited:
-    """The facts that findings are read from.
+    """The facts about a program that the finders use.
 
     Attributes:
       values: the values of the program.
       products: each product's value, and its row in the audit.
       arguments: the role of each argument, or None if it is unknown.
-      kinds: the kind of each argument as :func:`jaxmp.inspect.memory` has it, or None if it is unknown.
-      weights: which operands of a product may be its weight, see ``weights_in`` in weight_operands.py.
-      policy: the policy that the author declares, or None.
-      is_loss_scaled: None if no loss scale is among the arguments.
-      repeated: tells which casts the compiled program repeats in loops; None if nothing was compiled.
+      kinds: the kind of each argument as in :func:`jaxmp.inspect.memory`, or None if it is unknown.
+      weights: a function that returns which operands of a product may be its weight (see weight_operands.py).
+      policy: the declared policy, or None.
+      is_loss_scaled: whether a loss scale among the arguments scales; None if there is none.
+      repeated: a function that returns whether the compiled program repeats a cast in a loop; None if nothing was
+        compiled.
       on_cpu: whether the program is for a CPU.
-      sent: collectives over the axes that the batch is split over; empty if nothing was compiled.
+      sent: the collectives over the axes that split the batch; empty if nothing was compiled.
     """
 
     values: Values
@@ -98,7 +99,7 @@ class Audited:
         return any(value.is_half for product, _ in self.products for value in product.inputs)
 
     def policies_of(self, path: tuple[str, ...]) -> list[Any]:
-        """Return the policies that are declared for a path, whose first names may be scopes around the model.
+        """Return the declared policies for a path; its first names may be scopes around the model.
 
         For a PolicyMap these are the policies of matching overrides, or its default.
         """

@@ -35,7 +35,7 @@ def half_exponentials(audited: Audited) -> Faults:
 
 
 def _is_bell(value: Value) -> bool:
-    """Return whether a value is the exponential of minus a square."""
+    """Return whether a value is the exponential of a negative square."""
     if value.name != "exp":
         return False
     negated = value.inputs[0]
@@ -51,7 +51,7 @@ def _is_square(value: Value) -> bool:
 def _variance(root: Value) -> list[Value]:
     """Return the operations of a variance, from the squares to the root.
 
-    The list is empty if the root is of something else.
+    The list is empty if the root is not that of a variance.
     """
     between = list[Value]()
 

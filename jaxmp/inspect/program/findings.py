@@ -19,14 +19,14 @@ from jaxmp.inspect.program.sums import half_sums
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that is wrong with the precision of a program.
+    """A problem with the precision of a program.
 
     Attributes:
       kind: one of ``FINDERS``.
-      path: the modules and scopes, ``/`` between; for params and the like their names.
+      path: the modules and scopes, joined by ``/``; for params and other state, their names.
       source: the user's file and line; empty if JAX knows none.
-      what: a sentence that says what is wrong.
-      remedy: a sentence that says what to do.
+      what: a sentence that describes the problem.
+      remedy: a sentence with the remedy.
     """
 
     kind: str
@@ -66,7 +66,7 @@ FINDERS: dict[str, Callable[[Audited], Faults]] = {
 
 
 def findings(audited: Audited) -> tuple[Finding, ...]:
-    """Return all findings by kind, in program order; one for each kind, path and source."""
+    """Return all findings by kind, in program order, with one for each kind, path and source."""
     path_of_source: dict[str, str] = {}
     for place in audited.values.places.values():
         if place.path:
@@ -76,7 +76,7 @@ def findings(audited: Audited) -> tuple[Finding, ...]:
         for where, what, remedy in find(audited):
             if isinstance(where, EquationPlace):
                 source = where.source
-                # JAX moves equations out of loops, and out of their scopes.
+                # JAX moves equations out of loops, and so out of their scopes.
                 path = where.path or (path_of_source.get(source, "") if source else "")
             else:
                 path, source = where

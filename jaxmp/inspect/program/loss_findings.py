@@ -12,11 +12,11 @@ from jaxmp.inspect.program.values import Value, computed_at, constant, leading_t
 _SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})
 _SCALING |= {"reshape", "transpose", "squeeze"}
 _SEED, _SCALED = 1, 2
-"""Marks of values that are made of a cotangent of the loss, and of one that a loss scale multiplies."""
+"""Marks for values that depend on a cotangent of the loss, and on a cotangent that a loss scale multiplies."""
 
 
 def half_losses(audited: Audited) -> Faults:
-    """Find the loss if it is half: the only scalar that is returned, or a scalar that is differentiated."""
+    """Find a half loss: the only scalar among the results, or a scalar that is differentiated."""
     remedy = "compute the loss in float32: cast the model's results before it"
     scalars = [value for value in audited.values.results if value.is_float and not value.shape]
     if len(scalars) == 1 and scalars[0].is_half:
@@ -42,13 +42,13 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
 
 
 def unscaled_float16(audited: Audited) -> Faults:
-    """Find float16 products of the backward pass whose cotangents no loss scale multiplies."""
+    """Find float16 products of the backward pass without a loss scale in their cotangents."""
     if audited.is_loss_scaled:
         return
     products = [
         value for value, product in audited.products if product.phase == "backward" and "float16" in product.operands
     ]
-    if products and audited.is_loss_scaled is None:  # the program may multiply by a scale of its own
+    if products and audited.is_loss_scaled is None:  # the program may have its own loss scale
         marks = _marks_of_scaling(audited)
         products = [value for value in products if marks[value] == _SEED]
     if products:
@@ -92,10 +92,9 @@ def _is_one(value: Value) -> bool:
 
 
 def _is_loss_scale(seed: Value, audited: Audited) -> bool:
-    """Return whether a cotangent of one number is multiplied by a loss scale.
+    """Return whether a scalar cotangent is multiplied by a loss scale.
 
-    A loss scale is a constant power of two of at least 8, or is computed from arguments of one number each that are no
-    params.
+    A loss scale is a constant power of two of at least 8, or is computed from scalar arguments that are not params.
     """
     floats = [operand for operand in seed.inputs if operand.is_float]
     if seed.name not in ("mul", "div") or any(math.prod(operand.shape) != 1 for operand in floats):

@@ -1,4 +1,4 @@
-"""NNX models as arrays, with the paths of their modules on JAX's name stack while they are called."""
+"""Split NNX models into arrays, and put the paths of their modules on JAX's name stack."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Model:
     graphdef: Any
 
     def params_and_rebuild(self, parts: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Return the Params, and a function that makes the model of Params."""
+        """Return the Params, and a function that rebuilds the model from Params."""
         params, others = parts
         return params, lambda params: with_scopes(nnx.merge(self.graphdef, params, others))
 
@@ -43,9 +43,9 @@ def split_model(model: Any) -> tuple[Any, Any]:
 
 
 def with_scopes(model: Any) -> Any:
-    """Let the modules of a model put their calls in scopes, and return the model.
+    """Make the modules of a model put their calls in scopes, and return the model.
 
-    The model must have no other owner. The root has no scope; modules under a policy name their calls already.
+    No other code may use the model. The root has no scope. Modules under a policy already name their calls.
     """
     for path, module in nnx.iter_modules(model):
         if path and callable(module) and decision_of(module) is None:
@@ -55,7 +55,7 @@ def with_scopes(model: Any) -> Any:
 
 @functools.cache
 def _scoped(bare: Any, path: Path) -> Any:
-    """Return a subclass of a module's class whose calls stand in the scope of a path."""
+    """Return a subclass of a module's class that puts its calls in the scope of a path."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         around = _caller.get()

@@ -17,7 +17,7 @@ _FLOAT32_LEVELS = frozenset({"float32", "tensorfloat32"})
 
 
 def float32_products(audited: Audited) -> Faults:
-    """Find products of float32 operands where the policy asks for half, and nobody for float32."""
+    """Find float32 products under a half policy that no region, override or precision asks for."""
     mixed = {(value.at.path, value.at.source) for value, product in audited.products if _is_mixed(product)}
     for value, product in audited.products:
         place = value.at
@@ -31,9 +31,9 @@ def float32_products(audited: Audited) -> Faults:
             continue
         yield Fault(
             place,
-            f"a product of float32 operands{_promotions(value)}, where the policy asks for {half}",
-            f"cast both operands to {half}, or declare it: an override of this path, jaxmp.precision('float32') or "
-            "precision='highest'",
+            f"a product of float32 operands{_promotions(value)}, although the policy is {half}",
+            f"cast both operands to {half}, or ask for float32: an override of this path, jaxmp.precision('float32') "
+            "or precision='highest'",
         )
 
 
@@ -60,7 +60,7 @@ def mixed_products(audited: Audited) -> Faults:
             narrowest = min(map(np.dtype, product.operands), key=_itemsize)
             yield Fault(
                 value.at,
-                f"a product of {' and '.join(product.operands)}: it runs in the wider one",
+                f"a product of {' and '.join(product.operands)} runs in the wider dtype",
                 f"cast both operands to {narrowest.name}",
             )
 
@@ -87,7 +87,7 @@ def unaligned_products(audited: Audited) -> Faults:
             names = " and ".join(f"{name} {number}" for name, number in dims.items())
             yield Fault(
                 value.at,
-                f"{names}: no multiple of {step}, as tensor cores want of {product.operands[0]}",
+                f"{names}: not a multiple of {step}, which tensor cores need for {product.operands[0]}",
                 f"pad to a multiple of {step} (jaxmp.hardware.align_dim)",
             )
 
@@ -101,17 +101,17 @@ def compiled_otherwise(audited: Audited) -> Faults:
         yield Fault(
             value.at,
             f"written in {product.operands[0]} and compiled to {product.ran}",
-            "look at what the device's library has no kernel for (alignment, dtypes of operands and result, layout)",
+            "check whether the device's library has a kernel (alignment, dtypes of operands and result, layout)",
         )
 
 
 def work(product: Any) -> int:
-    """Return the FLOPs of all times that a product runs; of one time if the number of times is unknown."""
+    """Return the FLOPs of all executions of a product, or of one if their number is unknown."""
     return int(product.flops * (product.count or 1))
 
 
 def multiplied(operand: Value) -> str:
-    """Return the dtype that a product multiplies in; scaled float8 values are float8."""
+    """Return the dtype in which a product multiplies; scaled float8 values count as float8."""
     if operand.name == "mul":
         for factor in operand.inputs:
             if factor.is_cast and factor.inputs[0].dtype.name.startswith("float8"):
@@ -128,7 +128,7 @@ def _asks_for_float32(place: EquationPlace) -> bool:
 
 
 def _half_of(audited: Audited, place: EquationPlace) -> str | None:
-    """Return the half dtype that the policy asks for at a place; None if it asks for none."""
+    """Return the policy's half dtype at a place, or None."""
     if audited.policy is None:
         half = region_of(place.names).half
         return None if half is None else half.name

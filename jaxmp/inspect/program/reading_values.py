@@ -25,7 +25,7 @@ from jaxmp.inspect.program.values import (
 )
 
 _ONE_BY_ONE = frozenset({"optimization_barrier"})
-"""Operations whose nth result is computed from the nth operand alone."""
+"""Operations whose nth result depends only on the nth operand."""
 
 
 def _has_no_bodies(eqn: Any) -> bool:
@@ -48,7 +48,7 @@ def values_of(jaxpr: Any, consts: Sequence[Any] = (), is_whole: Callable[[Any], 
 
 
 def same_turn(turns: Turns) -> list[Turns]:
-    """Map turns to themselves: the operand is in the same loops."""
+    """Map iterations to themselves, for an operand in the same loops."""
     return [turns]
 
 
@@ -60,14 +60,14 @@ class _Loops(NamedTuple):
 
 
 class _TurnMaps(NamedTuple):
-    """The turns of values that are read across the border of a loop.
+    """The maps of iterations for values that are read across the border of a loop.
 
     Attributes:
-      at_end: from outside to the last turn.
-      in_all: from outside to every turn.
-      outside: from a turn to outside.
-      at_start: from the first turn to outside; no value for other turns.
-      before: from each turn to the turn before it; no value for the first turn.
+      at_end: from outside to the last iteration.
+      in_all: from outside to every iteration.
+      outside: from an iteration to outside.
+      at_start: from the first iteration to outside; no value for other iterations.
+      before: from each iteration to the one before it; no value for the first iteration.
     """
 
     at_end: TurnMap
@@ -78,7 +78,7 @@ class _TurnMaps(NamedTuple):
 
 
 def _maps_across(scan: Scan | None) -> _TurnMaps:
-    """Return the maps across a scan; None for a while loop, which counts as one turn."""
+    """Return the maps across a loop; ``scan`` is None for a while loop, which counts as one iteration."""
     if scan is None:
         return _TurnMaps(*[same_turn] * 5)
     first, last, back = (scan.length - 1, 0, 1) if scan.reverse else (0, scan.length - 1, -1)
@@ -132,7 +132,7 @@ class _Reader:
         return self.loop(place, bodies, operands, loops)
 
     def result(self, place: EquationPlace, name: str, position: int, reads: list[Read], loops: _Loops) -> Value:
-        """Add a result of an equation that consists of others."""
+        """Add a result of an equation with bodies."""
         aval = place.eqn.outvars[position].aval
         return self.add(Value(aval, name, place.key, None, position, loops.scans, loops.bodies, reads=reads))
 
@@ -162,7 +162,7 @@ class _Reader:
         return results
 
     def loop(self, place: EquationPlace, bodies: Bodies, operands: list[Value], around: _Loops) -> list[Value]:
-        """Read a loop; a while loop counts as one turn, and its condition leads to no result."""
+        """Read a loop; a while loop counts as one iteration, and no result depends on its condition."""
         eqn, step = place.eqn, len(bodies.jaxprs) - 1
         scan = None
         if bodies.kind == "scan":

@@ -23,24 +23,24 @@ _RULE = RuleEvaluation(lambda traced, args, dtypes: equations.evaluate(*traced, 
 
 
 class Recorder(Protocol):
-    """The part of a tool that sees each operation.
+    """The part of a tool that is called for each operation.
 
-    A loop, a branch or a function with derivative rules is one operation, too.
+    A loop, a branch or a function with custom derivative rules also counts as an operation.
     """
 
     def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], extra: Any) -> tuple[list[Any], Any]:
-        """Return the results to go on with, and a record: arrays in a pytree, or None.
+        """Return the results to continue with, and a record: arrays in a pytree, or None.
 
         Args:
           key: the key of the equation's :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
           eqn: the equation.
           operands: its operands, traced.
           results: its results, traced.
-          extra: the arrays that :func:`evaluate_and_record` got for the key; in a loop those of this turn.
+          extra: the arrays of :func:`evaluate_and_record` for the key; in a loop, those of this iteration.
         """
 
     def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
-        """Return the record of a while loop after a turn; the first turn finds zeros."""
+        """Return the record of a while loop after an iteration; ``old`` is zeros in the first iteration."""
 
 
 def evaluate_and_record(
@@ -53,28 +53,28 @@ def evaluate_and_record(
 ) -> tuple[list[Any], Records]:
     """Return the results of an open jaxpr, and the records by the keys of their equations.
 
-    Records in the body of a scan have a leading axis with one entry for each turn, and one more for each scan around.
-    Records of a while loop are merged. Records of a branch that was not taken are zeros.
+    Records in the body of a scan have a leading axis of iterations, and one more for each scan around. Records of a
+    while loop are merged. Records of a branch that was not taken are zeros.
 
     Args:
       jaxpr: an open jaxpr.
       consts: its constants.
       args: its arguments.
-      recorder: sees each operation.
-      extra: arrays in pytrees for ``recorder.at``, by key, with the axes that records of that place have; places in
-        while loops have none.
-      keeps_rules: whether the results will be differentiated. Functions with derivative rules are then one operation,
-        and ``checkpoint`` stays; otherwise their equations are evaluated one by one.
+      recorder: its method ``at`` is called for each operation.
+      extra: pytrees of arrays for ``recorder.at``, by key, with the leading axes of the records of that place; places
+        in while loops have none.
+      keeps_rules: whether the results will be differentiated. Then functions with custom derivative rules are one
+        operation, and ``checkpoint`` stays; otherwise their equations are evaluated one by one.
     """
     results, records = _RecordedEvaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(extra or {}))
     for n, var in enumerate(jaxpr.outvars):
-        if is_literal(var):  # a number that the function returns for all arguments
+        if is_literal(var):  # the function returns a constant
             results[n] = jnp.asarray(results[n])
     return results, records
 
 
 def is_whole(eqn: Any, keeps_rules: bool = False) -> bool:
-    """Return whether :func:`evaluate_and_record` takes an equation with bodies for one operation."""
+    """Return whether :func:`evaluate_and_record` treats an equation with bodies as one operation."""
     return eqn.primitive.name == "shard_map" or (keeps_rules and eqn.primitive.name.startswith("custom_"))
 
 
@@ -101,7 +101,7 @@ class _RecordedEvaluation:
         bodies = bodies_of(eqn)
         if bodies is None or is_whole(eqn, self.keeps_rules):
             results = bind_equation(eqn, operands, eqn.params)
-            # A reshard keeps the numbers, and those of the result have the type that the recorder can use there.
+            # A reshard does not change the numbers, and its result has the sharding type that the recorder needs.
             operands = results if eqn.primitive.name in RESHARDS else operands
         elif bodies.kind == "call" and not (self.keeps_rules and eqn.primitive.name == "remat2"):
             opened = equations.opened(bodies.jaxprs[0])
@@ -121,7 +121,7 @@ class _RecordedEvaluation:
     def with_bodies(
         self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, extra: Records
     ) -> tuple[list[Any], Records]:
-        """Rebuild an equation so that its bodies take the given arrays and return records."""
+        """Rebuild an equation so that its bodies take the extra arrays and return records."""
         inside = {place: value for place, value in extra.items() if place[: len(key)] == key != place}
         given_inside, tree = jax.tree.flatten(inside)
 
@@ -153,7 +153,7 @@ class _RecordedEvaluation:
         return list(out[:stop]), jax.tree.unflatten(structure, out[stop:])
 
     def loop(self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key) -> tuple[list[Any], Records]:
-        """Rebuild a while loop so that it carries the number of its turn and its records, too."""
+        """Rebuild a while loop so that it also carries the number of the iteration and its records."""
         condition, step = (equations.opened(jaxpr) for jaxpr in bodies.jaxprs)
         consts = operands[bodies.consts : bodies.start]
 

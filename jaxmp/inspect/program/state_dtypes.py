@@ -45,7 +45,7 @@ def _dtype_fault(value: Value, argument: Argument, expected: np.dtype, rule: str
 
 
 def strong_float64(audited: Audited) -> Faults:
-    """Find the values with which float64 enters a program that has half products."""
+    """Find the first float64 values of a program that has half products."""
     if not audited.has_half_products:
         return
     phases = set[str]()
@@ -59,12 +59,12 @@ def strong_float64(audited: Audited) -> Faults:
         yield Fault(
             computed_at(value),
             "float64 in a program with half products",
-            "use float32: no strong float64 (np.float64, astype) should meet arrays of the program",
+            "use float32, and do not combine arrays of the program with strong float64 (np.float64, astype)",
         )
 
 
 def _enters_float64(value: Value) -> bool:
-    """Return whether a value is strongly float64, and computed from none."""
+    """Return whether a value is strongly float64 and does not depend on such a value."""
     if value.dtype != np.float64 or getattr(value.aval, "weak_type", False):
         return False
     return all(operand.dtype != np.float64 or operand.name == "constant" for operand in value.inputs)

@@ -1,4 +1,4 @@
-"""Statistics of tensors, and what another format or loss scale would make of their values."""
+"""Statistics of tensors, also under another format or loss scale."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ from jaxmp.inspect.program.counting import (
 )
 
 _NAMES = dtypes.NAMES[1:]
-"""The dtypes that values are counted for."""
+"""The dtypes for which values are counted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Counts and sizes of the values of a tensor; counts are exact.
+    """Counts and magnitudes of the values of a tensor; counts are exact.
 
     Attributes:
-      count: how many values.
-      zeros: how many are 0.
-      below_normal: how many are subnormal in the dtype, and have fewer digits therefore.
-      vanished: how many were not 0 and are 0 in the dtype. None vanish in the dtype that they were computed in, whose
-        zeros all look alike.
-      overflow: how many are infinite or NaN.
+      count: the number of values.
+      zeros: the number of zeros.
+      below_normal: the number of values that are subnormal in the dtype, and so have fewer digits.
+      vanished: the number of nonzero values that are 0 in the dtype. It is 0 for the dtype of the computation, in which
+        vanished values cannot be told from other zeros.
+      overflow: the number of infinite and NaN values.
       amax: the largest finite magnitude; 0 if there is none.
-      amin: the smallest magnitude that is not 0; 0 if there is none.
+      amin: the smallest nonzero magnitude; 0 if there is none.
       mean_abs: the mean of the finite magnitudes, in float32; 0 if there is none.
-      histogram: how many finite values have ``floor(log2|x|)``, by it; zeros are left out.
-      ratio: for updates, their norm over that of their weight; else None.
+      histogram: the number of finite nonzero values by ``floor(log2|x|)``.
+      ratio: for updates, their norm divided by that of their weight; else None.
       dtype: the dtype of the counts.
-      by_turn: inside of loops, the statistics of each turn, those of nested loops in the order in which they run;
-        else None.
+      by_turn: in loops, the statistics of each iteration (for nested loops in execution order); else None.
     """
 
     count: int
@@ -75,15 +74,15 @@ class Statistics:
         """Return the statistics of the values times ``loss_scale`` in another dtype.
 
         Values are rounded to nearest, ties to even, and the counts are exact: ``zeros`` were 0 before, ``vanished``
-        became 0, and ``overflow`` were not finite or no longer are. ``amax``, ``amin``, ``mean_abs`` and ``histogram``
-        are those of the products before they are rounded.
+        become 0, and ``overflow`` are not finite after rounding. ``amax``, ``amin``, ``mean_abs`` and ``histogram`` are
+        those of the scaled values before rounding.
 
         Args:
-          dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, or another name of these.
+          dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, or an alias of these.
           loss_scale: a power of two.
 
         Raises:
-          ValueError: another dtype, or no power of two.
+          ValueError: the dtype is unknown, or the loss scale is not a power of two.
 
         >>> from jaxmp.inspect.program.statistics import statistics_of
         >>> gradients = statistics_of(jnp.float32([1e-8, 2.0**-25, 1e-3, 0]))
@@ -111,14 +110,14 @@ class Statistics:
     def lost(self, dtype: Any) -> int:
         """Return how many updates are below half an ulp of their weight in ``dtype``.
 
-        Added in that dtype, they change nothing. The ulp is the distance from the weight, rounded to the dtype, to the
-        next larger number. An update of 0 is below it, too.
+        Adding them in that dtype changes nothing. The ulp is the distance from the weight, rounded to the dtype, to the
+        next larger number. Updates of 0 are included.
 
         Raises:
-          ValueError: these are no updates, or another dtype than those of :meth:`under`.
+          ValueError: these are not updates, or the dtype is not one of :meth:`under`.
         """
         if self._lost is None:
-            raise ValueError("only updates can be lost on their weights: ask Numerics.updates, with tx given")
+            raise ValueError("lost() is for updates, and these are not updates; use Numerics.updates with tx")
         return self._lost[_counted_dtype(dtype)]
 
 
@@ -147,7 +146,7 @@ def _counted_dtype(dtype: Any) -> str:
     except ValueError:  # an integer dtype, for which the error would speak of policies
         name = np.dtype(dtype).name
     if name not in _NAMES:
-        raise ValueError(f"values are counted for {', '.join(_NAMES)}, got {name}; take one of these")
+        raise ValueError(f"values are counted for {', '.join(_NAMES)}, got {name}; use one of these")
     return name
 
 
@@ -161,7 +160,7 @@ def exponent_of(loss_scale: Any) -> int:
     fraction, exponent = math.frexp(scale)
     if fraction != 0.5:
         raise ValueError(
-            f"a loss scale is a power of two here, so that it moves exponents and rounds nothing, got {scale:g}; take "
+            f"loss_scale must be a power of two here, which is exact, got {scale:g}; use "
             f"{2.0 ** round(math.log2(scale)) if 0 < scale < math.inf else 1.0:g}"
         )
     return exponent - 1
@@ -174,14 +173,14 @@ def statistics_of(x: Any) -> Statistics:
 
 
 def from_record(counts: Counts, dtype: Any, size: int, scale_exponent: int, turns: Sequence[int] = ()) -> Statistics:
-    """Return the statistics of values that have been multiplied by a power of two, without it.
+    """Return the statistics of unscaled values from the record of values times a power of two.
 
     Args:
-      counts: the record of the multiplied values, on the host; with an axis for each loop before its own.
+      counts: the record of the scaled values, on the host, with a leading axis for each loop.
       dtype: the dtype of the values.
-      size: how many values each record is of.
+      size: the number of values in each record.
       scale_exponent: the binary logarithm of the factor.
-      turns: the number of turns of each loop around.
+      turns: the number of iterations of each loop around.
     """
     if turns:
         flat = [np.reshape(part, (-1, *np.shape(part)[len(turns) :])) for part in counts]
@@ -219,7 +218,7 @@ def _float(bits: int) -> float:
 
 
 def merged_statistics(parts: Sequence[Statistics]) -> Statistics:
-    """Return the statistics of several tensors together; by turn if all have the same number of turns."""
+    """Merge the statistics of several tensors; by iteration if all have the same number of iterations."""
     if len(parts) == 1:
         return parts[0]
     first = min(part._first for part in parts)

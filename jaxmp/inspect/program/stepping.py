@@ -1,11 +1,12 @@
-"""Run a program one equation at a time, with a flag for each result that says whether it is finite.
+"""Run a program one equation at a time, with a flag for each result that tells whether it is finite.
 
-Each equation is compiled alone, and equal equations share a compiled program, so compiling takes as long as the
-distinct equations of a program. In one program with the flags of all equations, XLA would compute long chains of
-operations again for each flag.
+Each equation is compiled separately, and equal equations share a compiled program, so only distinct equations take
+compile time. In one program with the flags of all equations, XLA would recompute long chains of operations for each
+flag.
 
-A long scan without loops or branches in its body runs as one program, with the flags of all equations in all turns: a
-call from the host for each would take most of the time. Barriers between its equations keep XLA from fusing them.
+A long scan without loops or branches in its body runs as one program, with the flags of all equations in all
+iterations, because separate calls from the host would take most of the time. Barriers between its equations keep XLA
+from fusing them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jaxmp.inspect.program.equation_places import Key
 from jaxmp.inspect.program.recorded_evaluation import is_whole
 
 _LONG = 64
-"""The least number of turns of a scan that runs as one program: for fewer, compiling it takes longer than the calls."""
+"""The minimum length of a scan that runs as one program; for a shorter scan, compiling takes longer than the calls."""
 
 
 class Moment(NamedTuple):
@@ -39,7 +40,7 @@ class Moment(NamedTuple):
     Attributes:
       key: as in :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
       turns: the index into the inputs of each scan around it, outermost first.
-      while_turn: the turn of the innermost while loop; -1 outside of one.
+      while_turn: the iteration of the innermost while loop; -1 outside of one.
     """
 
     key: Key = ()
@@ -47,15 +48,15 @@ class Moment(NamedTuple):
     while_turn: int = -1
 
     def inside(self, number: int) -> Moment:
-        """The moment of a body or of an equation in it."""
+        """Return the moment of a body or of an equation in it."""
         return self._replace(key=(*self.key, number))
 
 
 Visit = Callable[[Moment, Any, list[Any], list[Any], list[Any]], None]
 At = tuple[Key, tuple[int, ...]]
-"""The key of an equation, and its turn of each scan around."""
+"""The key of an equation, and its iteration of each scan around."""
 Branches = dict[tuple[Key, tuple[int, ...]], set[int]]
-"""The branches that each conditional took, by its key and its turns; several only in a while loop."""
+"""The branches that each conditional took, by its key and iterations; several only in a while loop."""
 
 
 def step_through(
@@ -63,11 +64,11 @@ def step_through(
 ) -> tuple[list[Any], Branches]:
     """Return the results of an open jaxpr, and the branches that its conditionals took.
 
-    After each operation ``visit`` is called with the moment, the equation, its operands, its results, and a flag for
-    each result: an array that is 0 if all elements are finite, or None for integers and the like.
+    After each operation, ``visit`` is called with the moment, the equation, its operands, its results, and a flag for
+    each result: an array that is 0 if all elements are finite, or None for values that are not floating.
 
-    A long scan runs as one program. Of its operations ``visit`` sees those that fail in some turn, without operands and
-    results, and in the turns that ``wanted`` names all operations with theirs.
+    A long scan runs as one program. For its operations that fail in some iteration, ``visit`` gets no operands and
+    results. In the iterations that ``wanted`` names, it is called for all operations, with operands and results.
     """
     mesh = _mesh_of((*consts, *args))
     stepping = _Stepping(visit, wanted, waits=mesh is not None)
@@ -76,7 +77,7 @@ def step_through(
 
 
 def _mesh_of(values: Sequence[Any]) -> Mesh | None:
-    """Return the mesh of the first array that lies on one."""
+    """Return the mesh of the first array that has one."""
     for value in values:
         sharding = getattr(value, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -164,7 +165,7 @@ class _Stepping:
         return [*carry, *(stacks or [])]
 
     def long_scan(self, eqn: Any, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
-        """Run a scan as one program, and then the wanted turns of it one equation at a time."""
+        """Run a scan as one program, and then the wanted iterations one equation at a time."""
         loop = _flagged_scan(Operation(eqn))
         carry, outputs, flags, carries = loop(operands)
         failing = [
@@ -186,7 +187,7 @@ class _Stepping:
         return [*carry, *outputs]
 
     def _wanted_turns(self, moment: Moment) -> set[int]:
-        """Return the turns of a scan in which an operation is wanted."""
+        """Return the iterations of a scan in which an operation is wanted."""
         depth = len(moment.turns)
         turns = set[int]()
         for key, turns_around in self.wanted:
@@ -197,16 +198,16 @@ class _Stepping:
 
 
 def _turns_in_order(scan: Any) -> range:
-    """Return the indices of the turns of a scan in the order in which they run."""
+    """Return the indices of the iterations of a scan in execution order."""
     turns = range(scan.params["length"])
     return turns[::-1] if scan.params["reverse"] else turns
 
 
 class _FlaggedScan:
-    """A scan as one compiled program that returns the flags of all equations in all turns.
+    """A scan as one compiled program that returns the flags of all equations in all iterations.
 
     Attributes:
-      operations: the equations that run in a turn, each with its key in the body.
+      operations: the equations of an iteration, each with its key in the body.
     """
 
     def __init__(self, eqn: Any) -> None:
@@ -218,7 +219,7 @@ class _FlaggedScan:
         self.compiled = jax.jit(self._scan, compiler_options=AS_WRITTEN)
 
     def __call__(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[list[Any]], list[Any]]:
-        """Return the last carry, the outputs, the flags of operations, and each turn's carry."""
+        """Return the last carry, the outputs, the flags of operations, and the carry of each iteration."""
         carry, (outputs, flags, carries) = self.compiled(*operands)
         return carry, outputs, jax.device_get(flags), carries
 

@@ -1,4 +1,4 @@
-"""Find sums in half of more terms than half counts, in one operation or in a loop."""
+"""Find half sums with more terms than half can count, in one operation or in a loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxmp.inspect.program.values import JOIN, TURN, TURNS, Value, Values, is_mo
 _SCATTERS = frozenset({"scatter-add", "scatter-sub"})
 _WRITES = frozenset({"dynamic_update_slice", "scatter"}) | _SCATTERS
 _REMEDY = "sum in float32: cast before, or pass dtype=jnp.float32"
-_CARRIED = "carry the sum in float32; if it is the gradient of what every turn reads, cast that inside the loop"
+_CARRIED = "carry the sum in float32; if it is the gradient of a loop-invariant array, cast that inside the loop"
 
 
 def half_sums(audited: Audited) -> Faults:
@@ -62,8 +62,8 @@ class _Sum(NamedTuple):
 
     Attributes:
       sign: -1 if the carry is subtracted.
-      terms: how many are added.
-      dtype: the half dtype that the sum is rounded to on the way; None if all is wider.
+      terms: the number of terms.
+      dtype: the half dtype to which the sum is rounded; None if it is always wider.
       last: the last addition.
     """
 
@@ -74,16 +74,15 @@ class _Sum(NamedTuple):
 
 
 _Sums = Mapping[Value, _Sum]
-"""For each carry that a value contains, the value as a sum of the carry and terms."""
+"""For each carry in a value, the value as a sum of the carry and terms."""
 
 
 def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
-    """Yield the sums that scans carry and round to half in every turn.
+    """Yield the sums that scans carry and round to half in every iteration.
 
-    Each is an addition, the number of terms and the dtype.
-
-    Turns of a scan in a scan multiply. A factor on the way makes it no sum (a decay). If the carry is subtracted from
-    its own sum, the rounding errors are compensated (Kahan's sum). While loops turn an unknown number of times.
+    Each is an addition, the number of terms and the dtype. For nested scans, the numbers of iterations are multiplied.
+    A carry that is multiplied by a factor (a decay) is not a sum. If the carry is subtracted from its own sum, the
+    rounding errors are compensated (Kahan's sum). While loops have an unknown number of iterations.
     """
     sums_of: dict[Value, _Sums] = {}
     carries: dict[tuple[int, ...], list[Value]] = {}
@@ -107,7 +106,7 @@ def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
 
 
 def _after_all_turns(sums: _Sums, carries: list[Value], in_turn: _Sum | None, turns: int) -> _Sums:
-    """Return the sums of outer carries after all turns of a loop, without the loop's own carries."""
+    """Return the sums of outer carries after all iterations of a loop, without the loop's own carries."""
     more = in_turn.terms * (turns - 1) if in_turn else 0
     return {carry: total._replace(terms=total.terms + more) for carry, total in sums.items() if carry not in carries}
 
@@ -133,7 +132,7 @@ def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Valu
 
 
 def _with_most_terms(parts: list[_Sums]) -> _Sums:
-    """Return for each carry the sum with most terms: the value is one of several."""
+    """Return for each carry the sum with the most terms, for a value that is one of several."""
     sums: dict[Value, _Sum] = {}
     for part in parts:
         for carry, total in part.items():
@@ -147,9 +146,9 @@ def _plus(sums: _Sums, addition: Value, count: int) -> _Sums:
 
 
 def _added_terms(value: Value) -> int:
-    """Return 1 if adding a value changes every element in each turn.
+    """Return 1 if adding a value changes every element in each iteration.
 
-    It is 0 for zeros, and for zeros into which each turn writes elsewhere.
+    It is 0 for zeros, and for zeros into which each iteration writes at another place.
     """
     while (value.is_move and len(value.inputs) == 1) or value.is_cast:
         (value,) = value.inputs
@@ -159,7 +158,7 @@ def _added_terms(value: Value) -> int:
 
 
 def _is_elsewhere(write: Value) -> bool:
-    """Return whether each turn writes elsewhere: the indices count turns and depend on no data."""
+    """Return whether each iteration writes at another place: indices count iterations, without data."""
     indices = write.inputs[2:] if write.name == "dynamic_update_slice" else write.inputs[1:2]
     sources = leading_to(indices)
     if any(source.name in ("argument", "random_bits") for source in sources):

@@ -1,8 +1,8 @@
-"""GPUs that XLA compiles for although they are not there, and shapes that lie on them.
+"""GPUs that XLA can compile for without being attached, and shapes on them.
 
-XLA's compiler reads a GPU from a description, the text form of its message ``GpuTargetConfigProto`` (XLA's own are in
-xla/backends/gpu/target_config/specs). The descriptions here are made of the chip's figures. A program compiled so is
-the optimised program and has its memory; only its time is unknown.
+XLA's compiler reads a description of the GPU, the text form of its message ``GpuTargetConfigProto`` (XLA's descriptions
+are in xla/backends/gpu/target_config/specs). The descriptions here are built from the chip's figures. The compiled
+program is the optimised one, with its memory; only its time is unknown.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU's figures, from NVIDIA's data sheets and what CUDA reports of the chip.
+    """A GPU's figures, from NVIDIA's data sheets and from CUDA's report of the chip.
 
     Attributes:
-      name: as CUDA reports it.
-      capability: compute capability, major and minor.
-      feature_extension: of the capability; ``"ACCELERATED_FEATURES"`` means sm_90a and the like.
+      name: the name that CUDA reports.
+      capability: the compute capability, major and minor.
+      feature_extension: the extension of the capability; ``"ACCELERATED_FEATURES"`` means sm_90a and the like.
       cores: the number of streaming multiprocessors.
       fpus: the float32 lanes of each multiprocessor.
       clock_ghz: the clock of the multiprocessors.
       memory_bytes: the memory of the device.
-      bandwidth: bytes a second between memory and chip.
+      bandwidth: bytes per second between memory and chip.
       l2_bytes: the cache between memory and chip.
       shared_bytes: the shared memory of a multiprocessor.
-      threads: the most threads of a multiprocessor.
-      cudnn: the version of cuDNN that the programs will run with.
-      cuda: the version of CUDA; without it XLA makes no float8 products.
+      threads: the maximum number of threads of a multiprocessor.
+      cudnn: the version of cuDNN with which the programs will run.
+      cuda: the version of CUDA; without it XLA does not use float8 products.
     """
 
     name: str
@@ -141,8 +141,8 @@ TARGETS = {
 
 
 def choice() -> str:
-    """Return how to name a GPU that is not there, for an error."""
-    return f"device={', '.join(map(repr, TARGETS))}; of a command that is --device {next(iter(TARGETS))}, say"
+    """Return the names of known GPUs as text for an error."""
+    return f"device={', '.join(map(repr, TARGETS))}; on the command line, e.g. --device {next(iter(TARGETS))}"
 
 
 def missing() -> str | None:
@@ -195,7 +195,7 @@ def check_topology(text: str) -> str:
 
 
 def _described(description: str, topology: str) -> Any:
-    """Return JAX's topology of a description, also if cuDNN, which only running needs, is not installed."""
+    """Return JAX's topology of a description, even if cuDNN is not installed, which only runs need."""
     options = {"platform": "cuda", "topology": topology, "target_config": description}
     before = os.environ.get(_UNCHECKED)
     os.environ[_UNCHECKED] = "1"
@@ -210,11 +210,11 @@ def _described(description: str, topology: str) -> Any:
 
 
 _UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-"""The variable that keeps JAX's CUDA plugin from checking the libraries that only running needs."""
+"""The variable that keeps JAX's CUDA plugin from checking libraries that only runs need."""
 
 
 def on(device: Any, tree: Any) -> Any:
-    """Return a pytree of arrays or shapes as ShapeDtypeStructs on ``device``; Python numbers stay."""
+    """Return a pytree of arrays or shapes as ShapeDtypeStructs on ``device``; Python numbers are unchanged."""
     sharding = SingleDeviceSharding(device)
 
     def placed(leaf: Any) -> Any:
@@ -226,12 +226,12 @@ def on(device: Any, tree: Any) -> Any:
 
 
 def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
-    """Return the shapes of a pytree on a mesh of GPUs that are not there.
+    """Return the shapes of a pytree on a mesh of GPUs that are not attached.
 
     Args:
       target: the GPU.
       tree: arrays or ShapeDtypeStructs with a ``NamedSharding``, whose mesh may be abstract; others are replicated.
-      topology: of the cluster; None for one host with all of them.
+      topology: the topology of the cluster; None for one host with all GPUs.
 
     Raises:
       ValueError: the topology has another number of GPUs than the mesh.
@@ -257,7 +257,7 @@ def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
 
 
 def mesh_of(tree: Any) -> Any:
-    """Return the mesh of the first leaf that lies on one; None if there is none."""
+    """Return the mesh of the first leaf that has one, or None."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):

@@ -15,11 +15,11 @@ from jaxmp._internals.jax.primitives import COMBINES, PICKS
 from jaxmp.inspect.program.equation_places import EquationPlace, Key
 
 Turns = tuple[int, ...]
-"""For each scan around a place, outermost first, the index into its inputs; a while loop counts as one turn."""
+"""The index into the inputs of each scan around a place, outermost first; a while loop counts as one iteration."""
 TurnMap = Callable[[Turns], list[Turns]]
-"""From the turns of a value to those of an operand that it reads."""
+"""A map from the iterations of a value to those of an operand that it reads."""
 Read = tuple[int, "Value", TurnMap]
-"""The number of an operand, the operand, and the turns of it that are read."""
+"""The number of an operand, the operand, and its iterations that are read."""
 TURN, TURNS, JOIN, LOOP_CONSTANT = "turn", "turns", "join", "loop constant"
 MOVES = PICKS | COMBINES | {TURN, TURNS, "stop_gradient", "reduce_max", "reduce_min"}
 MOVES |= {"reduce_window_max", "reduce_window_min", "sort", "top_k", "reshard"}
@@ -36,23 +36,24 @@ class Scan(NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """A value and the operation that makes it.
+    """A value and the operation that computes it.
 
     Attributes:
       aval: its shape and dtype.
-      name: the primitive, or ``"argument"``, ``"constant"``; ``TURN``, the part of an array that one turn of a scan
-        reads; ``TURNS``, the array that all turns make; ``JOIN``, one of several values (a carry of a loop, the result
-        of a conditional).
-      key: the equation that computes it; for a carry or an input of a loop that of the loop; else ``()``.
-      place: that equation, if it is one operation; None for arguments, constants, and results of loops and
+      name: the primitive, ``"argument"`` or ``"constant"``; ``TURN`` for the part of an array that one iteration of a
+        scan reads; ``TURNS`` for the array that all iterations stack; ``JOIN`` for one of several values (a carry of a
+        loop, the result of a conditional).
+      key: the key of the equation that computes it; for a carry or an input of a loop, the key of the loop; else
+        ``()``.
+      place: the equation, if it is a single operation; None for arguments, constants, and results of loops and
         conditionals.
-      position: its number among the results, or among the arguments; -1 for a carry or an input of a loop.
+      position: its position among the results or the arguments; -1 for a carry or an input of a loop.
       scans: the scans around it, outermost first.
-      loops: the bodies of loops that it is computed in, outermost first.
+      loops: the bodies of loops around it, outermost first.
       constant: the number or array of a constant, if the program has it.
-      const: the same as an array of NumPy, if it is small.
-      reads: the operands, each with its number among the operands or branches (the operand that chose the branch comes
-        after those), and the turns of it that a turn of this value reads.
+      const: the same as a NumPy array, if it is small.
+      reads: the operands. Each has its number among the operands or branches (the index of a conditional comes last),
+        and the iterations that an iteration of this value reads.
       reader: the first operation that reads it.
     """
 
@@ -70,12 +71,12 @@ class Value:
 
     @property
     def inputs(self) -> list[Value]:
-        """The operands; a constant of a loop is replaced by the value outside of the loop."""
+        """Return the operands; a constant of a loop is replaced by the value outside of the loop."""
         return [value.outer for _, value, _ in self.reads]
 
     @property
     def outer(self) -> Value:
-        """The value outside of the loops that this is a constant of; other values themselves."""
+        """Return the value outside of loops for a loop constant, or the value itself."""
         value = self
         while value.name == LOOP_CONSTANT:
             ((_, value, _),) = value.reads
@@ -83,50 +84,50 @@ class Value:
 
     @property
     def at(self) -> EquationPlace:
-        """The equation that computes it; an AssertionError where ``place`` is None."""
+        """Return the equation that computes it; raise an AssertionError if ``place`` is None."""
         assert self.place is not None
         return self.place
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype; ``"V"``, which is no number, for a random key or a token."""
+        """Return its dtype; ``"V"`` for a random key or a token."""
         dtype = getattr(self.aval, "dtype", "V")
         return np.dtype("V" if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Return its shape."""
         return tuple(getattr(self.aval, "shape", ()))
 
     @property
     def is_float(self) -> bool:
-        """Is the dtype floating?"""
+        """Return whether the dtype is floating."""
         return bool(jnp.issubdtype(self.dtype, jnp.floating))
 
     @property
     def is_half(self) -> bool:
-        """Is the dtype float16 or bfloat16?"""
+        """Return whether the dtype is float16 or bfloat16."""
         return self.dtype.name in ("float16", "bfloat16")
 
     @property
     def is_move(self) -> bool:
-        """Are the elements those of an operand? A cast to the same dtype is a move."""
+        """Return whether its elements are those of an operand; a cast to the same dtype is a move."""
         if self.name == "top_k":
             return self.position == 0
         return self.name in MOVES or (self.is_cast and self.inputs[0].dtype == self.dtype)
 
     @property
     def is_cast(self) -> bool:
-        """Is the value the result of a cast?"""
+        """Return whether it is the result of a cast."""
         return self.name == "convert_element_type"
 
     @property
     def is_computed(self) -> bool:
-        """Does an equation compute the value? Then it may have a record."""
+        """Return whether an equation computes it; then it may have a record."""
         return bool(self.key) and self.position >= 0
 
     def sources(self, turns: Turns) -> Iterator[tuple[int, Value, Turns]]:
-        """Yield the operands that one turn reads: the number, the operand, and its turns."""
+        """Yield the operands that an iteration reads: the number, the operand, and its iterations."""
         for number, value, turns_read in self.reads:
             for other in turns_read(turns):
                 yield number, value, other
@@ -150,7 +151,7 @@ class Values:
 
 
 def leading_to(values: Sequence[Value]) -> set[Value]:
-    """Return these values and all that they are computed from."""
+    """Return these values and all values on which they depend."""
     sources, stack = set(values), list(values)
     while stack:
         for _, value, _ in stack.pop().reads:
@@ -171,7 +172,7 @@ def is_move_or_cast(value: Value) -> bool:
 
 
 def origins(value: Value, goes_on: Callable[[Value], bool] = is_moved_value) -> Iterator[Value]:
-    """Yield the first values that ``goes_on`` rejects, on all ways back from a floating value.
+    """Yield the first values that ``goes_on`` rejects, on all paths back from a floating value.
 
     Only floating operands are followed: integers and booleans that choose elements are left out.
     """
@@ -188,10 +189,10 @@ def origins(value: Value, goes_on: Callable[[Value], bool] = is_moved_value) -> 
 
 
 def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
-    """Return for each value the marks (bits) of itself and of all that it is computed from."""
+    """Return for each value the marks (bits) of itself and of all values on which it depends."""
     marks = {value: mark(value) for value in values.all}
     has_changed = True
-    while has_changed:  # a carry is computed from itself
+    while has_changed:  # a carry depends on itself
         has_changed = False
         for value in values.all:
             bits = marks[value]

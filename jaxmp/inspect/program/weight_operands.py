@@ -55,7 +55,7 @@ def _weights(product: Value, left: int, right: int) -> list[int]:
 
 
 def _rank(marks: int) -> int:
-    """Return 0 for an operand made of params, 2 for one made of data, 1 for others."""
+    """Return 0 for an operand computed from params, 2 for one computed from data, 1 for others."""
     if marks & _DATA:
         return 2
     return 0 if marks & _WEIGHT else 1
@@ -71,11 +71,11 @@ def _is_stored(value: Value) -> bool:
 
 
 def unaligned(product: Value, weights: Sequence[int]) -> dict[str, int]:
-    """Return the dimensions of a product that are no multiple of 16 bytes, by name.
+    """Return the dimensions of a product that are not multiples of 16 bytes, by name.
 
-    The batch does not count: output features are those of the weight, and if either operand may be it (``weights``),
-    the aligned ones. A dimension of 1 does not count, as that is not a matrix product; nor do the few channels of a
-    stem.
+    The batch is ignored: output features belong to the weight. If either operand may be the weight (``weights``), the
+    aligned one counts. A dimension of 1 is ignored, because that is not a matrix product, and so are the few channels
+    of a stem.
     """
     left, right = product.inputs[:2]
     step = max(16 // min(left.dtype.itemsize, right.dtype.itemsize), 1)
