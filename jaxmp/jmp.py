@@ -92,7 +92,7 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
 
 
 class Policy(policies.Policy):
-    """A :class:`jaxmp.Policy` in jmp's notation, equal to any policy with the same dtypes.
+    """A :class:`jaxmp.Policy` in jmp's notation; equal dtypes make equal policies.
 
     >>> print(Policy("float32", jnp.float16, jnp.float32))
     p=full,c=f16,o=full
@@ -144,12 +144,12 @@ def half_dtype() -> Any:
 
 
 def cast_to_full(tree: T) -> T:
-    """Cast the floating arrays of ``tree`` to float32 (see :func:`jaxmp.base.trees.cast`)."""
+    """Cast the floating arrays of ``tree`` to float32."""
     return _tree.cast(tree, jnp.float32)
 
 
 def cast_to_half(tree: T) -> T:
-    """Cast the floating arrays of ``tree`` to :func:`half_dtype` (see :func:`jaxmp.base.trees.cast`)."""
+    """Cast the floating arrays of ``tree`` to :func:`half_dtype`."""
     return _tree.cast(tree, half_dtype())
 
 
@@ -198,7 +198,7 @@ class StaticLossScale(_Widening, loss_scale.StaticLossScale):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_Widening, loss_scale.DynamicLossScale):
-    """A :class:`jaxmp.DynamicLossScale` that may grow up to the largest float32 number, as jmp's does.
+    """A :class:`jaxmp.DynamicLossScale` without a maximum, as in jmp.
 
     >>> scale = DynamicLossScale(jnp.float32(2.0**126), period=1)
     >>> for _ in range(3):

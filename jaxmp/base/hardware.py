@@ -102,7 +102,7 @@ class Hardware:
 
 
 def detect(device: Any = None) -> Hardware:
-    """Return the dtypes that are fast on ``device``, and the policy to train with there.
+    """Return the fast dtypes of ``device``, and the policy to train with there.
 
     ``device`` is a JAX device or the name of a GPU in :data:`GPUS`. The default is the :func:`assumed` device, or the
     first local one. An unknown device is not an error: its policy is float32, which works everywhere.
@@ -138,7 +138,7 @@ def detect(device: Any = None) -> Hardware:
 
 @contextlib.contextmanager
 def assumed(name: str) -> Iterator[None]:
-    """Trace programs in this context for a GPU of :data:`GPUS`, which need not be attached.
+    """Trace programs in this context for a GPU that need not be attached.
 
     The traces of float8 products and of a train step's update depend on the device. To compile for an absent GPU, trace
     in this context. The tools of :mod:`jaxmp.inspect` do so if you pass a ``device``.
@@ -180,7 +180,7 @@ def recommended_policy(device: Any = None) -> str:
 
 
 def align_dim(n: int, divisor: int = 8) -> int:
-    """Round ``n`` up to a multiple of ``divisor``, because tensor cores need aligned dimensions.
+    """Round ``n`` up to a multiple of ``divisor``, as tensor cores need it.
 
     Use 8 for 16-bit operands and 16 for 8-bit ones. 64 is most efficient on an A100 and later (NVIDIA, "Matrix
     Multiplication Background User's Guide").

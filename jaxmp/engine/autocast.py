@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @takes_a_function
 def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) -> F:
-    """Return ``fun`` with each operation in half or in float32, decided on the graph of the whole program.
+    """Return ``fun`` with each operation in half or float32, decided on its graph.
 
     docs/autocast.md lists the rules, and :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced in its original
     dtypes: params stay float32, and results keep their dtypes (under a pure policy such as ``"bfloat16"``, they get the

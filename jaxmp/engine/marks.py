@@ -36,7 +36,7 @@ class Region(NamedTuple):
 
 
 def precision(level: str) -> contextlib.AbstractContextManager[None]:
-    """Make operations inside of this context compute in one precision under :func:`jaxmp.autocast`.
+    """Set the precision of operations in this context under autocast.
 
     Use it in place of ``astype("float32")``, which JAX does not record, because everything is traced in float32. The
     mark is a scope on JAX's name stack, so it also works in gradients, loops and jitted functions. Outside of autocast

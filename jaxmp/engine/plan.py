@@ -191,7 +191,7 @@ class CastPlan:
 def cast_plan(
     fun: Callable[..., Any], policy: Any, overrides: Mapping[str, str] | None = None
 ) -> Callable[..., CastPlan]:
-    """Return a function that shows the decisions of :func:`jaxmp.autocast` for a call.
+    """Return a function that shows :func:`jaxmp.autocast`'s decisions for a call.
 
     Nothing is executed: ``fun`` is only traced, and any argument may be a :class:`jax.ShapeDtypeStruct`. For a function
     with custom derivative rules, the plan shows the computation of its value; the rules are decided when they run. To

@@ -27,7 +27,7 @@ class UnmatchedOverrideError(ValueError):
 
 
 class Decision(NamedTuple):
-    """The kind of an operation on its own; ``reason`` is for the plan and decides nothing."""
+    """The kind of an operation before its neighbours count, and a ``reason`` for the plan."""
 
     kind: Kind
     reason: str

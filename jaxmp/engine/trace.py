@@ -46,7 +46,7 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
 
 
 def autocast_dtype() -> np.dtype | None:
-    """Return the half dtype in which autocast will compute a float32 product at this place.
+    """Return the half dtype that autocast will use for a float32 product here.
 
     Use it in operations with custom derivative rules or kernels that choose their residuals by the dtype of their
     arguments: autocast traces them in the original dtypes, float32.

@@ -30,7 +30,7 @@ _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "ali
 
 
 class AuditError(AssertionError):
-    """A program does not have the declared precision; the text has a line for each problem."""
+    """A program does not have its precision; the text has a line per problem."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Audit(tables.Shown):
         allow: str | Collection[str | tuple[str, str]] = (),
         max_bytes: float | None = None,
     ) -> None:
-        """Raise an error if the program does not have its precision; use it in your tests.
+        """Raise an error if the program does not have its precision, for your tests.
 
         Args:
           min_half_flops: the minimum share of the products' FLOPs in 16 bits or fewer; ignored without products.

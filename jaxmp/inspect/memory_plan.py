@@ -34,7 +34,7 @@ _DOES_NOT_COMPILE = 2**62
 
 @dataclasses.dataclass(frozen=True)
 class Memory(tables.Shown):
-    """The memory of a compiled program on each device, and the data that devices send.
+    """The memory and the traffic of a compiled program on each device.
 
     Attributes:
       device: the kind of the device.
@@ -131,11 +131,11 @@ class Memory(tables.Shown):
 
 
 def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
-    """Return a function that computes the memory of a call of ``fun``; nothing is executed.
+    """Return a function that computes the memory of a call of ``fun``.
 
-    The kinds of arguments are determined by their types (a ``TrainState``, an NNX model or optimizer, an optax state,
-    Flax's collections), then by the names ``params``, ``opt_state``, ``model_state``, ``batch``, ``rng``. Otherwise the
-    first argument is the params, and later ones are the batch.
+    Nothing is executed. The kinds of arguments are determined by their types (a ``TrainState``, an NNX model or
+    optimizer, an optax state, Flax's collections), then by the names ``params``, ``opt_state``, ``model_state``,
+    ``batch``, ``rng``. Otherwise the first argument is the params, and later ones are the batch.
 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function, with its donation.

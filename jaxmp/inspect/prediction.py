@@ -127,10 +127,11 @@ _SHOWN = 20
 
 
 def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
-    """Return a function that predicts the time of a call of ``fun``; nothing is executed.
+    """Return a function that predicts the time of a call of ``fun``.
 
-    The time of a kernel is the time of its products at a share of the peak rate (:data:`ACHIEVED`), plus the time of
-    its bytes at a share of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), plus a launch. They are added, because measured
+    Nothing is executed. The time of a kernel is the time of its products at a share of the peak rate
+    (:data:`ACHIEVED`), plus the time of its bytes at a share of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), plus a
+    launch. They are added, because measured
     products with many bytes take longer than the longer part alone. Kernels run one after the other. For a conditional
     the slowest branch counts, and for a loop of unknown length one iteration. The model is the roofline of Williams,
     Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM 2009.

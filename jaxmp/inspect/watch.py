@@ -71,7 +71,7 @@ class Watch:
 
     @property
     def steps(self) -> dict[int, Numerics]:
-        """Return the numerics of the watched steps by their numbers; this waits for the device."""
+        """Return the numerics of the watched steps by number, after waiting for them."""
         self._read(wait=True)
         return self._steps
 

@@ -1,4 +1,4 @@
-"""Policies for Flax Linen modules: :func:`apply_policy` by module, :func:`autocast` by operation."""
+"""Policies for Flax Linen modules, by module or by operation."""
 
 from jaxmp.linen.policied import apply_policy as apply_policy
 from jaxmp.linen.policied import autocast as autocast

@@ -80,7 +80,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 
 
 def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """Return ``module`` under :func:`jaxmp.autocast`, with the same fields, methods and variables.
+    """Return ``module`` under :func:`jaxmp.autocast`, with the same variables.
 
     Autocast decides for each operation, and no ``dtype`` field changes. Variables are initialised without autocast.
 

@@ -139,7 +139,7 @@ class Optimizer(_Object):
         self._before = nnx.data({**values, **(self._before or {})})
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Update the model with the true gradients ``grads``, or skip the step if they are not finite.
+        """Update the model with true gradients, or skip the step if not finite.
 
         Args:
           model: the model, which is changed in place.
@@ -297,7 +297,7 @@ def value_and_grad(
 def value_and_grad(
     loss_fn: Callable[..., Any], optimizer: Optimizer, argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return a function of the true loss and gradients, under ``optimizer``'s loss scale.
+    """Return a function that computes the true loss and gradients.
 
     It takes the place of ``nnx.value_and_grad`` in a step of your own; see :func:`jaxmp.value_and_grad`. If the step is
     skipped, ``optimizer.update`` undoes what the loss function wrote to the model, such as batch statistics.

@@ -30,7 +30,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """Return ``model`` under a policy: a copy of its modules that shares its Variables.
+    """Return ``model`` under a policy: a copy that shares its Variables.
 
     Params are stored in the param dtype. Every module computes in the compute dtype of its policy, and the root's
     result is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares every
@@ -76,7 +76,7 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
 
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """Return ``model`` under :func:`jaxmp.autocast`: a copy of its modules that shares its Variables.
+    """Return ``model`` under autocast: a copy that shares its Variables.
 
     Attributes and Variables do not change. Autocast reads the program of a whole call of the root and decides for each
     operation. The paths of the modules are scopes on JAX's name stack. A generator runs in float32, because it runs

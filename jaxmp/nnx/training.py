@@ -33,12 +33,12 @@ def make_train_step(
     max_consecutive_skips: int = 25,
     sharding: Sharding | None = None,
 ) -> TrainStep:
-    """Return a jitted ``step(model, optimizer, batch) -> metrics``, which changes model and optimizer.
+    """Return a jitted train step, ``step(model, optimizer, batch) -> metrics``.
 
-    It is :func:`jaxmp.make_train_step` for NNX, with the same metrics and counters. If the norm of the gradients is not
-    finite, the step is skipped: every Variable of the model and the optimizer's state stay the same, bit for bit. Only
-    the loss scale, the counters and the random number generators change. Generators advance in every microbatch and
-    every step, so that each has its own dropout mask.
+    It is :func:`jaxmp.make_train_step` for NNX, with the same metrics and counters, and changes the model and the
+    optimizer in place. If the norm of the gradients is not finite, the step is skipped: every Variable of the model and
+    the optimizer's state stay the same, bit for bit. Only the loss scale, the counters and the random number generators
+    change. Generators advance in every microbatch and every step, so that each has its own dropout mask.
 
     Pass another model, such as a teacher, in the batch (``{"x": x, "teacher": teacher}``). If the loss function closes
     over it instead, its values at compile time are used. Other NNX objects in the batch (Rngs, metrics) are only read.

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class LossScale:
-    """The base class of loss scales; :func:`jaxmp.loss_scaling` also takes your own subclasses.
+    """The base class of loss scales, which you can subclass.
 
     A subclass has an attribute ``loss_scale`` and, if it changes, a method ``adjust`` that returns a new object. It may
     be a dataclass or an ordinary class, without slots. Its instances are pytrees that pickle and Flax can save.
@@ -82,7 +82,7 @@ class LossScale:
         return _map_inexact(times, tree)
 
     def unscale(self, tree: T) -> T:
-        """Divide ``tree`` by S, exactly if S is a power of two and the result is a normal number.
+        """Divide ``tree`` by S; a power of two is exact if the result is normal.
 
         Half-precision leaves become float32, because small gradients would vanish in float16 again. Wider leaves keep
         their dtype. Leaves that ``scale`` does not change are unchanged here too.
@@ -110,7 +110,7 @@ class LossScale:
         return 1 / (scale * second), second
 
     def is_stuck(self, before: LossScale) -> jax.Array:
-        """Return whether the scale ``before`` could not fall to this one after a non-finite step."""
+        """Return whether the scale did not fall from ``before`` at a non-finite step."""
         return jnp.asarray(self.loss_scale >= before.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
@@ -130,7 +130,7 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):
-    """No loss scaling: ``scale``, ``unscale`` and ``adjust`` return their argument unchanged.
+    """No loss scaling; all methods return their argument unchanged.
 
     >>> NoOpLossScale().scale({"loss": 3.0})
     {'loss': 3.0}
@@ -173,7 +173,7 @@ class StaticLossScale(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(ScaleState, LossScale):
-    """A loss scale that grows while gradients are finite and backs off when they are not.
+    """A loss scale that grows after finite steps and backs off at non-finite ones.
 
     After ``period`` finite steps in a row, the scale is multiplied by ``factor``. A non-finite step multiplies it by
     ``backoff`` and restarts the count. For the same parameters, the scales equal those of torch's GradScaler (bit for

@@ -42,7 +42,7 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
 
 
 def unscale(grads: T, opt_state: optax.OptState) -> T:
-    """Return the true gradients, in float32, of a loss that was multiplied by :func:`scale_loss`.
+    """Return the true float32 gradients of a loss scaled by :func:`scale_loss`.
 
     A gradient that overflowed becomes NaN, not infinity, so that clipping by value cannot hide it from
     :func:`loss_scaling`.
@@ -101,7 +101,7 @@ def value_and_grad(
 def value_and_grad(
     fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return a function of the true loss and gradients, under ``opt_state``'s loss scale.
+    """Return a function that computes the true loss and gradients.
 
     Use it in place of ``jax.value_and_grad`` in your own step. The loss is multiplied by the scale before the backward
     pass, and the gradients are divided by it afterwards, in float32. So small float16 gradients survive, and nothing

@@ -39,7 +39,7 @@ class LossScalingState(NamedTuple):
 
 
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
-    """Return the state of ``loss_scaling(tx, loss_scale)`` around a trained state of ``tx``.
+    """Wrap a trained state of ``tx`` as the state of ``loss_scaling(tx, …)``.
 
     Pass the same ``grad_norm`` as to :func:`loss_scaling`.
 
@@ -120,7 +120,7 @@ def at_hand(opt_state: optax.OptState) -> LossScale:
 
 
 def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
-    """Return ``new`` if the last step was taken, and ``old`` bit for bit if it was skipped.
+    """Return ``new`` if the last step was taken, and ``old`` if it was skipped.
 
     Use it in your own step for everything that a skipped step must not change, such as batch statistics, moving
     averages of params or target networks.

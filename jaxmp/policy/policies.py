@@ -92,21 +92,21 @@ class Policy:
             )
 
     def matmul_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which products run at ``matmul_precision``; None changes nothing."""
+        """Return a context in which products run at ``matmul_precision``."""
         if self.matmul_precision is None:
             return contextlib.nullcontext()
         return jax.default_matmul_precision(self.matmul_precision)
 
     def cast_to_param(self, tree: T) -> T:
-        """Cast the floating arrays of ``tree`` to the param dtype (see :func:`jaxmp.base.trees.cast`)."""
+        """Cast the floating arrays of ``tree`` to the param dtype."""
         return _tree.cast(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Cast the floating arrays of ``tree`` to the compute dtype (see :func:`jaxmp.base.trees.cast`)."""
+        """Cast the floating arrays of ``tree`` to the compute dtype."""
         return _tree.cast(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
-        """Cast the floating arrays of ``tree`` to the output dtype (see :func:`jaxmp.base.trees.cast`)."""
+        """Cast the floating arrays of ``tree`` to the output dtype."""
         return _tree.cast(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: Any) -> Policy:
@@ -114,7 +114,7 @@ class Policy:
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def wrap(self, fun: F) -> F:
-        """Cast the floating arguments of ``fun`` to the compute dtype, and its results to the output dtype.
+        """Cast the arguments of ``fun`` to the compute, its results to the output dtype.
 
         >>> half_dot = jaxmp.get_policy("mixed_float16").wrap(lambda x, y: x @ y)
         >>> half_dot(jax.numpy.full((1, 1), 1 / 3), jax.numpy.ones((1, 1)))[0, 0]  # a third, rounded to float16

@@ -29,7 +29,7 @@ from jaxmp.policy.policy_files import read_policy
 
 @dataclasses.dataclass(frozen=True)
 class PolicyMap:
-    """A default policy and overrides for parts of a model; the first pattern that matches wins.
+    """A default policy with overrides for parts of a model; the first match wins.
 
     It is frozen and hashable, like its policies.
 
@@ -99,18 +99,18 @@ class PolicyMap:
 
     @property
     def rules(self) -> list[tuple[Pattern, Policy]]:
-        """Return all overrides, including those of ``default``, in the order in which they are tried."""
+        """Return all overrides in matching order, including those of ``default``."""
         return [(pattern, policy) for _, pattern, policy in self._rules()]
 
     @property
     def patterns(self) -> list[Pattern]:
-        """Return all patterns, including those of ``default``, in the order in which they are tried."""
+        """Return all patterns in matching order, including those of ``default``."""
         return [pattern for _, pattern, _ in self._rules()]
 
     def resolve(
         self, path: Path, classes: Mapping[Path, type | tuple[type, ...]] | None = None
     ) -> tuple[Policy, Pattern | None]:
-        """Return the policy of the module at ``path`` and its pattern (None for the default).
+        """Return the policy of the module at ``path``, and its pattern or None.
 
         Args:
           path: the names of the modules from below the root to this one; ``()`` is the root.
@@ -124,7 +124,7 @@ class PolicyMap:
         return self.root, None
 
     def below(self, root: str) -> PolicyMap:
-        """Return this map with the name of the root removed from the front of its patterns.
+        """Return this map without the name of the root at the front of its patterns.
 
         :mod:`jaxmp.inspect` and cast plans print Linen paths with that name: ``Net/head`` means ``head``.
         """
@@ -135,7 +135,7 @@ class PolicyMap:
         return PolicyMap(default, overrides, strict=self.strict)
 
     def check(self, modules: Mapping[Path, type], variables: Collection[Path], complete: bool = True) -> None:
-        """Raise an error if a pattern means operations, or if one of a strict map matched nothing.
+        """Raise an error if a pattern means operations or matched nothing.
 
         Args:
           modules: the classes of the modules visited, by path.

@@ -1,4 +1,4 @@
-"""Params over many devices: specs, gathers in half precision, sums of gradients in float32.
+"""Train on many devices: half-precision gathers, float32 gradient sums.
 
 JAX's own partitioner moves the data. :func:`fsdp_specs` returns the specs of params. A :class:`Sharding` sets the
 layout of a train step's state. In your own step, :func:`gather` gathers weights in half. :func:`describe` shows the

@@ -1,4 +1,4 @@
-"""Calls, scans and branches with weights as arguments; weights that only they read are gathered inside."""
+"""Gather weights inside of a call, a scan or a branch if no other equation reads them."""
 
 from __future__ import annotations
 

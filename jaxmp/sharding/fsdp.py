@@ -41,7 +41,7 @@ def fsdp_specs(
     min_size: int = 65_536,
     stacked: Iterable[str] | None = None,
 ) -> Any:
-    """Return a spec for each param that splits the largest axis divisible by the devices of ``axis``.
+    """Return a spec for each param that splits its largest divisible axis.
 
     A leaf with fewer than ``min_size`` values, or without a divisible axis, stays whole on every device. It also stays
     in float32 until it is used, so its gradient is summed in float32 (see :func:`gather`).

@@ -32,7 +32,7 @@ _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharding:
-    """The layout of a train step's state over devices, and the summation of its gradients.
+    """The layout of a train state over devices, and the sum of its gradients.
 
     Pass one to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`.
 

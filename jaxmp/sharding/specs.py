@@ -41,7 +41,7 @@ def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def is_train_state(tree: Any) -> bool:
-    """Return whether ``tree`` is a whole state, whose optimizer's leaves follow its params."""
+    """Return whether ``tree`` is a whole train state, not only params."""
     return hasattr(tree, "params") and hasattr(tree, "opt_state")
 
 

@@ -63,7 +63,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
-    """The weight of a variable in the program, after the author's moves and casts."""
+    """A weight with the moves and casts between it and a variable of the program."""
 
     source: Source
     moves: tuple[tuple[Any, int], ...] = ()  # equations and positions of their results

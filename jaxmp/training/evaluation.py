@@ -23,9 +23,10 @@ from jaxmp.training.step import Metrics, TrainStep
 def make_eval_step(
     loss_fn: LossFn, *, policy: Any = None, overrides: Mapping[str, str] | None = None, use_ema: bool = False
 ) -> EvalStep:
-    """Return a jitted ``step(state, batch) -> metrics`` without gradients, which leaves the state alone.
+    """Return a jitted evaluation step, ``step(state, batch) -> metrics``.
 
-    ``metrics`` has ``loss`` (float32) and the metrics that the loss function returns.
+    It computes no gradients and does not change the state. ``metrics`` has ``loss`` (float32) and the metrics that the
+    loss function returns.
 
     Args:
       loss_fn: as for :func:`jaxmp.make_train_step`; the model state that it returns is ignored.

@@ -33,7 +33,7 @@ S = TypeVar("S", bound="TrainState")
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """The state of a training run: Flax's ``TrainState`` with the counters and averages of mixed precision.
+    """The state of a training run, a Flax ``TrainState`` for mixed precision.
 
     Attributes:
       step: the number of steps so far, including skipped ones, an int32 scalar.
@@ -71,7 +71,7 @@ class TrainState(flax.struct.PyTreeNode):
         sharding: Sharding,
         **fields: Any,
     ) -> S:
-        """Create a state directly on its devices, so that no device or process ever holds all of it.
+        """Create a state directly on its devices, so that none ever holds all of it.
 
         Args:
           make_params: a function that returns the params. It is traced, so its random numbers do not depend on the

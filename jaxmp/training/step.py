@@ -57,7 +57,7 @@ def make_train_step(
     max_consecutive_skips: int = 25,
     sharding: Sharding | None = None,
 ) -> TrainStep:
-    """Return a jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
+    """Return a jitted train step, ``step(state, batch) -> (state, metrics)``.
 
     The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
     loss scale, the counters and the rng change. The step is compiled once for equal shapes. The host waits for the

@@ -299,7 +299,7 @@ def test_a_mistake_is_refused():
         (lambda: jaxmp.low_precision(adam, block=2.5), "block must be a whole number of at least 1, got 2.5"),
         (lambda: jaxmp.low_precision(adam, seed=-1), "seed must be a whole number of at least 0, got -1"),
         (lambda: sgd.init({"w": jnp.ones(4, jnp.float16)}), "'w' of float16, which loses .* make the params bfloat16"),
-        (lambda: sgd.init({"w": jnp.ones(4, jnp.float8_e4m3fn)}), "'w' of float8_e4m3fn, whose range"),
+        (lambda: sgd.init({"w": jnp.ones(4, jnp.float8_e4m3fn)}), "'w' of float8_e4m3fn, which loses"),
         (
             lambda: jaxmp.low_precision(optax.sgd(0.1), moments="float8").init(weights),
             r"needs an optimizer with known moments, got .*; leave moments out",
