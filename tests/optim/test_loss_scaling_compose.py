@@ -17,12 +17,16 @@ from jaxmp import DynamicLossScale, get_loss_scale, loss_scaling, value_and_grad
 pytestmark = pytest.mark.once
 
 
+@jax.jit
+def gradients(params, state, batch):
+    return value_and_grad(loss_fn, state)(params, batch)[1]
+
+
 def run(tx, pattern, params, batch, **extra):
     """Steps with true gradients (True) or with a NaN in one of them (False); returns params and state."""
     state = tx.init(params)
-    gradients = jax.jit(lambda params, state: value_and_grad(loss_fn, state)(params, batch)[1])
     for good in pattern:
-        grads = gradients(params, state)
+        grads = gradients(params, state, batch)
         if not good:
             grads = replace_element(grads, 2, np.nan)
         updates, state = tx.update(grads, state, params, **extra)
@@ -201,6 +205,7 @@ def squares(params):
     return jnp.sum((params["w"] - 0.5) ** 2)
 
 
+@pytest.mark.slow("compiles a line search twice; extra arguments alone are quick")
 def test_a_line_search_sees_true_values_and_gradients():
     params = plain_params = {"w": jnp.array([1.0, -2.0, 3.0])}
     tx, plain = loss_scaling(standard(optax.lbfgs()), DynamicLossScale()), standard(optax.lbfgs())

@@ -51,7 +51,6 @@ def test_weights_travel_in_half_and_gradients_in_what_was_asked(reduce_dtype):
     [
         ("explicit", {"data": 2, "fsdp": 2}),
         ("auto", {"fsdp": 4}),
-        ("shard_map", {"fsdp": 4}),
         ("shard_map", {"data": 2, "fsdp": 2}),
     ],
 )

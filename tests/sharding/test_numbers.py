@@ -103,7 +103,10 @@ class TestNumbers:
         one, many = after_five(steps, states, np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32))
         assert differences(one.params, many.params) <= 2e-6
 
-    @pytest.mark.parametrize(("kind", "reduce"), [(AUTO, "once"), (EXPLICIT, "each")])
+    @pytest.mark.parametrize(
+        ("kind", "reduce"),
+        [(AUTO, "once"), pytest.param(EXPLICIT, "each", marks=pytest.mark.slow("the same for another type of axes"))],
+    )
     def test_a_weight_of_many_uses(self, kind, reduce):
         """Side by side, in calls of calls, in loops, computed again, for each example, in a branch."""
         jitted, again = jax.jit(lambda x, w: jnp.tanh(x @ w)), jax.checkpoint(lambda x, w: jnp.sin(x @ w))
