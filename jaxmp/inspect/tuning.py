@@ -153,8 +153,9 @@ def tune(
       counts. The result is the same for the same arguments. Interrupt it with Ctrl-C to get the best result so far.
 
     Raises:
-      ValueError: the policy is not half, or has overrides; the tolerance is below the floor; the float32 function is
-        not finite; the function has no products; there are more ``seeds`` than 1, and no typed PRNG key.
+      ValueError: the policy is not half, or has overrides; the tolerance is below the floor, and the error of autocast
+        is not; the float32 function is not finite; the function has no products; there are more ``seeds`` than 1, and
+        no typed PRNG key.
       TypeError: ``fun`` returns no floating scalar first; ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -203,7 +204,9 @@ def tune(
             measurement.lower_loss_scale()
         floor = measurement.floor()
         allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
-        if not floor <= allowed < np.inf:
+        if not 0 <= allowed < np.inf:
+            raise ValueError(f"tolerance must be a finite number that is not negative, got {tolerance}")
+        if allowed < floor <= measurement.error({}):
             raise ValueError(
                 f"half operands of products alone give an error of {floor:.2e}, got tolerance={tolerance}; allow more"
             )
