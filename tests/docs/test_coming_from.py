@@ -345,7 +345,7 @@ ROWS = {
     "optax: an optimizer in training": Row(
         (), known_optax, write_optax, lambda: state_of(*map(in_training(7).get, ("params", "opt_state")))
     ),
-    "a wrapper written by hand": Row((), either_wrapper, either_wrapper, expected_wrapper),
+    "A wrapper written by hand": Row((), either_wrapper, either_wrapper, expected_wrapper),
 }
 TABLE = read_page()
 
