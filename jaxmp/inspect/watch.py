@@ -13,6 +13,7 @@ from jaxmp.inspect.counting_step import CountingStep
 from jaxmp.inspect.measuring import Numerics, numerics, read_records
 from jaxmp.inspect.numerics_records import TENSORS, StepRecords
 from jaxmp.inspect.program.calls import require_own_settings
+from jaxmp.inspect.program.statistics import merged_statistics
 from jaxmp.training.step import TrainStep
 
 
@@ -141,11 +142,19 @@ def _zero_shares(step: Numerics, kind: str) -> dict[str, float]:
     return {path: tensor.zeros / max(tensor.count, 1) for path, tensor in getattr(step, kind).items()}
 
 
+def _exponents(step: Numerics, kind: str, dtype: Any) -> dict[int, int]:
+    """Return the number of values of all tensors by ``floor(log2|x|)``, under the scale of the step."""
+    tensors = list(getattr(step, kind).values())
+    scale = step.loss_scale if kind.endswith("gradients") else 1.0
+    return dict(merged_statistics(tensors).under(dtype, scale).histogram) if tensors else {}
+
+
 def line(step: int, numerics: Numerics, metrics: Mapping[str, float], dtype: Any = "float16") -> str:
     """Return a watched step as a line of JSON.
 
     It has the metrics, and by kind and path: ``vanished``, the share of values that become 0 in ``dtype`` under the
     step's scale; ``zeros``, the share of values that are 0; ``ratio``, the norm of the update divided by the weight's.
+    ``exponents`` has, by kind, the number of values of all tensors by their binary exponent.
     """
     kinds = [kind for kind in TENSORS if kind != "weights"]
     row = {
@@ -157,6 +166,7 @@ def line(step: int, numerics: Numerics, metrics: Mapping[str, float], dtype: Any
         "not_finite": sum(tensor.overflow for _, _, tensor in numerics.rows()),
         "vanished": {kind: _vanished_shares(numerics, kind, dtype) for kind in kinds},
         "zeros": {kind: _zero_shares(numerics, kind) for kind in kinds},
+        "exponents": {kind: _exponents(numerics, kind, dtype) for kind in kinds},
         "ratio": {path: tensor.ratio for path, tensor in numerics.updates.items()},
     }
     return json.dumps(tables.plain(row), allow_nan=False)

@@ -62,7 +62,7 @@ def _run(folder: Path, losses: list[float], **summary: object) -> Path:
 def test_a_page_has_every_section_and_asks_no_network(recorded: Path) -> None:
     page = write_report(recorded)
     text = page.read_text()
-    assert page == recorded / "report.html" and text.count("<svg") == 4 and "missing" not in text.split("<body>")[1]
+    assert page == recorded / "report.html" and text.count("<svg") == 5 and "missing" not in text.split("<body>")[1]
     assert "<td>Dense</td>" in text and "dot_general" in text and "at the peak" in text and "jaxmp " in text
     assert "half &lt;b&gt;" in text and "half <b>" not in text
     assert all("www.w3.org" in url for url in re.findall(r"https?://[\w./-]+", text))

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxmp.base import dtypes, formats
 from jaxmp.inspect.plots.drawing import COLORS, RED, figure, style
 from jaxmp.inspect.plots.runs import draw_heat, heat_height
 from jaxmp.inspect.report.reading import Row, Run
@@ -73,6 +74,29 @@ def underflow(run: Run) -> str:
     rows = run.watched[:: max(1, len(run.watched) // 200)]
     page = figure(9, heat_height(rows, kind))
     draw_heat(page, rows, kind)
+    return svg(page)
+
+
+def exponents(run: Run) -> str:
+    """Draw the magnitudes of all values of the last watched step, by kind, above the range of the run's format."""
+    row = run.watched[-1]
+    by_kind = {kind: counts for kind, counts in row["exponents"].items() if counts}
+    limits = formats.format_of(dtypes.canonical_dtype(row["dtype"]))
+    smallest = limits.min_exponent - limits.mantissa_bits
+    page = figure(9, 0.6 + 0.9 * len(by_kind))
+    panels = page.subplots(len(by_kind), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (kind, counts) in zip(panels, by_kind.items(), strict=True):
+        total = sum(counts.values())
+        for exponent, count in sorted((int(text), count) for text, count in counts.items()):
+            is_normal = limits.min_exponent <= exponent <= limits.max_exponent
+            axes.bar(exponent, 100 * count / total, 1, align="edge", color=_BLUE if is_normal else RED, linewidth=0)
+        for border in (smallest, limits.min_exponent, limits.max_exponent + 1):
+            axes.axvline(border, color=_GREY, linewidth=0.8, linestyle=":")
+        is_last = axes is panels[-1]
+        style(axes, "", "binary exponent of the magnitude" if is_last else "", "")
+        axes.set_ylabel(kind.replace("_", "\n"), rotation=0, ha="right", va="center", fontsize=9)
+        axes.yaxis.set_major_formatter("{x:g} %")
+        axes.locator_params(axis="y", nbins=2)
     return svg(page)
 
 
