@@ -87,7 +87,7 @@ class Config:
         tuple[Path, ...] | None, tyro.conf.arg(metavar="[FILE]", help_behavior_hint="(default: none)")
     ] = None
     """Write a page of all runs that opens in any browser, as jaxmp report does. Without FILE it is report.html in the
-    folder of the runs; of two tasks both pages have the task's name."""
+    folder of the runs. With two tasks, each file name begins with its task."""
     data_dir: cli.Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: cli.Folder = None

@@ -17,7 +17,7 @@ def _named(name: str, **settings: Any) -> Arguments:
 _REPEATED: dict[str, Any] = {"action": "append", "default": []}
 _SHAPE = "a positional argument, such as float32[8,16], int32[] or key[] (a random key); repeat for more"
 _EXAMPLE = "a function that returns the positional arguments as a tuple (pytrees, shapes); traced, not run"
-_ARGUMENTS = "a function that returns the positional arguments as a tuple; run"
+_ARGUMENTS = "a function that returns the positional arguments as a tuple; it is called"
 _TOPOLOGY = "slices x hosts x GPUs per host; the arguments must have shardings on a mesh"
 _OVERRIDE = "such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 

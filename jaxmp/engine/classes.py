@@ -12,6 +12,7 @@ import fnmatch
 import re
 
 from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.policy.patterns import path_and_primitive
 
 
 class Class(enum.StrEnum):
@@ -218,6 +219,18 @@ def classify(name: str) -> Class | None:
     <Class.HALF: 'half'>
     """
     return _CLASSES.get(name) or (Class.OPAQUE if _OPAQUE.match(name) else None)
+
+
+def path_and_operation(key: str) -> tuple[str, str]:
+    """Split the key of one operation on a path; the operation of other keys is empty.
+
+    A name after a colon that is not a primitive belongs to the path: a scope may be called ``stage:1``.
+
+    >>> path_and_operation("encoder/flow:add"), path_and_operation("encoder/stage:1")
+    (('encoder/flow', 'add'), ('encoder/stage:1', ''))
+    """
+    path, name = path_and_primitive(key)
+    return (path, name) if classify(name) is not None else (key, "")
 
 
 def primitives_of(cls: Class) -> frozenset[str]:

@@ -24,6 +24,7 @@ from jaxmp._internals.jax.traces import is_tracing, trace_context
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
+from jaxmp.engine.classes import path_and_operation
 from jaxmp.engine.half_check import Reason
 from jaxmp.engine.marks import computing, widened
 from jaxmp.engine.overrides import levels_of
@@ -39,9 +40,12 @@ Mode = Literal["written", "float32", "autocast"] | None
 
 def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Any]]:
     """Return the policies of a model under autocast, and its overrides of operations."""
+    given = PolicyMap(policy)
     patterns = dict(pairs_of(overrides))
-    operations = {key: patterns.pop(key) for key in [*patterns] if isinstance(key, str) and key.startswith(OPERATIONS)}
-    policies = PolicyMap(PolicyMap(policy), patterns)
+    for pattern, exception in given.rules:
+        patterns.setdefault(pattern, exception)
+    operations = {key: patterns.pop(key) for key in [*patterns] if _names_operations(key)}
+    policies = PolicyMap(given.root, patterns) if operations else PolicyMap(given, dict(pairs_of(overrides)))
     half = policies.compute_dtype
     if half not in CASTABLE or not is_half(half):
         raise ValueError(
@@ -55,6 +59,10 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
                 f"{pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write 'float32' or 'half'"
             )
     return policies, levels_of(operations, half, policies.root.float8)
+
+
+def _names_operations(key: Any) -> bool:
+    return isinstance(key, str) and (key.startswith(OPERATIONS) or bool(path_and_operation(key)[1]))
 
 
 def wrong_model(value: Any, library: str, function: str) -> TypeError:

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
-from jaxmp.engine.classes import Class, classify, primitives_of
-from jaxmp.policy.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, path_and_primitive, pattern_text
+from jaxmp.engine.classes import Class, classify, path_and_operation, primitives_of
+from jaxmp.policy.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, pattern_text
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
@@ -87,7 +87,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
                 f"an override of autocast must be a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
                 f"{printed(key)}; for classes of modules use jaxmp.linen.autocast or jaxmp.nnx.autocast"
             )
-        _, primitive = path_and_primitive(key)
+        _, primitive = path_and_operation(key)
         is_operation = bool(primitive) or key.startswith(OPERATIONS)
         levels[key] = _level_of_value(value, half, recipe, is_operation)
         if levels[key] == "half" and half == np.float32:
@@ -100,7 +100,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
                 f"{key!r} stays float32, as few of its kernels exist in half precision, got 'half'; leave it out, or "
                 "write 'primitive:<name>' for one that does"
             )
-        names_operations = ":" in key.split("/")[0] and key != EVERY  # correct or not; errors list the known names
+        names_operations = key.startswith(OPERATIONS) and key != EVERY  # correct or not; errors list the known names
         named: Any = ()
         if primitive:
             named = primitives_named_by(f"primitive:{primitive}")

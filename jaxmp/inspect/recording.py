@@ -32,6 +32,8 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        for name in ("plan.json", "memory.json"):
+            (folder / name).unlink(missing_ok=True)  # of an earlier record
         _write_json(folder / "summary.json", _environment())
         self._file = (folder / "metrics.csv").open("w", buffering=1, newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="", extrasaction="ignore")
@@ -46,7 +48,17 @@ class Record:
           metrics: as a train step returns them; other names than ``loss``, ``accuracy``, ``grad_norm``,
             ``loss_scale`` and ``skipped`` are left out.
           split: ``"train"``, or ``"test"`` for held-out metrics.
+
+        Raises:
+          ValueError: the split is another one, or no metric has such a name.
         """
+        if split not in ("train", "test"):
+            raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+        if not {"loss", "accuracy"}.intersection(metrics):
+            raise ValueError(
+                f"metrics need a 'loss' or an 'accuracy', got {', '.join(map(repr, metrics)) or 'none'}; for held-out "
+                "metrics write log(step, {'loss': …}, split='test')"
+            )
         self._waiting.append((step, split, metrics))
         while len(self._waiting) > _WAITING:
             self._write_oldest()

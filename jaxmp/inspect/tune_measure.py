@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,13 +47,19 @@ class Candidate:
 
 
 def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fun`` without the policies and autocasts inside of it, its NNX modules in scopes."""
+    """Return ``fun`` without the policies and autocasts inside of it."""
 
     def plain(*args: Any) -> Any:
         with policies_off(True):
-            return fun(*named(args))
+            return fun(*args)
 
     return plain
+
+
+def named_copy(args: Sequence[Any]) -> Any:
+    """Return a copy of arguments in which the modules of NNX models put their calls in scopes."""
+    leaves, structure = jax.tree.flatten(tuple(args))
+    return named(jax.tree.unflatten(structure, leaves))
 
 
 def with_folded_keys(args: Any, seed: int) -> Any:
@@ -80,15 +87,16 @@ def candidates_of(plain: Callable[..., Any], args: Sequence[Any], half: Policy) 
       ValueError: no operation in a module or scope is half.
     """
     flops: dict[str, dict[str, int]] = {}
-    for row in cast_plan(plain, half)(*args).rows:
+    for row in cast_plan(plain, half)(*named_copy(args)).rows:
         if row.path and _HALF.intersection([*row.operands, *row.result.split(", ")]):
-            by_name = flops.setdefault(row.path, {})
+            by_name = flops.setdefault(glob.escape(row.path), {})
             if classify(row.primitive) not in (None, *FIXED):
                 by_name.setdefault(row.primitive, 0)
                 by_name[row.primitive] += row.flops if row.primitive in PRODUCTS else 0
     if not flops:
         raise ValueError(
-            "tune needs half operations in modules or named scopes, got none; put jax.named_scope around the parts"
+            "tune needs half operations in modules or named scopes, got none; put jax.named_scope around the parts, or "
+            "pass an NNX model to its loss function: tune(loss_fn, policy)(model, batch)"
         )
     candidates = []
     for path in sorted(flops, key=lambda path: -path.count("/")):
@@ -163,7 +171,7 @@ class Measurement:
 
     def half_flops(self, overrides: Mapping[str, str]) -> float:
         """Return the share of the products' FLOPs in half under overrides."""
-        summary = cast_plan(self._plain, self._half, overrides)(*self._all_args[0]).summary
+        summary = cast_plan(self._plain, self._half, overrides)(*named_copy(self._all_args[0])).summary
         return summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
 
     def overrides(self, candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> dict[str, str]:
@@ -197,7 +205,7 @@ class Measurement:
             leaves = list(leaves)
             for n, leaf in zip(numbers, differentiated_leaves, strict=True):
                 leaves[n] = leaf
-            loss, _ = loss_and_rest(fun(*jax.tree.unflatten(structure, leaves)))
+            loss, _ = loss_and_rest(fun(*named(jax.tree.unflatten(structure, leaves))))
             return widen(loss) * scale, loss
 
         options = AS_WRITTEN | (_COMPILED_FAST if jax.default_backend() == "cpu" else {})

@@ -162,13 +162,12 @@ class _Search:
             self.result.errors[candidate] = self.error_of(frozenset([*overflowing, candidate]))
         return sorted(others, key=lambda other: _usefulness(other, self.result.errors, self.tolerance))
 
-    def take_back(self, chosen: Chosen, some: Sequence[Candidate]) -> Chosen:
+    def take_back(self, chosen: Chosen, some: Sequence[Candidate]) -> None:
         """Take back each of some that is not needed, those with the most FLOPs first."""
         for candidate in sorted(some, key=lambda candidate: (-candidate.flops, candidate.path)):
             if self.meets(chosen - {candidate}):
                 chosen -= {candidate}
                 self.accept(chosen)
-        return chosen
 
     def operations(self) -> None:
         """Choose single operations of the chosen modules: step 5 of :func:`search`."""
@@ -180,10 +179,9 @@ class _Search:
                 continue
             self.left += 2 * len(module.operations)
             self.result.operations += module.operations
-            with_module, error = self.result.chosen, self.result.error
-            with_all = with_module - {module} | {*module.operations}
-            if self.meets(with_all) and self.take_back(with_all, module.operations) == with_all:
-                self.result.chosen, self.result.error = with_module, error
+            with_all = self.result.chosen - {module} | {*module.operations}
+            if self.meets(with_all):
+                self.take_back(with_all, module.operations)
 
 
 def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[Any, ...]:

@@ -65,7 +65,7 @@ class Tuned(tables.Shown):
       half_flops: the share of the products' FLOPs in half with the overrides, from 0 to 1.
       loss_scale: a good first loss scale in float16; None in bfloat16.
       rows: the candidates, those in float32 first.
-      evaluations: how often the function was compiled.
+      evaluations: the number of measured errors; each compiles the function once.
     """
 
     policy: PolicyMap
@@ -117,7 +117,7 @@ class Tuned(tables.Shown):
         if not self.met:
             return "Tolerance not met with every module in float32: the error comes from code outside of them"
         if not self.overrides:
-            return "Nothing needs float32: all of it may run in half"
+            return "Nothing needs float32: no override is needed"
         names = ", ".join(row.path for row in self.rows if row.is_float32)
         return f"These need float32: {names}"
 
@@ -153,8 +153,8 @@ def tune(
       counts. The result is the same for the same arguments. Interrupt it with Ctrl-C to get the best result so far.
 
     Raises:
-      ValueError: the policy is not half, or has overrides; the tolerance is below the floor, and the error of autocast
-        is not; the float32 function is not finite; the function has no products; there are more ``seeds`` than 1, and
+      ValueError: the policy is not half, or has overrides; the tolerance is below the floor, and autocast is not far
+        below it; the float32 function is not finite; the function has no products; there are more ``seeds`` than 1, and
         no typed PRNG key.
       TypeError: ``fun`` returns no floating scalar first; ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
@@ -173,6 +173,8 @@ def tune(
     ({'flow:add': 'float32'}, True)
     """
     half = _half_policy(policy)
+    if tolerance is not None and not 0 <= tolerance < np.inf:
+        raise ValueError(f"tolerance must be a finite number that is not negative, got {tolerance}")
     if seeds < 1:
         raise ValueError(f"seeds is the number of measurements, at least 1, got {seeds}")
 
@@ -204,9 +206,9 @@ def tune(
             measurement.lower_loss_scale()
         floor = measurement.floor()
         allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
-        if not 0 <= allowed < np.inf:
-            raise ValueError(f"tolerance must be a finite number that is not negative, got {tolerance}")
-        if allowed < floor <= measurement.error({}):
+        if not np.isfinite(floor):
+            raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
+        if allowed < floor < 2 * measurement.error({}):  # else autocast keeps the sensitive products in float32
             raise ValueError(
                 f"half operands of products alone give an error of {floor:.2e}, got tolerance={tolerance}; allow more"
             )

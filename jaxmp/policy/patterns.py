@@ -40,7 +40,7 @@ def check_pattern(pattern: Any) -> Pattern:
     )
 
 
-def path_and_primitive(pattern: Pattern) -> tuple[Pattern, str]:
+def path_and_primitive(pattern: Any) -> tuple[Any, str]:
     """Split the pattern of one operation on a path; the primitive of other patterns is empty.
 
     >>> path_and_primitive("encoder/flow:add"), path_and_primitive("encoder/flow"), path_and_primitive("type:Dense")

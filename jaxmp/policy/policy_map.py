@@ -148,12 +148,14 @@ class PolicyMap:
         """
         paths = {path[:depth] for path in variables for depth in range(len(path))}
         for strict, pattern, _ in self._rules():
+            if any(matches(pattern, path, cls) for path, cls in modules.items()):
+                continue
             if path_and_primitive(pattern)[1]:
                 raise ValueError(
                     f"a pattern of a model's policy must match modules, got {pattern!r}, which matches operations.\n"
-                    "Use jaxmp.autocast or make_train_step(policy=) of the loss function, or override the module."
+                    "Use jaxmp.linen.autocast, jaxmp.nnx.autocast or jaxmp.autocast, or override the module."
                 )
-            if not strict or any(matches(pattern, path, cls) for path, cls in modules.items()):
+            if not strict:
                 continue
             if is_class_pattern(pattern):
                 if complete:

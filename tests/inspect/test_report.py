@@ -71,29 +71,41 @@ def test_a_page_has_every_section_and_asks_no_network(recorded: Path) -> None:
 
 def test_a_run_with_metrics_alone_says_how_to_get_the_rest(tmp_path: Path) -> None:
     text = write_report(_run(tmp_path, [1.0, 0.5])).read_text()
-    for words in ("--watch 100", "record.plan(", "record.memory(", "Name a float32 run with --against"):
+    for words in ("--watch 100", "run.plan(", "run.memory(", "Name a float32 run with --against"):
         assert words in text
 
 
+NAN = float("nan")
+
+
 @pytest.mark.parametrize(
-    ("losses", "words"),
-    [([1.0, 0.1], "half reaches the loss of full"), ([1.0, 0.2], "half does not reach the loss of full"),
-     ([1.0, float("nan")], "half reaches")],
-)  # fmt: skip
-def test_the_verdict_compares_with_the_first_other_run(tmp_path: Path, losses: list[float], words: str) -> None:
+    ("losses", "held_out", "words"),
+    [
+        ([0.1] * 12, {}, "half reaches the loss of full"),
+        ([0.2] * 12, {}, "half does not reach the loss of full"),
+        ([0.1] + [NAN] * 11, {}, "half does not reach the loss of full: it diverged"),
+        ([0.1] + [NAN] * 11, {"test_loss": 0.1}, "half reaches the loss of full"),
+        ([0.1] * 12, {"test_loss": NAN, "test_accuracy": NAN}, "it diverged"),
+    ],
+)
+def test_the_verdict_compares_with_the_first_other_run(tmp_path, losses, held_out, words):
     full = _run(tmp_path / "full", [1.0, 0.1], ms_per_step=4.0, test_loss=0.1)
-    summary: dict[str, object] = {"ms_per_step": 2.0, "device": "1 × a GPU (gpu)"}
-    summary |= {} if losses[1] == losses[1] else {"test_loss": 0.1}
-    half = _run(tmp_path / "half", losses, **summary)
+    half = _run(tmp_path / "half", losses, ms_per_step=2.0, device="1 × a GPU (gpu)", **held_out)
     text = write_report(half, [full], tmp_path / "page.html").read_text()
-    assert words in text and "a step takes 2 ms and 4 ms" in text
-    assert "a CPU does not show its gains" in write_report(full, [half]).read_text()
+    assert words in text and ("a step takes 2 ms and 4 ms" in text) == ("diverged" not in words)
+    assert "a CPU does not show its gains" in write_report(full, [full]).read_text()
+
+
+@pytest.mark.parametrize(("other", "words"), [(0.0, "0.5 and 0 (at most"), (-1.0, "0.5 and -1 (+150.0 %;")])
+def test_a_loss_may_be_zero_or_negative(tmp_path: Path, other: float, words: str) -> None:
+    full, half = (_run(tmp_path / name, [1.0], test_loss=loss) for name, loss in (("full", other), ("half", 0.5)))
+    assert words in write_report(half, [full]).read_text()
 
 
 def test_seeds_are_compared_by_their_mean_and_their_spread(tmp_path: Path) -> None:
     for seed, loss in enumerate((0.10, 0.12)):
-        _run(tmp_path / "full" / f"seed{seed}", [1.0, loss], test_accuracy=0.5 + loss)
-        _run(tmp_path / "half" / f"seed{seed}", [1.0, loss + 0.01])
+        _run(tmp_path / "full" / f"seed{seed}", [loss] * 3, test_accuracy=0.5 + loss)
+        _run(tmp_path / "half" / f"seed{seed}", [loss + 0.01] * 3)
     text = write_report(tmp_path / "half", [tmp_path / "full"], tmp_path / "page.html").read_text()
     assert "half reaches the loss of full: 0.12 and 0.11 (+9.1 %" in text and "over 2 seeds" in text
     assert "half (2 seeds)" in text and "0.11 ± 0.014" in text and "61.00% ± 1.41%" in text

@@ -149,6 +149,31 @@ def test_an_nnx_step_is_tuned():
     assert list(tuned.overrides) == ["flow/field", "flow:add"] and tuned.met  # the addition of its bias stays half
 
 
+def test_a_plain_nnx_model_is_tuned_and_computes_under_the_saved_policy(tmp_path):
+    class Flow(nnx.Module):
+        def __init__(self, rngs):
+            self.field = nnx.Linear(16, 16, rngs=rngs)
+
+        def __call__(self, x):
+            for _ in range(6):
+                x = x + 0.004 * nnx.tanh(self.field(x))
+            return x
+
+    def loss_fn(model, x):
+        return jnp.mean((model(x) - 1) ** 2)
+
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(16, 16, rngs=rngs), Flow(rngs), nnx.Linear(16, 1, rngs=rngs))
+    tuned = tune(loss_fn, "mixed_bfloat16")(model, X)
+    assert "layers/1:add" in tuned.overrides and tuned.half_flops == 1
+    tuned.save(tmp_path / "policy.toml")
+    before, after = (
+        compare(loss_fn)(jaxmp.nnx.autocast(model, policy), X).total.relative_error
+        for policy in ("mixed_bfloat16", str(tmp_path / "policy.toml"))
+    )
+    assert after < before / 2
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -194,6 +219,8 @@ def test_wrong_arguments_raise():
             tune(loss_fn, policy)
     with pytest.raises(ValueError, match="half operands of products alone give an error"):
         tune(loss_fn, "mixed_bfloat16", tolerance=1e-9)(params, X)
+    with pytest.raises(ValueError, match="tolerance must be a finite number that is not negative, got -1"):
+        tune(loss_fn, "mixed_bfloat16", tolerance=-1)
     with pytest.raises(ValueError, match="float32 is not finite on batch 1"):
         tune(loss_fn, "mixed_bfloat16")(params, X, batches=[(X * np.inf,)])
     with pytest.raises(TypeError, match="batches are tuples"):

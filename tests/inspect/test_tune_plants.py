@@ -1,4 +1,4 @@
-"""tune finds planted operations that no rule of autocast keeps in float32, and as much half as all choices allow."""
+"""tune finds planted operations that no rule of autocast keeps in float32, and keeps most FLOPs in half."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layer(x, w):
     return jnp.tanh(x @ w)
 
 
-# -- the plants: sums and products in half between products. What would be a difference is a sum, so no rule keeps it.
+# -- the plants: sums and products in half between products. Differences are written as sums, so no rule applies.
 
 
 def residual_flow(x, w):

@@ -45,7 +45,7 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
         verdict=verdict(main, references),
         losses=charts.losses([main, *references]),
         runs=list(zip(charts.colors_of([main, *references]), run_rows([main, *references]), strict=True)),
-        skipped=main.skipped,
+        has_skipped=any(row.skipped for row in main.train),
         run_columns=RUN_COLUMNS,
         scales=charts.scales(main),
         underflow=charts.underflow(main) if main.watched else None,
@@ -111,22 +111,27 @@ def _milliseconds(number: float) -> str:
 def verdict(run: Run, references: Sequence[Run]) -> str:
     """Return a sentence on the run's loss and gains beside the first reference run."""
     loss = statistics.fmean(run.final_losses)
-    steps = f"{sum(len(seed.train) for seed in run.seeds)} steps, {run.skipped} of them skipped, "
+    steps = f"{sum(len(seed.train) for seed in run.seeds)} recorded steps, {run.skipped} of them skipped, "
     steps += f"end at a loss of {loss:.4g}"
     if not references:
         return f"{steps}. Name a float32 run with --against to compare."
     reference = references[0]
     other = statistics.fmean(reference.final_losses)
-    if not math.isfinite(loss / other):
+    if not math.isfinite(other):
         return f"{steps}; it cannot be compared with {reference.name}, which ends at {other:.4g}."
+    if not math.isfinite(loss):
+        return (
+            f"{run.name} does not reach the loss of {reference.name}: it diverged, and the other ends at {other:.4g}."
+        )
     spread = 2 * float(np.std(reference.final_losses, ddof=1)) if reference.other_seeds else 0.0
     reached = "reaches" if loss - other <= max(TOLERANCE * abs(other), spread) else "does not reach"
     rule = f"at most {100 * TOLERANCE:+.0f} %"
     if reference.other_seeds:
         rule += f", or two standard deviations over {len(reference.seeds)} seeds,"
+    change = f"{100 * (loss - other) / abs(other):+.1f} %; " if other else ""
     parts = [
         f"{run.name} {reached} the loss of {reference.name}: {loss:.4g} and {other:.4g} "
-        f"({100 * (loss / other - 1):+.1f} %; {rule} counts as reached)"
+        f"({change}{rule} counts as reached)"
     ]
     times = [each.summary.get("ms_per_step") or 0 for each in (run, reference)]
     if run.is_on_cpu:

@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +72,25 @@ class Run:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether the device is a CPU, which computes half no faster and in float32 buffers."""
+        """True for a CPU, which computes half no faster and in float32 buffers."""
         return "(cpu" in self.summary.get("device", "")
 
     @property
     def _final_loss(self) -> float:
-        """The last held-out loss, or else the mean of the last twentieth of the finite training losses."""
-        held_out = self.summary.get("test_loss", self.test[-1].loss if self.test else None)
-        if held_out is not None:
-            return float(held_out)
-        losses = [row.loss for row in self.train if math.isfinite(row.loss)]
-        last = losses[-max(1, len(losses) // 20) :]
-        return sum(last) / len(last) if last else math.nan
+        """The last held-out loss, or else the mean loss of the last steps that were not skipped; NaN if it diverged."""
+        if "test_loss" in self.summary:
+            return _from_json(self.summary["test_loss"])
+        if self.test:
+            return self.test[-1].loss
+        last = self.train[-max(10, len(self.train) // 20) :]
+        losses = [row.loss for row in last if not row.skipped]
+        return statistics.fmean(losses) if losses else math.nan
 
     @property
     def _final_accuracy(self) -> float:
-        return float(self.summary.get("test_accuracy", self.test[-1].accuracy if self.test else math.nan))
+        if "test_accuracy" in self.summary:
+            return _from_json(self.summary["test_accuracy"])
+        return self.test[-1].accuracy if self.test else math.nan
 
 
 def read_run(folder: Path) -> Run:
@@ -141,6 +145,11 @@ def _row(cells: dict[str, str]) -> Row:
 
 def _number(text: str | None) -> float:
     return float(text) if text else math.nan
+
+
+def _from_json(number: float | None) -> float:
+    """Return a number of a JSON file, which has null for NaN and infinities."""
+    return math.nan if number is None else float(number)
 
 
 def _json(file: Path) -> dict[str, Any] | None:
