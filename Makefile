@@ -24,10 +24,10 @@ help: ## this list
 demo: .venv/installed ## train on real data under five precisions and show what each did: about 3 minutes after set-up
 	@$(PY) -m experiments.compare --demo --report $(ARGS)
 
-test: .venv/installed ## the tests, about 13 minutes the first time on two cores: make test ARGS="tests/cli -x"
+test: .venv/installed ## the tests, about 6 minutes the first time on two cores: make test ARGS="tests/cli -x"
 	$(PY) $(PYTEST) -m "not slow" $(ARGS)
 
-check: lint types test slow newest ## all that must hold before a change is merged: about 28 minutes on two cores
+check: lint types test slow newest ## all that must hold before a change is merged: about 20 minutes on two cores
 
 quick: .venv/installed ## the tests that cover what differs from main, on the default Python: about two minutes
 	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) $$tests $(ARGS)
