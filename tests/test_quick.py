@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.slow("reads the imports of every file")]
 
 spec = importlib.util.spec_from_file_location("quick", ROOT / ".ci" / "quick.py")
 quick = importlib.util.module_from_spec(spec)
@@ -46,7 +46,6 @@ def test_the_tests_of_a_file_are_those_of_its_name_and_of_what_imports_or_names_
     assert {f"tests/{test}" for test in tests} <= set(quick.chosen([changed], imports)[0])
 
 
-@pytest.mark.slow("follows the imports of every file")
 def test_every_file_of_the_library_has_tests_beside_those_that_always_run(imports):
     files = [name for name in imports.nodes if name.startswith("jaxmp/") and not name.endswith("/__init__.py")]
     assert len(files) > 50 and all(quick.near([name], imports).keys() - set(quick.CORE) for name in files)

@@ -230,6 +230,7 @@ def test_flags_of_the_input_pipeline_that_cannot_be_are_an_error(capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow("trains a network")
 def test_image_classification_trains_two_steps_in_nnx_on_a_folder_of_images(tmp_path, data_dir):
     flags = ["--dataset", "cifar10", "--api", "nnx", "--image-size", "12", "--flip", "--policy", "mixed_float16"]
     flags += ["--steps", "2", "--batch-size", "10", "--checkpoint-every", "0", "--data-dir", str(data_dir)]

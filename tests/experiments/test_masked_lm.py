@@ -50,6 +50,7 @@ def test_batches_depend_on_the_seed_and_their_number_and_those_to_evaluate_on_ar
         np.testing.assert_array_equal(one["tokens"], other["tokens"])
 
 
+@pytest.mark.slow("trains 140 steps")
 def test_bert_learns_a_text_and_shows_its_guesses(config, experiment):
     summary = masked_lm.train(config)
     assert summary["test_accuracy"] > 0.5 and summary["test_loss"] < 1.5
@@ -81,6 +82,7 @@ def test_every_policy_has_its_products_in_half_and_a_loss_in_float32(script, fla
     assert experiment.batch_size == 16 * 16 and experiment.unit == "tokens"
 
 
+@pytest.mark.slow("traces a model four times")
 def test_under_autocast_an_override_may_be_a_path_of_training_or_of_evaluation(config):
     sizes = {name: getattr(config, name) for name in ("dataset", "data_dir", "layers", "heads", "width", "context")}
     flags = masked_lm.Config(**sizes, opt_level="O1", test_batches=1)
@@ -93,6 +95,7 @@ def test_under_autocast_an_override_may_be_a_path_of_training_or_of_evaluation(c
             assert set(flops.count(function, *args)) == ({"float16", "float32"} if wide else {"float16"})
 
 
+@pytest.mark.slow("compiles a model twice")
 def test_every_guess_has_the_same_weight_in_microbatches_and_in_an_evaluation(config):
     plain = dataclasses.replace(config, policy="float32", context=4, ema=0.0, test_batches=4)
     whole, single = (masked_lm.prepare(dataclasses.replace(plain, batch_size=n)) for n in (4, 1))

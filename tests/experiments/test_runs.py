@@ -57,6 +57,7 @@ def test_image_classification_trains_two_steps_with_every_flag(tmp_path, data_di
     assert "jax " in summary["versions"] and "cpu" in summary["device"]
 
 
+@pytest.mark.slow("trains a network")
 def test_a_run_of_one_step_claims_no_rate(tmp_path, data_dir, capsys):
     config = image_classification.Config(steps=1, data_dir=data_dir, run_dir=tmp_path / "run")
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam

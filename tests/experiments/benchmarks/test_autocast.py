@@ -67,6 +67,7 @@ def test_convolutions_are_counted_and_traffic_is_what_other_operations_read_and_
 # The steps.
 
 
+@pytest.mark.slow("a part of a benchmark")
 def test_no_line_of_jaxmp_runs_in_the_code_that_autocast_rewrites():
     for name in NAMES:
         case = autocast.case_of(name, SMALL)
@@ -81,6 +82,7 @@ def test_no_line_of_jaxmp_runs_in_the_code_that_autocast_rewrites():
         assert by_hand.__file__ in called and not [file for file in called if str(ROOT / "jaxmp") in file]
 
 
+@pytest.mark.slow("a part of a benchmark")
 def test_the_lstm_computes_what_flaxs_own_computes():
     dtype = jnp.float32
     xs = jax.random.normal(jax.random.key(0), (5, 2, 4), dtype)
@@ -97,6 +99,7 @@ def test_the_lstm_computes_what_flaxs_own_computes():
 
 
 @pytest.mark.parametrize(("name", "policy"), [("bert", "mixed_bfloat16"), ("lstm", "mixed_float16")])
+@pytest.mark.slow("a part of a benchmark")
 def test_a_step_under_autocast_has_the_products_of_the_step_by_hand(name, policy):
     case = autocast.case_of(name, SMALL)
     products = {}

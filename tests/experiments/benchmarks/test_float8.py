@@ -28,6 +28,7 @@ def in_float8(part, size, way, tokens=64):
     return sum({*each.operands} <= {E4M3, E5M2} for each in products)
 
 
+@pytest.mark.slow("a part of a benchmark")
 def test_the_products_of_weights_are_float8_and_those_of_bfloat16_are_not(emulated):
     for part, expected in (("layer", 3), ("step", 12)):
         assert in_float8(part, 64, float8.DEFAULT) == expected and in_float8(part, 64, float8.HALF) == 0

@@ -31,6 +31,7 @@ def test_the_bias_has_the_sums_of_the_weights_of_the_loss_and_rounding_alone_rou
 
 
 @pytest.mark.parametrize("name", ["embedding", "weight in a loop", "scale of a norm by hand"])
+@pytest.mark.slow("a part of a benchmark")
 def test_every_way_computes_the_function_that_is_held_against_float64(name):
     case = CASES[name]
     want = gradient_sums.float64_gradient(case, None)

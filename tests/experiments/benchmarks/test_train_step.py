@@ -77,6 +77,7 @@ def in_experiments(name, tree):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow("a part of a benchmark")
 def test_the_models_by_hand_give_the_loss_of_those_of_the_experiments(name):
     case = workload(name, SMALL[name])
     model = by_hand.build(case)

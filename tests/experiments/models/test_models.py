@@ -142,6 +142,7 @@ def test_with_the_same_weights_and_policy_both_apis_give_the_same_logits_to_roun
     np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow("compiles a network")
 def test_as_functions_statistics_move_in_training_only_and_the_seed_decides_the_params():
     init, apply = models.nnx_functions(lambda rngs: nnx_models.ResNet((1, 2), width=4, small_images=True, rngs=rngs))
     apply = jax.jit(apply, static_argnums=3)

@@ -82,6 +82,7 @@ def test_params_start_with_gpt2s_deviations():
     np.testing.assert_allclose(params["wte"]["embedding"].std(), 0.02, rtol=0.05)
 
 
+@pytest.mark.slow("compiles a model twice")
 def test_blocks_in_a_loop_with_remat_compute_what_they_do_one_by_one_without():
     params = made(GPT2(*SIZES))["params"]
     own = {name: leaf for name, leaf in params.items() if not name.startswith("h_")}
@@ -128,6 +129,7 @@ def changed(row: int, column: int) -> np.ndarray:
 AGAIN = {GPT2: {"attention": 2, "dots": 2, "full": 5}, BERT: {"attention": 3, "dots": 2, "full": 6}}
 
 
+@pytest.mark.slow("traces a model under each kind of remat")
 def test_remat_computes_again_what_it_says():
     for kind in KINDS:
         plain = kind(*SIZES)
