@@ -263,6 +263,7 @@ class Run:
             **({"resumed_at_step": self._start} if self._start else {}),
             **self.experiment.precision,
             **self._environment,
+            "platform": jax.default_backend(),
         }
         if not self._writes:
             return

@@ -42,7 +42,7 @@ ARRAYS = (
     | _named("--args", metavar="MODULE:FUNCTION", help=_ARGUMENTS)
 )  # fmt: skip
 """A loss function that is run, and its arguments."""
-RUN = _named("run", metavar="RUN", help="the run's folder")
+RUN = _named("run", metavar="RUN", help="the folder of the run to judge, usually the one in half precision")
 DEVICE = _named("--device", metavar="NAME", help="a GPU that is not attached: h200, h100, a100, b200, l4, t4")
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
 POLICY = _named("--policy", help="default: none; the function runs as written")

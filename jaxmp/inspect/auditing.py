@@ -72,13 +72,19 @@ class Audit(tables.Shown):
         >>> half = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
         >>> jaxmp.inspect.audit(jnp.matmul, compile=False)(half, half).check()
         """
-        faults = [*self._faults_of_findings(allow), *self._faults_of_flops(min_half_flops)]
+        not_allowed = self._findings_not_allowed(allow)
+        faults = [*map(str, not_allowed), *self._faults_of_flops(min_half_flops)]
         if max_bytes is not None:
             faults += self._faults_of_memory(max_bytes)
-        if faults:
-            raise AuditError("\n".join([f"the audit found {len(faults)} fault{'s' * (len(faults) > 1)}:", *faults]))
+        if not faults:
+            return
+        lines = [f"the audit found {len(faults)} fault{'s' * (len(faults) > 1)}:", *faults]
+        if not_allowed:
+            kinds = sorted({finding.kind for finding in not_allowed})
+            lines.append(f"to accept findings of a kind, write check(allow={kinds!r})")
+        raise AuditError("\n".join(lines))
 
-    def _faults_of_findings(self, allow: str | Collection[str | tuple[str, str]]) -> list[str]:
+    def _findings_not_allowed(self, allow: str | Collection[str | tuple[str, str]]) -> list[Finding]:
         allowed = []
         for kind_or_pair in [allow] if isinstance(allow, str) else allow:
             kind, pattern = (kind_or_pair, "**") if isinstance(kind_or_pair, str) else kind_or_pair
@@ -87,11 +93,11 @@ class Audit(tables.Shown):
                     f"unknown kind of finding {kind!r}; kinds, nearest first: {closest_names(kind, FINDERS)}"
                 )
             allowed.append((kind, pattern))
-        faults = []
+        not_allowed = []
         for finding in self.findings:
             if not any(_is_allowed(finding, kind, pattern) for kind, pattern in allowed):
-                faults.append(str(finding))
-        return faults
+                not_allowed.append(finding)
+        return not_allowed
 
     def _faults_of_flops(self, min_half_flops: float) -> list[str]:
         if self.half_flops is None or self.half_flops >= min_half_flops:

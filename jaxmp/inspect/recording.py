@@ -121,6 +121,7 @@ def _environment() -> dict[str, str]:
     installed = {"Python": platform.python_version(), "jaxmp": versions.of("jaxmp"), "jax": jax.__version__}
     return {
         "device": f"{jax.device_count()} × {device.device_kind} ({device.platform})",
+        "platform": device.platform,
         "versions": ", ".join(f"{name} {version}" for name, version in installed.items()),
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} +0000",
         "command": shlex.join(sys.argv),

@@ -25,6 +25,7 @@ from jaxmp.policy.policy_map import PolicyMap, get_policy
 
 _COLUMNS = ("path", "error if float32", "FLOPs", "float32")
 _FLOORS_ALLOWED = 2.0
+_FEW_IN_HALF = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Tuned(tables.Shown):
     """The smallest found set of overrides that keeps loss and gradients near those of float32.
 
     An error is the larger of two: the error of the loss, over its size or 1 if that is less than 1; and the relative L2
-    error of all gradients together. A named scope and an operation (``"flow:add"``) are overrides of autocast only.
+    error of all gradients together. A named scope and an operation (``"flow:add"``) are overrides of autocast alone, also
+    of :func:`jaxmp.linen.autocast` and :func:`jaxmp.nnx.autocast`.
 
     Attributes:
       policy: the policy with the overrides; ``autocast`` and ``make_train_step(policy=)`` take it, and ``apply_policy``
@@ -107,6 +109,8 @@ class Tuned(tables.Shown):
             f"floor {self.floor:.2e}",
             f"{100 * self.half_flops:.1f} % of the products' FLOPs in half; {self.evaluations} evaluations",
         ]
+        if self.half_flops < _FEW_IN_HALF:
+            notes.append("few products are left in half: train in float32, or allow a larger error with tolerance=")
         if self.loss_scale is not None:
             notes.append(f"loss scale {self.loss_scale:g}, a good first one")
         return self._title(), _COLUMNS, cells, notes

@@ -39,6 +39,8 @@ def read_policy(file: str | Path) -> tuple[str, dict[str, str]]:
       FileNotFoundError: there is no such file.
       ValueError: it is not TOML, has an unknown key, or no policy.
     """
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"there is no policy file {str(file)!r}; Tuned.save writes one")
     text = Path(file).read_text(encoding="utf-8")
     try:
         content = tomllib.loads(text)

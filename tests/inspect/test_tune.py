@@ -284,5 +284,5 @@ def test_policy_files_are_read_back_and_say_what_is_wrong(tmp_path: Path) -> Non
         file.write_text(text)
         with pytest.raises(ValueError, match=words):
             jaxmp.get_policy(str(file))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="no policy file"):
         jaxmp.get_policy(str(tmp_path / "none.toml"))

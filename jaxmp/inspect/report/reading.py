@@ -73,7 +73,7 @@ class Run:
     @property
     def is_on_cpu(self) -> bool:
         """True for a CPU, which computes half no faster and in float32 buffers."""
-        return "(cpu" in self.summary.get("device", "")
+        return bool(self.summary.get("platform") == "cpu")
 
     @property
     def _final_loss(self) -> float:
