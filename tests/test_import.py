@@ -45,6 +45,7 @@ def test_importing_jaxmp_adds_at_most_a_tenth_of_a_second_to_importing_jax():
     assert any(float(python(code)) <= 0.1 for _ in range(3))
 
 
+@pytest.mark.slow("a process of its own that compiles")
 def test_no_part_of_jaxmp_that_is_loaded_later_has_what_was_jitted_before_compiled_again():
     found = python(
         "import jax, jaxmp; from flax import nnx; traced = []\n"

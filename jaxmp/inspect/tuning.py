@@ -51,8 +51,8 @@ class Tuned(tables.Shown):
     """The smallest found set of overrides that keeps loss and gradients near those of float32.
 
     An error is the larger of two: the error of the loss, over its size or 1 if that is less than 1; and the relative L2
-    error of all gradients together. A named scope and an operation (``"flow:add"``) are overrides of autocast alone, also
-    of :func:`jaxmp.linen.autocast` and :func:`jaxmp.nnx.autocast`.
+    error of all gradients together. A named scope and an operation (``"flow:add"``) are overrides of autocast alone,
+    also of :func:`jaxmp.linen.autocast` and :func:`jaxmp.nnx.autocast`.
 
     Attributes:
       policy: the policy with the overrides; ``autocast`` and ``make_train_step(policy=)`` take it, and ``apply_policy``
@@ -167,8 +167,8 @@ def tune(
     ...     with jax.named_scope("encoder"):
     ...         x = jnp.tanh(x @ params["w"])
     ...     with jax.named_scope("flow"):
-    ...         for _ in range(16):
-    ...             x = x + 0.01 * jnp.tanh(x @ params["v"])
+    ...         for _ in range(6):
+    ...             x = x + 0.004 * jnp.tanh(x @ params["v"])
     ...     return jnp.mean(x**2)
     >>> w, v = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
     >>> x = jax.random.normal(jax.random.key(1), (32, 16))

@@ -480,6 +480,9 @@ def casts_to_e4m3(jaxpr, inside=False):
     return found
 
 
+WITHOUT_A_MODULE = pytest.mark.slow("the same without a module")
+
+
 class TestAccumulation:
     """Weights are cast to float8 once a step."""
 
@@ -491,7 +494,10 @@ class TestAccumulation:
             return lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2), params
         return loss_of(jaxmp.autocast(mlp, SMALL)), MLP
 
-    @pytest.mark.parametrize(("route", "remat"), [("flat", "full"), ("linen", None)])
+    @pytest.mark.parametrize(
+        ("route", "remat"),
+        [pytest.param("flat", "full", marks=WITHOUT_A_MODULE), ("linen", None)],
+    )
     def test_a_weight_is_cast_once_a_step_and_no_bit_changes(self, route, remat, monkeypatch):
         loss, params = self.loss_and_params(route)
         tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())

@@ -16,6 +16,8 @@ import pytest
 import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import Watch, audit, memory, record, write_report
+from jaxmp.inspect.report.page import verdict
+from jaxmp.inspect.report.reading import read_run
 from jaxmp.inspect.watch import line
 
 pytestmark = pytest.mark.once
@@ -89,17 +91,17 @@ NAN = float("nan")
     ],
 )
 def test_the_verdict_compares_with_the_first_other_run(tmp_path, losses, held_out, words):
-    full = _run(tmp_path / "full", [1.0, 0.1], ms_per_step=4.0, test_loss=0.1)
-    half = _run(tmp_path / "half", losses, ms_per_step=2.0, device="1 × a GPU (gpu)", **held_out)
-    text = write_report(half, [full], tmp_path / "page.html").read_text()
-    assert words in text and ("a step takes 2 ms and 4 ms" in text) == ("diverged" not in words)
-    assert "a CPU does not show its gains" in write_report(full, [full]).read_text()
+    full = read_run(_run(tmp_path / "full", [1.0, 0.1], ms_per_step=4.0, test_loss=0.1))
+    half = read_run(_run(tmp_path / "half", losses, ms_per_step=2.0, platform="gpu", **held_out))
+    sentence = verdict(half, [full])
+    assert words in sentence and ("a step takes 2 ms and 4 ms" in sentence) == ("diverged" not in words)
+    assert "a CPU does not show its gains" in verdict(full, [full])
 
 
 @pytest.mark.parametrize(("other", "words"), [(0.0, "0.5 and 0 (at most"), (-1.0, "0.5 and -1 (+150.0 %;")])
 def test_a_loss_may_be_zero_or_negative(tmp_path: Path, other: float, words: str) -> None:
     full, half = (_run(tmp_path / name, [1.0], test_loss=loss) for name, loss in (("full", other), ("half", 0.5)))
-    assert words in write_report(half, [full]).read_text()
+    assert words in verdict(read_run(half), [read_run(full)])
 
 
 def test_seeds_are_compared_by_their_mean_and_their_spread(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from jaxmp.inspect.tune_search import search
 
 pytestmark = pytest.mark.once
 
+SLOW = pytest.mark.slow("compiles a loss many times")
 X = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
 
 
@@ -57,7 +58,7 @@ def _params():
 
 @pytest.mark.parametrize(
     ("planted", "operation", "at", "policy"),
-    [("flow", "add", 1, "mixed_bfloat16"), ("overflow", "dot_general", 1, "mixed_float16")],
+    [("flow", "add", 1, "mixed_bfloat16"), pytest.param("overflow", "dot_general", 1, "mixed_float16", marks=SLOW)],
 )
 def test_the_planted_operation_is_found_and_no_other(planted, operation, at, policy):
     tuned = tune(_loss(PLANTED[planted], at), policy)(_params(), X)
@@ -141,6 +142,7 @@ class NNXNet(nnx.Module):
         return x
 
 
+@SLOW
 def test_an_nnx_step_is_tuned():
     model = jaxmp.nnx.apply_policy(NNXNet(nnx.Rngs(0)), "mixed_bfloat16")
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
@@ -182,7 +184,7 @@ class Block(nn.Module):
         return Flow(name="flow")(16 * x)
 
 
-@pytest.mark.slow("compiles sixteen steps many times")
+@SLOW
 def test_a_half_child_of_a_float32_module_is_decided_by_the_rules_and_dropout_is_drawn_alike():
     model = Block()
 

@@ -294,6 +294,7 @@ class TestNumbers:
         )
         assert str(tool(step)(state, batch)) == str(tool(step)(on_mesh, batch))
 
+    @pytest.mark.slow("the same without a mesh is in training")
     def test_a_run_that_diverges_says_so(self):
         """The error, the search for its first operation, and the program of a step need no mesh to be set."""
 

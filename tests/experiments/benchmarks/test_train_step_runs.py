@@ -248,6 +248,7 @@ def test_nothing_to_measure_or_to_report_is_an_error_that_says_why(rows_alone, m
     assert f"a report is of what was measured, but in {tmp_path} is nothing" in capsys.readouterr().err
 
 
+@pytest.mark.slow("compiles a transformer")
 def test_a_real_row_runs_from_the_command_to_the_table(monkeypatch, tmp_path):
     monkeypatch.setattr(report.plots, "panels", lambda *_: None)
     monkeypatch.setattr(train_step_config, "SMOKE", SMALL)

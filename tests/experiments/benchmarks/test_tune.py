@@ -29,6 +29,7 @@ def test_a_run_records_each_model_and_half_format(tmp_path):
     assert "| Gaussian process | float16 |" in (tmp_path / "tune.md").read_text()
 
 
+@pytest.mark.slow("compiles a transformer")
 def test_norms_and_softmaxes_alone_are_float32():
     loss_fn, args = tune.problem("GPT-2", smoke=True)
     overrides = tune.only_norms_in_float32(loss_fn, args, "mixed_bfloat16")

@@ -18,6 +18,7 @@ from experiments.models import nnx as nnx_models
 from jaxmp.nnx import apply_policy
 
 IMAGES = np.random.default_rng(9).standard_normal((4, 8, 8, 3), np.float32)
+SLOW = pytest.mark.slow("compiles another network in both APIs")
 TINY = models.ResNet((1, 2), "basic", width=4, small_images=True)
 
 
@@ -113,7 +114,7 @@ def statistics_of(model: Any) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize(("name", "train"), [("small", True), ("large", False)])
+@pytest.mark.parametrize(("name", "train"), [("small", True), pytest.param("large", False, marks=SLOW)])
 def test_with_the_same_weights_both_apis_give_the_same_logits_and_statistics(name, train):
     linen, variables, model = same_model(name, name == "large")
     apply = jax.jit(functools.partial(linen.apply, train=train, mutable=["batch_stats"]))
@@ -128,7 +129,7 @@ def test_with_the_same_weights_both_apis_give_the_same_logits_and_statistics(nam
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "policy"), [("cnn", "float32"), ("small", "mixed_float16")])
+@pytest.mark.parametrize(("name", "policy"), [("cnn", "float32"), pytest.param("small", "mixed_float16", marks=SLOW)])
 def test_with_the_same_weights_and_policy_both_apis_give_the_same_logits_to_rounding(name, policy):
     linen, variables, model = same_model(name)
     apply = jaxmp.linen.apply_policy(linen, policy).apply

@@ -155,7 +155,13 @@ def test_an_unknown_remat_or_workload_and_sequences_that_are_too_long_are_refuse
             workloads.workload(name, workloads.SMOKE.get(name), remat)
 
 
-@pytest.mark.parametrize(("name", "policy"), [("resnet50", "mixed_float16"), ("bert", "p=f16,c=f16,o=f32")])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("resnet50", "mixed_float16"),
+        pytest.param("bert", "p=f16,c=f16,o=f32", marks=pytest.mark.slow("another transformer")),
+    ],
+)
 def test_the_benchmarks_models_have_float32_losses_and_gradients_like_their_params(name, policy):
     case = workloads.workload(name, workloads.SMOKE[name])
     params, model_state = jax.eval_shape(case.init, jax.random.key(0))

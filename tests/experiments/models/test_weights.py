@@ -75,7 +75,7 @@ def errors(kind: str, run: Run, model: Any) -> dict[str, float]:
 
 # In units of the compute dtype's rounding, through two blocks and back. In float32 the norms' variance rounds most, the
 # mean of the squares less the square of the mean, as Flax has it; in half it is float32 too.
-@pytest.mark.parametrize(("kind", "policy"), [("gpt2", "float32"), ("bert", "float32"), ("gpt2", "mixed_float16")])
+@pytest.mark.parametrize(("kind", "policy"), [("bert", "float32"), ("gpt2", "mixed_float16")])
 def test_hidden_states_and_gradients_are_those_of_transformers_in_float64_to_rounding(kind, policy):
     eps = float(jnp.finfo(policy.removeprefix("mixed_")).eps)
     model = KINDS[kind][0](*SIZES)

@@ -41,7 +41,9 @@ def prepare(data_dir):
     ("script", "flags", "dtype", "scale"),
     [
         (image_classification, O1, "float16", jaxmp.DynamicLossScale),
-        (language_modeling, BF16, "bfloat16", jaxmp.NoOpLossScale),
+        pytest.param(
+            language_modeling, BF16, "bfloat16", jaxmp.NoOpLossScale, marks=pytest.mark.slow("another script")
+        ),
     ],
     ids=["image_classification", "language_modeling"],
 )

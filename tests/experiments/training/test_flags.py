@@ -181,6 +181,7 @@ def test_a_warning_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "warning: no loss scale\n"
 
 
+@pytest.mark.slow("a process of its own")
 def test_an_interrupted_script_ends_with_one_line_and_code_130():
     script = "\n".join(
         [
