@@ -12,7 +12,7 @@ ARGUMENTS = ARRAYS | POLICY | LOSS_SCALE | NO_GRAD
 
 
 def run(options: argparse.Namespace) -> int:
-    """Name the operation that produced the first infinity or NaN.
+    """Name the operation that made the first infinity or NaN.
 
     The loss and its gradients are checked. The function may be a train step. Exit code 0 if everything is finite, 1 if
     not, 2 if something is wrong with the arguments.

@@ -90,7 +90,7 @@ def trace_of_call(
       args: its positional arguments, arrays or shapes. With a ``NamedSharding``, they are compiled for a mesh with the
         same axes.
       device: None for the attached one, or a name in ``TARGETS``.
-      compiles: False if the trace is only read, which does not need the packages that compile.
+      compiles: whether the trace will be compiled. If not, the packages that compile are not needed.
       topology: the topology of a mesh of such devices, ``"1x2x4"`` for two hosts of four; None for one host.
 
     Raises:
