@@ -35,7 +35,10 @@ _COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (``sys.argv`` by default) and return the exit code."""
+    """Run a command line and return the exit code.
+
+    By default, ``argv`` comes from ``sys.argv``.
+    """
     parser = _parser()
     options = parser.parse_args(argv)
     if options.command is None:

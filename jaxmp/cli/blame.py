@@ -12,10 +12,10 @@ ARGUMENTS = ARRAYS | POLICY | LOSS_SCALE | NO_GRAD
 
 
 def run(options: argparse.Namespace) -> int:
-    """Name the operation that made the first infinity or NaN of a loss or its gradients.
+    """Name the operation that made the first infinity or NaN.
 
-    The function may be a train step. Exit code 0 if everything is finite, 1 if not, 2 if something is wrong with the
-    arguments.
+    The loss and its gradients are checked. The function may be a train step. Exit code 0 if everything is finite, 1 if
+    not, 2 if something is wrong with the arguments.
 
     Example:
       jaxmp blame train:loss_fn --args train:bad_batch --policy mixed_float16 --loss-scale 32768

@@ -12,10 +12,10 @@ ARGUMENTS = ARRAYS | POLICY | OVERRIDE | REFERENCE | LOSS_SCALE | NO_GRAD | PLOT
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the errors that policies cause in a function, layer by layer, forward and backward.
+    """Show the errors that policies cause in a function, layer by layer.
 
-    The function may be a train step. --policy also runs it under autocast. Exit code 2 if something is wrong with the
-    arguments.
+    Values and their gradients are compared. The function may be a train step. --policy also runs it under autocast.
+    Exit code 2 if something is wrong with the arguments.
 
     Example:
       jaxmp compare train:loss_fn --args train:example --policy mixed_bfloat16

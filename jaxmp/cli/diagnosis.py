@@ -97,9 +97,9 @@ def float8_on(device: Hardware) -> str:
 
 
 def train_one_step(policy: str) -> None:
-    """Train a Dense layer for one step under ``policy``, with loss scaling, and check the numbers.
+    """Train a Dense layer for one step under ``policy``, and check the numbers.
 
-    The inputs are such that every intermediate is exact in half precision.
+    The step uses loss scaling. The inputs are chosen so that every intermediate value is exact in half precision.
 
     Raises:
       RuntimeError: the step ran and its numbers are wrong. Other errors are not caught.
@@ -195,7 +195,10 @@ def _check_platforms() -> Iterator[SetupProblem]:
 
 
 def _check_driver(platform: str, versions: dict[str, str | None]) -> Iterator[SetupProblem]:
-    """Find an NVIDIA GPU that JAX does not use; a forced platform is a separate finding."""
+    """Find an NVIDIA GPU that JAX does not use.
+
+    If JAX_PLATFORMS is set, :func:`_check_platforms` reports that instead.
+    """
     if platform != "cpu" or os.environ.get("JAX_PLATFORMS") or not nvidia_driver():
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -13,7 +13,7 @@ ARGUMENTS: Arguments = {}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the fast dtypes of this machine, the policy to use, whether training works, and problems.
+    """Check this machine: fast dtypes, the policy to use, training, and problems.
 
     Exit code 0 if a mixed-precision training step ran on the device and gave the right numbers, else 1.
     """

@@ -1,4 +1,4 @@
-"""The arguments of the commands: names with their settings for ``argparse``'s ``add_argument``."""
+"""The arguments of the commands, with their settings for ``argparse``."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ ARGUMENTS: Arguments = {}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the table of floating-point formats: bits, range, precision, special values.
+    """Show the bits, range, precision and special values of floating-point formats.
 
     Everything is computed from the dtype's bit patterns. tensorfloat32 is not a dtype, but the form in which tensor
     cores read float32 operands. Its column is computed from its layout: 1 sign, 8 exponent and 10 mantissa bits.

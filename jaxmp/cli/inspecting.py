@@ -47,7 +47,10 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
 
 
 def of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Return the report of ``make(function)`` on the arrays that another function returns."""
+    """Return the report of ``make(function)`` on arrays.
+
+    The function that ``--args`` names returns the arrays. Without ``--args`` there are no arguments.
+    """
     from jaxmp.cli.loading import check_count, function, in_current_folder, usage_errors
 
     with in_current_folder():

@@ -1,4 +1,7 @@
-"""Load the functions and arguments that a command line names; only imports are executed."""
+"""The functions and arguments that a command line names.
+
+Loading imports modules and traces the functions that return arguments; it does not run them.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
 
 
 def _shapes(example: Callable[[], Any]) -> Any:
-    """Return the shapes of the arrays that a function returns; ShapeDtypeStructs are unchanged."""
+    """Return the shapes of the arrays that a function returns.
+
+    The function is traced. ShapeDtypeStructs that it returns are unchanged.
+    """
     result: Any = None
 
     def arrays() -> Any:
@@ -151,7 +157,7 @@ def _check_dtype(dtype: Any, text: str) -> None:
 
 
 def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> None:
-    """Raise a UsageError if a function does not take this number of positional arguments."""
+    """Raise a UsageError if a function does not take these positional arguments."""
     try:
         signature = inspect.signature(fun)
     except ValueError:  # written in C

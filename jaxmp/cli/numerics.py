@@ -12,9 +12,9 @@ ARGUMENTS = ARRAYS | POLICY | LOSS_SCALE | PLOT
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one step of a loss function and show where its values and gradients underflow or overflow.
+    """Show where a loss function's values and gradients underflow or overflow.
 
-    Exit code 2 if something is wrong with the arguments.
+    One step of the function is run. Exit code 2 if something is wrong with the arguments.
 
     Example:
       jaxmp numerics train:loss_fn --args train:params_and_batch --policy mixed_float16 --loss-scale 1024

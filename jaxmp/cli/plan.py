@@ -13,11 +13,11 @@ ARGUMENTS = SHAPES | AUTOCAST | PLOT
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show autocast's decision for each operation of a function, and why; only imports are executed.
+    """Show autocast's decision for each operation of a function, and the reason.
 
-    On a terminal the output is a table, else the text of str(plan). The text is the same on every machine: keep it
-    under version control, and a diff shows how a change affects the precision. Exit code 2 if something is wrong with
-    the arguments.
+    The function is traced, not run. On a terminal the output is a table, else the text of str(plan). The text is the
+    same on every machine: keep it under version control, and a diff shows how a change affects the precision. Exit code
+    2 if something is wrong with the arguments.
 
     Example:
       jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]
@@ -30,7 +30,9 @@ def run(options: argparse.Namespace) -> int:
 def plan(
     function: str, policy: str, shapes: Sequence[str] = (), example: str | None = None, overrides: Sequence[str] = ()
 ) -> Any:
-    """Return the :class:`jaxmp.CastPlan` of a function on abstract arguments; only imports are executed.
+    """Return the :class:`jaxmp.CastPlan` of a function on abstract arguments.
+
+    The function is traced, not run.
 
     Args:
       function, shapes, example: as for :func:`jaxmp.cli.loading.load`.

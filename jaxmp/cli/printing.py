@@ -1,4 +1,7 @@
-"""The output of commands: JSON, tables on a terminal, and unwrapped text elsewhere."""
+"""The output of commands: JSON, tables on a terminal, and text elsewhere.
+
+Text for a pipe or a file is not wrapped.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ def print_json(value: Any) -> None:
 
 
 def show(options: argparse.Namespace, result: Any, draw: Callable[[Any], Any] | None = None) -> None:
-    """Print a result as JSON, as a table or as text, and write the picture of ``draw``."""
+    """Print a result as JSON, as a table or as text, and write its picture.
+
+    ``draw`` is as for :func:`plot`.
+    """
     if options.json:
         print(result.to_json())
     elif sys.stdout.isatty():
@@ -46,7 +52,9 @@ def check_plot(name: str) -> None:
 
 
 def plot(options: argparse.Namespace, draw: Callable[[Any], Any]) -> None:
-    """Write the picture of ``draw``, a function of :mod:`jaxmp.inspect.plots`, if ``--plot`` is set.
+    """Write the picture of ``draw`` if ``--plot`` is set.
+
+    ``draw`` takes the module :mod:`jaxmp.inspect.plots` and returns a figure.
 
     Raises:
       UsageError: matplotlib is not installed, or there is nothing to draw.
@@ -61,7 +69,10 @@ def plot(options: argparse.Namespace, draw: Callable[[Any], Any]) -> None:
 
 
 def console() -> Any:
-    """Return the terminal; a pipe or file has no width limit, because its reader wraps lines."""
+    """Return the console to print on.
+
+    Lines for a pipe or a file are not wrapped, unless COLUMNS is set.
+    """
     from rich.console import Console
 
     # rich uses COLUMNS or the terminal's width.
@@ -91,7 +102,10 @@ def print_pairs(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def print_columns(columns: Sequence[dict[str, str]]) -> None:
-    """Print a table with one column per entry, in several blocks if it is too wide; no value is cut."""
+    """Print a table with one column per entry.
+
+    A table that is too wide is printed in several blocks of columns. No value is cut.
+    """
     from rich.table import Table
 
     terminal = console()
@@ -110,7 +124,10 @@ def print_columns(columns: Sequence[dict[str, str]]) -> None:
 
 
 def _blocks(columns: Sequence[dict[str, str]], width: int) -> list[list[dict[str, str]]]:
-    """Return the columns in groups that fit into a width, with at least one column in each."""
+    """Return the columns in groups that fit into a width.
+
+    Each group has at least one column.
+    """
     blocks: list[list[dict[str, str]]] = []
     left = 0
     for column in columns:

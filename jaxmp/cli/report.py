@@ -10,7 +10,7 @@ ARGUMENTS = RUN | AGAINST | OUT
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write a page on a run: verdict, losses, loss scale, underflow, precision, memory.
+    """Write a page on a run: verdict, loss, loss scale, underflow, precision, memory.
 
     The page is one HTML file without any request to a network. Exit code 2 if a folder is not that of a run.
 

@@ -12,10 +12,11 @@ ARGUMENTS = SHAPES | DEVICE | POLICY
 
 
 def run(options: argparse.Namespace) -> int:
-    """Predict the time of a train step or function on a GPU, kernel by kernel; nothing is run.
+    """Predict the time of a function or train step on a GPU, kernel by kernel.
 
-    --device compiles for a GPU that is not attached and needs pip install 'jaxmp[compile-only]'. --policy runs the
-    function under autocast. Exit code 2 if something is wrong with the arguments.
+    The function is compiled, not run. --device compiles for a GPU that is not attached and needs pip install
+    'jaxmp[compile-only]'. --policy runs the function under autocast. Exit code 2 if something is wrong with the
+    arguments.
 
     Example:
       jaxmp roofline train:step --args train:shapes --device h200

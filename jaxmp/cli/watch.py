@@ -55,7 +55,10 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
-    """Return a table of the shares of gradients that vanish in the last watched steps, by tensor."""
+    """Return a table of the shares of gradients that vanish, by tensor.
+
+    A row has the share in the last watched step, and a bar for each recent watched step.
+    """
     from rich.table import Table
     from rich.text import Text
 

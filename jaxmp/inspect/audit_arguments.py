@@ -37,7 +37,10 @@ _ROLE_OF_COLLECTION = {"params": "params", "batch_stats": "statistics"}
 
 
 def is_loss_scaled(args: Any) -> bool | None:
-    """Return whether the arguments have a loss scale that scales, or None if there is no loss scale."""
+    """Return whether the arguments have a loss scale that is not a no-op.
+
+    Without a loss scale, return None.
+    """
 
     def is_loss_scale(node: Any) -> bool:
         return isinstance(node, LossScale)
@@ -93,9 +96,8 @@ def _role_in_path(path: tuple[Any, ...]) -> Argument | None:
 def kinds_of(jitted: Any, inputs: tuple[Any, ...]) -> list[str | None]:
     """Return the kind of each array among the arguments; None if it is unknown.
 
-    The kinds are those of :func:`jaxmp.inspect.memory`.
-
-    Types and names determine the kind. Without these, the first argument is the params if it is a tree.
+    The kinds are those of :func:`jaxmp.inspect.memory`. Types and names determine the kind. Without these, the first
+    argument is the params if it is a tree.
     """
     leaves = list(leaves_of(inputs, names_of_arguments(jitted)))
     is_array = hasattr(inputs[0], "dtype") if inputs else False
@@ -132,7 +134,10 @@ def sent_over_batch_axes(
 
 
 def _axes_of_weights(leaves: Sequence[tuple[Any, str | None]], over: set[str]) -> dict[int, set[str]]:
-    """Return the mesh axes that split weights, by the sizes of whole weights and of their layers."""
+    """Return the mesh axes that split weights, by the size of the weights.
+
+    Sizes are numbers of elements: of a whole weight, and of one of its layers.
+    """
     axes_by_size: dict[int, set[str]] = {}
     for leaf, kind in leaves:
         sharding = sharding_on_mesh(leaf)

@@ -94,7 +94,10 @@ def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardwar
 
 
 def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
-    """Yield the products inside kernels and solvers, which are executed an unknown number of times."""
+    """Yield the products inside kernels and solvers.
+
+    The number of their executions is unknown.
+    """
     for place in values.places.values():
         if place.bodies is not None:
             continue

@@ -223,7 +223,10 @@ def _audit_of(
     program: hlo.HloProgram | None,
     memory: Memory | None,
 ) -> Audit:
-    """Return the audit of a traced call; ``program`` and ``memory`` are None if it was not compiled."""
+    """Return the audit of a traced call.
+
+    If the call was not compiled, ``program`` and ``memory`` are None.
+    """
     values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has its own class of traces
     kinds = kinds_of(jitted, inputs)
     weights = weights_in(values, kinds)

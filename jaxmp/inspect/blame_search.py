@@ -15,7 +15,6 @@ from jaxmp.inspect.blame_origins import Origin, on_host, origin_of, where_nan
 from jaxmp.inspect.program import stepping
 from jaxmp.inspect.program.values import Turns, Value
 
-"""An operation in one iteration of each scan around it; in a while loop, in the first iteration in which it fails."""
 _FLAGS_AT_ONCE = 4096
 """The number of operations whose flags are fetched together. Single fetches would take most of the time."""
 
@@ -39,7 +38,8 @@ class ProgramRun:
       inputs: the leaves of its arguments.
       results: the leaves of its results.
       branches: the branches that its conditionals took.
-      failures: the operations with results that were not finite.
+      failures: the operations with results that were not finite, by equation and iteration. In a while loop, only the
+        first iteration in which an operation fails is included.
       origins: the origins of failures that :meth:`look_at` was called for.
     """
 
@@ -86,7 +86,7 @@ class ProgramRun:
 
 
 def _numbers_of_bad(flags: Sequence[Any]) -> set[int]:
-    """Return the numbers of the results that are not finite, according to their flags."""
+    """Return the numbers of the results that are not finite."""
     return {number for number, flag in enumerate(flags) if flag is not None and np.asarray(flag) != 0}
 
 

@@ -14,7 +14,9 @@ from jaxmp.inspect.compare_run import RecordedProgram, Slot
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A value under the policies compared with the reference, over all iterations of loops.
+    """A value under the policies, compared with the reference.
+
+    All iterations of a loop are compared together.
 
     Attributes:
       path: the module or scope that returns it; empty for the result; for the gradient of an argument, its path.

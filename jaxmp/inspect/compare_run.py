@@ -123,8 +123,8 @@ def _run_with_taps(
 ) -> tuple[Any, Any, Any, Any]:
     """Return results, records, gradients and the gradients of the sinks.
 
-    The first result times ``scale`` is differentiated with respect to the inputs of these numbers. With None nothing is
-    differentiated.
+    The first result times ``scale`` is differentiated with respect to the inputs with these numbers. If ``scale`` is
+    None, nothing is differentiated.
     """
 
     def run(leaves: Sequence[Any], sinks: Any, consts: Any, inputs: Any) -> Any:

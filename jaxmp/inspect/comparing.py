@@ -167,7 +167,10 @@ class _LossOnly(TrainStep):
 
 
 def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the loss of a train step as a function, and its arguments; another rng may follow them."""
+    """Return the loss of a train step as a function, and its arguments.
+
+    The function also takes a random key after these arguments. By default it is the key of the step.
+    """
     step, state, batch = call
     if any(isinstance(part, Gathered) for part in step.arguments):
         raise ValueError(

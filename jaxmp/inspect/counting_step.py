@@ -20,7 +20,9 @@ _RECORDS = "jaxmp.inspect"
 
 
 class CountingStep(TrainStep):
-    """A train step that counts its values. Microbatches are counted together.
+    """A train step that counts its values.
+
+    Microbatches are counted together.
 
     Attributes:
       records: the records of the last call.

@@ -133,10 +133,10 @@ def numerics(
     ...     with jax.named_scope("dense"):
     ...         y = x @ params["kernel"]
     ...     return 1e-8 * jnp.sum(y)
-    >>> found = numerics(loss_fn)({"kernel": jnp.ones((4, 2))}, jnp.ones((3, 4)))
-    >>> found.activation_gradients["dense"].under("float16").vanished, found.activations["dense"].amax
+    >>> report = numerics(loss_fn)({"kernel": jnp.ones((4, 2))}, jnp.ones((3, 4)))
+    >>> report.activation_gradients["dense"].under("float16").vanished, report.activations["dense"].amax
     (6, 4.0)
-    >>> found.recommended_scale("float16")
+    >>> report.recommended_scale("float16")
     4.0
     """
     if is_step(loss_fn):

@@ -1,4 +1,4 @@
-"""Find the kinds of a call's arguments: params, optimizer state, batch and others."""
+"""The kinds of a call's arguments: params, optimizer state, batch and others."""
 
 from __future__ import annotations
 

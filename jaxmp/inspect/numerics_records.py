@@ -133,9 +133,10 @@ def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activation
 
 
 def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[RecordedTensor, ...], jax.Array]]:
-    """Return the packed records of a tree with the structure of the params, or of None.
+    """Return the packed records of a tree.
 
-    Tensors of the same shape are counted together, because XLA would compile each count separately.
+    The tree has the structure of the params, or is None. Tensors of the same shape are counted together, because XLA
+    would compile each count separately.
     """
     groups: dict[Any, list[tuple[RecordedTensor, Any, Any]]] = {}
     weights = jax.tree.leaves_with_path(params)

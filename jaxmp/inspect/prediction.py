@@ -1,4 +1,7 @@
-"""Predict the time of a compiled program on a GPU from its peak rates, bandwidth and launch time."""
+"""The predicted time of a compiled program on a GPU.
+
+It follows from the peak rates, the bandwidth and the launch time of the GPU.
+"""
 
 from __future__ import annotations
 
@@ -131,10 +134,10 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
     Nothing is executed. The time of a kernel is the time of its products at a share of the peak rate
     (:data:`ACHIEVED`), plus the time of its bytes at a share of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), plus a
-    launch. They are added, because measured
-    products with many bytes take longer than the longer part alone. Kernels run one after the other. For a conditional
-    the slowest branch counts, and for a loop of unknown length one iteration. The model is the roofline of Williams,
-    Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM 2009.
+    launch. They are added, because measured products with many bytes take longer than the longer part alone. Kernels
+    run one after the other. For a conditional the slowest branch counts, and for a loop of unknown length one
+    iteration. The model is the roofline of Williams, Waterman, Patterson, "Roofline: an insightful visual performance
+    model for multicore architectures", CACM 2009.
 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function.

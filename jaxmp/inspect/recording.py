@@ -41,16 +41,18 @@ class Record:
         self._waiting: collections.deque[tuple[int, str, Mapping[str, Any]]] = collections.deque()
 
     def log(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> None:
-        """Write the metrics of a step. The device does not wait: arrays are written some steps later.
+        """Write the metrics of a step.
+
+        The call does not wait for the device: metrics are written some steps later.
 
         Args:
           step: its number.
-          metrics: as a train step returns them; other names than ``loss``, ``accuracy``, ``grad_norm``,
-            ``loss_scale`` and ``skipped`` are left out.
+          metrics: as a train step returns them. Only ``loss``, ``accuracy``, ``grad_norm``, ``loss_scale`` and
+            ``skipped`` are written.
           split: ``"train"``, or ``"test"`` for held-out metrics.
 
         Raises:
-          ValueError: the split is another one, or no metric has such a name.
+          ValueError: the split is unknown, or there is neither a loss nor an accuracy.
         """
         if split not in ("train", "test"):
             raise ValueError(f"split must be 'train' or 'test', got {split!r}")
@@ -64,11 +66,14 @@ class Record:
             self._write_oldest()
 
     def plan(self, plan: Any) -> None:
-        """Keep what :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit` returned, the last one of several."""
+        """Write the result of :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit`.
+
+        Of several results, the last one counts.
+        """
         (self.folder / "plan.json").write_text(plan.to_json())
 
     def memory(self, plan: Any) -> None:
-        """Keep what :func:`jaxmp.inspect.memory` returned."""
+        """Write the result of :func:`jaxmp.inspect.memory`."""
         (self.folder / "memory.json").write_text(plan.to_json())
 
     def summary(self, **numbers: Any) -> None:
@@ -99,7 +104,7 @@ def record(folder: str | Path) -> Iterator[Record]:
     """Record a training loop in a folder, for ``jaxmp report``.
 
     Args:
-      folder: made if need be; files of an earlier record in it are written anew.
+      folder: the folder. It is created if necessary, and files of an earlier record in it are replaced.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()

@@ -19,9 +19,9 @@ _RULE = RuleEvaluation(lambda program, args, dtypes: equations.evaluate(*program
 
 
 def with_rounded_operands(fun: Callable[..., Any], half: np.dtype) -> Callable[..., Any]:
-    """Return ``fun`` with the floating operands of its products rounded to a half dtype.
+    """Return ``fun`` with the operands of its products rounded to a half dtype.
 
-    Products and all other operations keep their dtypes. Compile the result with
+    Only floating operands are rounded. Products and all other operations keep their dtypes. Compile the result with
     :data:`jaxmp.inspect.program.calls.AS_WRITTEN`, or XLA leaves the roundings out. Round a whole gradient function,
     not the function in it: the gradient of a rounding is another rounding.
     """

@@ -18,7 +18,9 @@ from jaxmp.inspect.program.equation_places import Key, equation_places
 
 
 class Taps(ABC):
-    """A :class:`jaxmp.inspect.program.recorded_evaluation.Recorder` of values at borders.
+    """A recorder of the values at the borders of scopes.
+
+    It is a :class:`jaxmp.inspect.program.recorded_evaluation.Recorder`.
 
     Attributes:
       borders: the values, with the shape and dtype of one iteration.
@@ -39,7 +41,7 @@ class Taps(ABC):
 
     @abstractmethod
     def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
-        """Return the value; the gradient of the sink is the record of the value's gradient."""
+        """Return the value, and make its gradient's record the gradient of the sink."""
 
     @abstractmethod
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:

@@ -20,7 +20,9 @@ Groups = list[list[int]]
 
 
 def groups_of(text: str) -> Groups:
-    """Return the groups of devices of an instruction, or no groups if all devices exchange data.
+    """Return the groups of devices of an instruction.
+
+    The list is empty if all devices exchange data.
 
     Args:
       text: the instruction, as XLA prints it.

@@ -1,4 +1,7 @@
-"""Measure the loss and the gradients of a function under overrides against float32."""
+"""The errors of a function's loss and gradients under overrides.
+
+The reference is float32.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ class Candidate:
     """A module or scope with half operations of its own, or one of its operations.
 
     Attributes:
-      path: as an override takes it.
-      flops: those of its own products.
+      path: its path in an override.
+      flops: the FLOPs of its own products.
       operations: its half operations.
     """
 
@@ -57,7 +60,7 @@ def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def named_copy(args: Sequence[Any]) -> Any:
-    """Return a copy of arguments in which the modules of NNX models put their calls in scopes."""
+    """Return a copy of arguments in which NNX modules put their calls in scopes."""
     leaves, structure = jax.tree.flatten(tuple(args))
     return named(jax.tree.unflatten(structure, leaves))
 
@@ -112,7 +115,7 @@ class Measurement:
       plain: the function without policies.
       all_args: arguments for each batch; their first floating argument is differentiated.
       half: the half policy.
-      loss_scale: multiplies the loss before it is differentiated under autocast.
+      loss_scale: the factor of the loss before it is differentiated under autocast.
     """
 
     def __init__(
@@ -125,16 +128,20 @@ class Measurement:
         self.evaluations = 0
 
     def batch_that_is_not_finite(self) -> int | None:
-        """Return the number of the first batch with a loss or gradient that is not finite in float32, or None."""
+        """Return the number of the first batch that is not finite in float32, or None.
+
+        Its loss and its gradients are checked.
+        """
         for n, (loss, gradient) in enumerate(self._references):
             if not (np.isfinite(loss) and np.isfinite(gradient).all()):
                 return n
         return None
 
     def lower_loss_scale(self) -> None:
-        """Lower the loss scale until gradients are finite with only the products in float16.
+        """Lower the loss scale until gradients are finite.
 
-        If they are not finite under any scale, the scale stays: the program overflows by itself.
+        They are measured with only the products in float16. If they are not finite under any scale, the scale stays:
+        the program overflows by itself.
         """
         scale = self.loss_scale
         while np.isinf(self.error(_PRODUCTS_ONLY)):
@@ -144,7 +151,7 @@ class Measurement:
             self.loss_scale = max(self.loss_scale / 2**5, 1.0)
 
     def floor(self) -> float:
-        """Return the error if only the operands of products are rounded to half precision.
+        """Return the error if only the operands of products are rounded to half.
 
         If float16 overflows, it is the error of bfloat16 divided by 8, for float16's three more bits of mantissa.
         """
@@ -158,7 +165,10 @@ class Measurement:
         return self._largest_error(self._run(self._plain, all_args, self.loss_scale, round_products))
 
     def error(self, overrides: Mapping[str, str]) -> float:
-        """Return the largest error of all batches under overrides, infinite if something is not finite."""
+        """Return the largest error of all batches under overrides.
+
+        It is infinite if a loss or a gradient is not finite.
+        """
         self.evaluations += 1
         cast = autocast(self._plain, self._half, overrides)
         return self._largest_error(self._run(cast, self._all_args, self.loss_scale))
@@ -175,7 +185,10 @@ class Measurement:
         return summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
 
     def overrides(self, candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> dict[str, str]:
-        """Return overrides that give float32 to the chosen candidates and operations, and the policy to children."""
+        """Return overrides that give float32 to the chosen candidates and operations.
+
+        Their children keep the policy, unless they are chosen too.
+        """
         overrides = {}
         touched = {candidate for candidate in candidates if not {candidate, *candidate.operations}.isdisjoint(chosen)}
         for candidate in candidates:  # children come before parents, and the first pattern that matches wins
@@ -194,9 +207,10 @@ class Measurement:
         scale: float,
         transform: Callable[..., Any] = lambda gradient: gradient,
     ) -> list[tuple[float, np.ndarray]]:
-        """Return loss and gradients, flat in float64, for each batch; the function is compiled once.
+        """Return the loss and the gradients of each batch.
 
-        ``transform`` changes the function that returns the gradient.
+        The gradients are one float64 vector. The function is compiled once. ``transform`` changes the function that
+        returns the gradient.
         """
         structure = jax.tree.structure(tuple(all_args[0]))
         numbers = differentiated(all_args[0])
@@ -226,7 +240,10 @@ def _parent(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate 
 
 
 def _relative(value: Any, true: Any, least: float = 0.0) -> float:
-    """Return the L2 norm of the difference over the larger of the truth's and ``least``."""
+    """Return the L2 norm of the difference, divided by that of the true value.
+
+    It is divided by ``least`` if that is larger.
+    """
     difference, size = float(np.linalg.norm(np.subtract(value, true))), max(float(np.linalg.norm(true)), least)
     if difference == 0:
         return 0.0

@@ -13,7 +13,10 @@ Chosen = frozenset[Candidate]
 
 
 class Evaluator(Protocol):
-    """The parts of :class:`jaxmp.inspect.tune_measure.Measurement` that the search needs."""
+    """The part of a measurement that the search needs.
+
+    It is implemented by :class:`jaxmp.inspect.tune_measure.Measurement`.
+    """
 
     def error(self, overrides: Any) -> float:
         """Return the error under overrides."""
@@ -29,9 +32,9 @@ class Result:
     Attributes:
       candidates: the modules and scopes.
       chosen: the candidates and operations in float32.
-      error: with this choice.
-      error_before: with nothing in float32.
-      errors: the error with one candidate in float32, beside those that overflow; empty if that was not needed.
+      error: the error with this choice.
+      error_before: the error with nothing in float32.
+      errors: the error with each candidate in float32, beside those that overflow; empty if it was not needed.
       operations: the operations of chosen candidates that were tried.
       interrupted: whether the keyboard ended the search.
     """
@@ -137,7 +140,10 @@ class _Search:
         self.take_back(chosen, order[len(overflowing) : enough - 1])  # the last one is needed
 
     def overflowing(self) -> list[Candidate]:
-        """Return candidates without which the error is infinite; not all of them if they are many."""
+        """Return candidates without which the error is infinite.
+
+        If there are many, the search for them ends before all are found.
+        """
         overflowing: list[Candidate] = []
         most = max(len(self.candidates) // 2, 1)
         while math.isinf(self.error_of(frozenset(overflowing))) and len(self.errors) <= most:
@@ -154,7 +160,10 @@ class _Search:
         return overflowing
 
     def most_helpful(self, overflowing: Sequence[Candidate]) -> list[Candidate]:
-        """Return the other candidates, the most helpful first if one is needed and that can be measured."""
+        """Return the other candidates, the most helpful first.
+
+        They are not sorted if none of them is needed, or if the error is still infinite.
+        """
         others = [candidate for candidate in self.candidates if candidate not in overflowing]
         if not self.tolerance < self.error_of(frozenset(overflowing)) < math.inf:
             return others
@@ -163,7 +172,7 @@ class _Search:
         return sorted(others, key=lambda other: _usefulness(other, self.result.errors, self.tolerance))
 
     def take_back(self, chosen: Chosen, some: Sequence[Candidate]) -> None:
-        """Take back each of some that is not needed, those with the most FLOPs first."""
+        """Take back the candidates that are not needed, those with most FLOPs first."""
         for candidate in sorted(some, key=lambda candidate: (-candidate.flops, candidate.path)):
             if self.meets(chosen - {candidate}):
                 chosen -= {candidate}

@@ -1,4 +1,7 @@
-"""Find the parts of a function that need float32, by measuring its loss and its gradients."""
+"""The search for the parts of a function that need float32.
+
+It measures the errors of the loss and the gradients.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _FEW_IN_HALF = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class TunedRow:
-    """A candidate: a module or scope with half operations of its own, or one of its operations.
+    """A module or scope with half operations of its own, or one of its operations.
 
     Attributes:
       path: the module, the scope or the operation, as an override takes it.
@@ -48,19 +51,20 @@ class TunedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned(tables.Shown):
-    """The smallest found set of overrides that keeps loss and gradients near those of float32.
+    """The overrides that keep the loss and the gradients near those of float32.
 
-    An error is the larger of two: the error of the loss, over its size or 1 if that is less than 1; and the relative L2
-    error of all gradients together. A named scope and an operation (``"flow:add"``) are overrides of autocast alone,
-    also of :func:`jaxmp.linen.autocast` and :func:`jaxmp.nnx.autocast`.
+    They are the smallest set that the search found. An error is the larger of two: the error of the loss, over its size
+    or 1 if that is less than 1; and the relative L2 error of all gradients together. Overrides of named scopes
+    and of operations (``"flow:add"``) need autocast: :func:`jaxmp.autocast`, :func:`jaxmp.linen.autocast` or
+    :func:`jaxmp.nnx.autocast`.
 
     Attributes:
       policy: the policy with the overrides; ``autocast`` and ``make_train_step(policy=)`` take it, and ``apply_policy``
         if all of them are modules.
-      overrides: path to policy, in the order in which they apply; empty if none is needed.
-      error: with the overrides.
-      error_before: without them.
-      floor: if only the operands of products are rounded to half, and everything else is float32.
+      overrides: the policies by path, in the order in which they apply; empty if none is needed.
+      error: the error with the overrides.
+      error_before: the error without them.
+      floor: the error if only the operands of products are rounded to half, and everything else is float32.
       tolerance: the largest error that was allowed.
       met: whether ``error`` is at most ``tolerance``.
       interrupted: whether Ctrl-C ended the search.
@@ -84,13 +88,15 @@ class Tuned(tables.Shown):
     evaluations: int
 
     def save(self, file: str | Path) -> None:
-        """Write the policy as a TOML file, which :func:`jaxmp.get_policy` reads by its name.
+        """Write the policy as a TOML file.
+
+        :func:`jaxmp.get_policy` reads it by the name of the file.
 
         Args:
-          file: its name ends in ``.toml``.
+          file: the path, which ends in ``.toml``.
 
         Raises:
-          ValueError: the name ends otherwise.
+          ValueError: the path has another ending.
         """
         comments = [
             f"error {self.error:.3g} (without overrides {self.error_before:.3g}, tolerance {self.tolerance:.3g})",

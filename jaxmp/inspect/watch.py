@@ -39,15 +39,15 @@ class Watch:
 
     >>> watch = Watch(lambda params, x: jnp.sum(x * params), every=100)
     >>> for step in range(1, 201):
-    ...     found = watch(step, jnp.float32(2), jnp.ones(3))
-    >>> list(watch.steps), found.loss
+    ...     numerics = watch(step, jnp.float32(2), jnp.ones(3))
+    >>> list(watch.steps), numerics.loss
     ([100, 200], 6.0)
 
     >>> train = jaxmp.make_train_step(lambda params, model_state, x, rng: (jnp.sum((x * params) ** 2), model_state))
     >>> state, watch = jaxmp.TrainState.create(params=jnp.ones(3), tx=optax.sgd(0.1)), Watch(train, every=2)
     >>> for step in range(1, 5):
     ...     state, metrics = watch(step, state, jnp.ones((4, 3)))
-    >>> {step: round(found.loss, 6) for step, found in watch.steps.items()}
+    >>> {step: round(numerics.loss, 6) for step, numerics in watch.steps.items()}
     {2: 0.48, 4: 0.000768}
     """
 
@@ -143,7 +143,10 @@ def _zero_shares(step: Numerics, kind: str) -> dict[str, float]:
 
 
 def _exponents(step: Numerics, kind: str, dtype: Any) -> dict[int, int]:
-    """Return the number of values of all tensors by ``floor(log2|x|)``, under the scale of the step."""
+    """Return the number of values of all tensors, by binary exponent.
+
+    The exponents are those of the values under the scale of the step.
+    """
     tensors = list(getattr(step, kind).values())
     scale = step.loss_scale if kind.endswith("gradients") else 1.0
     return dict(merged_statistics(tensors).under(dtype, scale).histogram) if tensors else {}

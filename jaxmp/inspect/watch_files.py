@@ -18,7 +18,7 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 
     Raises:
       FileNotFoundError: the folder is not that of a run.
-      ValueError: the file comes from another program.
+      ValueError: the file was written by another program.
     """
     file = folder / "metrics.csv"
     if not file.is_file():
@@ -41,7 +41,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: the run is not watched, or has no watched step yet.
-      ValueError: the file is another program's.
+      ValueError: the file was written by another program.
     """
     file = folder / FILE
     if not file.is_file():

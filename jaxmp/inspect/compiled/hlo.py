@@ -1,4 +1,4 @@
-"""Read XLA programs: their instructions, and the modules and source lines of these."""
+"""XLA programs: their instructions, with modules and source lines."""
 
 from __future__ import annotations
 
@@ -120,7 +120,10 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Return JAX's name of the operation, with scopes and transformations; empty if XLA created it."""
+        """Return JAX's name of the operation, with scopes and transformations.
+
+        The name is empty if XLA created the operation.
+        """
         match = _OP_NAME.search(self.text)
         return match[1].replace("\\'", "'") if match else ""
 
@@ -209,7 +212,11 @@ class HloProgram:
         ]  # fmt: skip
 
     def made_by(self, instruction: Instruction) -> Instruction:
-        """Return the instruction that names a kernel: itself, or the last one with JAX's name in a fusion."""
+        """Return the instruction that names a kernel.
+
+        Usually it is the kernel itself. For a fusion without a name from JAX, it is the last instruction inside that
+        has one.
+        """
         if instruction.op_name or instruction.opcode != "fusion":
             return instruction
         for _, inner in reversed(self.inside(instruction)):
@@ -218,7 +225,10 @@ class HloProgram:
         return instruction
 
     def source(self, instruction: Instruction) -> str:
-        """Return the user's file and line, ``"package/module.py:12"``; empty if the program does not have it."""
+        """Return the user's file and line, such as ``"package/module.py:12"``.
+
+        The text is empty if the program does not have them.
+        """
         match = re.search(r"stack_frame_id=(\d+)", instruction.text)
         frames = self._frames.get("StackFrames", {})
         # Some versions print parents that are too high by one. The first frame has no parent, and 0 means none.
@@ -245,8 +255,8 @@ class HloProgram:
     ) -> Iterator[tuple[str, Instruction, int]]:
         """Yield each instruction with its computation and the number of its executions.
 
-        Without ``repeated``, the body of a loop counts once. Without ``into_fusions``, instructions inside of fusions
-        and reductions are skipped, so the result is the kernels.
+        Without ``repeat_loops``, the body of a loop counts once. Without ``into_fusions``, instructions inside of
+        fusions and reductions are skipped, so that only kernels are left.
         """
         stack = [(self.entry, 1)]
         while stack:
@@ -285,7 +295,10 @@ def _facts(text: str) -> dict[str, int]:
 
 
 def _operands(rest: str) -> tuple[str, ...]:
-    """Return the names in the text behind an instruction's opening parenthesis, up to the closing one."""
+    """Return the names of the operands in the text of an instruction.
+
+    ``rest`` is the text after the opening parenthesis.
+    """
     depth = 1
     for position, character in enumerate(rest):
         depth += (character == "(") - (character == ")")

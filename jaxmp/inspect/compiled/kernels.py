@@ -33,7 +33,10 @@ class KernelProduct:
 
 
 def product_kind(instruction: Instruction) -> str | None:
-    """Return ``"dot"``, ``"convolution"`` or ``"attention"``; None for other instructions."""
+    """Return the kind of a product, or None for other instructions.
+
+    The kind is ``"dot"``, ``"convolution"`` or ``"attention"``.
+    """
     if instruction.opcode != "custom-call":
         return _PRODUCTS.get(instruction.opcode)
     target = _call_target(instruction)
@@ -168,7 +171,10 @@ def moved_bytes(program: HloProgram, computation: str, instruction: Instruction)
 
 
 def _read_bytes(known: dict[str, Instruction], instruction: Instruction, inside: list[Instruction]) -> dict[int, float]:
-    """Return the bytes that a kernel reads of each operand; a repeated operand counts once."""
+    """Return the bytes that a kernel reads of each operand.
+
+    A repeated operand counts once. If a fusion picks elements from an operand, only these count.
+    """
     read: dict[int, float] = {}
     for number, name in enumerate(instruction.operands):
         if name in known and name not in instruction.operands[:number]:

@@ -1,4 +1,4 @@
-"""The buffers in memory while an XLA program runs, and the code that created them."""
+"""The buffers of a running XLA program, and the code that created them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def buffers_at_peak(program: HloProgram, computation: str = "") -> list[Buffer]:
 
 
 def _add_buffers(program: HloProgram, instruction: Instruction, position: int, results: _Results) -> list[Buffer]:
-    """Add the buffers of an instruction's results to ``results``, and return those that are new."""
+    """Add the buffers of an instruction to ``results``, and return the new ones."""
     read = [buffer for name in instruction.operands for buffer in results.get(name, [])]
     for buffer in read:
         if buffer is not None:
@@ -115,10 +115,11 @@ def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
 
 
 def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:
-    """End buffers one instruction early if a loop fusion can reuse them for its result.
+    """End buffers one instruction early if a loop fusion can reuse them.
 
-    XLA reuses buffers that the fusion reads directly, but not a buffer of one of several results, as of a cuBLAS
-    product. An in-place update, and a product that adds to an operand, always reuse the buffer.
+    The fusion writes its result into such a buffer. XLA reuses buffers that the fusion reads directly, but no buffer
+    of an instruction with several results, such as a cuBLAS product. An in-place update, and a product that adds to an
+    operand, always reuse the buffer.
     """
     instructions = list(program.computations[computation].values())
     positions = {instruction.name: position for position, instruction in enumerate(instructions)}
@@ -141,7 +142,7 @@ def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buf
 
 
 def _end_early(free: list[Buffer], new: list[Buffer], position: int) -> None:
-    """End a free buffer of the same size early for each new one."""
+    """End one free buffer of the same size early for each new buffer."""
     for buffer in new:
         same_size = [other for other in free if other.bytes == buffer.bytes]
         if same_size:

@@ -37,7 +37,7 @@ def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype
 
     >>> watch = jaxmp.inspect.Watch(lambda w, x: 1e-9 * jnp.sum(x @ w), every=1)
     >>> for step in range(3):
-    ...     found = watch(step, jnp.ones((4, 2)), jnp.ones((3, 4)), loss_scale=8.0**step)
+    ...     _ = watch(step, jnp.ones((4, 2)), jnp.ones((3, 4)), loss_scale=8.0**step)
     >>> underflow(watch, "gradients").get_suptitle()
     'The gradients of the result vanish most in float16: 100% at step 0'
     """

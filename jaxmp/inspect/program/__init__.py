@@ -1,1 +1,1 @@
-"""Shared code of the tools of inspect that reads programs, and the findings of an audit."""
+"""Shared code that reads programs, and the findings of an audit."""

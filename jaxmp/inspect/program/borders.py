@@ -31,11 +31,11 @@ class AtBorder(NamedTuple):
 
 
 def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
-    """Return the values that are computed in a scope and used outside of it, in program order.
+    """Return the values that are computed in a scope and used outside of it.
 
-    ``jit`` and ``checkpoint`` are not borders: a value belongs to the equation that computes it. The result of a loop
-    or a branch belongs to the loop, and inside of the body to another equation. The condition of a while loop is left
-    out, and so are bodies that are evaluated as one operation, see
+    They are in program order. ``jit`` and ``checkpoint`` are not borders: a value belongs to the equation that computes
+    it. The result of a loop or a branch belongs to the loop, and inside of the body to another equation. The condition
+    of a while loop is left out, and so are bodies that are evaluated as one operation, see
     :func:`jaxmp.inspect.program.recorded_evaluation.is_whole`.
 
     Args:
@@ -51,9 +51,10 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
 
 
 def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
-    """Return the values that a scope reads and outer code computes, with that code's path.
+    """Return the values that a scope reads and outer code computes.
 
-    Values that the scope itself returns are not included. The arguments are those of :func:`returned`.
+    Each has the path of the code that computes it. Values that a scope returns are left out: :func:`returned` has
+    them. The arguments are those of :func:`returned`.
     """
     values = []
     for place, position, readers in _read_floats(jaxpr, roots):
@@ -64,7 +65,10 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
 
 
 def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[Names]]]:
-    """Yield the floating values on which a root depends, with the scopes that read them."""
+    """Yield the floating values on which a root depends, and their readers' scopes.
+
+    They are in program order.
+    """
     values = values_of(jaxpr, [None] * len(jaxpr.constvars), functools.partial(is_whole, keeps_rules=True))
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
     readers = collections.defaultdict[Value, list[Names]](list)

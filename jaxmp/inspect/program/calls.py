@@ -81,7 +81,10 @@ def named(args: Any) -> Any:
 
 
 def names_of_arguments(fun: Any) -> list[str]:
-    """Return the names of a function's positional arguments; none for a function written in C."""
+    """Return the names of a function's positional arguments.
+
+    The list is empty if the signature is unknown, such as that of a function written in C.
+    """
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
@@ -91,14 +94,20 @@ def names_of_arguments(fun: Any) -> list[str]:
 
 
 def argument_paths(fun: Any, args: Sequence[Any]) -> list[str]:
-    """Return the path of each array among the arguments, beginning with the name of the argument."""
+    """Return the path of each array among the arguments.
+
+    A path begins with the name of the argument, or with its number if the name is unknown.
+    """
     names = _name_or_number(fun, args)
     paths = [path for path, _ in jax.tree.leaves_with_path(tuple(args))]
     return ["/".join(filter(None, (names[path[0].idx], path_name(path[1:])))) for path in paths]
 
 
 def require_arguments_not_deleted(fun: Any, args: Sequence[Any]) -> None:
-    """Raise if an array among the arguments was donated to an earlier step; the error names its path."""
+    """Raise an error if an argument was donated to an earlier step.
+
+    The error names the path of the array.
+    """
     require_not_deleted(dict(zip(_name_or_number(fun, args), args, strict=False)))
 
 
@@ -123,10 +132,12 @@ def is_inexact(value: Any) -> bool:
 
 
 def loss_and_rest(result: Any) -> tuple[Any, list[Any]]:
-    """Return the loss of a function's result, alone or first in a tuple, and the rest.
+    """Return the loss and the other results of a function.
+
+    The loss is the only result, or the first one of a tuple.
 
     Raises:
-      TypeError: the loss is no floating scalar.
+      TypeError: the loss is not a floating scalar.
     """
     loss, *rest = result if isinstance(result, (tuple, list)) and result else (result,)
     return require_loss(loss, "return the loss or (loss, …), or check only the results: grad=False"), rest

@@ -8,7 +8,10 @@ from jaxmp.inspect.program.values import JOIN, TURN, Value, constant, origins
 
 
 def round_trips(audited: Audited) -> Faults:
-    """Find half values that are cast to a wider dtype and back, with only moves between."""
+    """Find half values that are cast to a wider dtype and back.
+
+    Between the two casts, elements are only moved.
+    """
     forward_casts = {
         (value.at.path, value.at.source, value.inputs[0].dtype, value.dtype)
         for value in audited.values.all
@@ -56,7 +59,7 @@ def _casts_to_wider(narrowed: Value) -> list[Value]:
 
 
 def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
-    """Return whether modules under a policy pass each other a carry, each with its own cast.
+    """Return whether modules under a policy each cast a carry that they share.
 
     A carry has one dtype, so neither module can omit its cast.
     """
@@ -71,7 +74,10 @@ def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
 
 
 def casts_in_loops(audited: Audited) -> Faults:
-    """Find arrays that every iteration of a loop casts again, even in the compiled program."""
+    """Find arrays that every iteration of a loop casts again.
+
+    Casts that the compiler moves out of the loop are left out. Without a compiled program, nothing is found.
+    """
     if audited.repeated is None:
         return
     for value in audited.values.all:
@@ -84,7 +90,10 @@ def casts_in_loops(audited: Audited) -> Faults:
 
 
 def _is_invariant(value: Value) -> bool:
-    """Return whether a value in a loop is only a move of a value from outside of the loop."""
+    """Return whether a cast in a loop gets its operand from outside of the loop.
+
+    Moves of the operand inside of the loop are allowed. A constant does not count.
+    """
     loop = value.loops[-1]
 
     def goes_on(origin: Value) -> bool:

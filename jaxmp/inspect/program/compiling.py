@@ -20,10 +20,11 @@ from jaxmp.training.step import TrainStep
 
 
 def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the program of a call: a function with ``trace``, and its arguments as arrays or shapes.
+    """Return a function with ``trace``, and the arguments to call it with.
 
-    Arguments of an unjitted function that are not arrays stay Python values, and so do static arguments of a jitted
-    function. NNX modules among the arguments of an unjitted function put their calls in scopes.
+    The arguments are arrays or shapes. Arguments of an unjitted function that are not arrays stay Python values, and so
+    do static arguments of a jitted function. NNX modules among the arguments of an unjitted function put their calls in
+    scopes.
     """
     if isinstance(fun, NNXTrainStep):
         fun, args = fun.of_trees, (state_of(*args[:2]), *args[2:])
@@ -89,7 +90,7 @@ def trace_of_call(
       args: its positional arguments, arrays or shapes. With a ``NamedSharding``, they are compiled for a mesh with the
         same axes.
       device: None for the attached one, or a name in ``TARGETS``.
-      compiles: False if the trace is only read, which does not need the packages that compile.
+      compiles: whether the trace will be compiled. If not, the packages that compile are not needed.
       topology: the topology of a mesh of such devices, ``"1x2x4"`` for two hosts of four; None for one host.
 
     Raises:
@@ -142,5 +143,8 @@ def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
 def compiled(
     fun: Callable[..., Any], args: Sequence[Any], device: str | None = None, topology: str | None = None
 ) -> jax.stages.Compiled:
-    """Return a compiled call; the arguments and errors are those of :func:`trace_of_call`."""
+    """Return a compiled call.
+
+    The arguments and errors are those of :func:`trace_of_call`.
+    """
     return compiled_of(trace_of_call(fun, args, device, topology=topology), device)

@@ -18,7 +18,10 @@ _BOUNDS = frozenset({"max", "min", "clamp", "reduce_max", "reduce_min"})
 
 
 def vanishing_constants(audited: Audited) -> Faults:
-    """Find constants that a cast to half makes 0, such as an epsilon, or 1, such as a decay."""
+    """Find constants that a cast to half makes 0 or 1.
+
+    Examples are an epsilon, and a decay that is nearly 1.
+    """
     remedy = "use a larger constant, or compute this in float32"
     for value, numbers, rounded in _cast_constants(audited):
         if np.any(numbers != 0) and np.all(rounded == 0):
@@ -46,7 +49,10 @@ def overflowing_constants(audited: Audited) -> Faults:
 
 
 def inexact_integers(audited: Audited) -> Faults:
-    """Find an iota or constant integers that are too large for half to represent all integers."""
+    """Find integers that are too large for a half dtype to represent exactly.
+
+    They come from an iota, or from a constant array of integers.
+    """
     for value in audited.values.all:
         if not value.is_half:
             continue
@@ -60,7 +66,10 @@ def inexact_integers(audited: Audited) -> Faults:
 
 
 def _largest_integer(value: Value) -> int:
-    """Return the largest integer of an iota or an integer constant, 0 for other values."""
+    """Return the largest integer of an iota or a constant array of integers.
+
+    It is 0 for other values, and for a constant that the half dtype represents exactly.
+    """
     source = value
     if value.is_cast and not value.inputs[0].is_half:
         while len(source.inputs) == 1 and is_move_or_cast(source):

@@ -39,7 +39,9 @@ _SPLIT = 12  # bits: each part of a count is a float32 integer below 2^24
 
 
 class Counts(NamedTuple):
-    """The counts of an array on the device; an empty record is zeros, and leading axes are loops.
+    """The counts of an array on the device.
+
+    An empty record is zeros. Leading axes are loops.
 
     Attributes:
       counters: uint32 (…, n), by exponent and range of the mantissa, then zeros, then values that are not finite.
@@ -58,13 +60,19 @@ class Counts(NamedTuple):
 
 
 def counts_of(x: jax.Array) -> Counts:
-    """Return the record of a floating array; float64 is rounded to float32, other formats are exact."""
+    """Return the record of a floating array.
+
+    float64 is rounded to float32; other formats are exact.
+    """
     return _record(lax.stop_gradient(x))
 
 
 @jax.jit  # tensors of the same shape are traced once
 def _record(x: jax.Array) -> Counts:
-    """Count and reduce in one pass each, because the compiler generates code for every kernel."""
+    """Count the values in one pass, and reduce their magnitudes in another.
+
+    More passes would be more kernels, and the compiler generates code for every kernel.
+    """
     magnitude = _magnitude(x).reshape(-1)
     exponent, fraction = _exponents_and_mantissas(magnitude)
     is_finite, is_zero = magnitude < _INFINITE, magnitude == 0
@@ -144,9 +152,9 @@ def _magnitude(x: jax.Array) -> jax.Array:
 
 
 def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return binary exponents (int32) and the 23 bits of the mantissas after the leading one.
+    """Return binary exponents (int32) and mantissas.
 
-    0 counts as 2^-150.
+    A mantissa has the 23 bits after the leading one. 0 counts as 2^-150.
     """
     leading = lax.clz(magnitude)
     below = magnitude < 1 << MANTISSA
@@ -156,9 +164,10 @@ def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
-    """Return a record, and the results of :func:`distance_moved`, as one float32 vector.
+    """Return a record as one float32 vector.
 
-    A cotangent is such a vector. Every number is exact.
+    ``movement`` is the results of :func:`distance_moved`, if there are any. A cotangent is such a vector.
+    Every number is exact.
     """
     integers, floats = [counts.counters, counts.limits, *movement[:1]], [counts.mean[..., None], *movement[1:]]
     whole = jnp.concatenate(integers, -1)
@@ -230,5 +239,8 @@ def layout_of(name: str) -> Layout:
 
 
 def start_of_ones(count: int) -> int | None:
-    """Return the smallest mantissa with ``count`` leading ones, or None if a float32 has fewer bits."""
+    """Return the smallest mantissa with ``count`` leading ones.
+
+    It is None if a float32 has fewer bits.
+    """
     return round((1 - 2.0**-count) * 2**MANTISSA) if count <= MANTISSA else None

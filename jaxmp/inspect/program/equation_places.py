@@ -70,7 +70,7 @@ def _is_named(name: str) -> bool:
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any]:
-    """Return the open jaxpr of a call, its constants, and the structure of its results.
+    """Return the open jaxpr of a call, its constants and its results' structure.
 
     Each call of a Linen module, or of an NNX module under a policy, has its own scope.
 
@@ -94,10 +94,11 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
 
 
 def equation_places(jaxpr: Any) -> list[EquationPlace]:
-    """Return every equation in program order, an equation with bodies before the equations in them.
+    """Return every equation in program order.
 
-    The bodies of ``jit``, ``checkpoint``, loops, branches and functions with custom derivative rules are included. The
-    equations of a derivative rule are included if the function is differentiated.
+    An equation with bodies comes before the equations in them. The bodies of ``jit``, ``checkpoint``, loops, branches
+    and functions with custom derivative rules are included. The equations of a derivative rule are included if the
+    function is differentiated.
     """
     opened, _ = equations.opened(jaxpr)
     collected: list[EquationPlace] = []
@@ -150,7 +151,10 @@ def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
 def _collect_bodies(
     place: EquationPlace, phase_around: str, operands: list[bool], collected: list[EquationPlace]
 ) -> list[bool]:
-    """Collect the bodies of an equation; return which of its results are computed from gradients."""
+    """Collect the places of an equation's bodies.
+
+    The returned list tells which results of the equation are computed from gradients.
+    """
     results = [place.phase != "forward"] * len(place.eqn.outvars)
     if place.bodies is None:
         return results
@@ -189,12 +193,18 @@ def paths_left(names: Names, readers: Iterable[Names]) -> list[str]:
 
 
 def enters_scope(names: Names, reader: Names) -> bool:
-    """Return whether ``reader`` is in a module or named scope that ``names`` is not in."""
+    """Return whether ``reader`` is in a scope that ``names`` is not in.
+
+    Only modules and named scopes count.
+    """
     return any(map(_is_named, reader[_count_shared_scopes(names, reader) :]))
 
 
 def _is_left(names: Names, stop: int) -> bool:
-    """Return whether leaving the scope ``names[stop - 1]`` leaves a module or a named scope."""
+    """Return whether leaving ``names[stop - 1]`` leaves a module or a named scope.
+
+    A module has a scope for its name, and in it one for each call. Only the inner one counts.
+    """
     scope, inner = names[stop - 1], names[stop : stop + 1]
     return scope.startswith(CALL_SCOPE) or (_is_named(scope) and not any(name.startswith(CALL_SCOPE) for name in inner))
 

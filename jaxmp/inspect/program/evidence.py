@@ -58,7 +58,10 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """The role of an argument, ``"params"``, ``"optimizer"`` or ``"statistics"``, and its name."""
+    """The role of an argument, and its path.
+
+    The role is ``"params"``, ``"optimizer"`` or ``"statistics"``.
+    """
 
     role: str
     path: tuple[str, ...]
@@ -99,9 +102,10 @@ class Audited:
         return any(value.is_half for product, _ in self.products for value in product.inputs)
 
     def policies_of(self, path: tuple[str, ...]) -> list[Any]:
-        """Return the declared policies for a path; its first names may be scopes around the model.
+        """Return the declared policies for a path.
 
-        For a PolicyMap these are the policies of matching overrides, or its default.
+        The first names of the path may be scopes around the model. For a PolicyMap these are the policies of matching
+        overrides, or its default.
         """
         if self.policy is None:
             return []

@@ -66,7 +66,10 @@ FINDERS: dict[str, Callable[[Audited], Faults]] = {
 
 
 def findings(audited: Audited) -> tuple[Finding, ...]:
-    """Return all findings by kind, in program order, with one for each kind, path and source."""
+    """Return all findings by kind, in program order.
+
+    There is one finding for each kind, path and source.
+    """
     path_of_source: dict[str, str] = {}
     for place in audited.values.places.values():
         if place.path:

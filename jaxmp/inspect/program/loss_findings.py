@@ -1,4 +1,4 @@
-"""Find half losses, and float16 products of the backward pass without a loss scale."""
+"""The findings of half losses, and of float16 gradients without a loss scale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _SEED, _SCALED = 1, 2
 
 
 def half_losses(audited: Audited) -> Faults:
-    """Find a half loss: the only scalar among the results, or a scalar that is differentiated."""
+    """Find a half loss.
+
+    A loss is the only scalar among the results, or a scalar that is differentiated.
+    """
     remedy = "compute the loss in float32: cast the model's results before it"
     scalars = [value for value in audited.values.results if value.is_float and not value.shape]
     if len(scalars) == 1 and scalars[0].is_half:
@@ -28,7 +31,10 @@ def half_losses(audited: Audited) -> Faults:
 
 
 def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
-    """Yield the scalars of the forward pass at whose source line differentiation begins."""
+    """Yield the scalars of the forward pass that are differentiated.
+
+    Differentiation begins at their source line.
+    """
     starts = set[tuple[str, str]]()
     for seed in _seeds(audited):
         if not any(operand.shape for operand in seed.inputs):
@@ -42,7 +48,10 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
 
 
 def unscaled_float16(audited: Audited) -> Faults:
-    """Find float16 products of the backward pass without a loss scale in their cotangents."""
+    """Find float16 products of the backward pass without a loss scale.
+
+    If no argument is a loss scale, the cotangents show whether the program has a loss scale of its own.
+    """
     if audited.is_loss_scaled:
         return
     products = [
@@ -74,7 +83,7 @@ def _marks_of_scaling(audited: Audited) -> dict[Value, int]:
 
 
 def _seeds(audited: Audited) -> list[Value]:
-    """Return the cotangents that are a factor times the 1 with which differentiation begins."""
+    """Return the cotangents that are multiples of the first one, which is 1."""
     seeds: dict[Value, None] = {}
     for value in audited.values.all:
         if value.place is None or value.place.phase != "backward" or value.name not in _SCALING:

@@ -1,4 +1,4 @@
-"""Split NNX models into arrays, and put the paths of their modules on JAX's name stack."""
+"""NNX models, split into arrays, or with the paths of their modules as scopes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def with_scopes(model: Any) -> Any:
 
 @functools.cache
 def _scoped(bare: Any, path: Path) -> Any:
-    """Return a subclass of a module's class that puts its calls in the scope of a path."""
+    """Return a subclass of a module's class that puts its calls in a scope.
+
+    The scope is the path of the module, relative to the calling module.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         around = _caller.get()

@@ -17,7 +17,10 @@ _FLOAT32_LEVELS = frozenset({"float32", "tensorfloat32"})
 
 
 def float32_products(audited: Audited) -> Faults:
-    """Find float32 products under a half policy that no region, override or precision asks for."""
+    """Find float32 products under a half policy that the author did not ask for.
+
+    A region, an override or a ``precision`` asks for float32.
+    """
     mixed = {(value.at.path, value.at.source) for value, product in audited.products if _is_mixed(product)}
     for value, product in audited.products:
         place = value.at
@@ -45,7 +48,10 @@ def _promotions(product: Value) -> str:
 
 
 def _half_source(value: Value) -> Value:
-    """Return the half value that a value moves and casts, or the first value that it moves and casts."""
+    """Return the half value behind the moves and casts of a value.
+
+    If there is none, return the value where the moves and casts begin.
+    """
     while is_move_or_cast(value) and len(value.inputs) == 1:
         value = value.inputs[0]
         if value.is_half:
@@ -66,7 +72,10 @@ def mixed_products(audited: Audited) -> Faults:
 
 
 def _is_mixed(product: Any) -> bool:
-    """Return whether the operands have two dtypes; float8 has one for values and one for gradients."""
+    """Return whether the operands of a product have two dtypes.
+
+    Two float8 dtypes are not mixed: one is for values, the other for gradients.
+    """
     dtypes = [np.dtype(name) for name in product.operands]
     if len(set(dtypes)) == 1 or not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return False
@@ -106,12 +115,18 @@ def compiled_otherwise(audited: Audited) -> Faults:
 
 
 def work(product: Any) -> int:
-    """Return the FLOPs of all executions of a product, or of one if their number is unknown."""
+    """Return the FLOPs of all executions of a product.
+
+    If their number is unknown, one counts.
+    """
     return int(product.flops * (product.count or 1))
 
 
 def multiplied(operand: Value) -> str:
-    """Return the dtype in which a product multiplies; scaled float8 values count as float8."""
+    """Return the dtype in which a product multiplies an operand.
+
+    Scaled float8 values count as float8.
+    """
     if operand.name == "mul":
         for factor in operand.inputs:
             if factor.is_cast and factor.inputs[0].dtype.name.startswith("float8"):

@@ -78,7 +78,10 @@ class _TurnMaps(NamedTuple):
 
 
 def _maps_across(scan: Scan | None) -> _TurnMaps:
-    """Return the maps across a loop; ``scan`` is None for a while loop, which counts as one iteration."""
+    """Return the maps across a loop.
+
+    ``scan`` is None for a while loop, which counts as one iteration.
+    """
     if scan is None:
         return _TurnMaps(*[same_turn] * 5)
     first, last, back = (scan.length - 1, 0, 1) if scan.reverse else (0, scan.length - 1, -1)
@@ -162,7 +165,10 @@ class _Reader:
         return results
 
     def loop(self, place: EquationPlace, bodies: Bodies, operands: list[Value], around: _Loops) -> list[Value]:
-        """Read a loop; a while loop counts as one iteration, and no result depends on its condition."""
+        """Read a loop.
+
+        A while loop counts as one iteration, and no result depends on its condition.
+        """
         eqn, step = place.eqn, len(bodies.jaxprs) - 1
         scan = None
         if bodies.kind == "scan":

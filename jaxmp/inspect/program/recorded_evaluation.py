@@ -1,4 +1,7 @@
-"""Evaluate a program and record the results of its equations, in loops and branches too."""
+"""The evaluation of a program that records the results of its equations.
+
+Equations in loops and branches are recorded too.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ class Recorder(Protocol):
         """
 
     def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
-        """Return the record of a while loop after an iteration; ``old`` is zeros in the first iteration."""
+        """Return the record of a while loop after an iteration.
+
+        ``old`` is zeros in the first iteration.
+        """
 
 
 def evaluate_and_record(
@@ -51,7 +57,7 @@ def evaluate_and_record(
     extra: Mapping[Key, Any] | None = None,
     keeps_rules: bool = False,
 ) -> tuple[list[Any], Records]:
-    """Return the results of an open jaxpr, and the records by the keys of their equations.
+    """Return the results of an open jaxpr, and the records by equation key.
 
     Records in the body of a scan have a leading axis of iterations, and one more for each scan around. Records of a
     while loop are merged. Records of a branch that was not taken are zeros.
@@ -74,7 +80,7 @@ def evaluate_and_record(
 
 
 def is_whole(eqn: Any, keeps_rules: bool = False) -> bool:
-    """Return whether :func:`evaluate_and_record` treats an equation with bodies as one operation."""
+    """Return whether an equation with bodies is recorded as one operation."""
     return eqn.primitive.name == "shard_map" or (keeps_rules and eqn.primitive.name.startswith("custom_"))
 
 
@@ -121,9 +127,12 @@ class _RecordedEvaluation:
     def with_bodies(
         self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, extra: Records
     ) -> tuple[list[Any], Records]:
-        """Rebuild an equation so that its bodies take the extra arrays and return records."""
+        """Evaluate an equation whose bodies return records.
+
+        The equation is rebuilt. Its bodies also take the extra arrays.
+        """
         inside = {place: value for place, value in extra.items() if place[: len(key)] == key != place}
-        given_inside, tree = jax.tree.flatten(inside)
+        extra_leaves, tree = jax.tree.flatten(inside)
 
         def body(index: int, *values: Any) -> tuple[list[Any], Records]:
             jaxpr, consts = equations.opened(bodies.jaxprs[index])
@@ -135,7 +144,7 @@ class _RecordedEvaluation:
         shapes: Records = {}  # every branch returns the records of all branches
         if bodies.kind == "cond":
             for index in range(len(bodies.jaxprs)):
-                _, of_branch = jax.eval_shape(functools.partial(body, index), *operands[1:], *given_inside)
+                _, of_branch = jax.eval_shape(functools.partial(body, index), *operands[1:], *extra_leaves)
                 shapes |= of_branch
         structure: Any = None
 
@@ -148,12 +157,15 @@ class _RecordedEvaluation:
 
             return call
 
-        out = rebuilt(eqn, bodies, [function(n) for n in range(len(bodies.jaxprs))], _RULE)(*operands, *given_inside)
+        out = rebuilt(eqn, bodies, [function(n) for n in range(len(bodies.jaxprs))], _RULE)(*operands, *extra_leaves)
         stop = len(eqn.outvars)
         return list(out[:stop]), jax.tree.unflatten(structure, out[stop:])
 
     def loop(self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key) -> tuple[list[Any], Records]:
-        """Rebuild a while loop so that it also carries the number of the iteration and its records."""
+        """Evaluate a while loop that also carries its records.
+
+        The loop is rebuilt. It carries the number of the iteration too.
+        """
         condition, step = (equations.opened(jaxpr) for jaxpr in bodies.jaxprs)
         consts = operands[bodies.consts : bodies.start]
 

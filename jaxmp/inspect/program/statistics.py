@@ -173,13 +173,15 @@ def statistics_of(x: Any) -> Statistics:
 
 
 def from_record(counts: Counts, dtype: Any, size: int, scale_exponent: int, turns: Sequence[int] = ()) -> Statistics:
-    """Return the statistics of unscaled values from the record of values times a power of two.
+    """Return the statistics of values from the record of their scaled values.
+
+    The scale is a power of two.
 
     Args:
       counts: the record of the scaled values, on the host, with a leading axis for each loop.
       dtype: the dtype of the values.
       size: the number of values in each record.
-      scale_exponent: the binary logarithm of the factor.
+      scale_exponent: the binary logarithm of the scale.
       turns: the number of iterations of each loop around.
     """
     if turns:
@@ -218,7 +220,10 @@ def _float(bits: int) -> float:
 
 
 def merged_statistics(parts: Sequence[Statistics]) -> Statistics:
-    """Merge the statistics of several tensors; by iteration if all have the same number of iterations."""
+    """Merge the statistics of several tensors.
+
+    If all have the same number of iterations, they are also merged iteration by iteration.
+    """
     if len(parts) == 1:
         return parts[0]
     first = min(part._first for part in parts)

@@ -1,4 +1,6 @@
-"""Run a program one equation at a time, with a flag for each result that tells whether it is finite.
+"""The run of a program one equation at a time, with flags for finite results.
+
+Each floating result has a flag that tells whether it is finite.
 
 Each equation is compiled separately, and equal equations share a compiled program, so only distinct equations take
 compile time. In one program with the flags of all equations, XLA would recompute long chains of operations for each
@@ -62,7 +64,7 @@ Branches = dict[tuple[Key, tuple[int, ...]], set[int]]
 def step_through(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit, wanted: Collection[At] = ()
 ) -> tuple[list[Any], Branches]:
-    """Return the results of an open jaxpr, and the branches that its conditionals took.
+    """Run an open jaxpr; return its results and the branches of conditionals.
 
     After each operation, ``visit`` is called with the moment, the equation, its operands, its results, and a flag for
     each result: an array that is 0 if all elements are finite, or None for values that are not floating.
@@ -165,7 +167,7 @@ class _Stepping:
         return [*carry, *(stacks or [])]
 
     def long_scan(self, eqn: Any, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
-        """Run a scan as one program, and then the wanted iterations one equation at a time."""
+        """Run a scan as one program, then the wanted iterations equation by equation."""
         loop = _flagged_scan(Operation(eqn))
         carry, outputs, flags, carries = loop(operands)
         failing = [
@@ -204,7 +206,9 @@ def _turns_in_order(scan: Any) -> range:
 
 
 class _FlaggedScan:
-    """A scan as one compiled program that returns the flags of all equations in all iterations.
+    """A scan as one compiled program that also returns flags.
+
+    It returns the flags of all equations in all iterations.
 
     Attributes:
       operations: the equations of an iteration, each with its key in the body.
@@ -219,7 +223,7 @@ class _FlaggedScan:
         self.compiled = jax.jit(self._scan, compiler_options=AS_WRITTEN)
 
     def __call__(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[list[Any]], list[Any]]:
-        """Return the last carry, the outputs, the flags of operations, and the carry of each iteration."""
+        """Return the last carry, the outputs, the flags, and every iteration's carry."""
         carry, (outputs, flags, carries) = self.compiled(*operands)
         return carry, outputs, jax.device_get(flags), carries
 
@@ -288,7 +292,7 @@ def _unused_after(jaxpr: Any) -> list[list[Any]]:
 
 
 class Operation:
-    """An equation, equal to every other of the same primitive, parameters and context."""
+    """An equation that equals others of the same primitive, params and context."""
 
     def __init__(self, eqn: Any) -> None:
         self.eqn = eqn
@@ -303,7 +307,10 @@ class Operation:
 
 @functools.lru_cache(maxsize=1024)
 def compiled_operation(operation: Operation) -> Callable[..., tuple[list[Any], list[Any]]]:
-    """Return an operation as a compiled function of its operands, with the flags of its results."""
+    """Return an operation as a compiled function of its operands.
+
+    The function returns the results and their flags.
+    """
     eqn = operation.eqn
 
     def apply(*operands: Any) -> tuple[list[Any], list[Any]]:
@@ -320,7 +327,10 @@ def is_finite(value: Any) -> bool:
 
 
 def _zero_if_finite(value: Any) -> jax.Array:
-    """Return 0 if all elements are finite, else NaN; this sum compiles faster than a test."""
+    """Return 0 if all elements are finite, else NaN.
+
+    This sum compiles faster than a test.
+    """
     value = jnp.asarray(value)
     with jax.sharding.use_abstract_mesh(jax.typeof(value).sharding.mesh):  # with the axis types of the value
         if value.dtype.itemsize == 1:  # float8, as some have no infinities
@@ -329,7 +339,10 @@ def _zero_if_finite(value: Any) -> jax.Array:
 
 
 def _typed_as(aval: Any, value: Any) -> Any:
-    """Return an array with the axis types of ``aval``, which ``jax.jit`` may have changed."""
+    """Return an array with the axis types of ``aval``.
+
+    ``jax.jit`` may have changed them.
+    """
     sharding = getattr(value, "sharding", None)
     wanted = getattr(getattr(aval, "sharding", None), "mesh", None)
     if wanted is None or wanted.empty or not isinstance(sharding, NamedSharding):

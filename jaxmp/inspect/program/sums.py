@@ -1,4 +1,7 @@
-"""Find half sums with more terms than half can count, in one operation or in a loop."""
+"""The findings of half sums with more terms than half can count.
+
+A sum is one operation, or the carry of a loop.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _of_terms(count: int, dtype: str) -> str:
 
 
 def terms(value: Value) -> int:
-    """Return how many terms each element of a sum has; 0 if the value is no sum."""
+    """Return how many terms each element of a sum has; 0 if the value is not a sum."""
     params, name = value.at.eqn.params, value.name
     if name in ("reduce", "reduce_window"):
         body = opened(params["jaxpr"])[0]
@@ -106,13 +109,19 @@ def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
 
 
 def _after_all_turns(sums: _Sums, carries: list[Value], in_turn: _Sum | None, turns: int) -> _Sums:
-    """Return the sums of outer carries after all iterations of a loop, without the loop's own carries."""
+    """Return the sums of outer carries after all iterations of a loop.
+
+    The loop's own carries are left out.
+    """
     more = in_turn.terms * (turns - 1) if in_turn else 0
     return {carry: total._replace(terms=total.terms + more) for carry, total in sums.items() if carry not in carries}
 
 
 def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Value]) -> _Sums:
-    """Return a value as sums, and add the carries that it compensates to ``compensated``."""
+    """Return a value as sums of a carry and terms.
+
+    Carries whose rounding errors it compensates are added to ``compensated``.
+    """
     parts = [sums_of.get(operand, {}) for operand in value.inputs]
     if is_move_or_cast(value) or value.name in (JOIN, TURN, TURNS):
         return _with_most_terms(parts)
@@ -132,7 +141,10 @@ def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Valu
 
 
 def _with_most_terms(parts: list[_Sums]) -> _Sums:
-    """Return for each carry the sum with the most terms, for a value that is one of several."""
+    """Return the sum with the most terms for each carry.
+
+    The value is one of several, or a move.
+    """
     sums: dict[Value, _Sum] = {}
     for part in parts:
         for carry, total in part.items():
@@ -158,7 +170,10 @@ def _added_terms(value: Value) -> int:
 
 
 def _is_elsewhere(write: Value) -> bool:
-    """Return whether each iteration writes at another place: indices count iterations, without data."""
+    """Return whether each iteration writes at another place.
+
+    It does if the indices depend on a loop, and not on arguments or random bits.
+    """
     indices = write.inputs[2:] if write.name == "dynamic_update_slice" else write.inputs[1:2]
     sources = leading_to(indices)
     if any(source.name in ("argument", "random_bits") for source in sources):

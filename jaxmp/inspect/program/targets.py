@@ -146,9 +146,9 @@ def choice() -> str:
 
 
 def missing() -> str | None:
-    """Return why this machine cannot compile for a GPU, and the remedy; None if it can.
+    """Return why this machine cannot compile for a GPU; None if it can.
 
-    This is checked beforehand, because XLA ends the process if its assembler is missing.
+    The text includes the remedy. This is checked beforehand, because XLA ends the process if its assembler is missing.
     """
     if not any(importlib.util.find_spec(name) for name in PLUGINS):
         return f"to compile for a GPU, JAX needs its CUDA plugin, which is not installed: {INSTALL}"
@@ -195,7 +195,10 @@ def check_topology(text: str) -> str:
 
 
 def _described(description: str, topology: str) -> Any:
-    """Return JAX's topology of a description, even if cuDNN is not installed, which only runs need."""
+    """Return JAX's topology of a description.
+
+    cuDNN need not be installed, because only runs need it.
+    """
     options = {"platform": "cuda", "topology": topology, "target_config": description}
     before = os.environ.get(_UNCHECKED)
     os.environ[_UNCHECKED] = "1"
@@ -214,7 +217,10 @@ _UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
 def on(device: Any, tree: Any) -> Any:
-    """Return a pytree of arrays or shapes as ShapeDtypeStructs on ``device``; Python numbers are unchanged."""
+    """Return a pytree of arrays or shapes as ShapeDtypeStructs on ``device``.
+
+    Python numbers are unchanged.
+    """
     sharding = SingleDeviceSharding(device)
 
     def placed(leaf: Any) -> Any:

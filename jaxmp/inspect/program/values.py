@@ -27,7 +27,13 @@ MOVES |= {"reduce_window_max", "reduce_window_min", "sort", "top_k", "reshard"}
 
 
 class Scan(NamedTuple):
-    """A scan around a value: the position of its turn in the value's order, its direction, and its length."""
+    """A scan around a value.
+
+    Attributes:
+      depth: the position of its iteration in :meth:`Value.order`.
+      reverse: whether it runs from the last element to the first.
+      length: the number of its iterations.
+    """
 
     depth: int
     reverse: bool
@@ -71,7 +77,10 @@ class Value:
 
     @property
     def inputs(self) -> list[Value]:
-        """Return the operands; a constant of a loop is replaced by the value outside of the loop."""
+        """Return the operands.
+
+        A constant of a loop is replaced by the value outside of the loop.
+        """
         return [value.outer for _, value, _ in self.reads]
 
     @property
@@ -84,7 +93,11 @@ class Value:
 
     @property
     def at(self) -> EquationPlace:
-        """Return the equation that computes it; raise an AssertionError if ``place`` is None."""
+        """Return the equation that computes it.
+
+        Raises:
+          AssertionError: ``place`` is None.
+        """
         assert self.place is not None
         return self.place
 
@@ -111,7 +124,10 @@ class Value:
 
     @property
     def is_move(self) -> bool:
-        """Return whether its elements are those of an operand; a cast to the same dtype is a move."""
+        """Return whether its elements are those of an operand.
+
+        A cast to the same dtype is a move.
+        """
         if self.name == "top_k":
             return self.position == 0
         return self.name in MOVES or (self.is_cast and self.inputs[0].dtype == self.dtype)
@@ -127,7 +143,10 @@ class Value:
         return bool(self.key) and self.position >= 0
 
     def sources(self, turns: Turns) -> Iterator[tuple[int, Value, Turns]]:
-        """Yield the operands that an iteration reads: the number, the operand, and its iterations."""
+        """Yield the operands that an iteration reads.
+
+        Each item is the number of the operand, the operand, and its iterations.
+        """
         for number, value, turns_read in self.reads:
             for other in turns_read(turns):
                 yield number, value, other
@@ -142,7 +161,14 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """All values of a program in its order, its arguments and results, and its equations by their keys."""
+    """The values of a program, and its equations.
+
+    Attributes:
+      all: all values, in program order.
+      arguments: the arguments.
+      results: the results.
+      places: the equations by their keys.
+    """
 
     all: list[Value]
     arguments: list[Value]
@@ -172,9 +198,10 @@ def is_move_or_cast(value: Value) -> bool:
 
 
 def origins(value: Value, goes_on: Callable[[Value], bool] = is_moved_value) -> Iterator[Value]:
-    """Yield the first values that ``goes_on`` rejects, on all paths back from a floating value.
+    """Yield the first values that ``goes_on`` rejects, on all paths back.
 
-    Only floating operands are followed: integers and booleans that choose elements are left out.
+    The paths lead back from ``value`` to its operands. Only floating operands are followed: integers and booleans that
+    choose elements are left out.
     """
     stack, visited = [value], {value}
     while stack:
@@ -189,7 +216,10 @@ def origins(value: Value, goes_on: Callable[[Value], bool] = is_moved_value) -> 
 
 
 def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
-    """Return for each value the marks (bits) of itself and of all values on which it depends."""
+    """Return the marks of each value and of all values on which it depends.
+
+    Marks are bits.
+    """
     marks = {value: mark(value) for value in values.all}
     has_changed = True
     while has_changed:  # a carry depends on itself
@@ -205,7 +235,10 @@ def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
 
 
 def constant(value: Value) -> Any:
-    """Return the elements of a constant, before it was moved or cast; None for other values."""
+    """Return the elements of a constant, before it was moved or cast.
+
+    The result is None for other values.
+    """
     while value.const is None and is_move_or_cast(value) and len(value.reads) == 1:
         (value,) = value.inputs
     return value.const
@@ -218,9 +251,9 @@ def is_zero(value: Value) -> bool:
 
 
 def computed_at(value: Value) -> EquationPlace | tuple[str, str]:
-    """Return the equation that computes a value; for an argument the line that reads it.
+    """Return the equation that computes a value.
 
-    The result of a loop or a branch is computed within it.
+    For an argument, return the source line that reads it. The result of a loop or a branch is computed within it.
     """
     visited = {value}
     while value.name in (JOIN, TURN, TURNS) and value.inputs[-1] not in visited:

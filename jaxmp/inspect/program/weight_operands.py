@@ -55,14 +55,14 @@ def _weights(product: Value, left: int, right: int) -> list[int]:
 
 
 def _rank(marks: int) -> int:
-    """Return 0 for an operand computed from params, 2 for one computed from data, 1 for others."""
+    """Return 0 for an operand from params, 2 for one from data, 1 for others."""
     if marks & _DATA:
         return 2
     return 0 if marks & _WEIGHT else 1
 
 
 def _is_stored(value: Value) -> bool:
-    """Return whether a value is an argument or a constant, or a move or cast of these."""
+    """Return whether a value is an argument or a constant, possibly moved or cast."""
 
     def goes_on(source: Value) -> bool:
         return is_move_or_cast(source) or source.name == JOIN

@@ -21,7 +21,10 @@ _BLUE = "#3D8FD1"  # can be read on light and on dark pages
 
 
 def losses(runs: Sequence[Run]) -> str:
-    """Draw losses and, where there are any, accuracies: lines of training, dots of held-out examples."""
+    """Draw the losses of runs, and accuracies if there are any.
+
+    Lines are training metrics, dots are held-out metrics.
+    """
     values: dict[str, Callable[[Row], float]] = {"loss": lambda row: row.loss}
     if any(math.isfinite(row.accuracy) for run in runs for row in (*run.train, *run.test)):
         values["accuracy"] = lambda row: row.accuracy
@@ -35,12 +38,18 @@ def losses(runs: Sequence[Run]) -> str:
 
 
 def colors_of(runs: Sequence[Run]) -> list[str]:
-    """Return the colours in which :func:`losses` draws runs; the page's table of runs is its legend."""
+    """Return the colours in which :func:`losses` draws runs.
+
+    The table of runs on the page is the legend.
+    """
     return list(itertools.islice(itertools.cycle((_BLUE, RED, *COLORS[3:])), len(runs)))
 
 
 def _curve(axes: Any, run: Run, value: Callable[[Row], float], color: str) -> None:
-    """Draw the mean of a run over its seeds, with a band from the lowest to the highest seed."""
+    """Draw the mean of a run over its seeds.
+
+    A band reaches from the lowest to the highest seed. Dots are held-out metrics.
+    """
     steps = list(zip(*(seed.train for seed in run.seeds), strict=False))
     means = [(rows[0].step, statistics.fmean(map(value, rows))) for rows in steps]
     _line(axes, means, color)
@@ -78,7 +87,10 @@ def underflow(run: Run) -> str:
 
 
 def exponents(run: Run) -> str:
-    """Draw the magnitudes of all values of the last watched step, by kind, above the range of the run's format."""
+    """Draw the magnitudes of all values of the last watched step, by kind.
+
+    Dotted lines mark the range of the run's format.
+    """
     row = run.watched[-1]
     by_kind = {kind: counts for kind, counts in row["exponents"].items() if counts}
     limits = formats.format_of(dtypes.canonical_dtype(row["dtype"]))
@@ -128,7 +140,10 @@ def svg(page: Any) -> str:
 
 
 def _line(axes: Any, points: Sequence[tuple[int, float]], color: str) -> None:
-    """Draw a line through the smallest and the largest value of each of ``_POINTS`` spans."""
+    """Draw a line through the smallest and the largest value of each span.
+
+    There are at most ``_POINTS`` spans.
+    """
     points = [(step, value) for step, value in points if math.isfinite(value)]
     length = max(1, math.ceil(len(points) / _POINTS))
     extremes: list[tuple[int, float]] = []

@@ -19,11 +19,11 @@ TOLERANCE = 0.02
 
 
 def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str | Path | None = None) -> Path:
-    """Write a page on a run as one HTML file, which needs no network.
+    """Write a page on a run as one HTML file that needs no network.
 
     Args:
-      run: the folder of a script's run, or of :func:`jaxmp.inspect.record`; of several seeds the folder that has
-        theirs in it, named ``seed0``, ``seed1``, ….
+      run: the folder of a script's run, or of :func:`jaxmp.inspect.record`. A run of several seeds has a folder with
+        the folders ``seed0``, ``seed1``, … in it.
       against: folders of runs to compare with, the float32 one first.
       file: the page; by default ``report.html`` in the run's folder.
 
@@ -32,7 +32,7 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
 
     Raises:
       FileNotFoundError: a folder has no ``metrics.csv``.
-      ValueError: a file is another program's, or has no step.
+      ValueError: a file was written by another program, or has no step.
       ModuleNotFoundError: Jinja or matplotlib is not installed (the extra ``report``).
     """
     from jinja2 import Environment, PackageLoader, select_autoescape
@@ -67,7 +67,10 @@ PLAN_COLUMNS = ("path", "operation", "dtypes", "FLOPs", "phase or reason", "sour
 
 
 def plan_rows(run: Run) -> list[tuple[Any, ...]]:
-    """Return the products of an audit, or the operations of a cast plan, as table cells under :data:`PLAN_COLUMNS`."""
+    """Return the rows of a run's plan, with the columns :data:`PLAN_COLUMNS`.
+
+    The plan is an audit with its products, or a cast plan with its operations.
+    """
     plan = run.plan or {"rows": []}
     rows = []
     for row in plan["products"] if "products" in plan else plan["rows"]:
@@ -81,7 +84,7 @@ RUN_COLUMNS = ("run", "loss", "accuracy", "skipped steps", "ms/step", "peak MiB"
 
 
 def run_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return the results of runs as table cells, under :data:`RUN_COLUMNS`."""
+    """Return the results of runs, with the columns :data:`RUN_COLUMNS`."""
     rows: list[tuple[str, ...]] = []
     for run in runs:
         milliseconds = run.summary.get("ms_per_step")
@@ -133,7 +136,7 @@ def verdict(run: Run, references: Sequence[Run]) -> str:
         f"{run.name} {reached} the loss of {reference.name}: {loss:.4g} and {other:.4g} "
         f"({change}{rule} counts as reached)"
     ]
-    times = [each.summary.get("ms_per_step") or 0 for each in (run, reference)]
+    times = [compared.summary.get("ms_per_step") or 0 for compared in (run, reference)]
     if run.is_on_cpu:
         parts.append("a CPU does not show its gains in time and memory")
     elif all(times):

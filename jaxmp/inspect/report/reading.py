@@ -77,7 +77,10 @@ class Run:
 
     @property
     def _final_loss(self) -> float:
-        """The last held-out loss, or else the mean loss of the last steps that were not skipped; NaN if it diverged."""
+        """Return the last held-out loss, or else the mean loss of the last steps.
+
+        Skipped steps are left out. The loss is NaN if the run diverged.
+        """
         if "test_loss" in self.summary:
             return _from_json(self.summary["test_loss"])
         if self.test:
@@ -96,11 +99,11 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read the folder of a script's run, or of :func:`jaxmp.inspect.record`.
 
-    A folder with such folders ``seed0``, ``seed1`` … in it is a run from several seeds.
+    A run of several seeds is a folder with the folders ``seed0``, ``seed1``, … in it.
 
     Raises:
       FileNotFoundError: it has no ``metrics.csv``.
-      ValueError: the file is another program's, or has no step.
+      ValueError: the file was written by another program, or has no step.
     """
     seeds = sorted(file.parent for file in folder.glob("seed*/metrics.csv"))
     if (folder / "metrics.csv").is_file() or not seeds:
