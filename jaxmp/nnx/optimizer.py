@@ -1,4 +1,4 @@
-"""Loss scaling for NNX: an optimizer that skips non-finite steps, and its gradients."""
+"""An optimizer with loss scaling for NNX, and its gradients."""
 
 from __future__ import annotations
 
@@ -195,7 +195,10 @@ class Optimizer(_Object):
 
 
 def _set(variables: Any, values: Any) -> None:
-    """Set each Variable to its value, which may be a tree (``nnx.update`` would turn it into a State)."""
+    """Set each Variable to its value, which may be a tree.
+
+    (``nnx.update`` would turn a tree into a State.)
+    """
     jax.tree.map(nnx.Variable.set_raw_value, variables, values, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
@@ -228,7 +231,10 @@ def require_model(model: Any, call: str, arguments: str) -> None:
 
 
 def _require_some(params: Any, model: Any, wrt: Any) -> None:
-    """Raise a ValueError if ``wrt`` matches no Variable of ``model``, so that nothing would be trained."""
+    """Raise a ValueError if ``wrt`` matches no Variable of ``model``.
+
+    Nothing would be trained.
+    """
     if jax.tree.leaves(params):
         return
     variables = [node for _, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Variable)]
