@@ -274,7 +274,7 @@ def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any) -> tuple[jax.
 
 
 def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
-    """Return both with a leading axis of chunks.
+    """Return ``x`` and ``labels`` with a leading axis of chunks.
 
     Each chunk has every n-th token, and ignored tokens fill it up.
     """

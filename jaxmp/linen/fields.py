@@ -30,7 +30,8 @@ def fill_dtypes(
 ) -> dict[str, np.dtype]:
     """Fill the dtype fields of ``module`` that have their defaults.
 
-    An override always fills them. In a container, a ``dtype`` of None stays, so that each submodule gets its own dtype.
+    Return the dtypes of both fields. An override fills them in any case. In a container, a ``dtype`` of None stays, so
+    that each submodule gets its own dtype.
 
     Args:
       module: a module that is bound to a scope.

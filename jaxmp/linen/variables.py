@@ -74,7 +74,7 @@ def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -
 def store_params(
     module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
 ) -> None:
-    """Store params that were initialised in their param dtypes.
+    """Store initialised params in their param dtypes.
 
     These are the params of ``module`` and of the modules below it. Params that have been rounded, as by
     ``nn.map_variables``, are initialised again without policies.

@@ -54,10 +54,9 @@ class Optimizer(_Object):
         ``jaxmp.nnx.make_train_step(ema_decay=…)`` updates and :meth:`ema_model` evaluates.
 
     Raises:
-      TypeError: ``model`` is not an NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
-      ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale and ``loss_scale`` is given as well,
-        or ``tx`` has several; something but ``loss_scaling`` stands
-        around ``low_precision``.
+      TypeError: ``model`` is not an NNX model, ``tx`` is not an optimizer, or ``loss_scale`` is not a loss scale.
+      ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale, and you pass ``loss_scale`` too;
+        ``tx`` has several loss scales; or another transform than ``loss_scaling`` is around ``low_precision``.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -87,10 +86,10 @@ class Optimizer(_Object):
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
         _require_some(params, model, wrt)
         shapes = jax.eval_shape(tx.init, params)
-        has_one = has_loss_scale(shapes)
-        if has_one and loss_scale is not None:
+        is_scaled = has_loss_scale(shapes)
+        if is_scaled and loss_scale is not None:
             raise ValueError("one loss has one scale, but tx has one and loss_scale= names another; drop one of them")
-        if not has_one:
+        if not is_scaled:
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
         super().__init__(model, tx, wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
@@ -150,10 +149,9 @@ class Optimizer(_Object):
           The updates that were added to the params; all -0.0 if the step was skipped.
 
         Raises:
-          TypeError: ``model`` is not an NNX model: the gradients, say, where the two are swapped.
-          ValueError: ``model`` is the one that ``apply_policy`` was called with, not the one it returned; its params
-            have another structure than those of the model that the optimizer was made with; the optimizer
-            keeps a moving average, whose decay only a train step has.
+          TypeError: ``model`` is not an NNX model, for example because you swapped it with the gradients.
+          ValueError: ``model`` is the original of a model under a policy; its params have another structure than those
+            of the optimizer's model; or the optimizer keeps a moving average, which only a train step updates.
         """
         require_model(model, "optimizer.update", "(model, grads)")
         require_policy(model, self)
@@ -177,7 +175,7 @@ class Optimizer(_Object):
         return updates
 
     def _require_structure(self, params: Any) -> None:
-        """Raise a ValueError if the optimizer was made with a model of other params."""
+        """Raise a ValueError if the optimizer is for a model with other params."""
         structure: Any = jax.tree.structure(params)
         if structure != self._structure:
             raise ValueError(

@@ -63,7 +63,7 @@ class HalfPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NnxDecision(Treatment):
-    """The decision how an NNX module computes.
+    """The decision on how an NNX module computes.
 
     It is equal for equal modules of one class, as transforms require. Under autocast the policy is that of the whole
     model.
@@ -117,8 +117,8 @@ def _unpickle(bare: Any, decision: NnxDecision) -> Any:
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
     """Yield the methods of the author's classes that compute.
 
-    Methods of ``nnx.Module``, such as ``eval``, and ``__init__`` are excluded. Generators are excluded, because they
-    run after the method has returned.
+    ``__init__`` and the methods of ``nnx.Module``, such as ``eval``, are excluded. So are generators, because they run
+    after the method has returned.
     """
     classes = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
     for name in {name for cls in classes for name in vars(cls)}:

@@ -159,9 +159,9 @@ class _State(train_step.TrainState):
     def _trace(self, gradients: Callable[[Any], Any]) -> Any:
         try:
             return gradients(self)
-        except _TrainedWritten as found:  # only a trace shows this; most loss functions do not write to params
+        except _TrainedWritten as error:  # only a trace shows this; most loss functions do not write to params
             params = dict(zip(_leaf_names(self.params), jax.tree.leaves(self.params), strict=True))
-            written = {name: params[name] for name in found.names}
+            written = {name: params[name] for name in error.names}
         return gradients(self.replace(model_state=(*self.model_state, written)))
 
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
@@ -177,7 +177,7 @@ class _State(train_step.TrainState):
 class _TrainedWritten(Exception):
     """A loss function wrote to trained Variables.
 
-    It is traced again with the names of these Variables.
+    It is traced again, with the values of these Variables in the model state.
     """
 
     def __init__(self, names: list[str]) -> None:

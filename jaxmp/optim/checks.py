@@ -45,7 +45,8 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
 def with_loss(step: Callable[..., T], loss: Any) -> T:
     """Call ``step(value=loss)``, or ``step()`` if that raises a TypeError.
 
-    optax's line searches and plateaus read the loss; ``optax.contrib.sam`` takes no such argument.
+    optax's line searches and plateaus read the loss. A transform inside a chain may refuse it, as
+    ``optax.contrib.sam`` does.
     """
     try:
         return step(value=loss)

@@ -184,7 +184,8 @@ def _attributes_of(x: Any) -> dict[str, Any]:
 def _structure(x: Any) -> Structure:
     """Return the structure of a loss scale.
 
-    The leaves of a rebuilt object may be anything, such as None or a sharding.
+    An object that was rebuilt from leaves remembers its structure, because its leaves may be anything, such as None or
+    a sharding.
     """
     attributes = dict(vars(x))
     known = attributes.pop("_structure", None)

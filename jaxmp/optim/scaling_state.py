@@ -118,7 +118,12 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
 
 
 def at_hand(opt_state: optax.OptState) -> LossScale:
-    """Return the loss scale in ``opt_state``, unless a donating step deleted it."""
+    """Return the loss scale in ``opt_state``.
+
+    Raises:
+      ValueError: there is none, or there are several.
+      RuntimeError: ``opt_state`` was donated to an earlier step.
+    """
     loss_scale = get_loss_scale(opt_state)
     require_not_deleted(loss_scale)
     return loss_scale

@@ -1,6 +1,6 @@
 """Gather weights in the bodies of calls, scans and branches.
 
-Weights that other equations read too, or that a scan reads whole in every iteration, are gathered before it.
+Weights that other equations read too, or that a scan reads whole in every iteration, are gathered earlier.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class GatheredParams(NamedTuple):
 class Gathered:
     """A loss function that gathers the weights of a plan where they are used.
 
-    It takes params or :class:`GatheredParams`.
+    Call it as ``loss_fn(params, …)``, with params or :class:`GatheredParams`.
     """
 
     plan: Plan

@@ -46,9 +46,9 @@ class Sharding:
       regather: whether the backward pass gathers the weights again, instead of keeping them from the forward pass.
 
     Raises:
-      TypeError: ``mesh`` is no mesh.
-      ValueError: the mesh has no axis for the batch, or such axes of several types; ``reduce_dtype`` is no dtype to sum
-        in, or ``reduce`` neither word.
+      TypeError: ``mesh`` is not a mesh.
+      ValueError: the mesh has no axis for the batch, or such axes of several types; ``reduce_dtype`` is neither float32
+        nor half; ``reduce`` is neither ``"each"`` nor ``"once"``.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> params = {"w": jnp.zeros((512, 512))}
@@ -164,7 +164,7 @@ class Plan:
         def placed(path: Any, leaf: Any) -> Any:
             self._require_divided(path, leaf, microbatches)
             is_scalar = np.ndim(leaf) == 0
-            if isinstance(leaf, jax.core.Tracer):  # axes that are split otherwise, a sequence's, stay so
+            if isinstance(leaf, jax.core.Tracer):  # splits of other axes, such as a sequence's, stay
                 return self.put(leaf, PartitionSpec()) if is_scalar else self.by_rows(leaf)
             return moved_to(leaf, NamedSharding(self.mesh, PartitionSpec() if is_scalar else self.rows))
 

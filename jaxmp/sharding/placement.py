@@ -16,7 +16,7 @@ from jaxmp.base import trees as _tree
 def settled(state: Any) -> Any:
     """Return ``state`` in the form of a state that a step returns.
 
-    So all steps share one compilation. Its arrays are strongly typed and on the devices of the params. Each array
+    All steps then share one compilation. The arrays are strongly typed and on the devices of the params. Each array
     occurs once, because a buffer can be donated only once.
     """
     home = home_of(state.params)

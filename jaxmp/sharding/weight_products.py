@@ -241,7 +241,7 @@ def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
 def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, is_whole: bool = False) -> Any:
     """Return ``fun(cotangent)`` in ``dtype``.
 
-    ``fun`` is the transpose of a product of half operands, and the products in it have results in ``dtype``.
+    ``fun`` is the transpose of a product of half operands. Matrix products in it have results in ``dtype``.
     Convolutions have half results, because cuDNN has no others. Convolutions over the rows of all devices
     (``is_whole``), which XLA splits, are computed in ``dtype``.
     """

@@ -18,7 +18,7 @@ _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "b
 def only_moves_or_casts(eqn: Any) -> bool:
     """Return whether an equation only moves or casts its operand.
 
-    Equations of ``Plan.copies`` do more: the devices get different rows of their result.
+    An equation of ``Plan.copies`` does not count.
     """
     if eqn.primitive.name == "convert_element_type":
         return bool(jnp.issubdtype(eqn.params["new_dtype"], jnp.floating))

@@ -39,7 +39,7 @@ class Source:
     _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
 
     def gathered_again(self, param: Any) -> Any:
-        """Return the weight for the backward pass, gathered once in a trace."""
+        """Return the weight for the backward pass, gathered once per trace."""
         trace = get_opaque_trace_state()
         if self._again is None or self._again[0] is not param or self._again[1] != trace:
             # Without a barrier XLA would keep the gathered weight of the forward pass.

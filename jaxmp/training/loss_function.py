@@ -95,7 +95,7 @@ def require_arguments(loss_fn: Any, names: str) -> None:
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
     """Return ``loss_fn`` checked and under the policy.
 
-    It runs under autocast, unless the policy is float32 without overrides.
+    It runs under autocast, unless the policy is None, or float32 without overrides.
     """
     loss_fn = checked(loss_fn)
     override_of = dict(pairs_of(overrides))

@@ -294,7 +294,7 @@ class TrainStep:
                 "the state keeps a moving average that this step would never update; pass "
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
-        with self._on_mesh():  # callers of ``jitted`` may have set no mesh
+        with self._on_mesh():  # a caller of ``jitted`` may not have set a mesh
             rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
             loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
             loss_scale = get_loss_scale(state.opt_state)
@@ -411,7 +411,7 @@ class TrainStep:
     # --- warnings and errors ---
 
     def _warn_if_unscaled(self, state: TrainState, batch: Any, rng: Any) -> None:
-        """Warn once if the loss has float16 products and the optimizer no loss scale."""
+        """Warn once if the loss has float16 products and the optimizer has no loss scale."""
         if self._has_warned or not isinstance(get_loss_scale(state.opt_state), NoOpLossScale):
             return
         if "float16" in product_dtypes(jax.make_jaxpr(self._loss_fn)(state.params, state.model_state, batch, rng)):

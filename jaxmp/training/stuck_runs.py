@@ -37,7 +37,7 @@ class StuckRuns:
     """Detect a run that has been skipping steps for too long.
 
     A step reports whether it was skipped. The report is read some steps later, when the device has finished the step.
-    Only after a skipped step, the host waits for the state's counter.
+    So the host does not wait for the device. It only waits for the state's counter after a skipped step.
     """
 
     def __init__(self, limit: int) -> None:
