@@ -56,7 +56,10 @@ class _Options(NamedTuple):
 
 
 class _Denominators(NamedTuple):
-    """The log-sum-exp of each token's logits, as the sum of the largest logit and a remainder."""
+    """The log-sum-exp of each token's logits, as a sum of two numbers.
+
+    These are the largest logit, and the logarithm of the sum relative to it.
+    """
 
     largest: jax.Array
     logarithm: jax.Array
@@ -271,7 +274,10 @@ def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any) -> tuple[jax.
 
 
 def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
-    """Return both with a leading axis of chunks of every n-th token, filled up with ignored tokens."""
+    """Return ``x`` and ``labels`` with a leading axis of chunks.
+
+    Each chunk has every n-th token, and ignored tokens fill it up.
+    """
     missing = -len(x) % chunks
     x = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, chunks, x.shape[1])
     labels = jnp.pad(labels, (0, missing), constant_values=_IGNORED).reshape(-1, chunks)
@@ -287,7 +293,7 @@ def _count(labels: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, _Denominators]:
-    """Return the loss of each label and the denominators of its probabilities, in float32.
+    """Return the loss of each label and its softmax's denominator, in float32.
 
     The largest logit stays separate: adding it to the logarithm of the sum would round the logarithm.
     """
@@ -339,13 +345,19 @@ def _gradient_shift(dtype: Any, options: _Options) -> float:
 
 
 def _upper_bounds(logits: jax.Array, classes: int) -> jax.Array:
-    """Return an upper bound of each logit: inf for a class, -inf for the padding of the vocabulary."""
+    """Return an upper bound of each logit.
+
+    It is inf for a class, and -inf for the padding of the vocabulary.
+    """
     limits = jnp.where(jnp.arange(logits.shape[-1]) < classes, jnp.inf, -jnp.inf)
     return limits.astype(logits.dtype)
 
 
 def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:
-    """Return labels as int32: a class, -1 if ignored, or ``classes`` if invalid (NaN loss)."""
+    """Return labels as int32: a class, -1 if ignored, ``classes`` if invalid.
+
+    An invalid label makes the loss NaN.
+    """
     wide = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
     limits = jnp.iinfo(wide.dtype)
     if ignore_index is not None and not limits.min <= ignore_index <= limits.max:
@@ -372,7 +384,10 @@ def _check_options(labels: jax.Array, shape: tuple[int, ...], label_smoothing: f
 
 
 def _is(kind: type, value: Any) -> bool:
-    """Return whether a value is a Python or NumPy number of this kind, and not an array."""
+    """Return whether a value is a Python or NumPy number of this kind.
+
+    Arrays are not.
+    """
     return isinstance(value, kind)
 
 

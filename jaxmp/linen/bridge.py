@@ -12,15 +12,19 @@ from jaxmp.policy.patterns import Path
 
 
 def is_bridge(cls: type) -> bool:
-    """Return whether a class of modules is ``nnx.bridge.ToLinen`` or a subclass of it."""
+    """Return whether a class of modules is ``nnx.bridge.ToLinen``.
+
+    Subclasses count too.
+    """
     return "flax.nnx" in sys.modules and issubclass(cls, sys.modules["flax.nnx"].bridge.ToLinen)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PolicyRequired:
-    """A constructor of an NNX module for ``nnx.bridge.ToLinen`` that raises if the module has no policy.
+    """A constructor for ``nnx.bridge.ToLinen`` that requires a policy.
 
-    Flax creates the module in each call, so its policy is not known earlier.
+    It raises an error if the NNX module has no policy. Flax creates the module in each call, so its policy is not known
+    earlier.
     """
 
     make: Callable[..., Any]
@@ -43,7 +47,10 @@ class _PolicyRequired:
 
 
 def require_policy_in_bridge(module: Any, path: Path) -> None:
-    """Raise a ValueError, now or in the call, if a ``ToLinen`` wraps an NNX module without a policy."""
+    """Raise a ValueError if a ``ToLinen`` wraps an NNX module without a policy.
+
+    The error may come only in the call, when Flax creates the module.
+    """
     make = module.nnx_class
     checked = _PolicyRequired(make, path)
     if isinstance(make, type):

@@ -1,4 +1,4 @@
-"""The ``dtype`` and ``param_dtype`` fields of Linen modules, which a policy fills."""
+"""Fill the ``dtype`` and ``param_dtype`` fields of Linen modules."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def replace_field(module: nn.Module, name: str, value: Any) -> None:
 def fill_dtypes(
     module: Any, defaults: Mapping[str, Any], policy: Policy, overridden: bool, container: bool
 ) -> dict[str, np.dtype]:
-    """Fill the dtype fields of ``module`` that have their defaults, and return the dtypes of both.
+    """Fill the dtype fields of ``module`` that have their defaults.
 
-    An override always fills them. In a container, a ``dtype`` of None stays, so that each submodule gets its own dtype.
+    Return the dtypes of both fields. An override fills them in any case. In a container, a ``dtype`` of None stays, so
+    that each submodule gets its own dtype.
 
     Args:
       module: a module that is bound to a scope.

@@ -1,4 +1,7 @@
-"""Trace initializers of Linen modules once, and in float32 if JAX does not support half."""
+"""Trace initializers of Linen modules once, and in float32 where needed.
+
+JAX cannot run some initializers in half, such as an orthogonal one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def trace_initializers_once(module: Any, shapes: dict[Any, Any], is_wide: bool) 
 
 
 def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an initializer, or return uninitialised arrays of the same shapes if an equal one ran before."""
+    """Call an initializer, unless an equal one ran before.
+
+    If one did, return uninitialised arrays of the same shapes.
+    """
     call = init_fn, args, (*kwargs.items(),)
     try:
         avals = shapes.get(call)
@@ -57,7 +63,10 @@ def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *a
 
 
 def _init(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an initializer, in float32 if it factorises a matrix, which JAX cannot do in half."""
+    """Call an initializer, in float32 if it factorises a matrix.
+
+    JAX cannot factorise a matrix in half.
+    """
     half = next((np.dtype(arg) for arg in jax.tree.leaves((args, kwargs)) if _is_half_dtype(arg)), None)
     if half is None:
         return init_fn(key, *args, **kwargs)
@@ -75,7 +84,10 @@ def _is_half_dtype(arg: Any) -> bool:
 
 
 def _factorises(make: Callable[[Any], Any], key: Any) -> bool:
-    """Return whether ``make`` has a factorisation, such as an orthogonal initializer's QR."""
+    """Return whether ``make`` factorises a matrix.
+
+    For example, an orthogonal initializer has a QR factorisation.
+    """
     try:
         program = jax.make_jaxpr(make)(key)
     except Exception:  # the initializer fails or cannot be traced; calling it will raise its own error

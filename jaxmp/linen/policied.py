@@ -108,7 +108,10 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
 
 
 def _under(module: M, root: Root, name: str) -> M:
-    """Return ``module`` under the policies of ``root``, in a call of ``jaxmp.linen.<name>``."""
+    """Return ``module`` under the policies of ``root``.
+
+    ``name`` is the called function of ``jaxmp.linen``, for an error.
+    """
     if not isinstance(module, nn.Module):
         raise wrong_model(module, "linen", name)
     root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
@@ -117,7 +120,10 @@ def _under(module: M, root: Root, name: str) -> M:
 
 
 class _Policied(Hooks):
-    """A mixin for the class of a module under a policy, which starts a run if a method is called from outside."""
+    """A mixin for the class of a module under a policy.
+
+    A call of a method from outside starts a run.
+    """
 
     jaxmp_root: Root
 
@@ -212,7 +218,7 @@ _WRAPPER = nn.Dense.__call__.__code__
 
 
 def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
-    """Return ``method`` so that a call from outside runs under the policies of its module."""
+    """Return ``method`` so that calls from outside run under its module's policies."""
 
     @functools.wraps(method)
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,19 +228,28 @@ def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any
 
 
 def _as_one_run(method: Any) -> Any:
-    """Return ``method`` for ``apply``; a function that calls several methods is one run."""
+    """Return ``method`` for ``apply``.
+
+    A function that calls several methods is one run.
+    """
     is_method = method is None or isinstance(method, str) or inspect.ismethod(method)
     return method if is_method or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
 
 
 def _policied_class(base: Any, root: Root) -> Any:
-    """Return the subclass of ``base`` under the policies of ``root``, the same class for equal roots."""
+    """Return the subclass of ``base`` under the policies of ``root``.
+
+    Equal roots have the same class.
+    """
     known = _classes_of(base)
     return known.get(root) or known.setdefault(root, _make_class(base, root))
 
 
 class _Classes(dict[Root, Any]):
-    """The subclasses of ``base`` by their roots; a pickle of ``base`` has none of them."""
+    """The subclasses of ``base`` by their roots.
+
+    A pickle of ``base`` contains none of them.
+    """
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -286,7 +301,7 @@ def _author_fields(module: Any) -> dict[str, Any]:
 
 
 def _rebuild(base: Any, fields: dict[str, Any], root: Root, name: str | None, parent: Scope | None = None) -> Any:
-    """Create a module under policies with the class and the fields of a module without."""
+    """Create a module of the class ``base``, under the policies of ``root``."""
     return _policied_class(base, root)(**fields, name=name, parent=parent)
 
 
@@ -296,7 +311,10 @@ def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
 
 
 def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
-    """Return a function that initialises the variables of ``module`` in the same scope without policies."""
+    """Return a function that initialises the variables without policies.
+
+    It uses the path and the rngs of the module's scope.
+    """
     scope = module.scope
     fields = _author_fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # as they are before the run
 
@@ -330,7 +348,10 @@ _views = _Switch(True)  # whether attributes of a bound module are returned unde
 
 
 def _view(parent: Any, name: str, value: Any) -> Any:
-    """Return an attribute of a bound module, with its submodules under the policies of ``parent``."""
+    """Return an attribute of a bound module.
+
+    Modules in it are under the policies of ``parent``.
+    """
     if not isinstance(value, (nn.Module, list, tuple, Mapping)) or name.startswith("_") or name == "parent":
         return value
     if parent.scope is None or not _views.is_on:

@@ -39,14 +39,20 @@ class Root:
     operations: tuple[tuple[str, str], ...] = ()
 
     def rules(self, decided: Callable[[Any], object]) -> Rules:
-        """Return the rules for the engine; except under autocast, each module has its own half dtype."""
+        """Return the rules for the engine.
+
+        Except under autocast, each module has its own half dtype.
+        """
         if not self.autocast:
             return Rules(None, decided=decided)
         recipe = self.policies.root.float8
         return Rules(self.policies.compute_dtype, dict(self.operations), float8=recipe, decided=decided)
 
     def mark(self, module: nn.Module) -> None:
-        """Mark the scope of ``module``, and all scopes that are created below it, as part of this root."""
+        """Mark the scope of ``module`` as part of this root.
+
+        Scopes that are created below it inherit the mark.
+        """
         scope: Any = module.scope
         if scope.flags.get(ROOT_FLAG, hash(self)) != hash(self):
             set_flag(scope, OUTER_FLAG, scope.flags[ROOT_FLAG])

@@ -1,9 +1,9 @@
-"""One run of a Linen module under policies, from the call of the root's method to its return.
+"""A run of a Linen module under policies.
 
-During the run, a method interceptor handles all calls of modules of the root. Before a module's first method runs, its
-``dtype`` and ``param_dtype`` fields are set from its policy. While a method runs, a mark on JAX's name stack tells the
-engine whether it computes as written or as the engine decides. A flag in its scope marks a module as part of the root
-(see ``jaxmp/linen/root.py``).
+It lasts from the call of the root's method to its return. During the run, a method interceptor handles all calls of
+modules of the root. Before a module's first method runs, its ``dtype`` and ``param_dtype`` fields are set from its
+policy. While a method runs, a mark on JAX's name stack tells the engine whether it computes as written or as the engine
+decides. A flag in its scope marks a module as part of the root (see ``jaxmp/linen/root.py``).
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class _LinenCall:
     decision: Treatment
 
     def is_around(self, run: RootRun, module: nn.Module) -> bool:
-        """Return whether a call of ``module`` inside of this one is a helper or a lifted transform's body."""
+        """Return whether a call of ``module`` inside this one is part of it.
+
+        Helper methods and the bodies of lifted transforms are part of the call around them.
+        """
         related = isinstance(module, type(self.module)) or isinstance(self.module, type(module))
         return self.run is run and self.path == module.path and related
 
@@ -148,7 +151,7 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: An
 
 
 class RootRun:
-    """The modules that are called while a root's method runs, with their decisions by path.
+    """A run of a root's method, with the decisions for its modules.
 
     Args:
       module: the root, bound to a scope.
@@ -183,7 +186,10 @@ class RootRun:
         return path[: len(self.path)] == self.path
 
     def _foresee(self) -> Variables | None:
-        """Return the shapes of the variables that the run will initialise, or None if that fails."""
+        """Return the shapes of the variables that the run will initialise.
+
+        Return None if that fails.
+        """
         assert self.make_variables is not None
         try:
             return jax.eval_shape(self.make_variables)
@@ -191,7 +197,10 @@ class RootRun:
             return None
 
     def _at(self, path: Path) -> Variables | None:
-        """Return the existing or expected collections at ``path``, or None if they are unknown."""
+        """Return the collections at ``path``, or None if they are unknown.
+
+        If the run initialises them, these are their expected shapes.
+        """
         if self.variables is None:
             return None
         there = {name: descend(collection, path) for name, collection in self.variables.items()}
@@ -200,7 +209,9 @@ class RootRun:
     # --- decisions ---
 
     def decide(self, module: nn.Module, born_in: Scope | None = None) -> _LinenDecision:
-        """Return the decision for ``module``; the first time, decide and set up the module.
+        """Return the decision for ``module``.
+
+        The first call for a module decides, and fills its fields.
 
         Args:
           module: a module of this run.
@@ -244,7 +255,10 @@ class RootRun:
     def _fill_fields(
         self, module: Any, path: Path, policy: Policy, is_overridden: bool
     ) -> tuple[Mode, dict[str, np.dtype]]:
-        """Fill the dtype fields of ``module``; return how it computes, and the dtypes of its fields."""
+        """Fill the dtype fields of ``module``.
+
+        Return how it computes, and the dtypes of its fields.
+        """
         collections = self._at(path)
         is_parent = collections is not None and has_children(collections)
         owns_params = collections is None or bool(own_leaves(collections.get(PARAMS, {})))
@@ -259,7 +273,10 @@ class RootRun:
         return None, dtypes
 
     def _classes_around(self, module: Any, path: Path) -> Mapping[Path, type | tuple[type, ...]]:
-        """Return the classes by path, including classes that share a scope with ``module`` or a module around it."""
+        """Return the classes of modules by path.
+
+        Several modules around ``module`` may share a scope; their path has all their classes.
+        """
         if not self.by_class:
             return self.classes
         around: dict[Path, tuple[type, ...]] = {}
@@ -300,7 +317,10 @@ class RootRun:
     def _call_treated(
         self, module: nn.Module, decision: _LinenDecision, next_fun: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call a method in the dtypes of its decision, and return its result in the dtypes that its caller expects."""
+        """Call a method in the dtypes of its decision.
+
+        Return its result in the dtypes that its caller expects.
+        """
         caller = _running.frames[-1] if _running.frames else None
         parent = caller.decision if caller is not None and caller.run is self else None
         is_inside = caller is not None and caller.is_around(self, module)
@@ -353,7 +373,10 @@ class RootRun:
             self._check()
 
     def _param_dtype(self, path: Path) -> np.dtype | None:
-        """Return the param dtype of the innermost module around ``path``; None if the param is not cast."""
+        """Return the param dtype of the innermost module around ``path``.
+
+        Return None if the param is not cast.
+        """
         for end in range(len(path), -1, -1):
             decision = self.decisions.get(path[:end])
             if decision is not None:
@@ -361,7 +384,10 @@ class RootRun:
         return None
 
     def _check(self) -> None:
-        """Raise if a pattern matched nothing; for a whole model, record the modules that are not half."""
+        """Raise an error if a pattern matched nothing.
+
+        If all modules of the model ran, record those that are not half.
+        """
         variables = {name: nn.unbox(collection) for name, collection in self.module.variables.items()}
         bridges = [path for path, cls in self.classes.items() if is_bridge(cls)]
         paths = {}
@@ -378,7 +404,10 @@ class RootRun:
             self._note_not_half(matrices)
 
     def _note_not_half(self, matrices: set[Path]) -> None:
-        """Record the modules that are not half; ``matrices`` are the paths of params with two axes."""
+        """Record the modules that are not half.
+
+        ``matrices`` are the paths of the modules that have a param with two or more axes.
+        """
         for path, reason in self.called.items():
             if reason is not None:
                 has_matrix = path in matrices and not issubclass(self.classes[path], nn.Embed)

@@ -1,4 +1,4 @@
-"""Keep the variables of Linen modules in the dtypes that they have without a policy."""
+"""Keep variables of Linen modules in their dtypes without a policy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def has_children(collections: Variables) -> bool:
 
 
 def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -> None:
-    """Store a method's writes to collections in the dtypes of the module without a policy.
+    """Store a method's writes in the dtypes of the module without a policy.
 
     If there were values ``before``, their dtypes are used.
     """
@@ -74,9 +74,10 @@ def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -
 def store_params(
     module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
 ) -> None:
-    """Store the params that were initialised in or below ``module`` in their param dtypes.
+    """Store initialised params in their param dtypes.
 
-    Params that have been rounded, as by ``nn.map_variables``, are initialised again without policies.
+    These are the params of ``module`` and of the modules below it. Params that have been rounded, as by
+    ``nn.map_variables``, are initialised again without policies.
 
     Args:
       module: a module that is bound to a scope.

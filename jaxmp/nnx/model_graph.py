@@ -59,7 +59,10 @@ class ModuleNode:
         return [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
 
     def has_matrix(self) -> bool:
-        """Return whether products may read a Param of the module, or whether it wraps a Linen module."""
+        """Return whether products may read a Param of the module.
+
+        They may if the module wraps a Linen module.
+        """
         leaves = jax.tree.leaves([var.get_raw_value() for var in self.own_params()])
         is_matrix = any(len(getattr(leaf, "shape", ())) >= 2 for leaf in leaves)
         return self.wraps_linen or (is_matrix and not isinstance(self.module, nnx.Embed))
@@ -74,7 +77,10 @@ class ModuleNode:
         return hasattr(self.module.to_nnx__module, "jaxmp_root")
 
     def is_parent(self) -> bool:
-        """Return whether a submodule has Variables other than the state of random number generators."""
+        """Return whether a submodule has Variables.
+
+        The state of random number generators does not count.
+        """
         below = (var for module in submodules(self.module) for var in own_variables(module))
         return any(not isinstance(var, nnx.RngState) for var in below)
 
@@ -140,7 +146,10 @@ def _author_dtypes(module: nnx.Module) -> dict[str, Any]:
 
 
 def _default(module: nnx.Module, name: str) -> Any:
-    """Return the default of the constructor's argument ``name``, also of base classes."""
+    """Return the default of the constructor's argument ``name``.
+
+    The constructor may be that of a base class.
+    """
     for cls in bare_class(module).__mro__:
         parameter = inspect.signature(cls.__init__).parameters.get(name) if "__init__" in vars(cls) else None
         if parameter is not None:

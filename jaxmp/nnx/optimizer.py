@@ -1,4 +1,4 @@
-"""Loss scaling for NNX: an optimizer that skips non-finite steps, and its gradients."""
+"""An optimizer with loss scaling for NNX, and its gradients."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ class Optimizer(_Object):
         ``jaxmp.nnx.make_train_step(ema_decay=…)`` updates and :meth:`ema_model` evaluates.
 
     Raises:
-      TypeError: ``model`` is not an NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
-      ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale and ``loss_scale`` is given as well,
-        or ``tx`` has several; something but ``loss_scaling`` stands
-        around ``low_precision``.
+      TypeError: ``model`` is not an NNX model, ``tx`` is not an optimizer, or ``loss_scale`` is not a loss scale.
+      ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale, and you pass ``loss_scale`` too;
+        ``tx`` has several loss scales; or another transform than ``loss_scaling`` is around ``low_precision``.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -87,10 +86,10 @@ class Optimizer(_Object):
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
         _require_some(params, model, wrt)
         shapes = jax.eval_shape(tx.init, params)
-        has_one = has_loss_scale(shapes)
-        if has_one and loss_scale is not None:
+        is_scaled = has_loss_scale(shapes)
+        if is_scaled and loss_scale is not None:
             raise ValueError("one loss has one scale, but tx has one and loss_scale= names another; drop one of them")
-        if not has_one:
+        if not is_scaled:
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
         super().__init__(model, tx, wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
@@ -150,10 +149,9 @@ class Optimizer(_Object):
           The updates that were added to the params; all -0.0 if the step was skipped.
 
         Raises:
-          TypeError: ``model`` is not an NNX model: the gradients, say, where the two are swapped.
-          ValueError: ``model`` is the one that ``apply_policy`` was called with, not the one it returned; its params
-            have another structure than those of the model that the optimizer was made with; the optimizer
-            keeps a moving average, whose decay only a train step has.
+          TypeError: ``model`` is not an NNX model, for example because you swapped it with the gradients.
+          ValueError: ``model`` is the original of a model under a policy; its params have another structure than those
+            of the optimizer's model; or the optimizer keeps a moving average, which only a train step updates.
         """
         require_model(model, "optimizer.update", "(model, grads)")
         require_policy(model, self)
@@ -177,7 +175,7 @@ class Optimizer(_Object):
         return updates
 
     def _require_structure(self, params: Any) -> None:
-        """Raise a ValueError if the optimizer was made with a model of other params."""
+        """Raise a ValueError if the optimizer is for a model with other params."""
         structure: Any = jax.tree.structure(params)
         if structure != self._structure:
             raise ValueError(
@@ -195,7 +193,10 @@ class Optimizer(_Object):
 
 
 def _set(variables: Any, values: Any) -> None:
-    """Set each Variable to its value, which may be a tree (``nnx.update`` would turn it into a State)."""
+    """Set each Variable to its value, which may be a tree.
+
+    (``nnx.update`` would turn a tree into a State.)
+    """
     jax.tree.map(nnx.Variable.set_raw_value, variables, values, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
@@ -228,7 +229,10 @@ def require_model(model: Any, call: str, arguments: str) -> None:
 
 
 def _require_some(params: Any, model: Any, wrt: Any) -> None:
-    """Raise a ValueError if ``wrt`` matches no Variable of ``model``, so that nothing would be trained."""
+    """Raise a ValueError if ``wrt`` matches no Variable of ``model``.
+
+    Nothing would be trained.
+    """
     if jax.tree.leaves(params):
         return
     variables = [node for _, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Variable)]

@@ -107,7 +107,10 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
 
 
 def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping[str, str] | None = None) -> M:
-    """Return a copy of ``model`` that shares its Variables, under policies or under autocast."""
+    """Return a copy of ``model`` under policies or under autocast.
+
+    The copy shares the Variables of ``model``.
+    """
     name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
         raise wrong_model(model, "nnx", name)
@@ -123,7 +126,7 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
 
 
 def _require_policies_in_bridges(graph: ModuleGraph) -> None:
-    """Raise a ValueError if an ``nnx.bridge.ToNNX`` wraps a Linen module without a policy."""
+    """Raise a ValueError if a ``ToNNX`` wraps a Linen module without a policy."""
     for node in graph.nodes:
         if not node.wraps_linen or node.has_linen_policy():
             continue
@@ -183,13 +186,19 @@ def _decide(
 
 
 def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) -> Path:
-    """Return the path of a module; for a shared one, the first path that a pattern matches."""
+    """Return the path of a module that decides its policy.
+
+    For a shared module, it is the path that the first pattern matches.
+    """
     order = [*policies.patterns, None]
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
 
 def _policy_to_check(policies: PolicyMap, graph: ModuleGraph, decisions: list[NnxDecision]) -> HalfPolicy | None:
-    """Return the policy and the modules that it does not make half; None if there are none."""
+    """Return the policy and the modules that it does not make half, or None.
+
+    None means that all modules are half.
+    """
     not_half = []
     for node, decision in zip(graph.nodes, decisions, strict=True):
         if decision.not_half is not None:
@@ -217,7 +226,10 @@ def _set_up(
 
 
 def _cast_params(module: nnx.Module, dtype: np.dtype, casts: dict[int, nnx.Variable[Any]]) -> None:
-    """Replace the Params of a module with casts to ``dtype``; a shared Param is cast once."""
+    """Replace the Params of a module with casts to ``dtype``.
+
+    A shared Param is cast once.
+    """
 
     def cast_once(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
         if not isinstance(var, nnx.Param):

@@ -50,7 +50,7 @@ _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for
 
 @dataclasses.dataclass(frozen=True)
 class HalfPolicy:
-    """A half policy of a whole model, and the modules that it leaves in another dtype.
+    """A half policy of a model, and the modules that it leaves in another dtype.
 
     Attributes:
       policy: the policy.
@@ -63,9 +63,10 @@ class HalfPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NnxDecision(Treatment):
-    """How an NNX module computes; equal for equal modules of one class, as transforms require.
+    """The decision on how an NNX module computes.
 
-    Under autocast the policy is that of the whole model.
+    It is equal for equal modules of one class, as transforms require. Under autocast the policy is that of the whole
+    model.
 
     Attributes:
       is_root: whether its results are cast to the policy's output dtype.
@@ -95,7 +96,7 @@ def bare_class(module: Any) -> Any:
 
 @functools.cache
 def policied_class(bare: Any, decision: NnxDecision) -> Any:
-    """Return the subclass of ``bare``, a class of modules, whose instances run under ``decision``."""
+    """Return the subclass of ``bare`` whose instances run under ``decision``."""
 
     def fill(namespace: dict[str, Any]) -> None:
         namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "jaxmp_programs": {}, "__reduce__": _reduce}
@@ -114,9 +115,10 @@ def _unpickle(bare: Any, decision: NnxDecision) -> Any:
 
 
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the methods of the author's classes that compute, without ``__init__`` and ``eval``.
+    """Yield the methods of the author's classes that compute.
 
-    Generators are excluded, because they run after the method has returned.
+    ``__init__`` and the methods of ``nnx.Module``, such as ``eval``, are excluded. So are generators, because they run
+    after the method has returned.
     """
     classes = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
     for name in {name for cls in classes for name in vars(cls)}:
@@ -163,7 +165,10 @@ numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", defa
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _RootRun:
-    """One call of a root, or of a module below it that is called directly, with all that runs in it."""
+    """A call of a root, with all that runs in it.
+
+    A module below a root is a root itself if it is called directly.
+    """
 
     cls: type  # of the root
     ambient_precision: str | None  # the precision of products outside of the run
@@ -172,7 +177,10 @@ class _RootRun:
     called: set[int] = dataclasses.field(default_factory=set)  # the ids of modules
 
     def called_all(self, modules: Mapping[int, tuple[Any, Path]]) -> bool:
-        """Return whether every module with Params was called (the module or a transform's copy of it)."""
+        """Return whether every module with Params was called.
+
+        A call of a transform's copy of the module counts too.
+        """
         copies = {type(self.paths[key][0]) for key in self.called - modules.keys()}
         for key, (module, _) in modules.items():
             if key in self.called or type(module) in copies or not is_module(module):
@@ -220,9 +228,10 @@ def is_running() -> bool:
 
 
 def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``method`` of ``module``, as a separate program if the call comes from outside.
+    """Call ``method`` of ``module``.
 
-    If you call a module below a root directly, as in ``model.head(x)``, it is a root during the call.
+    A call from outside runs as a separate program. If you call a module below a root directly, as in ``model.head(x)``,
+    it is a root during the call.
     """
     caller, decision = _innermost.get(), _decision_now(module)
     if caller is not None and not (decision.is_root and not caller.is_in_run_of(type(module))):
@@ -235,7 +244,10 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _decision_now(module: Any) -> Any:
-    """Return the decision for a call; while policies are off, the module only names its scope."""
+    """Return the decision for a call.
+
+    While policies are off, the module only names its scope.
+    """
     decision: NnxDecision = type(module).jaxmp_decision
     return dataclasses.replace(decision, mode="autocast", override=None) if policies_off.value else decision
 
@@ -274,7 +286,10 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCal
 
 
 def _run_method(run: _RootRun, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Call a method of ``module`` in a run; a method that is called by the same module just runs."""
+    """Call a method of ``module`` in a run.
+
+    A call by the same module opens no scope and casts nothing.
+    """
     decision, caller = _decision_now(module), _innermost.get()
     bound = method.__get__(module, type(module))
     known, here = run.paths.get(id(module)), caller if caller is not None and caller.run is run else None
@@ -314,7 +329,10 @@ def _run_method(run: _RootRun, module: Any, method: Any, args: Any, kwargs: Any)
 
 
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply ``convert`` to the arrays of ``tree``, except those in modules and other objects of NNX."""
+    """Apply ``convert`` to the arrays of ``tree``.
+
+    Arrays in modules and in other objects of NNX are unchanged.
+    """
     return jax.tree.map(lambda leaf: leaf if is_object(leaf) else convert(leaf), tree, is_leaf=is_object)
 
 
@@ -334,7 +352,10 @@ def _with_author_dtypes(modules: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _half_params_widened(modules: list[Any]) -> Iterator[None]:
-    """Widen the half Params of the ``modules`` that are traced in float32, inside of the context."""
+    """Widen the half Params of modules that are traced in float32.
+
+    At the end of the context, they have their stored dtypes again.
+    """
     stored = []
     for module in modules:
         decision = decision_of(module)
@@ -352,10 +373,10 @@ def _half_params_widened(modules: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dtypes_kept(module: Any, decision: NnxDecision) -> Iterator[None]:
-    """Keep the dtypes of ``module``'s Variables, except Params, when a method writes to them.
+    """Keep the dtypes of a module's Variables when a method writes to them.
 
-    A module without a ``dtype`` attribute creates new Params in the param dtype. A module that is traced in float32
-    stores its activations in its compute dtype.
+    Existing Params are not affected. A module without a ``dtype`` attribute creates new Params in the param dtype. A
+    module that is traced in float32 stores its activations in its compute dtype.
     """
     if decision.mode == "autocast":
         yield

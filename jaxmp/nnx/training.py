@@ -89,7 +89,10 @@ def make_train_step(
 
 
 class TrainStep:
-    """A train step for an NNX model; ``of_trees`` is the same step for a state of :func:`state_of`."""
+    """A train step for an NNX model.
+
+    ``of_trees`` is the same step for a state of :func:`state_of`.
+    """
 
     def __init__(self, step: train_step.TrainStep, has_policy: bool = False) -> None:
         self.of_trees = step
@@ -109,9 +112,10 @@ class TrainStep:
         return state_of(model, optimizer)
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
-        """Lower the program of a call for arrays or shapes, to inspect its memory, its cost and its text.
+        """Lower the program of a call for arrays or shapes.
 
-        It changes neither the model nor the optimizer.
+        Use it to inspect the memory, the cost and the text of the program. It changes neither the model nor the
+        optimizer.
         """
         return self.of_trees.lower(self._state_of(model, optimizer), batch)
 
@@ -123,7 +127,10 @@ class TrainStep:
 
 
 def _as_array(leaf: Any) -> jax.Array:
-    """Return ``leaf`` as a strongly typed array, like the results of a step, so that the step compiles once."""
+    """Return ``leaf`` as a strongly typed array.
+
+    The results of a step are strongly typed too, so the step compiles only once.
+    """
     is_strong = isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False)  # a key has no such attribute
     return leaf if is_strong else jnp.asarray(leaf, jnp.asarray(leaf).dtype)
 
@@ -152,9 +159,9 @@ class _State(train_step.TrainState):
     def _trace(self, gradients: Callable[[Any], Any]) -> Any:
         try:
             return gradients(self)
-        except _TrainedWritten as found:  # only a trace shows this; most loss functions do not write to params
+        except _TrainedWritten as error:  # only a trace shows this; most loss functions do not write to params
             params = dict(zip(_leaf_names(self.params), jax.tree.leaves(self.params), strict=True))
-            written = {name: params[name] for name in found.names}
+            written = {name: params[name] for name in error.names}
         return gradients(self.replace(model_state=(*self.model_state, written)))
 
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
@@ -168,7 +175,10 @@ class _State(train_step.TrainState):
 
 
 class _TrainedWritten(Exception):
-    """A loss function wrote to trained Variables; it is traced again with these values."""
+    """A loss function wrote to trained Variables.
+
+    It is traced again, with the values of these Variables in the model state.
+    """
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(names)
@@ -177,7 +187,7 @@ class _TrainedWritten(Exception):
 
 @jax.custom_jvp
 def _standing_for(param: Any, value: Any) -> Any:
-    """Return ``value``; its derivative counts as the derivative with respect to ``param``."""
+    """Return ``value``, differentiated as if it were ``param``."""
     return value
 
 
@@ -187,7 +197,10 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 def _written_to(params: Any, written: dict[str, Any], write: Callable[[Any, Any], Any]) -> Any:
-    """Return ``params`` with ``write(param, value)`` for each param that has a value in ``written``."""
+    """Return ``params`` with new values for those that are in ``written``.
+
+    The new value is ``write(param, value)``.
+    """
 
     def after(path: Any, param: Any) -> Any:
         name = path_name(path)
@@ -267,7 +280,10 @@ def _changed_form(before: Any, after: Any) -> ValueError:
 
 
 def _attributes(model: Any) -> dict[str, Any]:
-    """Return the plain attributes of modules in ``model``, such as numbers and strings, by path."""
+    """Return the plain attributes of the modules in ``model``, by path.
+
+    These are numbers, strings and the like.
+    """
     attributes = [((*path, name), value) for path, node in modules_in(model) for name, value in items(node)]
     return {"/".join(path): value for path, value in attributes if type(value) in PLAIN}
 

@@ -1,1 +1,1 @@
-"""Loss scales, the optax transform that applies them, and optimizers without float32 params."""
+"""Loss scales, the transform that applies them, and low-precision optimizers."""

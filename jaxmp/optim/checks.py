@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Return ``tx`` as an optimizer that ignores unknown extra arguments of an update.
+    """Return ``tx`` as an optimizer that ignores unknown extra arguments.
 
     Raises:
       TypeError: ``tx`` is not an optimizer.
@@ -43,9 +43,10 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def with_loss(step: Callable[..., T], loss: Any) -> T:
-    """Call ``step(value=loss)``, or ``step()`` if a transform inside a chain refuses ``value``.
+    """Call ``step(value=loss)``, or ``step()`` if that raises a TypeError.
 
-    optax's line searches and plateaus read the loss; ``optax.contrib.sam`` takes no such argument.
+    optax's line searches and plateaus read the loss. A transform inside a chain may refuse it, as
+    ``optax.contrib.sam`` does.
     """
     try:
         return step(value=loss)
@@ -54,7 +55,9 @@ def with_loss(step: Callable[..., T], loss: Any) -> T:
 
 
 def require_loss(loss: Any, otherwise: str) -> Any:
-    """Return ``loss`` if it is a floating scalar; ``otherwise`` is the remedy if it is not a number.
+    """Return ``loss`` if it is a floating scalar.
+
+    ``otherwise`` is the remedy for a loss that is not a number.
 
     Raises:
       TypeError: it is not a floating scalar.
@@ -68,7 +71,10 @@ def require_loss(loss: Any, otherwise: str) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether ``value`` is an array of JAX or NumPy, a Python number or a Variable of NNX."""
+    """Return whether ``value`` is a number or an array.
+
+    It may be an array of JAX or NumPy, a Python number or a Variable of NNX.
+    """
     number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
     return number or hasattr(value, "__jax_array__")
 
@@ -98,7 +104,10 @@ def check_state(state: Any) -> None:
 
 
 def check_same_shapes(updates: Any, params: Any) -> None:
-    """Raise a ValueError if an update has another shape than its param; trees that differ are not checked."""
+    """Raise a ValueError if an update has another shape than its param.
+
+    Trees of different structures are not checked.
+    """
     structure: Any = jax.tree.structure(updates)
     if structure != jax.tree.structure(params):
         return

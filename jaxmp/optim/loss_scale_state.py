@@ -1,4 +1,4 @@
-"""Loss scales as data: checked fields, pytrees, and Flax's serialization of every field."""
+"""Loss scales as data: checked fields, pytrees and Flax's serialization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HUGE = float(np.finfo(np.float32).max)
 
 
 class Structure(NamedTuple):
-    """The attributes of a loss scale: the names of leaves, and the names and values of static attributes."""
+    """The attributes of a loss scale: the names of leaves, and static attributes."""
 
     leaf_names: tuple[str, ...]
     static: tuple[tuple[str, Any], ...]
@@ -118,7 +118,7 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # a test, "must be
 
 @functools.cache
 def register(cls: type) -> None:
-    """Make a class of loss scales a pytree whose instances ``flax.serialization`` saves and restores.
+    """Register a class of loss scales as a pytree that Flax can save.
 
     Leaves are the attributes that are numbers, arrays or trees of them, except those in ``static_fields``. All others
     are static and hashable. A class that its author registered stays as it is.
@@ -182,9 +182,10 @@ def _attributes_of(x: Any) -> dict[str, Any]:
 
 
 def _structure(x: Any) -> Structure:
-    """Return the structure of ``x``; an object that was rebuilt from leaves remembers it.
+    """Return the structure of a loss scale.
 
-    The leaves of a rebuilt object may be anything, such as None or a sharding.
+    An object that was rebuilt from leaves remembers its structure, because its leaves may be anything, such as None or
+    a sharding.
     """
     attributes = dict(vars(x))
     known = attributes.pop("_structure", None)

@@ -1,4 +1,4 @@
-"""Loss scaling as an optax transform that skips non-finite steps and adapts the scale.
+"""Loss scaling as an optax transform, which skips non-finite steps.
 
 The transform wraps an optimizer, stores the loss scale in the optimizer's state, and takes the true gradients of
 :func:`jaxmp.value_and_grad`. It never waits for the host: a skipped step is a select on the device, or a branch in a
@@ -143,7 +143,10 @@ class _ScalingTransform:
         derived: Derived | None,
         **extra_args: Any,
     ) -> tuple[Any, LossScalingState]:
-        """Return the updates, or the ``derived`` arrays in place of them, and the new state."""
+        """Return the updates and the new state.
+
+        With ``derived``, its arrays take the place of the updates.
+        """
         check_state(state)
         grads = widen(updates)
         squares = sum_of_squares(grads)
@@ -197,7 +200,7 @@ class _ScalingTransform:
 
 
 def require_outermost(tx: Any, opt_state: Any) -> None:
-    """Raise an error if :func:`jaxmp.low_precision` is not directly inside :func:`loss_scaling`."""
+    """Raise an error if ``low_precision`` is not directly inside ``loss_scaling``."""
     if rounds_params(opt_state) and not _is_outermost_low_precision(tx):
         raise ValueError(BEHIND_LOW_PRECISION)
 
@@ -226,7 +229,9 @@ def take_step(
     extra_args: Mapping[str, Any],
     derived: Derived | None = None,
 ) -> tuple[Any, Any, jax.Array]:
-    """Take one step of an optimizer with ``loss_scaling`` in it; ``grads`` are the true gradients.
+    """Take one step of an optimizer that has ``loss_scaling`` in it.
+
+    ``grads`` are the true gradients.
 
     Returns:
       The updates (or the derived arrays), the new state, and an int32: 1 if the step was skipped, else 0. In a skipped
@@ -271,7 +276,7 @@ def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
 
 
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Return ``new`` if ``finite``, else ``old`` with the loss scale and the counters of ``new``."""
+    """Return ``new`` if ``finite``, else ``old`` with the new scale and counters."""
 
     def keep(new: Any, old: Any) -> Any:
         if isinstance(new, LossScalingState):

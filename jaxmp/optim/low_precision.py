@@ -1,4 +1,4 @@
-"""Train with bfloat16 params instead of float32 ones, and store moments in 16 or 8 bits.
+"""Train with bfloat16 params, and store moments in 16 or 8 bits.
 
 A bfloat16 param has 8 significant bits. Rounding to nearest loses every update that is below half of the last bit.
 Stochastic rounding goes up or down at random, so that the average is the exact update (Gupta et al. 2015,
@@ -109,7 +109,10 @@ def low_precision(
 
 
 class LowPrecision(optax.GradientTransformationExtraArgs):
-    """The transform of :func:`low_precision`; ``str()`` describes how everything is stored."""
+    """The transform of :func:`low_precision`.
+
+    ``str()`` describes how params and moments are stored.
+    """
 
     transform: _LowPrecisionTransform
 
@@ -142,7 +145,10 @@ class _LowPrecisionTransform:
     def wrap(
         self, inner_state: Any, weights: optax.Params, before: LowPrecisionState | None = None
     ) -> LowPrecisionState:
-        """Return a state around the optimizer's, with the count and the compensation of ``before``."""
+        """Return a state around the optimizer's.
+
+        The count and the compensation come from ``before``, if there is one.
+        """
         count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
         if self.rounding == "kahan":
@@ -259,7 +265,7 @@ BEHIND_LOW_PRECISION = (
 
 
 def rounds_params(opt_state: Any) -> bool:
-    """Return whether an optimizer's state has one of :func:`jaxmp.low_precision` in it."""
+    """Return whether an optimizer's state has a :class:`LowPrecisionState` in it."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LowPrecisionState))
     return any(isinstance(node, LowPrecisionState) for node in nodes)
 
@@ -276,7 +282,7 @@ def with_compensation(weights: Any, opt_state: Any) -> Any:
 
 
 def _landing(weight: Any, change: Any, lost: Any, draw: Draw | None) -> tuple[Any, Any]:
-    """Return the update from a weight to its rounded sum, and the rounding error of the sum.
+    """Return the update from a weight to its rounded sum, and the rounding error.
 
     Args:
       weight: the bfloat16 param.

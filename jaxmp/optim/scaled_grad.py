@@ -59,12 +59,18 @@ def unscale(grads: T, opt_state: optax.OptState) -> T:
 
 
 def true_gradients(grads: Any, loss_scale: LossScale) -> Any:
-    """Return gradients of the scaled loss divided by the scale, in float32, with NaN for infinities."""
+    """Return the true float32 gradients, given those of the scaled loss.
+
+    They are divided by the scale, and infinities become NaN.
+    """
     return nan_if_infinite(loss_scale.unscale(widen(grads)))
 
 
 def nan_if_infinite(grads: Any) -> Any:
-    """Return ``grads`` with NaN in place of infinities, which clipping by value would make finite."""
+    """Return ``grads`` with NaN in place of infinities.
+
+    Clipping by value would make infinities finite.
+    """
 
     def nan_in_place(grad: Any) -> Any:
         return jnp.where(jnp.isinf(grad), jnp.nan, grad) if is_float_array(grad) else grad
@@ -73,7 +79,10 @@ def nan_if_infinite(grads: Any) -> Any:
 
 
 def global_norm(grads: Any) -> jax.Array:
-    """Return the global norm of true gradients; :func:`loss_scaling` skips the step if it is not finite."""
+    """Return the global norm of true gradients.
+
+    :func:`loss_scaling` skips the step if it is not finite.
+    """
     return jnp.sqrt(sum_of_squares(widen(grads)))
 
 
@@ -142,9 +151,9 @@ def value_and_grad(
 def scaled_value_and_grad(
     fun: Callable[..., Any], loss_scale: LossScale, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return the function of :func:`value_and_grad`, but without the division by the scale.
+    """Return the function of :func:`value_and_grad` without the division.
 
-    A train step sums the gradients of its microbatches before it divides.
+    Its gradients are those of the scaled loss. A train step sums the gradients of its microbatches before it divides.
     """
     scaled_fun = scaled_loss(fun, loss_scale, has_aux)
 
@@ -156,7 +165,7 @@ def scaled_value_and_grad(
 
 
 def is_list(argnums: Any) -> bool:
-    """Return whether ``argnums`` is a list of positions: a sequence, or an array with axes."""
+    """Return whether ``argnums`` is a sequence, or an array with axes."""
     return isinstance(argnums, Sequence) or np.ndim(argnums) > 0
 
 

@@ -1,4 +1,4 @@
-"""The state of :func:`jaxmp.loss_scaling`, and how to find it in the state of an optimizer."""
+"""The state of :func:`jaxmp.loss_scaling` in the state of an optimizer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
 
 
 def _own_array(path: Any, leaf: Any) -> jax.Array:
-    """Return a leaf of a loss scale as a new array; an integer scale becomes float32, because it may be halved."""
+    """Return a leaf of a loss scale as a new array.
+
+    An integer scale becomes float32, because it may be halved.
+    """
     dtype = jnp.result_type(leaf)
     is_whole = path_name(path) == "loss_scale" and jnp.issubdtype(dtype, jnp.integer)
     return jnp.array(leaf, jnp.float32 if is_whole else dtype)
@@ -78,7 +81,9 @@ def has_loss_scale(opt_state: optax.OptState) -> bool:
 
 
 def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
-    """Return the only :class:`LossScalingState` in an optimizer's state, at any depth.
+    """Return the only :class:`LossScalingState` in an optimizer's state.
+
+    It may lie at any depth.
 
     Raises:
       ValueError: there is none, or there are several.
@@ -113,7 +118,12 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
 
 
 def at_hand(opt_state: optax.OptState) -> LossScale:
-    """Return the loss scale in ``opt_state``, and raise an error if a donating step has deleted it."""
+    """Return the loss scale in ``opt_state``.
+
+    Raises:
+      ValueError: there is none, or there are several.
+      RuntimeError: ``opt_state`` was donated to an earlier step.
+    """
     loss_scale = get_loss_scale(opt_state)
     require_not_deleted(loss_scale)
     return loss_scale

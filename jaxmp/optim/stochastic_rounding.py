@@ -13,7 +13,10 @@ LARGEST, NORMAL, SMALLEST = 448.0, 2.0**-6, 2.0**-9  # largest, smallest normal 
 
 
 def stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
-    """Round float32 values to bfloat16 stochastically; ``bits`` are uint32 below 2^16."""
+    """Round float32 values to bfloat16 stochastically.
+
+    ``bits`` are uint32 below 2^16.
+    """
     words = jax.lax.bitcast_convert_type(values, jnp.uint32) + bits
     rounded = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
     # The addition could turn an infinity or NaN into another value, and a bad step would not be skipped.
@@ -21,7 +24,10 @@ def stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def stochastic_float8(values: jax.Array, bits: jax.Array) -> jax.Array:
-    """Round float32 values of at most 448 to the grid of float8_e4m3fn; ``bits`` are uint32 below 2^16."""
+    """Round float32 values stochastically to the grid of float8_e4m3fn.
+
+    The values are at most 448, and ``bits`` are uint32 below 2^16.
+    """
     sizes = jnp.abs(values)
     words = (jax.lax.bitcast_convert_type(sizes, jnp.uint32) + (bits << 4)) & jnp.uint32(0xFFF00000)  # 3 bits stay
     normal = jnp.minimum(jax.lax.bitcast_convert_type(words, jnp.float32), LARGEST)

@@ -1,4 +1,4 @@
-"""Find the moments in an optimizer's state, and store and read them in 16 or 8 bits.
+"""Find the moments in an optimizer's state, and store them in 16 or 8 bits.
 
 Moments in 8 bits have a scale for each block, as in Dettmers et al. 2022, arXiv:2110.02861.
 """
@@ -43,7 +43,7 @@ _SECOND: dict[type, tuple[str, ...]] = {
 
 @flax.struct.dataclass
 class Float8Blocks:
-    """An array in 8 bits: a code for each number, and a scale for each block along the last axis.
+    """An array in float8, with a scale for each block along the last axis.
 
     Attributes:
       codes: float8_e4m3fn, of the array's shape.
@@ -76,7 +76,9 @@ def in_bfloat16(leaf: jax.Array, squared: bool, draw: Draw) -> jax.Array:
 
 
 def as_float8_blocks(leaf: jax.Array, squared: bool, block: int, draw: Draw, scales: Any = None) -> Any:
-    """Return a moment in float8 blocks, or unchanged if the block does not divide its last axis.
+    """Return a moment in float8 blocks.
+
+    It is unchanged if the block size does not divide its last axis.
 
     Args:
       leaf: the moment, float32.
@@ -99,10 +101,10 @@ def as_float8_blocks(leaf: jax.Array, squared: bool, block: int, draw: Draw, sca
 
 
 def _block_scales(leaf: jax.Array, block: int) -> jax.Array:
-    """Return the power of two above the largest magnitude in each block, or inf or NaN.
+    """Return the power of two above the largest magnitude in each block.
 
-    A power of two is the same on any number of devices. The largest magnitude is not, because XLA rounds a product and
-    a sum once or twice, depending on the program.
+    If that magnitude is infinite or NaN, it is returned itself. A power of two is the same on any number of devices.
+    The largest magnitude is not, because XLA rounds a product and a sum once or twice, depending on the program.
     """
     largest = jnp.max(jnp.abs(_in_blocks(leaf, block)), axis=-1)
     exponents = jax.lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
@@ -111,9 +113,9 @@ def _block_scales(leaf: jax.Array, block: int) -> jax.Array:
 
 
 def readable_with_scales(stored: Any, new: Any, block: int) -> tuple[Any, list[Any]]:
-    """Return the stored state behind a barrier, and the scales of the new one (None for other leaves).
+    """Return the stored state behind a barrier, and the scales of the new one.
 
-    XLA reads the stored codes only after it has computed the scales.
+    The scales of leaves without blocks are None. XLA reads the stored codes only after it has computed the scales.
     """
     old, structure = jax.tree.flatten(stored, is_leaf=is_blocks)
     pairs = [
@@ -130,7 +132,10 @@ def _scale_of_each_number(scales: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _in_blocks(array: jax.Array, block: int) -> jax.Array:
-    """Return ``array`` with its last axis in blocks, split over devices like that axis."""
+    """Return ``array`` with its last axis in blocks.
+
+    The blocks are split over devices like that axis.
+    """
     sizes = (*array.shape[:-1], array.shape[-1] // block, block)
     place = _place_in_blocks(array, sizes[-2])
     if place is None:
@@ -148,7 +153,10 @@ def _merged(blocks: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _place_in_blocks(array: jax.Array, blocks: int) -> Any:
-    """Return a sharding of an array with only whole blocks on each device; None without Explicit axes."""
+    """Return a sharding of an array with only whole blocks on each device.
+
+    Return None if no Explicit axis splits the array.
+    """
     place = jax.typeof(array).sharding
     if not any(place.spec):
         return None
@@ -174,7 +182,7 @@ class StateLeaf(NamedTuple):
 
 
 def leaves_of_state(state: Any) -> list[StateLeaf]:
-    """Return the path of each leaf of an optimizer's state, and whether it is a moment."""
+    """Return each leaf's path in an optimizer's state, and whether it is a moment."""
 
     def is_known(node: Any) -> bool:
         return type(node) in _SIGNED or type(node) in _SECOND

@@ -1,1 +1,1 @@
-"""Policies: the dtypes of the params, the computation and the output of a part of a model."""
+"""Policies: the dtypes of params, computation and output."""

@@ -169,7 +169,7 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
 
 
 def available() -> str:
-    """Return how the traced program computes float8: ``"native"``, ``"emulate"`` or ``"no"``.
+    """Return how float8 is computed: ``"native"``, ``"emulate"`` or ``"no"``.
 
     ``JAXMP_FLOAT8=emulate`` computes the same numbers with casts on any device. The device is the first local one, or
     that of :func:`jaxmp.hardware.assumed`. If it has no float8 products, you get a warning once per process.

@@ -73,7 +73,7 @@ def dot_general(
 
 
 def recipe_of(eqn: Any) -> Float8 | None:
-    """Return the recipe of a float8 product in a program, or None for any other equation."""
+    """Return the recipe of an equation that is a float8 product, or None."""
     names = names_of(eqn) if eqn.primitive.name == "custom_jvp_call" else ()
     scope = re.fullmatch(r"jaxmp\.float8\((.*)\)", names[-1]) if names else None
     return get_recipe(scope[1]) if scope else None
@@ -83,13 +83,19 @@ def recipe_of(eqn: Any) -> Float8 | None:
 def _product(
     dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None, is_fused: bool, is_own: bool
 ) -> Callable[..., Any]:
-    """Return the product of quantised operands for these arguments; JAX traces one function once."""
+    """Return the product of quantised operands for these arguments.
+
+    It is cached, so that JAX traces the same function only once.
+    """
     return _Product(dimensions, recipe, dtype, weight, is_fused, is_own).with_derivatives()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A float8 product and its derivative; the fields are the arguments of :func:`dot_general`."""
+    """A float8 product and its derivative.
+
+    The fields are the arguments of :func:`dot_general`.
+    """
 
     dimensions: Any
     recipe: Float8
@@ -135,7 +141,10 @@ class _Product:
         return dequantised(quantised(cotangent, self.recipe.gradient, self.is_own), self.recipe.gradient)
 
     def _tangent(self, tangents: Any, operands: Any) -> Any:
-        """Return the tangent of the result: one product for each operand with a tangent, or None."""
+        """Return the tangent of the result.
+
+        It is a sum with one product for each operand whose tangent is not None.
+        """
         in_float8: list[Any] = []
         in_compute: list[Any] = []
         for side, tangent in enumerate(tangents):
@@ -179,12 +188,15 @@ def _opened(operand: tuple[Any, Any, Any], dtype: str) -> tuple[Any, Any, Any]:
 
 
 def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
-    """Return the dequantised operand of a product from the result of :func:`quantised`."""
+    """Return the dequantised operand from the result of :func:`quantised`."""
     return _dequantised(*_opened(operand, dtype))
 
 
 def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
-    """Return the scale that maps the largest magnitude to the largest of ``dtype``; of zeros or NaN, 1."""
+    """Return the scale that maps the largest magnitude to that of ``dtype``.
+
+    The scale of zeros or NaN is 1.
+    """
     largest = _largest(jax.lax.stop_gradient(value))
     if not is_own and (axes := manual_axes(value)):
         largest = jax.lax.pmax(largest, axes)
@@ -198,7 +210,10 @@ def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
 
 @custom_vmap
 def _largest(value: Any) -> Any:
-    """Return the largest magnitude in ``value``, in float32: one for all examples of a ``jax.vmap``."""
+    """Return the largest magnitude in ``value``, in float32.
+
+    All examples of a ``jax.vmap`` share it.
+    """
     # First by column, then in total. XLA then computes the first stage in the kernel that computes `value`, instead of
     # reading `value` again in one reduction.
     columns = jax.lax.reduce_max(jnp.abs(value), tuple(range(value.ndim - 1)))

@@ -1,4 +1,7 @@
-"""The text of one policy: ``"params=float32,compute=bfloat16,output=float32,float8(min_dim=1024)"``."""
+"""Read the text of one policy.
+
+An example is ``"params=float32,compute=bfloat16,output=float32,float8(min_dim=1024)"``.
+"""
 
 from __future__ import annotations
 

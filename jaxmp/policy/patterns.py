@@ -1,4 +1,7 @@
-"""Patterns on module paths and module classes: the one matcher that every adapter uses."""
+"""Patterns on module paths and module classes.
+
+Every adapter uses this matcher.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ def check_pattern(pattern: Any) -> Pattern:
 
 
 def path_and_primitive(pattern: Any) -> tuple[Any, str]:
-    """Split the pattern of one operation on a path; the primitive of other patterns is empty.
+    """Split a pattern on one operation into its path and its primitive.
+
+    The primitive of other patterns is empty.
 
     >>> path_and_primitive("encoder/flow:add"), path_and_primitive("encoder/flow"), path_and_primitive("type:Dense")
     (('encoder/flow', 'add'), ('encoder/flow', ''), ('type:Dense', ''))
@@ -54,7 +59,10 @@ def path_and_primitive(pattern: Any) -> tuple[Any, str]:
 
 
 def pairs_of(overrides: Any) -> list[tuple[Any, Any]]:
-    """Return the patterns and policies of overrides: a mapping, None, or the pairs of a PolicyMap."""
+    """Return the patterns and policies of overrides as pairs.
+
+    Overrides are a mapping, None, or the pairs of a PolicyMap.
+    """
     if overrides is None or isinstance(overrides, Mapping):
         return list((overrides or {}).items())
     if isinstance(overrides, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in overrides):

@@ -1,4 +1,4 @@
-"""A policy: the dtypes of the params, the computation and the output of a part of a model."""
+"""A policy: the dtypes of params, computation and output."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Policy:
 
 
 def check_backend(policy: Policy) -> None:
-    """Raise a ValueError if the default backend has no products in the policy's compute dtype."""
+    """Raise a ValueError if the backend has no products in the compute dtype."""
     if policy.compute_dtype == np.float16 and jax.default_backend() == "tpu":
         raise ValueError(
             "autocast needs a backend with products in the policy's compute dtype, got float16 on a TPU, which only "

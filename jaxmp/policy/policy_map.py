@@ -180,7 +180,10 @@ class PolicyMap:
 
 
 def _unmatched(pattern: Pattern, kind: str, known: set[str]) -> ValueError:
-    """Return the error for a pattern that matched nothing; ``known`` are the model's paths or classes."""
+    """Return the error for a pattern that matched nothing.
+
+    ``known`` are the paths or the class names of the model.
+    """
     text = pattern_text(pattern)
     near = closest_names(text, sorted(known - {""})) or "none, the model has no submodules"
     return ValueError(
@@ -189,7 +192,10 @@ def _unmatched(pattern: Pattern, kind: str, known: set[str]) -> ValueError:
 
 
 def _require_no_variable(pattern: Pattern, variables: Collection[Path]) -> None:
-    """Raise a ValueError if a pattern matches a variable, which has the policy of its module."""
+    """Raise a ValueError if a pattern matches a variable.
+
+    A variable has the policy of its module.
+    """
     for path in variables:
         if matches(pattern, path, None):
             owner = "/".join(path[:-1]) or "**"
@@ -200,7 +206,10 @@ def _require_no_variable(pattern: Pattern, variables: Collection[Path]) -> None:
 
 
 def _below(pattern: Pattern, root: str) -> Pattern:
-    """Return a pattern without the name of the root, or of one of its methods, at its front."""
+    """Return a pattern without the name of the root at its front.
+
+    The name of a method of the root, such as ``Net.encode``, is removed too.
+    """
     if is_class_pattern(pattern):
         return pattern
     first, _, rest = str(pattern).partition("/")

@@ -1,4 +1,7 @@
-"""Gather weights inside of a call, a scan or a branch if no other equation reads them."""
+"""Gather weights in the bodies of calls, scans and branches.
+
+Weights that other equations read too, or that a scan reads whole in every iteration, are gathered earlier.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,10 @@ class EnteredBodies:
         return inner
 
     def _use_inside(self, position: int, arg: Any, jaxpr: Any) -> Use:
-        """Return the use of a weight in a body, which gathers it unless it was gathered before."""
+        """Return the use of a weight in a body.
+
+        The body gathers the weight, unless it was gathered before.
+        """
         use = self._uses[position]
         source, is_sliced = use.source, self._is_sliced(position)
         if source.half is not None and not is_sliced:

@@ -1,4 +1,4 @@
-"""Gather weights in half precision, and sum their gradients over devices in float32."""
+"""Gather weights in half precision, and sum their gradients in float32."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
 
 
 def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, _: str) -> Any:
-    """Gather on Explicit axes; the type of the gradient shows that it is not yet reduced."""
+    """Gather on axes of type Explicit.
+
+    The type of the gradient shows that it is not yet reduced.
+    """
 
     @jax.custom_vjp
     def whole(leaf: Any) -> Any:

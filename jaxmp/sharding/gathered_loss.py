@@ -1,4 +1,4 @@
-"""Rewrite a loss with split params so that each weight is gathered where it is used.
+"""Rewrite a loss so that it gathers each split weight where it is used.
 
 The loss is traced with whole params, after policies, adapters and autocast. Each param is gathered in the dtype in
 which the program reads it, in the innermost body that contains all its uses, such as the body of a scan over layers.
@@ -64,9 +64,9 @@ class GatheredParams(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gathered:
-    """A loss function ``loss_fn(params, …)`` that gathers the weights of a plan where they are used.
+    """A loss function that gathers the weights of a plan where they are used.
 
-    It takes params or :class:`GatheredParams`.
+    Call it as ``loss_fn(params, …)``, with params or :class:`GatheredParams`.
     """
 
     plan: Plan
@@ -138,7 +138,11 @@ class Gathered:
         return program, uses
 
     def _gathered_in(self, jaxpr: Any, var: Any, param: Any, spec: Any, product_halves: set[Any]) -> Any:
-        """Return the half dtype in which all readers read a split param, or the param's dtype."""
+        """Return the dtype in which a param is gathered.
+
+        If all readers of a split param read it in the same half dtype, it is that dtype. Otherwise it is the param's
+        dtype.
+        """
         dtypes = dtypes_read(jaxpr, var) - {None} or product_halves
         if len(dtypes) == 1 and self.plan.is_split(spec):
             (dtype,) = dtypes
@@ -202,7 +206,7 @@ class _Rewriting:
         return computed_whole(eqn, operands, uses)
 
     def _entered(self, eqn: Any, operands: Sequence[RewrittenValue]) -> list[RewrittenValue]:
-        """Return the results of a call, a scan or a branch, and gather its weights inside."""
+        """Return the results of a call, a scan or a branch with rewritten bodies."""
         bodies = bodies_of(eqn)
         assert bodies is not None
         if is_body_alone(eqn):
@@ -215,12 +219,18 @@ class _Rewriting:
 
 
 def _may_sum_examples(eqn: Any, operands: Sequence[RewrittenValue]) -> bool:
-    """Return whether an equation is a half product of activations whose derivative may sum over examples."""
+    """Return whether the derivative of an equation may sum over examples.
+
+    This holds for half products of activations that :func:`_is_loose_product` describes.
+    """
     return _is_loose_product(eqn) and not any(is_common for _, is_common in operands[:2])
 
 
 def _has_loose_products(eqn: Any) -> bool:
-    """Return whether a body of an equation has a product that fulfils :func:`_is_loose_product`."""
+    """Return whether a body of an equation has a loose product.
+
+    See :func:`_is_loose_product`.
+    """
     return any(map(_is_loose_product, equations_inside(eqn)))
 
 
@@ -233,11 +243,17 @@ def _is_loose_product(eqn: Any) -> bool:
 
 
 def _computed_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Return the results of a product; its cotangents are summed in float32, and then rounded."""
+    """Return the results of a product whose cotangents are summed in float32.
+
+    The sums are then rounded.
+    """
     results = computed_wide(eqn, arrays)
     return [result.astype(var.aval.dtype) for result, var in zip(results, eqn.outvars, strict=True)]
 
 
 def _is_scalar(value: Any) -> bool:
-    """Return whether an array is a scalar; a PRNG key is not, because draws may differ between examples."""
+    """Return whether an array is a scalar, and not a PRNG key.
+
+    The draws from one key may differ between examples.
+    """
     return not isinstance(value, Use) and np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)

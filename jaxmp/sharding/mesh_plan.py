@@ -46,9 +46,9 @@ class Sharding:
       regather: whether the backward pass gathers the weights again, instead of keeping them from the forward pass.
 
     Raises:
-      TypeError: ``mesh`` is no mesh.
-      ValueError: the mesh has no axis for the batch, or such axes of several types; ``reduce_dtype`` is no dtype to sum
-        in, or ``reduce`` neither word.
+      TypeError: ``mesh`` is not a mesh.
+      ValueError: the mesh has no axis for the batch, or such axes of several types; ``reduce_dtype`` is neither float32
+        nor half; ``reduce`` is neither ``"each"`` nor ``"once"``.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> params = {"w": jnp.zeros((512, 512))}
@@ -80,7 +80,7 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The layout of the params of a train step, and the dtype in which their gradients are reduced.
+    """The layout of a train step's params, and the dtype of gradient reductions.
 
     Raises:
       ValueError: the mesh has no axis for the batch, or such axes of several types.
@@ -153,7 +153,9 @@ class Plan:
         return following(state, state.params, self.specs, self.mesh)
 
     def batch(self, batch: Any, microbatches: int) -> Any:
-        """Return ``batch`` with its examples split over the devices; scalars are replicated.
+        """Return ``batch`` with its examples split over the devices.
+
+        Scalars are replicated.
 
         Raises:
           ValueError: the number of examples is not divisible by devices times microbatches.
@@ -162,14 +164,17 @@ class Plan:
         def placed(path: Any, leaf: Any) -> Any:
             self._require_divided(path, leaf, microbatches)
             is_scalar = np.ndim(leaf) == 0
-            if isinstance(leaf, jax.core.Tracer):  # axes that are split otherwise, a sequence's, stay so
+            if isinstance(leaf, jax.core.Tracer):  # splits of other axes, such as a sequence's, stay
                 return self.put(leaf, PartitionSpec()) if is_scalar else self.by_rows(leaf)
             return moved_to(leaf, NamedSharding(self.mesh, PartitionSpec() if is_scalar else self.rows))
 
         return jax.tree.map_with_path(placed, batch)
 
     def _require_divided(self, path: Any, leaf: Any, microbatches: int) -> None:
-        """Raise a ValueError if a leaf's examples are not divisible by devices times microbatches."""
+        """Raise a ValueError if the devices do not divide the examples of a leaf.
+
+        They must divide the examples of each microbatch.
+        """
         if np.ndim(leaf) == 0:
             return
         examples, parts = np.shape(leaf)[0], self.devices * microbatches
@@ -187,11 +192,17 @@ class Plan:
         return jax.sharding.reshard(value, spec) if self.is_explicit else jax.lax.with_sharding_constraint(value, spec)
 
     def gathered(self, spec: PartitionSpec) -> PartitionSpec:
-        """Return the spec of a gathered param, split only over axes that do not split the batch."""
+        """Return the spec of a gathered param.
+
+        It is split only over axes that do not split the batch.
+        """
         return PartitionSpec(*without(spec, self.axes))
 
     def by_rows(self, value: Any, dim: int = 0) -> Any:
-        """Return ``value`` with axis ``dim`` split over the devices; the layout of other axes stays."""
+        """Return ``value`` with axis ``dim`` split over the devices.
+
+        The layout of the other axes stays.
+        """
         if self.is_explicit:
             rest = without(jax.typeof(value).sharding.spec, self.axes)
         else:
@@ -211,7 +222,10 @@ class Plan:
         return self.put(self.put(param.astype(dtype), spec), self.gathered(spec))
 
     def tap(self, param: Any, spec: PartitionSpec) -> Any:
-        """Return zeros (devices, …) whose cotangent, summed over the devices, is that of ``param``."""
+        """Return the tap of ``param``: zeros of shape (devices, …).
+
+        The cotangent of ``param`` is the sum of the tap's cotangent over the devices.
+        """
 
         @jax.custom_vjp
         def tap(param: Any) -> Any:
@@ -228,7 +242,10 @@ class Plan:
         return self.of_parts(jnp.zeros((self.devices, *param.shape), sum_dtype(param.dtype)), spec)
 
     def of_parts(self, parts: Any, spec: PartitionSpec) -> Any:
-        """Return the parts (devices, …) of a gradient, in the layout of the param with ``spec``."""
+        """Return the parts (devices, …) of a gradient, one on each device.
+
+        The other axes have the layout of the gathered param with ``spec``.
+        """
         return self.put(parts, PartitionSpec(*self.rows, *self.gathered(spec)))
 
     def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
@@ -271,7 +288,10 @@ class Plan:
         return self.put(array.reshape(shape), self.rows)
 
     def copies(self, weight: Any) -> Any:
-        """Return ``weight`` as (devices, …), whose cotangent is reduced with those of other uses."""
+        """Return copies (devices, …) of ``weight``, one for each device.
+
+        Their cotangents are reduced together with those of the weight's other uses.
+        """
         with jax.named_scope(COPIES):
             return jax.lax.broadcast_in_dim(weight, (self.devices, *weight.shape), range(1, weight.ndim + 1))
 
@@ -296,12 +316,17 @@ def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
 
 
 def sum_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype in which gradients of params of ``dtype`` are summed: float32, or float64."""
+    """Return the dtype in which gradients of params of ``dtype`` are summed.
+
+    It is float32, or float64 for float64 params.
+    """
     return max(_FLOAT32, np.dtype(dtype), key=lambda dtype: dtype.itemsize)
 
 
 def on_auto_axes(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
-    """Return ``fun`` run on axes of type Auto, for any axis types of the current mesh.
+    """Return ``fun`` so that it runs on axes of type Auto.
+
+    The axes of the current mesh may have any types.
 
     Args:
       fun: a function of arrays.

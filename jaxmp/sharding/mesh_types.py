@@ -38,7 +38,7 @@ def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
 
 
 def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossFn:
-    """Return ``loss_fn`` traced on the Explicit axes of ``mesh``, for a call on Auto axes.
+    """Return ``loss_fn`` traced on Explicit axes, for a call on Auto axes.
 
     In their types, the params, the model state and the rng are whole, and the examples of the batch are split over
     ``batch_axes`` if they are divisible.
@@ -90,7 +90,10 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[A
 
 
 def _rebound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Bind an equation on Auto axes; the current mesh is that of the equation's context."""
+    """Bind an equation on Auto axes.
+
+    The current mesh must be that of the equation's context.
+    """
     traced_on = jax.sharding.get_abstract_mesh()
     if not traced_on.explicit_axes:
         return _rebuilt(eqn, operands, traced_on)
@@ -115,7 +118,10 @@ def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]
 
 
 def _bind_without_types(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Bind an equation without bodies, with a constraint if its parameters state the result's sharding."""
+    """Bind an equation without bodies.
+
+    If its parameters state a sharding of the result, the result gets a constraint.
+    """
     params = jax.tree.map(_without_types, dict(eqn.params), is_leaf=is_jaxpr)
     for key in _SHARDING_PARAMS:
         if _names_explicit_axes(params.get(key)):
@@ -129,7 +135,10 @@ def _bind_without_types(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _without_types(param: Any) -> Any:
-    """Return a parameter of an equation; for a closed jaxpr, without types of Explicit axes."""
+    """Return a parameter of an equation, without types of Explicit axes.
+
+    Only closed jaxprs have such types.
+    """
     if not hasattr(param, "in_avals") or not any(_names_explicit_axes(aval.sharding) for aval in param.in_avals):
         return param
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in param.in_avals]

@@ -14,10 +14,10 @@ from jaxmp.base import trees as _tree
 
 
 def settled(state: Any) -> Any:
-    """Return ``state`` in the form of a state that a step returns, so that all steps share one compilation.
+    """Return ``state`` in the form of a state that a step returns.
 
-    Its arrays are strongly typed and on the devices of the params. Each array occurs once, because a buffer can be
-    donated only once.
+    All steps then share one compilation. The arrays are strongly typed and on the devices of the params. Each array
+    occurs once, because a buffer can be donated only once.
     """
     home = home_of(state.params)
     ids: set[int] = set()
@@ -32,7 +32,10 @@ def settled(state: Any) -> Any:
 
 
 def each_once(state: Any) -> Any:
-    """Return ``state`` with copies of arrays that are in it twice, such as those of a target network."""
+    """Return ``state`` with each array in it only once.
+
+    Arrays that occur again, such as those of a target network, are copied.
+    """
     leaves, structure = jax.tree.flatten(state)
     if len({*map(id, leaves)}) == len(leaves):  # the usual case
         return state
@@ -48,7 +51,10 @@ def copied_if_seen(leaf: Any, ids: set[int]) -> Any:
 
 
 def home_of(tree: Any) -> Any:
-    """Return the sharding that replicates over the mesh of ``tree``, or that of a committed array, or None."""
+    """Return the sharding for uncommitted arrays, or None.
+
+    It replicates over the mesh of ``tree``. Without a mesh, it is that of a committed array.
+    """
     shardings = [leaf.sharding for leaf in jax.tree.leaves(tree) if is_put(leaf)]
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):

@@ -81,7 +81,7 @@ def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
 
 
 def require_specs(tree: Any, specs: Any) -> None:
-    """Raise a ValueError if ``specs`` do not have a ``PartitionSpec`` for each leaf of ``tree``."""
+    """Raise a ValueError unless ``specs`` have a spec for each leaf of ``tree``."""
     leaves = {_tree.path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(specs, is_leaf=is_spec)}
     names = [_tree.path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
     differences = [f"{type(leaf).__name__} for {name!r}" for name, leaf in leaves.items() if not is_spec(leaf)]

@@ -1,4 +1,7 @@
-"""Products, lookups and convolutions of gathered weights, with gradients that are summed in float32."""
+"""Products, lookups and convolutions of gathered weights.
+
+The gradients of the weights are summed in float32.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,15 @@ _BY_ROWS = frozenset({("dot_general", 0), ("dot_general", 1), ("gather", 0), ("c
 
 
 def goes_by_rows(eqn: Any, position: int) -> bool:
-    """Return whether :func:`product_by_rows` takes an equation with a weight at this position."""
+    """Return whether :func:`product_by_rows` takes a weight at this position."""
     return (eqn.primitive.name, position) in _BY_ROWS
 
 
 def product_by_rows(eqn: Any, position: int, use: Use, values: Sequence[Any]) -> Any:
-    """Return a product or a lookup for which each device sums the weight's gradient over its own rows."""
+    """Return a product or a lookup whose weight gradient is summed by rows.
+
+    Each device sums the gradient over its own rows.
+    """
     operands = [value for n, value in enumerate(values) if n != position]
     return _RowProduct(eqn, position, use).result(operands)
 
@@ -94,7 +100,10 @@ class _RowProduct:
         return plan.of_parts(plan.over_rows(of_rows, dims, (cotangent, *operands)), source.spec)
 
     def _cotangent_of_weight(self, is_whole: bool, cotangent: Any, *operands: Any) -> Any:
-        """Return the cotangent of the weight from these rows; with ``is_whole``, from the rows of all devices."""
+        """Return the cotangent of the weight from these rows.
+
+        With ``is_whole``, these are the rows of all devices.
+        """
         aval, source = self.eqn.invars[self.position].aval, self.use.source
         dtype = source.sum_dtype if self._is_lookup else aval.dtype
         params = anywhere(self.eqn.params)
@@ -104,7 +113,7 @@ class _RowProduct:
         return self.use.moved_back(_summed_in(source.sum_dtype, lambda part: pull(part)[0], cotangent, is_whole))
 
     def _cotangents_of_operands(self, half: Any, operands: Sequence[Any], cotangent: Any) -> list[Any]:
-        """Return the cotangents of the other operands, None for those that are not floating."""
+        """Return the cotangents of the other operands; None if they are not floating."""
         floats = [n for n, value in enumerate(operands) if _tree.is_float_array(value)]
 
         def of_floats(*values: Any) -> Any:
@@ -120,9 +129,10 @@ class _RowProduct:
 
 
 def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
-    """Return a float8 product for which each device sums its rows of the gradient in float32.
+    """Return a float8 product whose weight gradient is summed by rows.
 
-    Return None if both operands are weights, or if the devices divide no axis.
+    Each device sums its own rows in float32. Return None if both operands are weights, or if the devices divide no
+    axis.
     """
     product = next(inner for inner in equations(eqn.params["call_jaxpr"]) if inner.primitive.name == "dot_general")
     sides = [side for side in (0, 1) if isinstance(values[3 * side], Use)]
@@ -158,7 +168,7 @@ def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | No
 
 
 def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable[..., Any]:
-    """Return a function that computes the cotangent of a weight from the rows of a float8 product.
+    """Return a function from rows of a float8 product to the weight's cotangent.
 
     Args:
       product: the equation of the product.
@@ -189,7 +199,10 @@ def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable
 
 
 def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
-    """Return the axis of the batch in the result and in the operand that is not a weight, or None."""
+    """Return the axis of the batch in the result and in the other operand.
+
+    The other operand is the one that is not a weight. Return None if the devices divide no such axis.
+    """
     name, params = eqn.primitive.name, eqn.params
     shape = eqn.invars[1 - position].aval.shape
     pairs: list[tuple[int, int]] = []
@@ -226,8 +239,9 @@ def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
 
 
 def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, is_whole: bool = False) -> Any:
-    """Return ``fun``, the transpose of a product of half operands, with its result in ``dtype``.
+    """Return ``fun(cotangent)`` in ``dtype``.
 
+    ``fun`` is the transpose of a product of half operands. Matrix products in it have results in ``dtype``.
     Convolutions have half results, because cuDNN has no others. Convolutions over the rows of all devices
     (``is_whole``), which XLA splits, are computed in ``dtype``.
     """
@@ -255,9 +269,10 @@ def may_be_wide(eqn: Any) -> bool:
 
 
 def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Return the float32 results of an equation of half operands; cotangents are summed in float32.
+    """Return the float32 results of an equation of half operands.
 
-    A product is computed in half, and the products of its derivative have float32 results.
+    Cotangents are summed in float32. A product is computed in half, and the products of its derivative have float32
+    results.
     """
     avals, name = [atom.aval for atom in eqn.invars], eqn.primitive.name
     dtypes = [sum_dtype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype for aval in avals]

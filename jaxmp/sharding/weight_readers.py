@@ -1,4 +1,4 @@
-"""The equations of a loss that read a weight, and the dtypes in which they read it."""
+"""The equations that read a weight, and the dtypes in which they read it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "b
 
 
 def only_moves_or_casts(eqn: Any) -> bool:
-    """Return whether an equation only moves or casts its operand, alike on all devices."""
+    """Return whether an equation only moves or casts its operand.
+
+    An equation of ``Plan.copies`` does not count.
+    """
     if eqn.primitive.name == "convert_element_type":
         return bool(jnp.issubdtype(eqn.params["new_dtype"], jnp.floating))
     return eqn.primitive.name in _MOVES and len(eqn.invars) == 1 and not is_copying(eqn)
 
 
 def is_copying(eqn: Any) -> bool:
-    """Return whether an equation comes from :meth:`jaxmp.sharding.mesh_plan.Plan.copies`."""
+    """Return whether an equation comes from ``Plan.copies``."""
     return eqn.primitive.name == "broadcast_in_dim" and COPIES in names_of(eqn)
 
 
@@ -43,7 +46,10 @@ def dtypes_read(jaxpr: Any, var: Any) -> set[Any]:
 
 
 def _dtypes_and_results(jaxpr: Any, var: Any, scopes: Names = ()) -> tuple[set[Any], set[int]]:
-    """Return the dtypes that read a weight in a body, and the results that are the weight."""
+    """Return the dtypes in which a body reads a weight.
+
+    Also return the positions of results that are the weight.
+    """
     dtypes, results = set[Any](), set[int]()
     for eqn, position in _readers(jaxpr, var):
         if eqn is None:
@@ -59,7 +65,10 @@ def _dtypes_and_results(jaxpr: Any, var: Any, scopes: Names = ()) -> tuple[set[A
 
 
 def _read_by(eqn: Any, position: int, scopes: Names) -> tuple[set[Any], list[Any]]:
-    """Return the dtypes that read a weight in an equation, and the results read instead."""
+    """Return the dtypes in which an equation reads a weight.
+
+    Also return the results whose readers count in its place.
+    """
     is_lookup = eqn.primitive.name == "gather" and position == 0
     if is_lookup and DECIDED in scopes and region_of(scopes).level is None:
         return {None}, []
@@ -75,9 +84,9 @@ def _read_by(eqn: Any, position: int, scopes: Names) -> tuple[set[Any], list[Any
 
 
 def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
-    """Return the equations that read a weight behind its moves, with the position of the operand.
+    """Return the equations that read a weight behind its moves.
 
-    A result of the body is listed with None in place of an equation.
+    Each comes with the position of the operand. A result of the body is listed with None in place of an equation.
     """
     moved, readers = {var}, list[tuple[Any, int]]()
     for eqn in jaxpr.eqns:
@@ -95,5 +104,8 @@ def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
 
 
 def _enters_scan(bodies: Bodies, position: int) -> bool:
-    """Return whether an operand of a scan is the same in all iterations, or sliced by them."""
+    """Return whether an operand enters a scan, but not as part of its carry.
+
+    It is then the same in all iterations, or sliced by them.
+    """
     return bodies.kind == "scan" and not bodies.start <= position < bodies.start + bodies.carry

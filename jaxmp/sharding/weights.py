@@ -39,7 +39,7 @@ class Source:
     _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
 
     def gathered_again(self, param: Any) -> Any:
-        """Return the weight for the backward pass, gathered once for all uses in one trace."""
+        """Return the weight for the backward pass, gathered once per trace."""
         trace = get_opaque_trace_state()
         if self._again is None or self._again[0] is not param or self._again[1] != trace:
             # Without a barrier XLA would keep the gathered weight of the forward pass.
@@ -78,7 +78,10 @@ class Use:
         return [dataclasses.replace(self, moves=(*self.moves, (eqn, number))) for number, _ in enumerate(eqn.outvars)]
 
     def moved(self, value: Any, is_named: bool = True) -> Any:
-        """Return ``value`` after the moves of the weight; without ``is_named``, skip ``checkpoint_name``."""
+        """Return ``value`` after the moves of the weight.
+
+        Without ``is_named``, ``checkpoint_name`` is skipped.
+        """
         for eqn, number in self.moves:
             if is_named or eqn.primitive.name != "name":
                 value = bind_equation(eqn, [value], anywhere(eqn.params))[number]
@@ -132,7 +135,9 @@ class Use:
 
 
 def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
-    """Return a value that is computed from weights as a float32 weight, so that its cotangents add up.
+    """Return a value that is computed from weights as a float32 weight.
+
+    So its cotangents are summed in float32.
 
     Args:
       origin: one of those weights.
@@ -145,7 +150,10 @@ def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
 
 
 def as_value(use: Use, array: Any, is_common: bool) -> RewrittenValue:
-    """Return an array that was computed from a weight; if it is common, it is a weight again."""
+    """Return an array that was computed from a weight.
+
+    If it is common and floating, it is a weight again.
+    """
     is_weight = is_common and is_float_array(array)
     return (weight_of(use.source, array, array.dtype), True) if is_weight else (array, is_common)
 

@@ -14,7 +14,7 @@ from jaxmp.base.trees import select_tree, widen
 def accumulated(
     differentiate: Callable[..., Any], params: Any, model_state: Any, turns: tuple[Any, Any], count: int
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Differentiate the loss of each microbatch in a scan, and sum the gradients in float32.
+    """Differentiate the loss of each microbatch, and sum the gradients in float32.
 
     Args:
       differentiate: a function that takes ``(model_state, batch, rng)`` of a microbatch, and returns its loss,

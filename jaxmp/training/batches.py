@@ -13,7 +13,10 @@ from jaxmp.sharding.specs import as_tuple
 
 
 def require_examples(batch: Any) -> None:
-    """Raise an error if a batch has no examples, because zero gradients would still change the params."""
+    """Raise a ValueError if a batch has no examples.
+
+    Its zero gradients would still change the params.
+    """
     shapes = [shape for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape]
     if {shape[0] for shape in shapes} == {0}:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Check a train step's loss function, and apply a policy and rematerialisation to it."""
+"""Check a loss function, and apply a policy and rematerialisation to it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ REMAT: dict[str, Any] = {
 
 
 def checked(loss_fn: LossFn) -> LossFn:
-    """Return ``loss_fn`` with its result checked, in the form ``(loss, (model_state, metrics))``.
+    """Return ``loss_fn`` with its result checked.
+
+    The result has the form ``(loss, (model_state, metrics))``.
 
     Raises:
       TypeError: it is not a function, or does not take four arguments.
@@ -91,7 +93,10 @@ def require_arguments(loss_fn: Any, names: str) -> None:
 
 
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
-    """Return ``loss_fn`` checked, under autocast if the policy or the overrides ask for it."""
+    """Return ``loss_fn`` checked and under the policy.
+
+    It runs under autocast, unless the policy is None, or float32 without overrides.
+    """
     loss_fn = checked(loss_fn)
     override_of = dict(pairs_of(overrides))
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
@@ -169,7 +174,10 @@ def require_same_structure(new: Any, old: Any) -> Any:
 
 
 def _difference(new: Any, old: Any) -> tuple[str, str, str]:
-    """Return the first leaf in which two trees differ, with descriptions of the old and the new leaf."""
+    """Return the first leaf in which two trees differ.
+
+    Also return descriptions of the old and the new leaf.
+    """
     befores, afters = (
         {path_name(path): described(leaf) for path, leaf in jax.tree.leaves_with_path(tree)} for tree in (old, new)
     )

@@ -216,7 +216,10 @@ class TrainState(flax.struct.PyTreeNode):
         )
 
     def _trace(self, gradients: Callable[[Any], Any]) -> Any:
-        """Return ``gradients(self)``; a subclass may carry more values from microbatch to microbatch."""
+        """Return ``gradients(self)``.
+
+        A subclass may carry more values from microbatch to microbatch.
+        """
         return gradients(self)
 
 

@@ -132,7 +132,10 @@ def _checked_decay(ema_decay: Any) -> float | None:
 
 
 def _check_sharding(sharding: Any, accumulate_steps: int) -> None:
-    """Raise an error if ``sharding`` is not a :class:`Sharding` or does not fit the microbatches."""
+    """Raise an error if ``sharding`` is not a :class:`Sharding`, or does not fit.
+
+    ``reduce="once"`` needs several microbatches.
+    """
     if not isinstance(sharding, Sharding):
         raise TypeError(
             f"sharding must be a jaxmp.sharding.Sharding(mesh, specs), got {type(sharding).__name__}; see "
@@ -143,7 +146,7 @@ def _check_sharding(sharding: Any, accumulate_steps: int) -> None:
 
 
 class _Layout(NamedTuple):
-    """The structure of a state and the sharding of each leaf, None for a leaf without one."""
+    """The structure of a state, and the sharding of each leaf or None."""
 
     structure: Any
     shardings: tuple[Any, ...]
@@ -223,7 +226,10 @@ class TrainStep:
             )
 
     def placed(self, state: S, batch: Any) -> tuple[S, Any]:
-        """Return the state and the batch on the devices of the call: the mesh of the step, or one device."""
+        """Return the state and the batch on the devices of the call.
+
+        These are the devices of the step's mesh, or those of the committed arrays.
+        """
         if self._donate:
             state = each_once(state)
         if not is_traced(state):
@@ -234,7 +240,10 @@ class TrainStep:
             return state, self._plan.batch(batch, self._accumulate_steps)
 
     def _placed_state(self, state: S, batch: Any) -> S:
-        """Return ``state`` with uncommitted arrays on the devices of its other arrays, the batch or the plan."""
+        """Return ``state`` with uncommitted arrays on the devices of the call.
+
+        Without a mesh of the step, these are the devices of the committed arrays in the state and the batch.
+        """
         if self._plan is None:
             home = home_of((state, batch))
             return state if home is None else jax.tree.map(lambda leaf: at_home(leaf, home), state)
@@ -244,21 +253,28 @@ class TrainStep:
         return state
 
     def program_for(self, state: Any) -> Any:
-        """Return the jitted function for a state of arrays or shapes; it preserves the shardings."""
+        """Return the jitted function for a state of arrays or shapes.
+
+        It preserves the shardings of a state on a mesh.
+        """
         layout = _layout_of(state)
         is_on_mesh = layout.shardings and all(isinstance(sharding, NamedSharding) for sharding in layout.shardings)
         return self._program_with(layout if is_on_mesh else None)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
-        """Lower the program of a call for arrays or shapes, to inspect its memory, its cost and its text.
+        """Lower the program of a call for arrays or shapes.
 
-        A program that a call has compiled is not compiled again.
+        Use it to inspect the memory, the cost and the text of the program. A program that a call has compiled is not
+        compiled again.
         """
         self.require_state(state)
         return self.program_for(state).lower(state, batch)
 
     def _jit(self, layout: _Layout | None) -> Any:
-        """Return the jitted step with fixed shardings; otherwise XLA would shard a new state like the batch."""
+        """Return the jitted step, with the shardings of ``layout`` for the new state.
+
+        Without fixed shardings XLA would shard a new state like the batch.
+        """
         shardings = None if layout is None else jax.tree.unflatten(layout.structure, layout.shardings)
         return jax.jit(self._step, donate_argnums=0 if self._donate else (), out_shardings=(shardings, None))
 
@@ -268,14 +284,17 @@ class TrainStep:
     # --- the program ---
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Compute the gradients of a batch, update the state with them, and return it with the metrics."""
+        """Compute the gradients of a batch, and update the state with them.
+
+        Return the new state and the metrics.
+        """
         self.require_state(state)
         if self._ema_decay is None and state.ema_params is not None:
             raise ValueError(
                 "the state keeps a moving average that this step would never update; pass "
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
-        with self._on_mesh():  # callers of ``jitted`` may have set no mesh
+        with self._on_mesh():  # a caller of ``jitted`` may not have set a mesh
             rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
             loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
             loss_scale = get_loss_scale(state.opt_state)
@@ -312,7 +331,10 @@ class TrainStep:
             return on_auto_axes(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
-        """Return true loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
+        """Return the loss, gradients, model state and metrics of a whole batch.
+
+        The loss is the true one. The gradients are those of the scaled loss.
+        """
         require_examples(batch)
         return state._trace(lambda state: self._gradients(state, batch, rng))
 
@@ -347,7 +369,7 @@ class TrainStep:
         return loss, grads, model_state, {**metrics, **records}
 
     def _loss_of_microbatch(self, state: TrainState, first_turn: tuple[Any, Any]) -> tuple[LossFn, Any]:
-        """Return the loss of a microbatch, and the tree with respect to which it is differentiated.
+        """Return the loss function of a microbatch, and the tree to differentiate.
 
         The tree is the params. If gradients are reduced once, it is the gathered params and their taps. Operations on
         params alone are moved out of the loop, unless each microbatch gathers its own weights.
@@ -367,7 +389,10 @@ class TrainStep:
         return hoisted(self._loss_fn, state.params, rest, REMAT["float8"]), state.params
 
     def _differentiate(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Any:
-        """Return the loss, gradients, new model state, metrics and records (of a subclass) of a microbatch."""
+        """Return the results and the gradients of a microbatch.
+
+        These are the loss, the gradients, the new model state, the metrics, and the records of a subclass.
+        """
 
         def loss_of_params(params: Any) -> Any:
             return loss_fn(params, model_state, batch, rng)
@@ -376,14 +401,17 @@ class TrainStep:
         return loss, grads, require_same_structure(new_model_state, model_state), metrics, records
 
     def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the results of ``loss_fn``, the gradients, and the records of a subclass (none here)."""
+        """Return the results of ``loss_fn``, its gradients, and records.
+
+        Only a subclass has records.
+        """
         gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         return *gradients(state.params), {}
 
     # --- warnings and errors ---
 
     def _warn_if_unscaled(self, state: TrainState, batch: Any, rng: Any) -> None:
-        """Warn once if the loss has float16 products and the optimizer no loss scale."""
+        """Warn once if the loss has float16 products and the optimizer has no loss scale."""
         if self._has_warned or not isinstance(get_loss_scale(state.opt_state), NoOpLossScale):
             return
         if "float16" in product_dtypes(jax.make_jaxpr(self._loss_fn)(state.params, state.model_state, batch, rng)):
@@ -395,7 +423,10 @@ class TrainStep:
             )
 
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
-        """Return the error that names the non-finite arrays in the step of a skipped batch."""
+        """Return the error for a stuck run.
+
+        It names the arrays that are not finite in the step of a skipped batch.
+        """
         placed_batch = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
         loss, grads, _, _ = jax.jit(self.placed_gradients)(state, placed_batch, rng)

@@ -1,4 +1,4 @@
-"""Detect runs that skip every step although the loss scale cannot fall any further."""
+"""Detect runs that skip every step at a loss scale that cannot fall."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class NonFiniteTrainingError(FloatingPointError):
 
 
 class StuckRuns:
-    """Notice, without waiting for the device, that a run has been skipping steps for too long.
+    """Detect a run that has been skipping steps for too long.
 
     A step reports whether it was skipped. The report is read some steps later, when the device has finished the step.
-    Only after a skipped step, the host waits for the state's counter.
+    So the host does not wait for the device. It only waits for the state's counter after a skipped step.
     """
 
     def __init__(self, limit: int) -> None:
@@ -45,15 +45,18 @@ class StuckRuns:
         self._reports: deque[tuple[Any, Any]] = deque()
 
     def add(self, skipped: Any, batch: Any) -> None:
-        """Remember the report of a step and its batch, unless the step runs inside another transformation."""
+        """Remember the report of a step and its batch.
+
+        A step inside another transformation has no report.
+        """
         if not isinstance(skipped, jax.core.Tracer):
             self._reports.append((skipped, batch))
 
     def bad_batches_of(self, state: Any) -> list[Any]:
-        """Return the latest skipped batches if the run of ``state`` is stuck, else an empty list.
+        """Return the latest skipped batches if the run of ``state`` is stuck.
 
-        A run is stuck if ``limit`` steps in a row were skipped at a scale that cannot fall. Batches whose arrays were
-        deleted are left out.
+        Otherwise return an empty list. A run is stuck if ``limit`` steps in a row were skipped at a scale that cannot
+        fall. Batches whose arrays were deleted are left out.
         """
         bad_batches: list[Any] = []
         with contextlib.suppress(IndexError):  # another thread has read the last report
@@ -76,7 +79,9 @@ def _read_now(array: jax.Array) -> np.ndarray:
 
 
 def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch: Any, skips: int) -> str:
-    """Return the message of the error that ends a stuck run: the non-finite arrays and the remedy.
+    """Return the message of the error that ends a stuck run.
+
+    It names the arrays that are not finite, and the remedy.
 
     Args:
       loss: the true loss of the step.
