@@ -1,4 +1,7 @@
-"""The plan: autocast's decision for each equation of a function, and the reason, before anything runs."""
+"""The plan: autocast's decision for each equation, and the reason.
+
+To make a plan, nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -297,7 +300,10 @@ def _inside(step: Step) -> Iterator[Step]:
 
 
 def _totals(rows: Sequence[PlanRow], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
-    """Return the totals; ``of_results`` are the bytes of the casts of the function's results."""
+    """Return the totals of a plan.
+
+    ``of_results`` are the bytes of the casts of the function's results.
+    """
     half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
     full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
     told = Counter(row.why.rpartition("; ")[2] for row in rows if row.cls == Class.HALF)

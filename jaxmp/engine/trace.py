@@ -72,7 +72,7 @@ def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[
 
 
 def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tuple[TracedProgram, list[Any]]:
-    """Return the program of one call in its original dtypes, and the arrays of the call."""
+    """Trace one call in its original dtypes, and return its program and arrays."""
     pure, arguments, write = lambda *call: (fun(*call[0], **call[1]), ()), (args, kwargs), lambda results, _: results
     if "flax.nnx" in sys.modules:  # arguments may be NNX objects, which must change as under NNX's own transforms
         from jaxmp._internals.flax.nnx_calls import of_arrays
