@@ -159,7 +159,7 @@ def gpu_named(name: str) -> Any:
     """Return a stand-in for the device of that name in :data:`GPUS`.
 
     Raises:
-      ValueError: there are no figures of it.
+      ValueError: the name is unknown.
     """
     if name not in GPUS:
         raise ValueError(

@@ -92,10 +92,10 @@ def _zero_if_finite(leaf: ArrayLike) -> jax.Array:
 def sum_of_squares(tree: Any) -> jax.Array:
     """Sum the squared magnitudes of all floating and complex leaves.
 
-    The sum is a float32 scalar. Half-precision leaves are squared in float32; with a float64 leaf the sum is float64.
-    Leaves of other dtypes are ignored. The sum is finite only if every element and every square is: 2e19 is finite in
-    float32, but its square is not. Like :func:`all_finite` it fuses with the operations that compute the leaves, and
-    needs one scalar all-reduce on sharded arrays.
+    The sum is a float32 scalar, or a float64 scalar if a leaf has 64-bit floats. Half-precision leaves are squared in
+    float32, and leaves of other dtypes are ignored. The sum is finite only if every element and every square is finite:
+    2e19 is finite in float32, but its square is not. Like :func:`all_finite`, it fuses with the operations that compute
+    the leaves, and needs one scalar all-reduce on sharded arrays.
 
     >>> sum_of_squares({"a": jnp.array([3.0, 4.0]), "n": 5})
     Array(25., dtype=float32)

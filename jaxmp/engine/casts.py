@@ -63,8 +63,8 @@ def _depends_on_arguments(node: Node) -> bool:
 def move_casts(nodes: Sequence[Node]) -> None:
     """Cast before a move of data if all of its readers want the same half dtype.
 
-    XLA then fuses a transposition with the product. A weight stays float32 up to the operation that repeats it: several
-    readers, a loop, a broadcast.
+    XLA then fuses a transposition with the product. A weight that is repeated, by several readers, a loop or a
+    broadcast, stays float32 until then.
     """
     for node in reversed(nodes):
         is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen

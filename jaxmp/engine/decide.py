@@ -223,7 +223,7 @@ def is_stream(node: Node) -> bool:
     """Return whether a node is a residual stream.
 
     A residual stream is a sum of activations of two products. The two terms of a softplus are activations of the same
-    product, so their sum is not a stream. A half carry is.
+    product, so their sum is not a stream. A half carry is a stream.
     """
     if node.name == "carry":
         return node.state is State.HALF
@@ -266,9 +266,8 @@ def _dtypes(node: Node) -> tuple[np.dtype | None, np.dtype]:
     """
     if node.kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
-        is_cast = (
-            node.deferred_cast is not None or node.name == _CAST
-        )  # a postponed cast, or one that readers see through
+        # A postponed cast, or a cast that readers see through.
+        is_cast = node.deferred_cast is not None or node.name == _CAST
         return None, below.dtype if is_cast else below.deferred_cast or below.dtype
     if node.kind is KEPT:
         return None, node.written

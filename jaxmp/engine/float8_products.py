@@ -1,6 +1,7 @@
 """The choice of float8 products: large products of a weight under a recipe.
 
-The engine creates a question when it reads a product. The answer is known when the half products are decided.
+The engine creates a :class:`Float8Question` when it reads a product. The answer is known after it has decided which
+products are half.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def _is_mask(node: Any) -> bool:
     It may consist of numbers that a mask selects.
     """
     path = walk([node], lambda value: value.inputs if value.name in _MASKING else ())
-    is_made = any(value.name == "select_n" or not (value.inputs or value.kind is Kind.SOURCE) for value in path)
-    return is_made and all(value.name in _MASKING or not value.shape for value in path)
+    has_mask = any(value.name == "select_n" or not (value.inputs or value.kind is Kind.SOURCE) for value in path)
+    return has_mask and all(value.name in _MASKING or not value.shape for value in path)
 
 
 def _is_table(weight: set[Any]) -> bool:

@@ -39,7 +39,7 @@ class Node:
     requested: str  # the level of a region or an override
     half: np.dtype | None  # the half dtype of the code around it
     loop: int  # the number of the innermost loop body around it, 0 outside of loops
-    in_rule: bool  # whether it is computed in a custom_vjp, whose rule may differ from its derivative
+    in_rule: bool  # whether it is computed in a custom_vjp, whose rule may differ from the true derivative
     dtype: np.dtype  # the decided dtype of the result
     inputs: Sequence[Node]
     users: list[Node]
@@ -63,9 +63,8 @@ class Node:
     rule: Rule | None = None  # the rule that raised the state
     cause: Node | None = None  # the neighbour that caused it
     compute: np.dtype | None = None  # its compute dtype; None for the original dtype, or that of a move
-    deferred_cast: np.dtype | None = (
-        None  # the half dtype of the author's postponed cast, which each reader performs; the value is float32
-    )
+    # The half dtype of the author's postponed cast, which each reader performs. The value is float32.
+    deferred_cast: np.dtype | None = None
 
     @property
     def is_cast_once(self) -> bool:
@@ -122,15 +121,12 @@ class Step:
     kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
-    float8: float8_products.Float8Question | None = (
-        None  # for a product in code with a float8 recipe: true if it is float8
-    )
+    float8: float8_products.Float8Question | None = None  # for a product in code with a float8 recipe
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # the numbers of a scan's carries that no iteration changes
-    is_fixed: bool = (
-        False  # whether it depends only on constants (such as positions), so that it is equal for all examples
-    )
+    # Whether it depends only on constants, such as positions, so that it is equal for all examples.
+    is_fixed: bool = False
     stands: bool = False  # whether it is emitted unchanged
     operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it is unchanged
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
@@ -168,9 +164,7 @@ class Graph:
     body: Body
     steps: list[Step]  # all equations; equations inside of a body come before the equation around it
     sources: list[Node | None]
-    patterns: list[Any] = dataclasses.field(
-        default_factory=list
-    )  # the patterns that jaxmp.engine.operation_patterns has found
+    patterns: list[Any] = dataclasses.field(default_factory=list)  # see jaxmp.engine.operation_patterns
     wanted: Collection[Node] = ()  # the results that are requested in half
     changes: bool = False  # whether any operation computes in another dtype than in the original program
 

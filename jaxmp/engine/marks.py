@@ -25,7 +25,7 @@ SPECIAL = "jaxmp.special"
 OF_POLICY = "the policy of its module"
 WITH_RULE = "jaxmp.rule"
 """The scope of the body of a function with a custom derivative rule, and of the rule."""
-_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;.*)?\)")  # and the recipe of float8 products
+_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;.*)?\)")  # the rest is the recipe of float8 products
 
 
 class Region(NamedTuple):

@@ -40,12 +40,12 @@ Mode = Literal["written", "float32", "autocast"] | None
 
 def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Any]]:
     """Return the policies of a model under autocast, and its overrides of operations."""
-    given = PolicyMap(policy)
+    policy_map = PolicyMap(policy)
     patterns = dict(pairs_of(overrides))
-    for pattern, exception in given.rules:
+    for pattern, exception in policy_map.rules:
         patterns.setdefault(pattern, exception)
     operations = {key: patterns.pop(key) for key in [*patterns] if _names_operations(key)}
-    policies = PolicyMap(given.root, patterns) if operations else PolicyMap(given, dict(pairs_of(overrides)))
+    policies = PolicyMap(policy_map.root, patterns) if operations else PolicyMap(policy_map, dict(pairs_of(overrides)))
     half = policies.compute_dtype
     if half not in CASTABLE or not is_half(half):
         raise ValueError(

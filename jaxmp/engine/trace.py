@@ -33,8 +33,8 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
         return None if request is not None and request[0] != "half" else region_of(names).half or rules.half
 
     token = _tracing.set(ask)
-    # Without the default precision, so that a product keeps what its author wrote. The adapters set
-    # that of each module's policy.
+    # Reset the default precision of products, so that each product keeps the author's. The adapters set the precision
+    # of each module's policy.
     precision: Any = contextlib.nullcontext()
     if products or rules.half is not None:
         precision = jax.default_matmul_precision(products or None)

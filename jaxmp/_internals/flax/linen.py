@@ -65,8 +65,8 @@ class Hooks(_Object):
         raise NotImplementedError
 
     def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # All methods of Linen modules are called here, also a `BaseClass.method` that is passed to `apply`, but not
-        # methods of transformed classes.
+        # Linen calls all methods here, except those of transformed classes. This includes a `BaseClass.method` that is
+        # passed to `apply`.
         call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
         return self.jaxmp_call(call, _module.wrap_method_once(fun), args, kwargs, fun.__name__)
 

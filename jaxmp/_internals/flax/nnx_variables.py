@@ -112,7 +112,7 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
     visited = set[int]()
     while stack:
         path, node = stack.pop()
-        # Flax sorts all by name, and wraps each.
+        # Flax's `node_dict` sorts and wraps all attributes, including those without Variables.
         is_plain = is_pytree(node) and not has_int_keys(node)
         impl = None if is_plain else nnx.graphlib.get_node_impl(node)
         if id(node) in visited or not (is_plain or impl):

@@ -38,7 +38,7 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: R
 
     Args:
       eqn: an equation that :func:`jaxmp._internals.jax.equations.bodies_of` knows.
-      bodies: what it says of it.
+      bodies: the result of that function.
       functions: for each body, a function from its flat inputs (constants first) to a list of its results.
       rule: the evaluation of the derivative rules of custom_jvp and custom_vjp.
 

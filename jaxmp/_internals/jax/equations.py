@@ -46,7 +46,7 @@ _CALLS = {
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
     "composite": "call_jaxpr",
-    # The forward rule of a custom_vjp with `optimize_remat`, and from 0.12 on its remainder under checkpoint.
+    # The forward rule of a custom_vjp with `optimize_remat`, and (from JAX 0.12 on) its remainder under checkpoint.
     "remat_opt": "fwd_jaxpr",
     "eval_jaxpr": "call_jaxpr",
 }

@@ -31,9 +31,8 @@ def hoisted(
     (jaxpr, consts), known = opened(closed), jax.tree.leaves(fixed)
     varies = [n >= len(known) for n in range(len(jaxpr.invars))]
     before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, is_kept)
-    before = before.replace(
-        eqns=[eqn for eqn in before.eqns if eqn.outvars]
-    )  # effects such as prints stay in each iteration
+    # Effects such as prints stay in each iteration.
+    before = before.replace(eqns=[eqn for eqn in before.eqns if eqn.outvars])
     before, turn = (dce_jaxpr(body, [True] * len(body.outvars), True)[0] for body in (before, turn))
     results, tree = evaluate(before, consts, known), jax.tree.structure(shapes)
     turn = turn if results else jaxpr  # JAX's split would mark recomputations as differentiated

@@ -209,11 +209,8 @@ def _attention(original: Any) -> Any:
         if implementation is None:
             try:
                 jax.eval_shape(fused)
-            except (
-                NotImplementedError,
-                RuntimeError,
-                ValueError,
-            ):  # cuDNN has no kernel for this head size, mask or GPU
+            except (NotImplementedError, RuntimeError, ValueError):
+                # cuDNN has no kernel for this head size, mask or GPU.
                 return original(*operands, *args, **kwargs)
         return jax.tree.map(lambda leaf: leaf.astype(np.float32), fused())
 

@@ -34,9 +34,8 @@ class TracedProgram:
             rest = iter(operands)
             filled = [next(rest) if is_traced else leaf for leaf, is_traced in zip(leaves, are_traced, strict=True)]
             results, self._tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
-            self._leaves = [
-                _ARRAY if is_array(leaf) else leaf for leaf in results
-            ]  # tracers are invalid after the trace
+            # Without the tracers, which are invalid after the trace.
+            self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]
             return arrays_in(results)
 
         with _adding_advice():

@@ -26,8 +26,8 @@ def current_names() -> Names:
 def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
     """Return the scopes around an equation, and the transformations that made it.
 
-    A transformation is, for example, ``"jvp"``. Recomputed code under checkpoint has its scopes twice, once inside of
-    the transpose. They are returned once.
+    A transformation is, for example, ``"jvp"``. JAX lists the scopes of code that is recomputed under checkpoint twice,
+    once inside of the transpose. They are returned once.
     """
     names: Names = ()
     part: list[str] = []
@@ -52,7 +52,7 @@ def _scopes(stack: Any) -> Names:
 def source_of(eqn: Any) -> str:
     """Return the file and line of an equation, as ``"package/module.py:12"``.
 
-    The text is empty if JAX has none. It is the innermost frame outside of JAX and jaxmp. The path begins at its
+    This is the innermost frame outside of JAX and jaxmp; the text is empty if there is none. The path begins at its
     outermost package, so that it is the same on every machine.
     """
     return next(_sources(eqn), "")

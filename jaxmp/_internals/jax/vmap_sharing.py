@@ -70,7 +70,7 @@ class Examples:
         numbers = set[int]()
         for same in self.same:
             inside = same_inside(bodies, same)[0]
-            first = len(same) - len(inside)  # an index
+            first = len(same) - len(inside)  # 1 for a conditional, whose first operand is the index
             numbers.update(n for n, stays in enumerate(inside, first) if same[n] and not stays)
         return numbers
 
