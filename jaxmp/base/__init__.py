@@ -1,1 +1,4 @@
-"""Dtypes, number formats, tables, hardware and pytrees, which every other folder uses."""
+"""Dtypes, number formats, tables, hardware and pytrees.
+
+Every other folder uses them.
+"""

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _kinds_of(cls: type) -> tuple[bool, bool]:
-    """Return whether ``cls`` is a class of Linen modules, and whether it is one of NNX modules."""
+    """Return whether ``cls`` is a Linen module class, and whether an NNX one."""
     # Compared by name, so that Flax need not be imported.
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
     return "flax.linen.module.Module" in bases, "flax.nnx.module.Module" in bases
@@ -29,7 +29,10 @@ def require_order(model: Any, policy: Any, call: str) -> None:
 
 
 def printed(value: Any) -> str:
-    """Return the text of a value for an error: its repr, or its class if the repr is longer than a line."""
+    """Return the repr of a value, for an error.
+
+    If the repr is longer than one line, return the name of the class instead.
+    """
     text = repr(value)
     return f"an instance of {type(value).__name__}" if "\n" in text or len(text) > 120 else text
 
@@ -49,7 +52,10 @@ def require_whole_number(name: str, value: Any, least: int = 1) -> None:
 
 
 def require_function(fun: Any, name: str) -> None:
-    """Raise a TypeError if the argument of ``jaxmp.<name>`` is not a function of arrays."""
+    """Raise a TypeError if ``fun`` is not a function of arrays.
+
+    ``name`` is the name of jaxmp's function that takes it, for the error.
+    """
     is_class = isinstance(fun, type)
     is_linen, is_nnx = _kinds_of(fun if is_class else type(fun))
     if is_class and (is_linen or is_nnx):
@@ -65,7 +71,10 @@ def require_function(fun: Any, name: str) -> None:
 
 
 def takes_a_function(make: F) -> F:
-    """Return ``make(fun, policy, …)`` with an error for calls that use it as a context manager."""
+    """Return ``make`` with an error for its use as a context manager.
+
+    ``make`` is a function of jaxmp that takes a function and a policy.
+    """
     signature = inspect.signature(make)
 
     @functools.wraps(make)

@@ -1,8 +1,9 @@
 """Context managers that extend the keys of JAX's own trace caches.
 
-A new context manager extends all keys, so functions that were jitted earlier are traced and compiled again. So all are
-created together, when the first name of the package is used (such as ``jaxmp.get_policy``). An import from a submodule,
-such as ``from jaxmp.optim.loss_scale import …``, does not create them.
+A new context manager extends all keys, so functions that were jitted earlier are traced and compiled again. To limit
+this to one time, all context managers are created together, when the first name of the package is used (such as
+``jaxmp.get_policy``). An import from a submodule, such as ``from jaxmp.optim.loss_scale import …``, does not create
+them.
 """
 
 from __future__ import annotations

@@ -35,18 +35,27 @@ def is_castable(aval: Any) -> bool:
 
 
 def name_of(typed: Any) -> str:
-    """Return the name of the dtype of an array or abstract value; for other values, of their type."""
+    """Return the name of the dtype of an array or an abstract value.
+
+    For any other value, return the name of its type.
+    """
     return str(getattr(getattr(typed, "dtype", None), "name", None) or type(typed).__name__)
 
 
 @functools.cache
 def is_other_float(dtype: Any) -> bool:
-    """Return whether a dtype is float64, complex or float8, which the engine leaves alone."""
+    """Return whether a dtype is float64, complex or float8.
+
+    The engine leaves these dtypes alone.
+    """
     return dtype is not None and dtype not in CASTABLE and bool(jnp.issubdtype(dtype, np.inexact))
 
 
 def half_dtype() -> np.dtype:
-    """Return the dtype that ``"half"`` means: bfloat16 on TPU, else float16 (jmp's rule)."""
+    """Return the dtype that ``"half"`` means.
+
+    It is bfloat16 on a TPU and float16 elsewhere, as in jmp.
+    """
     return np.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
 
 
@@ -91,7 +100,10 @@ def canonical_dtype(dtype: Any) -> np.dtype:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype | None:
-    """Return NumPy's dtype, or None. A string must be a full name, not ``"f8"`` or ``"c"``."""
+    """Return NumPy's dtype of a name or a dtype-like object, or None.
+
+    A string must be a full name, not ``"f8"`` or ``"c"``.
+    """
     if not isinstance(dtype, (str, type, np.dtype)):  # NumPy accepts arrays and other objects with a dtype
         return None
     try:
@@ -109,7 +121,10 @@ def nearest_first(word: str, known: Iterable[str]) -> list[str]:
 
 
 def closest_names(word: str, known: Iterable[str], most: int = 8) -> str:
-    """Return up to ``most`` names of ``known`` as a list with commas, the closest to ``word`` first."""
+    """Return up to ``most`` names of ``known``, the closest to ``word`` first.
+
+    The names are quoted and separated by commas.
+    """
     ranked = nearest_first(word, known)
     return ", ".join(repr(name) for name in ranked[:most]) + (", …" if len(ranked) > most else "")
 

@@ -112,7 +112,9 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
 
 
 def ieee_format(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
-    """Return the format of a layout under IEEE 754, which reserves the top exponent for infinity and NaN.
+    """Return the format of a layout under IEEE 754.
+
+    IEEE 754 reserves the top exponent for infinity and NaN.
 
     >>> jaxmp.base.formats.ieee_format("binary16", 5, 10).largest
     65504.0

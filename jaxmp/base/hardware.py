@@ -159,7 +159,7 @@ def gpu_named(name: str) -> Any:
     """Return a stand-in for the device of that name in :data:`GPUS`.
 
     Raises:
-      ValueError: there are no figures of it.
+      ValueError: the name is unknown.
     """
     if name not in GPUS:
         raise ValueError(
@@ -211,7 +211,10 @@ def _positive(what: str, value: Any) -> int:
 
 
 def _parse_capability(capability: Any) -> tuple[int, int] | None:
-    """Return NVIDIA's compute capability as a pair, None for anything else (``"gfx942"``, None)."""
+    """Return NVIDIA's compute capability as a pair, or None.
+
+    It is None for the values of other backends, such as ``"gfx942"`` or None.
+    """
     match = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(capability))
     return (int(match[1]), int(match[2])) if match else None
 

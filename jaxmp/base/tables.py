@@ -33,7 +33,10 @@ class Shown:
 
 
 def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> str:
-    """Return a table as lines of text, with right-aligned numbers, and lines after it."""
+    """Return a table as text, with numbers aligned to the right.
+
+    The lines ``after`` follow the table.
+    """
     cells = [[str(cell) for cell in row] for row in ([name.replace("\n", " ") for name in columns], *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = _are_numbers(columns, rows)
@@ -45,7 +48,10 @@ def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], afte
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> Any:
-    """Return the table as a ``rich.table.Table``; a narrow console wraps long cells, but not numbers."""
+    """Return a table as a ``rich.table.Table``.
+
+    A narrow console wraps long cells, but not numbers.
+    """
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -73,7 +79,10 @@ def _are_numbers(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[
 
 
 def as_json(result: Any) -> str:
-    """Return a dataclass as JSON: all fields that its repr shows; non-finite numbers are null."""
+    """Return a dataclass as JSON.
+
+    All fields that its repr shows are included, and non-finite numbers are null.
+    """
     return json.dumps(plain(result), indent=2, allow_nan=False)
 
 

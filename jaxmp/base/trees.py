@@ -36,13 +36,19 @@ def cast(tree: T, dtype: Any) -> T:
 
 
 def is_float_array(leaf: Any) -> bool:
-    """Return whether ``leaf`` is an array or a ``ShapeDtypeStruct`` of a floating dtype."""
+    """Return whether ``leaf`` is an array of a floating dtype.
+
+    A ``jax.ShapeDtypeStruct`` counts as an array.
+    """
     arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
     return isinstance(leaf, arrays) and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def widen(tree: T) -> T:
-    """Cast floating arrays narrower than 32 bits to float32, and leave all others as they are."""
+    """Cast floating arrays of fewer than 32 bits to float32.
+
+    Other leaves are unchanged.
+    """
 
     def widen_leaf(leaf: Any) -> Any:
         return cast(leaf, jnp.float32) if is_float_array(leaf) and leaf.dtype.itemsize < 4 else leaf
@@ -84,12 +90,12 @@ def _zero_if_finite(leaf: ArrayLike) -> jax.Array:
 
 
 def sum_of_squares(tree: Any) -> jax.Array:
-    """Sum the squared magnitudes of the floating and complex leaves, as a float32 scalar.
+    """Sum the squared magnitudes of all floating and complex leaves.
 
-    Half-precision leaves are squared in float32; with a float64 leaf the sum is float64. Leaves of other dtypes are
-    ignored. The sum is finite only if every element and every square is: 2e19 is finite in float32, but its square is
-    not. Like :func:`all_finite` it fuses with the operations that compute the leaves, and needs one scalar all-reduce
-    on sharded arrays.
+    The sum is a float32 scalar, or a float64 scalar if a leaf has 64-bit floats. Half-precision leaves are squared in
+    float32, and leaves of other dtypes are ignored. The sum is finite only if every element and every square is finite:
+    2e19 is finite in float32, but its square is not. Like :func:`all_finite`, it fuses with the operations that compute
+    the leaves, and needs one scalar all-reduce on sharded arrays.
 
     >>> sum_of_squares({"a": jnp.array([3.0, 4.0]), "n": 5})
     Array(25., dtype=float32)
@@ -106,7 +112,9 @@ def _squared_magnitudes(array: jax.Array) -> jax.Array:
 
 
 def max_abs(tree: Any) -> jax.Array:
-    """Return the largest magnitude of a tree as a float32 scalar, or NaN if any element is NaN.
+    """Return the largest magnitude of a tree, as a float32 scalar.
+
+    It is NaN if any element is NaN.
 
     >>> max_abs([jnp.array([1.0, -3.0]), jnp.array(2.0)])
     Array(3., dtype=float32)
@@ -124,10 +132,10 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
-    """Return ``on_true`` if the bool scalar ``pred`` is true, else ``on_false``, bit for bit.
+    """Return ``on_true`` if ``pred`` is true, else ``on_false``, bit for bit.
 
-    If a leaf is the same object in both trees, it is returned unchanged. The result has the dtypes of ``on_false``, so
-    the types of a state never change from step to step.
+    ``pred`` is a bool scalar. If a leaf is the same object in both trees, it is returned unchanged. The result has the
+    dtypes of ``on_false``, so the types of a state never change from step to step.
 
     Raises:
       ValueError: the trees differ in structure.

@@ -1,1 +1,4 @@
-"""The engine: trace a program, decide on its graph, emit it again. README.md describes the algorithm."""
+"""The engine, which decides the dtype of each operation of a program.
+
+README.md describes the algorithm.
+"""

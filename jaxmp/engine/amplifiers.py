@@ -1,4 +1,4 @@
-"""Amplifiers: operations that turn the low digits of an operand into high digits of their result.
+"""Amplifiers: operations that turn an operand's low digits into high digits.
 
 In bfloat16 a coordinate of 300.4 becomes 300, another pixel, and a phase of 300.4 becomes noise. So all inputs of an
 amplifier are float32, back through operations that keep the digits: moves, scales, offsets, bounds and products. This
@@ -85,7 +85,7 @@ def _is_quantised(rounded: Node, quantised: Collection[Node | None]) -> bool:
 
 
 def _is_scale_of(step: Step, place: Node, other: Node) -> bool:
-    """Return whether ``place`` is compared with positions, or with each element of a table."""
+    """Return whether ``place`` is compared with positions or with a table."""
     if place is other or other.after_product:
         return False
     if other.is_constant and other.const is None:  # computed from integers: positions, or a single bound
@@ -100,7 +100,10 @@ def _back_to_products(node: Node) -> Sequence[Node]:
 
 
 def _keepers_of_range(node: Node) -> Sequence[Node]:
-    """Return operands near the end of a root or a logarithm: ``1 - x²``, ``x² + eps``."""
+    """Return the operands of a node that a root or a logarithm amplifies.
+
+    Such a node is, for example, ``1 - x²`` or ``x² + eps``.
+    """
     if node.name in PRODUCTS:
         return ()
     return node.inputs if node.name in _SQUARES else _keepers_of_digits(node)

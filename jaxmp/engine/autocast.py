@@ -1,4 +1,4 @@
-"""Mixed precision for a whole function, decided operation by operation on its graph.
+"""Mixed precision for a whole function, decided for each operation.
 
 docs/autocast.md lists the rules, and README.md the stages of the engine.
 """

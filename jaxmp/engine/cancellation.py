@@ -1,4 +1,4 @@
-"""Cancellation: differences of sums of squares or of products of the same vectors.
+"""Differences of sums of squares or of products of the same vectors.
 
 ``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small compared with their terms. With half products, mostly
 rounding errors would remain. So these products are float32.
@@ -19,7 +19,7 @@ Vectors = tuple[Node, Node]
 
 
 def raise_cancelled(graph: Graph) -> None:
-    """Make products float32 that sum squares or that other terms of a difference cancel."""
+    """Make products float32 if they sum squares or cancel in a difference."""
     if not any(node.is_half_product for node in graph.nodes):
         return
     for node in graph.nodes:
@@ -32,7 +32,7 @@ def raise_cancelled(graph: Graph) -> None:
 
 
 def _is_part_of_sum(node: Node) -> bool:
-    """Return whether a value has one reader, which adds it or a multiple of it to other values."""
+    """Return whether the only reader of a value adds it, or a multiple of it."""
     while len(node.users) == 1:
         node = node.users[0]
         if node.name in SUMS:
@@ -43,7 +43,10 @@ def _is_part_of_sum(node: Node) -> bool:
 
 
 def _terms(total: Node) -> list[Node]:
-    """Return the terms of a sum without their constant factors; a repeated term is listed twice."""
+    """Return the terms of a sum without their constant factors.
+
+    A repeated term is listed twice.
+    """
     terms, stack = list[Node](), list(total.inputs)
     while stack:
         term = multiple_of(stack.pop())
@@ -77,7 +80,10 @@ def _factors(value: Node) -> Vectors | None:
 
 
 def _squared_vector(value: Node) -> Node | None:
-    """Return the vector of which ``value`` is the sum of squares, with one sum per vector."""
+    """Return the vector whose squares ``value`` sums, or None.
+
+    ``value`` has one sum for each vector, unlike a Gram matrix.
+    """
     if value.name in ("square", "integer_pow"):  # the square of a norm
         root = value.inputs[0].origin
         return _squared_vector(multiple_of(root.inputs[0])) if root.name == "sqrt" else None
@@ -90,7 +96,7 @@ def _squared_vector(value: Node) -> Node | None:
 
 
 def _distances(total: Node) -> Iterator[Node]:
-    """Yield products of vectors if another term of the sum adds up the squares of these vectors."""
+    """Yield products of vectors whose squares another term of the sum adds up."""
     terms = _terms(total)
     squared = {vector for term in terms if (vector := _squared_vector(term)) is not None}
     for term in terms:
@@ -116,7 +122,10 @@ def _moments(total: Node) -> Iterator[Node]:
 
 
 def _are_same(product: Node, sums: Vectors) -> bool:
-    """Return whether ``sums`` are weighted sums of the vectors that ``product`` multiplies."""
+    """Return whether ``sums`` sum the vectors that ``product`` multiplies.
+
+    The sums may be weighted.
+    """
     vectors = _vectors(product)
     if vectors is None:
         return False

@@ -1,4 +1,4 @@
-"""Place the casts: after operations that repeat a weight, and before operations that move data."""
+"""The places of casts: after repetitions of a weight, and before moves of data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _FLOAT32, _JOINED = np.dtype(np.float32), frozenset({"concatenate", "stack"})
 
 
 def read_in(user: Node, operand: Node) -> np.dtype | None:
-    """Return the dtype in which an operation reads an operand; None for the operand's own dtype."""
+    """Return the dtype in which an operation reads an operand.
+
+    It is None if the operand is read in its own dtype.
+    """
     if user.compute is not None:
         return user.compute
     if user.kind in (CLEAR, JOIN):
@@ -58,9 +61,10 @@ def _depends_on_arguments(node: Node) -> bool:
 
 
 def move_casts(nodes: Sequence[Node]) -> None:
-    """Cast before a move if its only reader wants half, so that XLA fuses a transposition with the product.
+    """Cast before a move of data if all of its readers want the same half dtype.
 
-    A weight stays float32 up to the operation that repeats it: several readers, a loop, a broadcast.
+    XLA then fuses a transposition with the product. A weight that is repeated, by several readers, a loop or a
+    broadcast, stays float32 until then.
     """
     for node in reversed(nodes):
         is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen

@@ -1,4 +1,4 @@
-"""The class of each primitive of JAX: its precision before its neighbours are considered.
+"""The class of each primitive: its precision before neighbours are considered.
 
 Three questions determine the class. Does the error grow with the length of a sum or with the range of the argument? Is
 the primitive faster in half? Does its result mean the same in another dtype? A primitive without real floating operands
@@ -64,7 +64,10 @@ SOURCE, HALF, FULL, STRICT, INFER, CLEAR, JOIN, KEPT = Kind
 
 
 class State(enum.IntEnum):
-    """The decision on a value; it only rises, so the order of the rules does not matter."""
+    """The decision on a value, which only rises.
+
+    So the order of the rules does not matter.
+    """
 
     UNDECIDED = 0
     HALF = 1
@@ -74,7 +77,10 @@ class State(enum.IntEnum):
 
 
 class Rule(enum.StrEnum):
-    """The rules that decide by neighbours; the values are the names in docs and plans."""
+    """The rules that raise the state of a value.
+
+    Their values are their names in docs and plans.
+    """
 
     AMPLIFIED = "amplifier"
     CANCELLATION = "cancellation"
@@ -213,7 +219,9 @@ _OPAQUE = re.compile("|".join(fnmatch.translate(name) for name in _NAMES[Class.O
 
 
 def classify(name: str) -> Class | None:
-    """Return the class of the primitive called ``name``; None if no supported JAX has it.
+    """Return the class of the primitive ``name``.
+
+    It is None if no supported version of JAX has the primitive.
 
     >>> classify("dot_general")
     <Class.HALF: 'half'>

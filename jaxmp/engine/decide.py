@@ -69,7 +69,7 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
 
 
 def _note_results(graph: Graph, dtypes: Sequence[Any]) -> None:
-    """Mark the results that are requested in half, and those that are returned in float32."""
+    """Mark the results that are requested in half or returned in float32."""
     graph.wanted = []
     for node, dtype in zip(graph.body.results, dtypes, strict=True):
         if node is not None and dtype is not None and dtype.itemsize == 2 and node not in graph.wanted:
@@ -95,7 +95,10 @@ def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], h
 
 
 def _find_looked_up(nodes: Sequence[Node]) -> None:
-    """Find values that are computed from rows of a table, whose cotangents are summed as a weight's are."""
+    """Find values from rows of a table, except rows that a reader repeats.
+
+    Repeated rows count as a weight, whose cotangents are summed in float32.
+    """
     for node in walk([node for node in nodes if node.is_looked_up], users_of):
         node.is_looked_up = True
     for node in reversed(nodes):
@@ -201,19 +204,26 @@ def _state_key(node: Node) -> State:
 
 
 def _drags(operand: Node) -> bool:
-    """Return whether a float32 operand makes its reader float32, because it has no half copy."""
+    """Return whether a float32 operand makes its reader float32.
+
+    It does unless it has a half copy. A value beyond half always does.
+    """
     return operand.state is State.BEYOND_HALF or (operand.state is State.FLOAT32 and not operand.has_half_copy)
 
 
 def _is_float32(reader: Node) -> bool:
-    """Return whether a reader computes in float32, looking through the author's casts."""
+    """Return whether a reader computes in float32.
+
+    The author's casts to float32 do not count.
+    """
     return reader.state >= State.FLOAT32 and not (reader.name == _CAST and reader.kind is FULL)
 
 
 def is_stream(node: Node) -> bool:
-    """Return whether a node is a residual stream: a sum of activations of two products.
+    """Return whether a node is a residual stream.
 
-    The two terms of a softplus are activations of the same product, so their sum is not a stream. A half carry is.
+    A residual stream is a sum of activations of two products. The two terms of a softplus are activations of the same
+    product, so their sum is not a stream. A half carry is a stream.
     """
     if node.name == "carry":
         return node.state is State.HALF
@@ -250,12 +260,14 @@ def _has_rounded_copy(node: Node) -> bool:
 
 
 def _dtypes(node: Node) -> tuple[np.dtype | None, np.dtype]:
-    """Return the dtype that an operation computes in (None: as written), and its result's."""
+    """Return the compute dtype of an operation, and the dtype of its result.
+
+    The compute dtype is None if the operation computes as written.
+    """
     if node.kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
-        is_cast = (
-            node.deferred_cast is not None or node.name == _CAST
-        )  # a postponed cast, or one that readers see through
+        # A postponed cast, or a cast that readers see through.
+        is_cast = node.deferred_cast is not None or node.name == _CAST
         return None, below.dtype if is_cast else below.deferred_cast or below.dtype
     if node.kind is KEPT:
         return None, node.written

@@ -48,10 +48,10 @@ _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 
 
 def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
-    """Evaluate a program as the engine decides; its steps and bodies record the emitted casts.
+    """Evaluate a program as the engine decides.
 
-    ``args`` may have other dtypes than in the trace. ``dtypes`` are the requested dtypes of the results, or None. With
-    ``force``, all operations are decided even if there is no product.
+    Its steps and bodies record the emitted casts. ``args`` may have other dtypes than in the trace. ``dtypes`` are the
+    requested dtypes of the results, or None. With ``force``, all operations are decided even if there is no product.
     """
     for node, value in zip(graph.sources, args, strict=True):
         if node is not None:
@@ -70,13 +70,19 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
 
 
 def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Evaluate a derivative rule or a part of a solver; its results have the given dtypes."""
+    """Evaluate a derivative rule or a part of a solver.
+
+    ``dtypes`` are the requested dtypes of its results, or None.
+    """
     graph = build(*jaxpr, rules, (*step.names, WITH_RULE), in_rule=step.eqn.primitive.name == "custom_vjp_call")
     return evaluated(graph, rules, args, dtypes, force=True)
 
 
 class _Evaluation:
-    """An evaluation of a body, with its values and their casts; JAX may trace a body again."""
+    """An evaluation of a body, with its values and their casts.
+
+    There is a new one each time JAX traces the body.
+    """
 
     def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
         self.rules, self.body = rules, body
@@ -110,7 +116,10 @@ class _Evaluation:
         return [atom.val if type(atom) is Literal else self.env[atom] for atom in atoms]
 
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, met: Any = ()) -> Any:
-        """Return the value in ``dtype``; ``met`` is the step that may repeat it, and the step's operands."""
+        """Return ``value`` in ``dtype``.
+
+        ``met`` has the step that may repeat the value, and the step's operands.
+        """
         if type(atom) is Literal:
             return np.asarray(value).astype(dtype)
         is_summed = bool(met) and dtype.itemsize == 2 and must_widen(met[0].eqn, atom, value, self.examples)
@@ -131,7 +140,10 @@ class _Evaluation:
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
-        """Return the ``value`` of ``node`` in ``dtype``, after the author's cast if that was postponed."""
+        """Return the ``value`` of ``node`` in ``dtype``.
+
+        If the author's cast was postponed, it is applied first.
+        """
         if node is not None and node.deferred_cast is not None:
             value = self.cast(value, node.deferred_cast)
         if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the test for jax.Array is slower
@@ -143,7 +155,10 @@ class _Evaluation:
         return jax.lax.convert_element_type(value, dtype)
 
     def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Sequence[Any]) -> Any:
-        """Return ``value`` in ``dtype``, broadcast as in the step, for each example of ``like``."""
+        """Return ``value`` in ``dtype``, broadcast as in ``step``.
+
+        If a ``jax.vmap`` maps over an array of ``like``, the result is repeated for each example.
+        """
         aval = step.eqn.outvars[0].aval if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
         if value.shape == aval.shape and (not like or has_explicit_axes(value)):
             return self.cast(value, dtype)
@@ -152,7 +167,10 @@ class _Evaluation:
         return cast_repeated(value, dtype, aval, like)
 
     def results_of(self, step: Step, values: list[Any]) -> Sequence[Any]:
-        """Return the results of an equation that changes; ``values`` are its operands before the casts."""
+        """Return the results of an equation that changes.
+
+        ``values`` are its operands before the casts.
+        """
         eqn, node = step.eqn, step.node
         operands = self.operands_of(step, values)
         if self.is_noted:
@@ -193,7 +211,10 @@ class _Evaluation:
         return operands
 
     def cast_by_author(self, step: Step, node: Node, value: Any, operand: Any) -> Any:
-        """Return the result of a cast of the program, from ``value`` in the dtype it reads."""
+        """Return the result of a cast that the author wrote.
+
+        ``operand`` is ``value`` in the dtype that the cast reads.
+        """
         if self.is_noted and not _is_widening(step):
             step.operand_types = [jax.typeof(value)]
         result = self.cast(operand, node.dtype)
@@ -228,7 +249,10 @@ def _program(rules: Rules, step: Step, same: Same) -> Callable[..., list[Any]]:
 
 
 def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
-    """Return positions and dtypes of activations that many iterations of a loop read in half."""
+    """Return the half activations that many iterations of a scan read.
+
+    Each entry is a position among the operands, and a dtype.
+    """
     if step.bodies is None or step.bodies.kind != "scan" or step.node is None or step.node.in_rule:
         return []
     places = [*range(step.bodies.start), *(step.bodies.start + n for n in step.unchanged)]
@@ -237,7 +261,10 @@ def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
 
 
 def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:
-    """Return the operands of ``node`` that a ``jax.vmap`` maps (or, for a weight, may map)."""
+    """Return the operands of ``step`` over which a ``jax.vmap`` maps.
+
+    If there are none and ``node`` is a weight, return an activation over which a later ``jax.vmap`` may map.
+    """
     # Operands in a rule may be tangents, and primal values must not depend on tangents.
     if others or node.is_cast_once or WITH_RULE in step.names:
         return () if WITH_RULE in step.names else others
@@ -246,7 +273,7 @@ def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node)
 
 
 def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
-    """Return the results of a body of ``step``; results that go into joins have the dtypes of the joins."""
+    """Return the results of a body of ``step``, in the dtypes of its joins."""
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
     evaluation = _Evaluation(rules, body, args, same)
@@ -306,7 +333,7 @@ def _is_widening(step: Step) -> bool:
 
 
 def _wants(step: Step) -> list[np.dtype | None]:
-    """Return the dtypes in which an equation reads its operands; None for unchanged operands."""
+    """Return the dtype in which an equation reads each operand; None if unchanged."""
     if step.bodies is not None:
         return _wants_of_bodies(step, step.bodies)
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
@@ -349,7 +376,7 @@ def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
 
 
 def _half_wanted(body: Body, position: int) -> np.dtype | None:
-    """Return the half dtype in which all readers of a body's operand read it, or None."""
+    """Return the half dtype in which all readers read a body's operand, or None."""
     if body.wanted is None:
         body.wanted = {}
         for step in body.steps:

@@ -1,6 +1,7 @@
-"""Choose the float8 products: large products of a weight under a policy with a float8 recipe.
+"""The choice of float8 products: large products of a weight under a recipe.
 
-The engine creates a question when it reads a product. The answer is known when the half products are decided.
+The engine creates a :class:`Float8Question` when it reads a product. The answer is known after it has decided which
+products are half.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ class Float8Question:
 
     @property
     def why(self) -> str:
-        """Return the text for the plan: ``"; float8"``, ``"; no float8: 768 < 1536"``, or nothing."""
+        """Return the text for the plan, such as ``"; no float8: 768 < 1536"``.
+
+        It is ``"; float8"`` for a float8 product, and empty if there is nothing to say.
+        """
         weight, reason = self._answer
         return "; float8" if weight else reason and f"; no float8: {reason}"
 
     @property
     def decision(self) -> tuple[Any, ...]:
-        """Return the properties of the product that affect its program, besides its operands."""
+        """Return the properties that affect the program, apart from the operands."""
         return self._answer[0], self._recipe, self._is_fused, may_be_skipped()
 
     def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -103,7 +107,7 @@ class Float8Question:
 
 
 def float8_question(step: Any, rules: Any) -> Float8Question | None:
-    """Return the question whether a product is float8, or None in code without a recipe.
+    """Return the question whether a product is float8; None without a recipe.
 
     Args:
       step: the step of the product in the engine's graph.
@@ -122,13 +126,19 @@ def float8_question(step: Any, rules: Any) -> Float8Question | None:
 
 @functools.lru_cache(maxsize=4096)
 def _marked(names: Names) -> str | None:
-    """Return the recipe's text at the innermost mark, ``"None"``, or None without a mark."""
+    """Return the recipe of the innermost mark, as text.
+
+    The text is ``"None"`` if the mark has no recipe. The result is None if there is no mark.
+    """
     marks = (mark for name in reversed(names) if (mark := _MARK.fullmatch(name)))
     return next((mark[2] or "None" for mark in marks if mark[1] == "compute" or mark[2]), None)
 
 
 def _weight_and_sources(node: Any) -> set[Any]:
-    """Return a value and its sources through moves and casts of arguments and constants."""
+    """Return a weight with all values that it is moved or cast from.
+
+    If ``node`` is computed or has looked-up rows, it is not a weight, and the set is empty.
+    """
 
     def is_moved(value: Any) -> bool:
         # Values from integers have no inputs here, and looked-up rows belong to an example.
@@ -139,10 +149,13 @@ def _weight_and_sources(node: Any) -> set[Any]:
 
 
 def _is_mask(node: Any) -> bool:
-    """Return whether a value is computed from integers, bools and numbers that they select."""
+    """Return whether a value is a mask or comes from integers or bools.
+
+    It may consist of numbers that a mask selects.
+    """
     path = walk([node], lambda value: value.inputs if value.name in _MASKING else ())
-    is_made = any(value.name == "select_n" or not (value.inputs or value.kind is Kind.SOURCE) for value in path)
-    return is_made and all(value.name in _MASKING or not value.shape for value in path)
+    has_mask = any(value.name == "select_n" or not (value.inputs or value.kind is Kind.SOURCE) for value in path)
+    return has_mask and all(value.name in _MASKING or not value.shape for value in path)
 
 
 def _is_table(weight: set[Any]) -> bool:

@@ -45,9 +45,8 @@ def flops_of(eqn: Any, counts_padding: bool = True) -> int | None:
     if name in _FORMULAS:
         return int(_FORMULAS[name](eqn))
     if name == "fft":
-        size = max(
-            _elements_in(atom) for atom in (*eqn.invars, *eqn.outvars)
-        )  # for real transforms one side is half as long
+        # The larger side counts, because one side of a real transform is half as long.
+        size = max(_elements_in(atom) for atom in (*eqn.invars, *eqn.outvars))
         return round(5 * size * math.log2(max(math.prod(eqn.params["fft_lengths"]), 2)))
     if cls is None or cls is Class.LINALG or name in _UNKNOWN or name.startswith(_UNKNOWN_STARTS):
         return None
@@ -72,9 +71,8 @@ def _flops_of_ragged_dot(eqn: Any) -> int:
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     known = {*contracted, *batch, *numbers.rhs_group_dimensions}
     columns = [size for axis, size in enumerate(eqn.invars[1].aval.shape) if axis not in known]
-    return (
-        2 * _elements_in(eqn.invars[0]) * math.prod(columns)
-    )  # each row is multiplied only by the matrix of its group
+    # Each row is multiplied only by the matrix of its group.
+    return 2 * _elements_in(eqn.invars[0]) * math.prod(columns)
 
 
 def _flops_of_conv(eqn: Any, counts_padding: bool) -> int:

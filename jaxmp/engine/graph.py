@@ -1,8 +1,8 @@
-"""The graph for decisions: a node for each floating value, over all nested programs.
+"""The graph for decisions, with a node for each floating value.
 
-Arguments and results of a ``jit``, a branch or a loop are the same nodes inside and outside. If several values become
-one, they have a separate node, called a join: the carry of a loop (its initial value and the result of the body), and
-the result of a conditional (the results of its branches).
+One graph covers all nested programs. Arguments and results of a ``jit``, a branch or a loop are the same nodes inside
+and outside. If several values become one, they have a separate node, called a join: the carry of a loop (its initial
+value and the result of the body), and the result of a conditional (the results of its branches).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Node:
     requested: str  # the level of a region or an override
     half: np.dtype | None  # the half dtype of the code around it
     loop: int  # the number of the innermost loop body around it, 0 outside of loops
-    in_rule: bool  # whether it is computed in a custom_vjp, whose rule may differ from its derivative
+    in_rule: bool  # whether it is computed in a custom_vjp, whose rule may differ from the true derivative
     dtype: np.dtype  # the decided dtype of the result
     inputs: Sequence[Node]
     users: list[Node]
@@ -63,9 +63,8 @@ class Node:
     rule: Rule | None = None  # the rule that raised the state
     cause: Node | None = None  # the neighbour that caused it
     compute: np.dtype | None = None  # its compute dtype; None for the original dtype, or that of a move
-    deferred_cast: np.dtype | None = (
-        None  # the half dtype of the author's postponed cast, which each reader performs; the value is float32
-    )
+    # The half dtype of the author's postponed cast, which each reader performs. The value is float32.
+    deferred_cast: np.dtype | None = None
 
     @property
     def is_cast_once(self) -> bool:
@@ -83,7 +82,10 @@ class Node:
         return self.name in PRODUCTS and self.state is State.HALF
 
     def raise_to(self, state: State, rule: Rule, cause: Node | None = None) -> bool:
-        """Raise the state if it is lower, and return whether it was; a requested level is final."""
+        """Raise the state if it is lower, and return whether it was.
+
+        The state does not change if a region or an override requests it, or if the operation keeps its dtypes.
+        """
         if state <= self.state or self.requested or self.kind is KEPT:
             return False
         self.state, self.rule, self.cause = state, rule, cause
@@ -96,7 +98,10 @@ _UNMARKED = Region()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Form:
-    """The properties that equations of equal layers share: everything except their operands."""
+    """The properties of an equation that equal layers share.
+
+    These are all properties except the operands.
+    """
 
     operation: object  # differs for different parameters
     bodies: Bodies | None
@@ -116,15 +121,12 @@ class Step:
     kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
-    float8: float8_products.Float8Question | None = (
-        None  # for a product in code with a float8 recipe: true if it is float8
-    )
+    float8: float8_products.Float8Question | None = None  # for a product in code with a float8 recipe
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # the numbers of a scan's carries that no iteration changes
-    is_fixed: bool = (
-        False  # whether it depends only on constants (such as positions), so that it is equal for all examples
-    )
+    # Whether it depends only on constants, such as positions, so that it is equal for all examples.
+    is_fixed: bool = False
     stands: bool = False  # whether it is emitted unchanged
     operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it is unchanged
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
@@ -153,15 +155,16 @@ class Body:
 
 @dataclasses.dataclass(slots=True)
 class Graph:
-    """All nodes of a program in topological order, except the returns of loops, and the program."""
+    """A program and its nodes in topological order.
+
+    Only a value that a loop's body returns to a carry comes after its reader, the carry.
+    """
 
     nodes: list[Node]
     body: Body
     steps: list[Step]  # all equations; equations inside of a body come before the equation around it
     sources: list[Node | None]
-    patterns: list[Any] = dataclasses.field(
-        default_factory=list
-    )  # the patterns that jaxmp.engine.operation_patterns has found
+    patterns: list[Any] = dataclasses.field(default_factory=list)  # see jaxmp.engine.operation_patterns
     wanted: Collection[Node] = ()  # the results that are requested in half
     changes: bool = False  # whether any operation computes in another dtype than in the original program
 
@@ -182,7 +185,10 @@ _aval_of = operator.attrgetter("aval")
 
 
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rule: bool = False) -> Graph:
-    """Return the graph of an open jaxpr and its constants; ``names`` are the scopes around it."""
+    """Return the graph of an open jaxpr and its constants.
+
+    ``names`` are the scopes around it.
+    """
     builder = _Builder(rules, in_rule)
     sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
     body, _ = builder.body(jaxpr, consts, sources, names)
@@ -220,7 +226,10 @@ class _Builder:
         self.forms: dict[Any, Form] = {}
 
     def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
-        """Return the value of a node (or None) with the number of its key; without a key, the number is new."""
+        """Return the value of a node, with the number of its key.
+
+        Without a key, the number is new. A value that is not floating has no node.
+        """
         same: Any = node or object()
         same = same if key is None else self.numbers.setdefault(key, same)
         if node is not None:
@@ -373,7 +382,10 @@ class _Builder:
         return value
 
     def check_range(self, join: Node | None) -> None:
-        """Make a join float32 if half cannot represent one of its values, such as a mask's ``finfo.min``."""
+        """Make a join float32 if half cannot represent one of its values.
+
+        Such a value is, for example, the ``finfo.min`` of a mask.
+        """
         largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
         if join is not None and join.half and largest > range_of(join.half)[1]:
             join.raise_to(State.BEYOND_HALF, Rule.RANGE)

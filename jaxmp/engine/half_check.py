@@ -34,7 +34,7 @@ class Reason(NamedTuple):
 def reason_not_half(
     policy: Policy, computes: np.dtype, pattern: Pattern | None, operations: Iterable[tuple[str, str]] = ()
 ) -> Reason | None:
-    """Return the reason why a module that ``computes`` in some dtype is not half; None if it is.
+    """Return the reason why a module is not half; None if it is.
 
     Args:
       policy: the policy of the module.
@@ -68,9 +68,10 @@ class NotHalf(NamedTuple):
 
 
 class ProductsCheck:
-    """Raise a ValueError if a half policy changes no product in a call of a whole model.
+    """A check that a half policy changes a product in a call of a whole model.
 
-    The engine reports the program of the call, and the model's run reports the modules that are not half, in any order.
+    If no product changes, it raises a ValueError. The engine reports the program of the call, and the model's run
+    reports the modules that are not half, in any order.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -84,7 +85,10 @@ class ProductsCheck:
         self._check()
 
     def ran(self, modules: Sequence[NotHalf]) -> None:
-        """Receive the modules that are not half; none if a part of the model was not called."""
+        """Receive the modules that are not half.
+
+        If ``modules`` is empty, as after a call of a part of the model, no error is raised.
+        """
         self._modules = modules
         self._check()
 
@@ -98,7 +102,7 @@ class ProductsCheck:
 
 
 def _has_no_half_product(graph: Graph) -> bool:
-    """Return whether a decided program has products, but none in half, under its modules."""
+    """Return whether a decided program has products in modules, but none in half."""
     products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
     if any(_is_half_product(*product) for product in products):
         return False

@@ -19,7 +19,10 @@ _PICKS_BY_TURN = frozenset({"dynamic_slice", "gather"})
 
 
 def decide_loops(graph: Graph) -> None:
-    """Keep the carries of all loops but stacks of layers, and the products of searches, in float32."""
+    """Keep carries and the products of searches in float32.
+
+    Carries of loops over a stack of layers are half instead.
+    """
     for step in graph.steps:
         if step.bodies is None or step.bodies.kind not in ("scan", "while"):
             continue
@@ -80,16 +83,20 @@ def _is_asked(node: Node, level: str) -> bool:
 
 
 def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
-    """Return whether autocast decides on the products of a cycle, or an activation is its initial value.
+    """Return whether the carry of a cycle may be half.
 
-    If the products are in modules under a policy, an argument as the initial value keeps its dtype.
+    It may if autocast decides on a product of the cycle, or if its initial value is an activation. If the products are
+    in modules under a policy, an argument as the initial value keeps its dtype.
     """
     decided = any(node.name in PRODUCTS and node.kind is HALF for node in cycle)
     return decided or any(start.is_cast_once for start in starts)
 
 
 def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
-    """Return the matrices that differ between iterations: scanned elements, and picks by an index."""
+    """Return the matrices that differ between the iterations of a loop.
+
+    These are the elements of scanned arrays, and the matrices that an index picks.
+    """
     assert step.bodies is not None
     scanned = step.operands[step.bodies.start + step.bodies.carry :]
     elements = {node for node in scanned if node is not None and len(node.shape) > 2}
@@ -118,7 +125,7 @@ def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) ->
 
 
 def _is_matrix(operand: Node, product: Node) -> bool:
-    """Return whether the result of a product has an axis of an operand that is neither contracted nor a batch's."""
+    """Return whether an operand has an axis that is neither contracted nor batched."""
     assert product.step is not None
     if product.name != "dot_general":
         return True
@@ -131,7 +138,7 @@ def _is_matrix(operand: Node, product: Node) -> bool:
 
 
 def _is_read_once(element: Node, cycle: Collection[Node]) -> bool:
-    """Return whether exactly one operation on the cycle reads the iteration's element."""
+    """Return whether exactly one operation on the cycle reads ``element``."""
     computed = walk([element], lambda node: [user for user in node.users if user not in cycle])
     readers = {user for node in computed for user in node.users if user in cycle}
     return len(readers) == 1

@@ -1,4 +1,7 @@
-"""Marks on JAX's name stack, with which code or an adapter sets the precision of operations inside."""
+"""Marks on JAX's name stack that set the precision of operations inside.
+
+The author's code and the adapters of Linen and NNX place them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ SPECIAL = "jaxmp.special"
 OF_POLICY = "the policy of its module"
 WITH_RULE = "jaxmp.rule"
 """The scope of the body of a function with a custom derivative rule, and of the rule."""
-_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;.*)?\)")  # and the recipe of float8 products
+_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;.*)?\)")  # the rest is the recipe of float8 products
 
 
 class Region(NamedTuple):
@@ -63,13 +66,19 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
 def computing(
     dtype: np.dtype | None, products: str | None = None, recipe: Any = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Mark a module's code with its policy's compute dtype; None leaves it as written."""
+    """Mark a module's code with its policy's compute dtype.
+
+    With None, the code computes as written.
+    """
     suffix = f";recipe={recipe}" if recipe else ""
     return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name}:{products or ''}{suffix})")
 
 
 def widened(value: jax.Array) -> jax.Array:
-    """Return a half ``value`` for code traced in float32; the engine sees through this cast."""
+    """Return a half ``value`` in float32, for code that is traced in float32.
+
+    The engine sees through this cast.
+    """
     with jax.named_scope(_WIDENED):
         return value.astype(jnp.float32)
 

@@ -40,12 +40,12 @@ Mode = Literal["written", "float32", "autocast"] | None
 
 def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Any]]:
     """Return the policies of a model under autocast, and its overrides of operations."""
-    given = PolicyMap(policy)
+    policy_map = PolicyMap(policy)
     patterns = dict(pairs_of(overrides))
-    for pattern, exception in given.rules:
+    for pattern, exception in policy_map.rules:
         patterns.setdefault(pattern, exception)
     operations = {key: patterns.pop(key) for key in [*patterns] if _names_operations(key)}
-    policies = PolicyMap(given.root, patterns) if operations else PolicyMap(given, dict(pairs_of(overrides)))
+    policies = PolicyMap(policy_map.root, patterns) if operations else PolicyMap(policy_map, dict(pairs_of(overrides)))
     half = policies.compute_dtype
     if half not in CASTABLE or not is_half(half):
         raise ValueError(
@@ -76,7 +76,10 @@ def wrong_model(value: Any, library: str, function: str) -> TypeError:
 
 
 def full_class_name(value: Any) -> str:
-    """Return the class of ``value`` with its module, because the value may print all of its arrays."""
+    """Return the full name of the class of ``value``.
+
+    Errors show it, because the repr of the value could print all of its arrays.
+    """
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -98,7 +101,10 @@ def is_floating(dtype: Any) -> bool:
 
 
 def is_default(dtype: Any, default: Any) -> bool:
-    """Return whether ``dtype`` is the ``default`` of its field; without a default, None is."""
+    """Return whether ``dtype`` is the ``default`` of its field.
+
+    The default of a field without one is None.
+    """
     if dtype is None or default is None or default is dataclasses.MISSING:
         return dtype is None
     return np.dtype(dtype) == np.dtype(default)
@@ -206,7 +212,7 @@ def like(new: Any, old: Any) -> Any:
 
 
 def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...]) -> Any:
-    """Compute ``fun(*args)`` as :func:`computed` does, and cache its program for eager calls.
+    """Compute ``fun(*args)`` under ``rules``, and cache its program for eager calls.
 
     The operations of an eager call run one by one, as without the engine.
 
@@ -242,7 +248,10 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
 
 
 def _require_not_deleted(operands: Sequence[Any]) -> None:
-    """Raise a RuntimeError if an array was deleted, as a donating train step deletes those of its state."""
+    """Raise a RuntimeError if an array was deleted.
+
+    A donating train step deletes the arrays of its state.
+    """
     for array in operands:
         if isinstance(array, jax.Array) and array.is_deleted():
             raise RuntimeError(

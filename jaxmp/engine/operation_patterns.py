@@ -1,4 +1,4 @@
-"""Name float32 patterns, such as a softmax or a normalisation, for readers of a plan.
+"""The float32 patterns that a plan names, such as softmax or normalisation.
 
 Only one of them affects a decision: the result of a softmax is rounded if only products read it.
 """
@@ -28,7 +28,7 @@ class OperationPattern:
 
 
 def find_patterns(graph: Graph) -> list[OperationPattern]:
-    """Return the patterns of a decided graph, and mark the softmaxes that are rounded."""
+    """Return the patterns of a decided graph, and mark the rounded softmaxes."""
     patterns = list[OperationPattern]()
     results = [node for node in graph.nodes if node.is_seen]
     returned = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
@@ -107,7 +107,7 @@ def _squares(node: Node) -> Iterator[OperationPattern]:
 
 
 def _readers_past_offsets(node: Node) -> list[Node]:
-    """Return the readers of a value, directly or behind an offset, a scale, a bound or a mask."""
+    """Return the readers of a value, also behind offsets, scales, bounds and masks."""
     readers = readers_of(node)
     for reader in readers:
         if reader.name in _PASSED and len(readers) < 64:

@@ -1,4 +1,4 @@
-"""The grammar of overrides of operations, for functions and models under autocast.
+"""The grammar of overrides for functions and models under autocast.
 
 A key is a path of modules or scopes, a path with a primitive (``"encoder/flow:add"``), ``"primitive:exp"`` or
 ``"class:accumulation"``. A value is a level, or a policy that computes at a level. :mod:`jaxmp.policy.patterns` has the
@@ -30,9 +30,10 @@ class UnknownOperationError(ValueError):
 
 
 def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, str]]:
-    """Return the policy of a function and its overrides: ``overrides``, then those of a PolicyMap.
+    """Return the policy of a function, and its overrides.
 
-    A float32 policy with half at some paths becomes a half policy with an override for the rest.
+    ``overrides`` come before those of a PolicyMap. A float32 policy with half at some paths becomes a half policy with
+    an override for the rest.
 
     Raises:
       ValueError, TypeError: as :func:`jaxmp.autocast`, at once.
@@ -168,7 +169,10 @@ _HIGHEST = ("highest", "float32")
 
 
 def _checked_level_of(policy: Policy) -> str:
-    """Return :func:`level_of` a policy, if a level describes the policy's precision of products."""
+    """Return the level of a policy, or raise an error if no level describes it.
+
+    The levels of float32 policies describe only two precisions of products.
+    """
     if policy.compute_dtype == np.float32 and policy.matmul_precision not in (*_HIGHEST, "tensorfloat32", None):
         raise ValueError(
             "with overrides, a float32 policy must be 'float32' or 'tensorfloat32', got a policy with "

@@ -1,4 +1,4 @@
-"""Follow the graph: find the readers of a value, and the value that it is a multiple of."""
+"""The readers of a value in the graph, and the value that it is a multiple of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def readers_of(node: Node) -> list[Node]:
 
 
 def multiple_of(node: Node, through: Collection[str] = SCALES) -> Node:
-    """Return the value of which ``node`` is a move, or the result of ``through`` operations with constants."""
+    """Return the value that ``node`` is a multiple of.
+
+    This follows moves, and the operations ``through`` whose other operands are constants.
+    """
     while True:
         node = node.origin
         below = _only_variable(node) if node.name in through else None
@@ -33,6 +36,6 @@ def multiple_of(node: Node, through: Collection[str] = SCALES) -> Node:
 
 
 def _only_variable(node: Node) -> Node | None:
-    """Return the only operand that is not a constant; None if there are several or none."""
+    """Return the only operand that is not a constant, or None."""
     variable = [operand for operand in node.inputs if not operand.is_constant]
     return variable[0] if len(variable) == 1 else None

@@ -1,4 +1,7 @@
-"""The plan: autocast's decision for each equation of a function, and the reason, before anything runs."""
+"""The plan: autocast's decision for each equation, and the reason.
+
+To make a plan, nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -297,10 +300,13 @@ def _inside(step: Step) -> Iterator[Step]:
 
 
 def _totals(rows: Sequence[PlanRow], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
-    """Return the totals; ``of_results`` are the bytes of the casts of the function's results."""
+    """Return the totals of a plan.
+
+    ``of_results`` are the bytes of the casts of the function's results.
+    """
     half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
     full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
-    told = Counter(row.why.rpartition("; ")[2] for row in rows if row.cls == Class.HALF)
+    counts = Counter(row.why.rpartition("; ")[2] for row in rows if row.cls == Class.HALF)
     flops, half_flops = (sum(row.flops for row in some) for some in (rows, half))
     return Summary(
         changes=reasons.changed,
@@ -313,7 +319,7 @@ def _totals(rows: Sequence[PlanRow], uncounted: set[str], reasons: Reasons, of_r
         operations=dict(sorted(Counter(row.cls for row in rows).items())),
         groups=dict(sorted(Counter(reasons.groups).items())),
         full_products=tuple((row.path or row.source or row.primitive, row.why) for row in full),
-        float8={why: told[why] for why in sorted(told) if why == "float8" or why.startswith("no float8: ")},
+        float8={why: counts[why] for why in sorted(counts) if why == "float8" or why.startswith("no float8: ")},
         unknown=tuple(sorted({row.primitive for row in rows if row.cls == "unknown"})),
         uncounted=tuple(sorted(uncounted)),
         unknown_trips=sum(row.primitive == "while" for row in rows),

@@ -1,4 +1,4 @@
-"""Describe the reason for the dtypes of an operation: a rule, a neighbour or a pattern."""
+"""The reason for an operation's dtypes: a rule, a neighbour or a pattern."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The kind of an operation: from a marked region, an override, or its class, in this order."""
+"""The kind of an operation, from a marked region, an override or its class.
+
+The first of these that applies decides.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class UnmatchedOverrideError(ValueError):
 
 
 class Decision(NamedTuple):
-    """The kind of an operation before its neighbours count, and a ``reason`` for the plan."""
+    """The kind of an operation on its own, and a ``reason`` for the plan."""
 
     kind: Kind
     reason: str
@@ -36,7 +39,9 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass
 class Rules:
-    """The half dtype and the overrides of one autocast, with a record of the overrides that matched.
+    """The half dtype and the overrides of one autocast.
+
+    It also records the overrides that matched.
 
     Args:
       half: the compute dtype of code outside of marked modules; None if all code is marked.
@@ -61,7 +66,10 @@ class Rules:
         self._path_rules = functools.lru_cache(maxsize=None)(self._find_path_rules)
 
     def check(self) -> None:
-        """Raise an UnmatchedOverrideError with the nearest names if an override matched nothing."""
+        """Raise an UnmatchedOverrideError if an override matched nothing.
+
+        The error lists the nearest names.
+        """
         for key in [key for key in self.overrides if key not in self.matched]:
             if key in {name for _, name in self.visited}:
                 what = f"key: 'primitive:{key}'"
@@ -127,7 +135,10 @@ class Rules:
         return self._kind_by_constants(name, constants, half)
 
     def request_of(self, name: str, names: Names) -> tuple[str, str] | None:
-        """Return the level of a primitive in these scopes, and the region or override that sets it, or None."""
+        """Return the requested level of a primitive in these scopes, or None.
+
+        The second result names the region or the override that requests it.
+        """
         region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:
             return region.level, region.asked_by
@@ -136,7 +147,10 @@ class Rules:
         return self.overrides[keys[0]], f"override {keys[0]!r}"
 
     def keys_of(self, name: str, names: Names) -> list[str]:
-        """Return the overrides of a primitive in these scopes: the first path, then those of operations."""
+        """Return the overrides of a primitive in these scopes.
+
+        These are the first path that matches, and then the overrides of operations.
+        """
         if not self.overrides:
             return []
         of_paths = self._path_rules(path_of(names), name)
@@ -155,7 +169,10 @@ class Rules:
         return keys
 
     def _is_named_half(self, name: str, names: Names) -> bool:
-        """Return whether an override of the primitive itself, not of its path or class, asks for half."""
+        """Return whether an override of the primitive itself asks for half.
+
+        Overrides of its path or its class do not count.
+        """
         keys = self.keys_of(name, names)
         return any(key.endswith(f":{name}") and self.overrides[key] == "half" for key in keys)
 

@@ -33,8 +33,8 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
         return None if request is not None and request[0] != "half" else region_of(names).half or rules.half
 
     token = _tracing.set(ask)
-    # Without the default precision, so that a product keeps what its author wrote. The adapters set
-    # that of each module's policy.
+    # Reset the default precision of products, so that each product keeps the author's. The adapters set the precision
+    # of each module's policy.
     precision: Any = contextlib.nullcontext()
     if products or rules.half is not None:
         precision = jax.default_matmul_precision(products or None)
@@ -72,7 +72,7 @@ def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[
 
 
 def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tuple[TracedProgram, list[Any]]:
-    """Return the program of one call in its original dtypes, and the arrays of the call."""
+    """Trace one call in its original dtypes, and return its program and arrays."""
     pure, arguments, write = lambda *call: (fun(*call[0], **call[1]), ()), (args, kwargs), lambda results, _: results
     if "flax.nnx" in sys.modules:  # arguments may be NNX objects, which must change as under NNX's own transforms
         from jaxmp._internals.flax.nnx_calls import of_arrays

@@ -1,1 +1,1 @@
-"""Private names of Flax: the hooks of Linen modules, and the variables and calls of NNX models."""
+"""Private names of Flax, for Linen modules and for NNX models."""

@@ -12,7 +12,10 @@ from flax.linen import module as _module
 
 
 def children_of(module: Any) -> Mapping[str | None, Any]:
-    """Return the submodules of a module by name, and for each variable the name of its collection."""
+    """Return the submodules and variables of a module by name.
+
+    The value of a variable is the name of its collection.
+    """
     children: Mapping[str | None, Any] = module._state.children
     return children
 
@@ -24,12 +27,15 @@ def mutable_collection(module: nn.Module, name: str) -> Any:
 
 
 def is_checked(module: nn.Module) -> bool:
-    """Return whether Linen only tests that the module's ``setup`` runs, without its variables."""
+    """Return whether Linen only tests that the module's ``setup`` runs.
+
+    The module has no variables in this test.
+    """
     return module.scope is not None and isinstance(module.scope.root, _module.TestScope)
 
 
 def is_watched() -> bool:
-    """Return whether a table or an interceptor of the user observes each call of a method."""
+    """Return whether ``nn.tabulate`` or an interceptor observes method calls."""
     return bool(_module._context.call_info_stack) or bool(_module._global_interceptor_stack)
 
 
@@ -48,7 +54,7 @@ _Object: Any = object  # in a subclass, the author's class follows in the MRO
 
 
 class Hooks(_Object):
-    """A mixin for modules with hooks for calls of methods and for registered submodules."""
+    """A mixin for Linen modules, with hooks for method calls and submodules."""
 
     def jaxmp_call(self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
         """Return ``call()``, which calls the method ``name``."""
@@ -59,8 +65,8 @@ class Hooks(_Object):
         raise NotImplementedError
 
     def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # All methods of Linen modules are called here, also a `BaseClass.method` that is passed to `apply`, but not
-        # methods of transformed classes.
+        # Linen calls all methods here, except those of transformed classes. This includes a `BaseClass.method` that is
+        # passed to `apply`.
         call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
         return self.jaxmp_call(call, _module.wrap_method_once(fun), args, kwargs, fun.__name__)
 

@@ -9,7 +9,10 @@ OWN = "_pytree__"
 
 
 def has_int_keys(node: Any) -> bool:
-    """Return whether the attributes of an object are the elements of a list, under their indices."""
+    """Return whether the attributes of an object are the elements of a list.
+
+    Their names are then the indices.
+    """
     return bool(node._pytree__has_int_keys)
 
 
@@ -19,5 +22,5 @@ def is_pytree_class(cls: Any) -> bool:
 
 
 def check_may_change(node: Any) -> None:
-    """Raise Flax's TraceContextError if an object was created outside of the current transformation."""
+    """Raise Flax's TraceContextError for an object of an outer transformation."""
     node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")

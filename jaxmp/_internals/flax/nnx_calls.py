@@ -1,4 +1,7 @@
-"""Trace a function of NNX objects as a function of their arrays, which also returns the written values."""
+"""Calls of functions of NNX objects, as pure functions of arrays.
+
+The pure function also returns the values that were written to the objects.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,10 @@ class ArrayCall(NamedTuple):
 
 
 def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCall:
-    """Return a call of ``fun`` without NNX objects, which changes them as NNX's transforms do.
+    """Return a call of ``fun`` as a pure function of arrays.
 
-    If ``fun`` writes to an object that was created outside of the current transformation, NNX raises its error.
+    Its ``write`` changes the NNX objects as NNX's own transforms do. If ``fun`` writes to an object that was created
+    outside of the current transformation, NNX raises its error.
     """
     # The steps of nnx.update_context: split outside, merge inside, split inside, merge outside.
     plain, objects, fill, tree = _parted((args, kwargs), lambda node: True)
@@ -140,7 +144,7 @@ def _may_change(node: Any) -> bool:
 
 
 def _check_may_change(node: Any) -> None:
-    """Raise Flax's TraceContextError if ``node`` was created outside of the current transformation."""
+    """Raise Flax's TraceContextError for a ``node`` of an outer transformation."""
     if is_variable(node):
         node.set_raw_value(node.get_raw_value())
     elif isinstance(node, nnx.Pytree):

@@ -46,13 +46,16 @@ def is_container_class(cls: Any) -> bool:
 
 
 def is_module(node: Any) -> bool:
-    """Return whether ``node`` is a module, and not a container that Flax counts as one."""
+    """Return whether ``node`` is a module, and not only a container.
+
+    Flax counts some containers as modules.
+    """
     cls: Any = type(node)
     return _is_any_module(node) and not is_container_class(cls)
 
 
 def items(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values in a module, or in a container that NNX or JAX knows."""
+    """Yield the names and values in a module, or in a container of NNX or JAX."""
     if is_pytree(node):
         yield from ((str(name), value) for name, value in vars(node).items() if not name.startswith(OWN))
     elif not is_object(node):
@@ -67,7 +70,10 @@ _LEAVES = PLAIN | {nnx.Param}
 
 
 def own(node: Any) -> Iterator[Any]:
-    """Yield the values of a module and of its containers; submodules, but not the values inside them."""
+    """Yield the values of a module and of its containers.
+
+    Submodules are yielded, but not the values inside them.
+    """
     for _, value in items(node):
         yield value
         if type(value) not in _LEAVES and not is_module(value):
@@ -106,7 +112,7 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
     visited = set[int]()
     while stack:
         path, node = stack.pop()
-        # Flax sorts all by name, and wraps each.
+        # Flax's `node_dict` sorts and wraps all attributes, including those without Variables.
         is_plain = is_pytree(node) and not has_int_keys(node)
         impl = None if is_plain else nnx.graphlib.get_node_impl(node)
         if id(node) in visited or not (is_plain or impl):

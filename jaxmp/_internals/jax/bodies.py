@@ -34,11 +34,11 @@ class RuleEvaluation(NamedTuple):
 
 
 def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: RuleEvaluation) -> BodyFunction:
-    """Return ``eqn`` with ``functions`` for its bodies, as a function of its flat operands.
+    """Return ``eqn`` with other bodies, as a function of its flat operands.
 
     Args:
       eqn: an equation that :func:`jaxmp._internals.jax.equations.bodies_of` knows.
-      bodies: what it says of it.
+      bodies: the result of that function.
       functions: for each body, a function from its flat inputs (constants first) to a list of its results.
       rule: the evaluation of the derivative rules of custom_jvp and custom_vjp.
 
@@ -58,13 +58,16 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: R
 
 
 def bind_equation(eqn: Any, operands: Arrays, params: Any) -> list[Any]:
-    """Bind an equation with other parameters to other operands, and return its results."""
+    """Bind an equation to other operands and parameters, and return its results."""
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Arrays) -> list[Any]:
-    """Apply a ``custom_linear_solve`` to operands of other dtypes; ``evaluate`` runs its parts."""
+    """Apply a ``custom_linear_solve`` to operands of other dtypes.
+
+    ``evaluate`` runs its parts.
+    """
     jaxprs, consts, rest = eqn.params["jaxprs"], {}, list(operands)
     for name, length in eqn.params["const_lengths"]._asdict().items():
         consts[name], rest = rest[:length], rest[length:]
@@ -105,7 +108,10 @@ def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]
 
 
 def is_body_alone(eqn: Any) -> bool:
-    """Return whether an equation only runs its body, as a ``jit`` without options does."""
+    """Return whether an equation only runs its body.
+
+    A ``jit`` without shardings and compiler options does.
+    """
     return eqn.primitive.name in _OPENED or (eqn.primitive.name == "jit" and not _compiled_as(eqn.params))
 
 
@@ -133,7 +139,10 @@ def _is_unspecified(sharding: Any) -> bool:
 
 
 def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return ``function`` under another name, which compiled programs and profiles show."""
+    """Return ``function`` under another name.
+
+    Compiled programs and profiles show the name.
+    """
 
     def call(*args: Any) -> Any:
         return function(*args)
@@ -196,7 +205,10 @@ def _while(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *oper
         return functions[1](*body_consts, *carry)
 
     def turn_of_examples(carry: Arrays) -> list[Any]:
-        """Change only the examples that still run, as in JAX's lowering of a batched condition."""
+        """Change only the examples that still run.
+
+        JAX's lowering of a batched condition does the same.
+        """
         still_runs = runs(carry)
 
         def select(new: Any, old: Any) -> Any:
@@ -231,7 +243,10 @@ _REBUILT = {
 
 
 def _remat(eqn: Any, function: BodyFunction, *operands: Any) -> list[Any]:
-    """Bind a remat with its parameters; ``differentiated`` decides whether XLA may merge the recomputation."""
+    """Bind a remat with its own parameters.
+
+    Among them, ``differentiated`` decides whether XLA may merge the recomputation.
+    """
     jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
@@ -244,7 +259,10 @@ def _remat(eqn: Any, function: BodyFunction, *operands: Any) -> list[Any]:
 
 
 def _evaluate_rule(rule: RuleEvaluation, traced: Opened, args: Arrays, dtypes: Sequence[Any]) -> list[Any]:
-    """Evaluate a traced rule; from JAX 0.11 on, its constants are its first arguments."""
+    """Evaluate a traced derivative rule.
+
+    From JAX 0.11 on, its constants are its first arguments.
+    """
     jaxpr, consts = traced
     if jaxpr.constvars:
         return rule.evaluate((jaxpr, consts), args, dtypes)

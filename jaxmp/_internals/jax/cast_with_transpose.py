@@ -1,4 +1,7 @@
-"""A cast whose transpose the caller defines; JAX's custom rules offer no such cast."""
+"""A cast whose transpose the caller defines.
+
+JAX's custom rules offer no such cast.
+"""
 
 from __future__ import annotations
 

@@ -46,14 +46,17 @@ _CALLS = {
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
     "composite": "call_jaxpr",
-    # The forward rule of a custom_vjp with `optimize_remat`, and from 0.12 on its remainder under checkpoint.
+    # The forward rule of a custom_vjp with `optimize_remat`, and (from JAX 0.12 on) its remainder under checkpoint.
     "remat_opt": "fwd_jaxpr",
     "eval_jaxpr": "call_jaxpr",
 }
 
 
 def bodies_of(eqn: Any) -> Bodies | None:
-    """Return the bodies of an equation that can be rebuilt in other dtypes; None for all other equations."""
+    """Return the bodies of an equation if they can be rebuilt in other dtypes.
+
+    Return None for all other equations.
+    """
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
         # `composite` called its body `jaxpr` before 0.12.
@@ -91,7 +94,10 @@ _ELEMENTS = 2**16
 
 
 def elements_of(constant: Any) -> np.ndarray | None:
-    """Return the elements of a constant; None if it is large, on another host, traced, or not numbers."""
+    """Return the elements of a constant, or None.
+
+    It is None if the constant is large, traced, on another host, or does not consist of numbers.
+    """
     if isinstance(constant, jax.Array) and (isinstance(constant, core.Tracer) or not constant.is_fully_addressable):
         return None
     if np.size(constant) > _ELEMENTS or jax.dtypes.issubdtype(getattr(constant, "dtype", float), jax.dtypes.extended):
@@ -100,14 +106,20 @@ def elements_of(constant: Any) -> np.ndarray | None:
 
 
 def extremes_of(constant: Any) -> tuple[float, float] | None:
-    """Return the smallest nonzero and the largest magnitude of a constant; None if it cannot be read."""
+    """Return the smallest nonzero and the largest magnitude of a constant.
+
+    Only finite magnitudes count. The result is None if :func:`elements_of` returns None.
+    """
     elements = elements_of(constant)
     return None if elements is None else _extremes(elements.tobytes(), elements.dtype)
 
 
 @functools.lru_cache(maxsize=128)  # a program repeats the same constants
 def _extremes(data: bytes, dtype: np.dtype) -> tuple[float, float]:
-    """Return the smallest nonzero and the largest finite magnitude of an array, given as bytes."""
+    """Return the smallest nonzero and the largest finite magnitude of an array.
+
+    ``data`` are the bytes of the array.
+    """
     magnitudes = np.abs(np.frombuffer(data, dtype).astype(np.float32))
     finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # every format has 0, infinity and NaN
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
@@ -119,7 +131,10 @@ def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
 
 
 def asks_for_highest(precision: Any) -> bool:
-    """Return whether the ``precision`` of a product asks for true float32 in an operand."""
+    """Return whether the ``precision`` of a product asks for true float32.
+
+    It is enough that one operand asks for it.
+    """
     parts = precision if isinstance(precision, tuple) else (precision,)
     return any(
         part is jax.lax.Precision.HIGHEST or str(part).endswith(("F32_F32_F32", "F64_F64_F64")) for part in parts
@@ -144,7 +159,10 @@ def names_a_dtype(eqn: Any) -> bool:
 
 
 def in_dtype_of_scatter(jaxpr: Any, dtype: Any) -> Any | None:
-    """Return the update function of a scatter in another dtype; None if it has several operations."""
+    """Return the update function of a scatter in another dtype, or None.
+
+    It is None if the function has several operations.
+    """
     if len(jaxpr.eqns) > 1:
         return None
     scalars = [jax.ShapeDtypeStruct((), dtype) for _ in jaxpr.invars]
@@ -157,12 +175,18 @@ def has_explicit_axes(value: Any) -> bool:
 
 
 def size_of(shape: Sequence[Any]) -> int:
-    """Return the number of elements of a shape; a symbolic dimension of ``jax.export`` counts as 1024."""
+    """Return the number of elements of a shape.
+
+    A symbolic dimension of ``jax.export`` counts as 1024.
+    """
     size: Any = math.prod(shape)
     return size if type(size) is int else int(size._evaluate(collections.defaultdict(lambda: 1024)))
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of an abstract value for tracing, with its sharding if the mesh axes are Explicit."""
+    """Return a ``ShapeDtypeStruct`` of an abstract value, for tracing.
+
+    It has the sharding of the value if the mesh has Explicit axes.
+    """
     sharding = aval.sharding if aval.sharding.mesh.explicit_axes else None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

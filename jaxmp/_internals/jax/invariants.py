@@ -1,4 +1,4 @@
-"""Find values that are equal in all iterations, for all examples, or in an argument and a result."""
+"""Values that are equal for all iterations or examples, or passed on unchanged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from jaxmp._internals.jax.equations import Bodies, bodies_of, evaluate, is_liter
 def hoisted(
     fun: Callable[..., Any], fixed: Any, args: tuple[Any, ...], is_kept: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return ``fun(fixed, *args)`` for a loop over ``args``, with the invariant part computed once.
+    """Return ``fun`` as a function of ``args``, with the invariant part hoisted.
 
-    The search includes the bodies of calls, scans and recomputations, except in custom derivative rules.
+    The invariant part depends only on ``fixed``, and is computed once before a loop over ``args``. The search includes
+    the bodies of calls, scans and recomputations, except in custom derivative rules.
 
     Args:
       fun: a function of arrays.
@@ -30,9 +31,8 @@ def hoisted(
     (jaxpr, consts), known = opened(closed), jax.tree.leaves(fixed)
     varies = [n >= len(known) for n in range(len(jaxpr.invars))]
     before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, is_kept)
-    before = before.replace(
-        eqns=[eqn for eqn in before.eqns if eqn.outvars]
-    )  # effects such as prints stay in each iteration
+    # Effects such as prints stay in each iteration.
+    before = before.replace(eqns=[eqn for eqn in before.eqns if eqn.outvars])
     before, turn = (dce_jaxpr(body, [True] * len(body.outvars), True)[0] for body in (before, turn))
     results, tree = evaluate(before, consts, known), jax.tree.structure(shapes)
     turn = turn if results else jaxpr  # JAX's split would mark recomputations as differentiated
@@ -61,7 +61,10 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]]:
-    """Return for each body of an equation which operands are equal for all examples in all iterations."""
+    """Return which operands of each body are equal for all examples.
+
+    For a loop, these are the operands that examples share in all iterations.
+    """
     if bodies.kind == "while":
         first, rest = are_same[: bodies.consts], are_same[bodies.consts :]
         turned = same_in_turns(bodies, rest)
@@ -107,7 +110,7 @@ def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
-    """Return which operands of a loop's body are equal for all examples in all iterations."""
+    """Return which operands of a loop's body examples share in all iterations."""
     before, now, start = list[bool](), list(are_same), bodies.start - bodies.consts * (bodies.kind == "while")
     while now != before:
         before, ends = now, _same_ends(bodies.jaxprs[-1], now)
@@ -118,7 +121,10 @@ def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
 
 
 def passed_on(program: Any) -> list[int | None]:
-    """Return for each result of a program the number of the argument that it equals, or None."""
+    """Return for each result of a program the argument that it equals, or None.
+
+    Arguments are returned as numbers.
+    """
     jaxpr, _ = opened(program)
     numbers = {var: n for n, var in enumerate(jaxpr.invars)}
 
@@ -163,7 +169,7 @@ def _operands_passed_on(eqn: Any) -> list[int | None]:
         return [None if len({*end}) > 1 or end[0] is None else end[0] + 1 for end in zip(*ends, strict=True)]
 
     def is_same(n: int, operand: int) -> bool:
-        """Return whether a result is the carry at the same position, or a scanned element."""
+        """Return whether a result is the carry at its position, or a scanned element."""
         return operand == bodies.start + n if n < bodies.carry else operand >= bodies.start + bodies.carry
 
     turn = [None if end is None else end + bodies.consts for end in ends[-1]]

@@ -1,4 +1,4 @@
-"""Replace JAX's attention, special functions and loops while a function is traced.
+"""Replacements of JAX's attention, special functions and loops during tracing.
 
 ``jax.nn.dot_product_attention`` chooses its implementation during tracing, by the dtypes of its operands, and cuDNN
 supports only half operands. So the operands must be cast before the call, not in the finished program. A function of
@@ -38,10 +38,10 @@ _depth = 0
 
 @contextlib.contextmanager
 def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Iterator[None]:
-    """Run float32 calls of ``jax.nn.dot_product_attention`` in half inside of this context, with cuDNN if possible.
+    """Replace JAX's attention and special functions in this context.
 
-    A call with ``implementation="xla"`` does not change. Special functions run in a scope. Other threads see JAX's
-    functions.
+    Float32 calls of ``jax.nn.dot_product_attention`` run in half with cuDNN, where cuDNN has a kernel. A call with
+    ``implementation="xla"`` does not change. Special functions run in a scope. Other threads see JAX's functions.
 
     Args:
       key: a hashable key of everything that ``dtype`` depends on.
@@ -72,7 +72,10 @@ def keeping_carries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replacing() -> Iterator[None]:
-    """Replace JAX's functions inside of this context; the last of several contexts to end restores them."""
+    """Replace JAX's functions in this context.
+
+    If several contexts overlap, the last one to end restores the functions.
+    """
     global _depth
     with _lock:
         if _depth == 0:
@@ -94,7 +97,7 @@ def _replacing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
-    """Make JAX use this version of cuDNN inside of this context instead of the installed one.
+    """Make JAX assume this version of cuDNN in this context.
 
     JAX reads the library's version when it traces a fused attention, but it does not need the library to compile one.
     """
@@ -111,7 +114,10 @@ def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
 
 @functools.cache
 def _replaced() -> list[tuple[dict[str, Any], list[str], Callable[[Any], Any]]]:
-    """Return the functions to replace: their modules' dicts, their names, and the function that wraps them."""
+    """Return the functions to replace, and their wrappers.
+
+    Each entry has the dict of a module, the names of functions in it, and the function that wraps them.
+    """
     stats = (value for value in vars(jax.scipy.stats).values() if isinstance(value, types.ModuleType))
 
     def functions_in(module: Any) -> list[str]:
@@ -203,11 +209,8 @@ def _attention(original: Any) -> Any:
         if implementation is None:
             try:
                 jax.eval_shape(fused)
-            except (
-                NotImplementedError,
-                RuntimeError,
-                ValueError,
-            ):  # cuDNN has no kernel for this head size, mask or GPU
+            except (NotImplementedError, RuntimeError, ValueError):
+                # cuDNN has no kernel for this head size, mask or GPU.
                 return original(*operands, *args, **kwargs)
         return jax.tree.map(lambda leaf: leaf.astype(np.float32), fused())
 
@@ -215,7 +218,7 @@ def _attention(original: Any) -> Any:
 
 
 def _cast_bias(half: np.dtype, leaf: Any) -> Any:
-    """Return a float32 ``leaf`` in half; values out of range move to the end of the range."""
+    """Return a float32 ``leaf`` in half, clipped to the range of half."""
     if getattr(leaf, "dtype", None) != np.float32:
         return leaf
     info = jnp.finfo(half)

@@ -34,9 +34,8 @@ class TracedProgram:
             rest = iter(operands)
             filled = [next(rest) if is_traced else leaf for leaf, is_traced in zip(leaves, are_traced, strict=True)]
             results, self._tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
-            self._leaves = [
-                _ARRAY if is_array(leaf) else leaf for leaf in results
-            ]  # tracers are invalid after the trace
+            # Without the tracers, which are invalid after the trace.
+            self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]
             return arrays_in(results)
 
         with _adding_advice():
@@ -45,12 +44,18 @@ class TracedProgram:
 
     @property
     def result_count(self) -> int:
-        """Return the number of arrays that are results; the others were written to arguments."""
+        """Return the number of arrays that are results of the function.
+
+        The other arrays were written to its arguments.
+        """
         results, _written = jax.tree.unflatten(self._tree, self._leaves)
         return sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))
 
     def unflatten(self, results: Sequence[Any]) -> Any:
-        """Return the results of the function from arrays, and write the others to its arguments."""
+        """Return the results of the function from arrays.
+
+        The other arrays are written to its arguments.
+        """
         rest = iter(results)
         whole = jax.tree.unflatten(self._tree, [next(rest) if leaf is _ARRAY else leaf for leaf in self._leaves])
         return self._write(*whole) if self._write else whole
@@ -67,7 +72,7 @@ _REMEDIES: dict[type[Exception], str] = {
 
 
 def remedy_of(error: Exception, when: str) -> str | None:
-    """Return advice for an error about the value of a traced array, or None for another error.
+    """Return advice for an error about the value of a traced array, or None.
 
     ``when`` describes when the array was traced.
     """
@@ -77,7 +82,10 @@ def remedy_of(error: Exception, when: str) -> str | None:
 
 @contextlib.contextmanager
 def _adding_advice() -> Iterator[None]:
-    """Add advice to an error of JAX that names jaxmp's function instead of the user's."""
+    """Add advice to JAX's errors about traced values.
+
+    Advice is added if JAX's message names jaxmp's function instead of the user's.
+    """
     is_outermost = not is_tracing()
     try:
         yield
@@ -94,7 +102,10 @@ def arrays_in(leaves: Sequence[Any]) -> list[Any]:
 
 
 def is_array(leaf: Any) -> bool:
-    """Return whether an argument or a result is traced; other values stay Python values."""
+    """Return whether an argument or a result is traced.
+
+    Other values stay Python values.
+    """
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUTMm"  # objects, texts, times
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))

@@ -11,7 +11,7 @@ from jax._src import source_info_util
 
 @contextlib.contextmanager
 def in_place_of(eqn: Any) -> Iterator[None]:
-    """Bind operations in this context with the source, the scopes and the context of ``eqn``.
+    """Bind operations with the source, the scopes and the context of ``eqn``.
 
     The scopes of ``eqn`` are nested in those of the code around, as in :func:`jax.core.eval_jaxpr`. Its context is,
     for example, the mesh on which it was traced.

@@ -1,4 +1,4 @@
-"""Casts of values that are repeated in half: their cotangents are summed in float32.
+"""Casts of repeated values whose cotangents are summed in float32.
 
 A bias is added to every row, and its derivative sums over the rows. With a cast before the broadcast, that sum is in
 half precision. With a cast after the broadcast, XLA does not recognise the bias of a matrix product, and writes the
@@ -46,7 +46,7 @@ MAY_SUM = REPEATS | _JOINS
 
 
 def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
-    """Return whether the cotangents of ``value``, an operand of an equation, must be summed in float32.
+    """Return whether the cotangents of an operand must be summed in float32.
 
     Their sum is long if the value is repeated or looked up often, or if all examples of a ``jax.vmap`` read it together
     with values that differ between examples. The derivative of an extreme of updates divides by the number of equal
@@ -56,12 +56,18 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
 
 
 def must_sum(eqn: Any, value: Any, examples: Examples) -> bool:
-    """Return whether to sum the cotangents of ``value``, an operand of ``MAY_SUM``, in float32."""
+    """Return whether to sum the cotangents of a repeated operand in float32.
+
+    The equation is one of ``MAY_SUM``.
+    """
     return _joins_often(eqn) if eqn.primitive.name in _JOINS else must_widen(eqn, eqn.invars[0], value, examples)
 
 
 def sums_half(eqn: Any) -> bool:
-    """Return whether the cotangents of an operand that is half in the original program need a float32 sum."""
+    """Return whether the cotangents of a half operand need a float32 sum.
+
+    The operand is half in the original program.
+    """
     if eqn.primitive.name not in _ADDS_UP:
         return eqn.primitive.name in _JOINS and _joins_often(eqn)
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
@@ -69,20 +75,21 @@ def sums_half(eqn: Any) -> bool:
 
 
 def _joins_often(eqn: Any) -> bool:
-    """Return whether an equation concatenates an array with itself more than ``MAX_TERMS`` times."""
+    """Return whether an equation joins more than ``MAX_TERMS`` copies of an array."""
     return len(eqn.invars) > MAX_TERMS and max(collections.Counter(map(id, eqn.invars)).values()) > MAX_TERMS
 
 
 def read_often(eqn: Any, place: int) -> bool:
-    """Return whether more than ``MAX_TERMS`` cotangents add up in an element that all iterations share.
+    """Return whether more than ``MAX_TERMS`` cotangents of an operand add up.
 
-    This counts the uses in each iteration, and the repetitions of each use.
+    The terms are those of one element, over all iterations of a loop. This counts the uses in each iteration, and the
+    repetitions of each use.
     """
     return _summed_cotangents(eqn, place) > MAX_TERMS
 
 
 def _summed_cotangents(eqn: Any, place: int) -> float:
-    """Return how many cotangents of an equation add up in an element of one of its operands."""
+    """Return how many cotangents add up in an element of an operand."""
     bodies = bodies_of(eqn)
     if bodies is None:
         return _repeats(eqn, eqn.invars[place].aval.shape) if eqn.primitive.name in _ADDS_UP else 1
@@ -96,7 +103,10 @@ def _summed_cotangents(eqn: Any, place: int) -> float:
 
 
 def _summed_cotangents_in(jaxpr: Any, var: Any) -> float:
-    """Return the sum of :func:`_summed_cotangents` over the equations that read a variable, moved or not."""
+    """Return how many cotangents add up in an element of a variable.
+
+    This sums :func:`_summed_cotangents` over the equations that read the variable, directly or behind moves.
+    """
     readers: Any = _READERS.get(jaxpr)
     if readers is None:
         readers = _READERS[jaxpr] = collections.defaultdict(list)
@@ -117,7 +127,7 @@ _READERS: Any = weakref.WeakKeyDictionary()
 
 
 def _repeats(eqn: Any, shape: Any) -> float:
-    """Return the maximum number of reads of an element in an equation of ``_ADDS_UP``."""
+    """Return how often an equation of ``_ADDS_UP`` reads an element at most."""
     if eqn.primitive.name in _SCATTERED:
         return size_of(eqn.invars[1].aval.shape[:-1])
     if eqn.primitive.name == "gather":
@@ -127,12 +137,15 @@ def _repeats(eqn: Any, shape: Any) -> float:
 
 
 def _is_long(eqn: Any, shape: Any) -> bool:
-    """Return whether more than ``MAX_TERMS`` cotangents add up in an element of an operand of this shape."""
+    """Return whether more than ``MAX_TERMS`` cotangents of an element add up.
+
+    ``shape`` is the shape of the operand.
+    """
     return eqn.primitive.name in _ADDS_UP and _repeats(eqn, shape) > MAX_TERMS
 
 
 def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Bind an equation of ``MAY_SUM`` to other ``operands``, whose cotangents are summed in float32."""
+    """Bind an equation of ``MAY_SUM`` so that cotangents are summed in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
     if value.dtype.itemsize != 2:
         return bind_equation(eqn, operands, _params(eqn, value.dtype))

@@ -33,7 +33,7 @@ _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def is_search(bodies: Bodies) -> bool:
-    """Return whether a while loop runs until a value that is computed by products converges.
+    """Return whether a while loop runs until a computed value converges.
 
     It does if the condition reads a value that each iteration recomputes from a product, such as a residual. A carry to
     which each iteration adds, such as time, is not recomputed.

@@ -1,4 +1,4 @@
-"""Read the origin of an equation: its scopes, its transformations, its file and line."""
+"""The origin of an equation: its scopes, transformations, file and line."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def current_names() -> Names:
 
 
 def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
-    """Return the scopes around an equation, and the transformations that created it (``"jvp"``, …).
+    """Return the scopes around an equation, and the transformations that made it.
 
-    Recomputed code under checkpoint has its scopes twice, once inside of the transpose. They are returned once.
+    A transformation is, for example, ``"jvp"``. JAX lists the scopes of code that is recomputed under checkpoint twice,
+    once inside of the transpose. They are returned once.
     """
     names: Names = ()
     part: list[str] = []
@@ -49,21 +50,27 @@ def _scopes(stack: Any) -> Names:
 
 
 def source_of(eqn: Any) -> str:
-    """Return the file and line of an equation, ``"package/module.py:12"``; empty if JAX has none.
+    """Return the file and line of an equation, as ``"package/module.py:12"``.
 
-    It is the innermost frame outside of JAX and jaxmp. The path begins at its outermost package, so that it is the same
-    on every machine.
+    This is the innermost frame outside of JAX and jaxmp; the text is empty if there is none. The path begins at its
+    outermost package, so that it is the same on every machine.
     """
     return next(_sources(eqn), "")
 
 
 def user_source_of(eqn: Any) -> str:
-    """Return the file and line as :func:`source_of` does, but skip installed libraries."""
+    """Return the user's file and line of an equation.
+
+    This is :func:`source_of` without the frames of installed libraries.
+    """
     return next(_sources(eqn, _is_users), "")
 
 
 def _sources(eqn: Any, is_meant: Callable[[str], bool] | None = None) -> Iterator[str]:
-    """Yield the files and lines of an equation that ``is_meant`` accepts, innermost first."""
+    """Yield the files and lines of an equation, innermost first.
+
+    ``is_meant`` selects files. Without it, all files count.
+    """
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
         if is_meant is None or is_meant(frame.file_name):
             yield f"{_from_package(frame.file_name)}:{frame.start_line}"
@@ -75,7 +82,10 @@ def _is_users(file: str) -> bool:
 
 
 def source_among(places: list[tuple[str, int]]) -> str:
-    """Return the user's innermost file and line among the places that an XLA program names."""
+    """Return the user's innermost file and line among some places.
+
+    The places are those that an XLA program names, innermost first.
+    """
     users = (f"{_from_package(file)}:{line}" for file, line in places if _is_users(file))
     return next(users, "")
 

@@ -11,13 +11,16 @@ from jax._src.interpreters.batching import BatchTrace
 
 
 def static_arguments(jitted: Any) -> tuple[int, ...]:
-    """Return the positions of the static arguments of a function of ``jax.jit`` or ``nnx.jit``."""
+    """Return the positions of the static arguments of a jitted function.
+
+    It may be a function of ``jax.jit`` or of ``nnx.jit``.
+    """
     numbers = getattr(getattr(jitted, "_jit_info", jitted), "static_argnums", None)
     return (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
 
 
 def is_tracing() -> bool:
-    """Return whether operations become part of a larger program that is compiled later."""
+    """Return whether operations are traced into a program that is compiled later."""
     return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())
 
 
@@ -31,7 +34,7 @@ def traces_around() -> list[Any]:
 
 
 def batches_around() -> list[Any]:
-    """Return the traces of each ``jax.vmap`` around the running code, innermost first."""
+    """Return the trace of each ``jax.vmap`` around the code, innermost first."""
     return [trace for trace in traces_around() if isinstance(trace, BatchTrace)]
 
 
@@ -45,22 +48,31 @@ def is_batched(value: Any, batch: Any) -> bool:
 
 
 def is_staged(value: Any) -> bool:
-    """Return whether a value is traced in a program that ``jax.vmap`` may batch later."""
+    """Return whether a value is traced in a program that may be batched later."""
     return isinstance(value, core.Tracer) and hasattr(value._trace, "frame")
 
 
 def trace_context() -> Any:
-    """Return the key of JAX's trace caches: configuration, mesh, precision of products."""
+    """Return the key of JAX's trace caches.
+
+    It contains the configuration, the mesh and the precision of products.
+    """
     return config.trace_context()
 
 
 def shows_what_varies() -> bool:
-    """Return whether types have the axes over which a value varies in the ``shard_map`` that is traced."""
+    """Return whether types show the mesh axes over which a value varies.
+
+    The answer depends on the ``shard_map`` that is traced.
+    """
     return bool(config._check_vma.value)
 
 
 def manual_axes(value: Any) -> tuple[str, ...]:
-    """Return the mesh axes over which ``value`` may vary in the ``shard_map`` that is traced."""
+    """Return the mesh axes over which ``value`` may vary.
+
+    These are axes of the ``shard_map`` that is traced.
+    """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if shows_what_varies():
         axes = [axis for axis in axes if axis in jax.typeof(value).mat.varying]
@@ -68,9 +80,10 @@ def manual_axes(value: Any) -> tuple[str, ...]:
 
 
 def may_be_skipped() -> bool:
-    """Return whether the traced code is in a branch or loop that some shards of a ``shard_map`` may skip.
+    """Return whether some shards of a ``shard_map`` may skip the traced code.
 
-    JAX records the purpose of each trace. The length of a ``fori_loop`` is assumed to differ between shards.
+    They may skip it if it is in a branch or a loop. JAX records the purpose of each trace. The length of a
+    ``fori_loop`` is assumed to differ between shards.
     """
     traced = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces_around())
     around = (getattr(info, "traced_for", "") for info in traced)

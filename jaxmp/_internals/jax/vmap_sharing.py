@@ -18,7 +18,9 @@ Same = Sequence[Sequence[bool]]
 
 
 class Examples:
-    """The examples of each ``jax.vmap`` around a program, which is read equation by equation.
+    """The examples of each ``jax.vmap`` around a program.
+
+    The program is read equation by equation, with :meth:`at`.
 
     Attributes:
       are_many: whether any value differs between examples.
@@ -27,7 +29,10 @@ class Examples:
     """
 
     def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
-        """Set up the examples; ``same`` describes the arguments if the jaxpr is a body of another program."""
+        """Classify the arguments and constants of a jaxpr.
+
+        ``same`` describes them if the jaxpr is a body of another program.
+        """
         self._batches = batches_around() if same is None else []
         if same is None:
             same = [[not is_batched(value, batch) for value in (*args, *consts)] for batch in self._batches]
@@ -49,14 +54,14 @@ class Examples:
         return [is_literal(atom) or atom in same for same in self._same]
 
     def meets_batched(self, atom: Any, value: Any) -> bool:
-        """Return whether all examples share this value and the equation also reads batched values."""
+        """Return whether a value is shared, but its equation reads batched values too."""
         if not self.others:
             return False
         pairs = zip(self.same, self._who_share(atom, value), strict=True)
         return any([is_batched and False in same for same, is_batched in pairs])
 
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
-        """Return the operands of an equation with bodies that examples share, but JAX repeats for each example.
+        """Return the shared operands that JAX repeats for each example.
 
         These are carries that are batched after an iteration, and all operands of branches with a batched index.
         """
@@ -65,7 +70,7 @@ class Examples:
         numbers = set[int]()
         for same in self.same:
             inside = same_inside(bodies, same)[0]
-            first = len(same) - len(inside)  # an index
+            first = len(same) - len(inside)  # 1 for a conditional, whose first operand is the index
             numbers.update(n for n, stays in enumerate(inside, first) if same[n] and not stays)
         return numbers
 

@@ -45,7 +45,10 @@ def interpreted(
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield every equation of an open or closed jaxpr, and of the jaxprs in its parameters."""
+    """Yield every equation of a jaxpr, and of the jaxprs inside.
+
+    The jaxpr may be open or closed.
+    """
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for inner in jaxprs_in(eqn):
