@@ -9,6 +9,7 @@ less is more about the file. Changed tests, those of a changed file's name and t
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -99,22 +100,23 @@ def dotted(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def mirrored(name: str) -> Iterator[tuple[str, bool]]:
-    """The tests of a file's name, with True, then those of the folders that it lies in, with False."""
+@functools.cache
+def mirrored(name: str) -> tuple[tuple[str, bool], ...]:
+    """Return the tests of a file's name, with True, then those of the folders that it lies in, with False."""
     path = Path(name)
     if path.parts[0] == "tests":
-        if path.name.startswith("test_"):
-            yield name, True
-        return
+        return ((name, True),) if path.name.startswith("test_") else ()
     inside = path.relative_to(path.parts[0]) if path.parts[0] in ("jaxmp", ".ci") else path
     own = inside.parent if path.stem in ("__init__", "__main__") else inside.with_suffix("")
+    found = []
     for place in (own, *own.parents):
         if place.parts not in ((), ("experiments",), ("experiments", "benchmarks")):
-            found = [
+            tests = [
                 *Path("tests", place).rglob("test_*.py"),
                 *Path("tests", place.parent).glob(f"test_{place.name}*.py"),
             ]
-            yield from ((str(test), place == own) for test in found)
+            found += [(str(test), place == own) for test in tests]
+    return tuple(found)
 
 
 def near(changed: list[str], imports: Imports) -> dict[str, tuple[int, int]]:

@@ -176,30 +176,6 @@ def test_a_plain_nnx_model_is_tuned_and_computes_under_the_saved_policy(tmp_path
     assert after < before / 2
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.LayerNorm(name="norm")(x)
-        x = nn.Dropout(0.1, deterministic=False)(nn.softmax(nn.Dense(16, name="scores")(x)))
-        return Flow(name="flow")(16 * x)
-
-
-@SLOW
-def test_a_half_child_of_a_float32_module_is_decided_by_the_rules_and_dropout_is_drawn_alike():
-    model = Block()
-
-    def loss_fn(params, x, key):
-        return jnp.mean(model.apply({"params": params}, x, rngs={"dropout": key}) ** 2)
-
-    key = jax.random.key(1)
-    params = model.init({"params": key, "dropout": key}, X)["params"]
-    tuned = tune(loss_fn, "mixed_bfloat16")(params, X, key)
-    assert list(tuned.overrides)[-1] == "Block/flow:add" and tuned.met and tuned.half_flops > 0.9
-    plan = jaxmp.cast_plan(loss_fn, tuned.policy)(params, X, key)
-    exponentials = [row for row in plan.rows if row.primitive == "exp"]
-    assert exponentials and {row.result for row in exponentials} == {"float32"}
-
-
 def test_a_loss_scale_that_overflows_is_lowered_first():
     def loss_fn(params, x):
         with jax.named_scope("layer"):
