@@ -25,9 +25,8 @@ from jaxmp.inspect.program.calls import (
     require_own_settings,
     step_call,
 )
-from jaxmp.inspect.program.equation_places import program_of
+from jaxmp.inspect.program.equation_places import is_whole, program_of
 from jaxmp.inspect.program.reading_values import values_of
-from jaxmp.inspect.program.recorded_evaluation import is_whole
 from jaxmp.inspect.program.values import Turns, Value, Values, leading_to
 from jaxmp.optim.loss_scale import StaticLossScale
 from jaxmp.optim.scaling_state import LossScalingState

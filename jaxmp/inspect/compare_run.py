@@ -15,10 +15,10 @@ from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named
-from jaxmp.inspect.program.equation_places import Key, program_of
+from jaxmp.inspect.program.equation_places import Key, is_whole, program_of
 from jaxmp.inspect.program.products import multiplied
 from jaxmp.inspect.program.reading_values import values_of
-from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record, is_whole
+from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.values import Value, leading_to
 from jaxmp.inspect.taps import Taps
 

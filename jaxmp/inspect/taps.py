@@ -20,8 +20,6 @@ from jaxmp.inspect.program.equation_places import Key, equation_places
 class Taps(ABC):
     """A recorder of the values at the borders of scopes.
 
-    It is a :class:`jaxmp.inspect.program.recorded_evaluation.Recorder`.
-
     Attributes:
       borders: the values, with the shape and dtype of one iteration.
     """
@@ -63,19 +61,28 @@ class Taps(ABC):
                 sinks.setdefault(border.key, {})[border.position] = self.sink(aval, turns)
         return sinks
 
-    def at(
-        self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], extra: Mapping[int, Any] | None
-    ) -> tuple[list[Any], Any]:
-        """See :class:`jaxmp.inspect.program.recorded_evaluation.Recorder`."""
+    def at(self, key: Key, results: list[Any], sinks: Mapping[int, Any] | None) -> tuple[list[Any], Any]:
+        """Return the results of an equation to continue with, and their records by position.
+
+        Without a border at the equation, the records are None.
+
+        Args:
+          key: the key of the equation.
+          results: its results, traced.
+          sinks: the sinks of its results by position; in a loop, those of this iteration.
+        """
         positions = self._positions.get(key)
         if positions is None:
             return results, None
         records = {position: self.record(results[position]) for position in positions}
         tapped = list(results)
-        for position, sink in (extra or {}).items():
+        for position, sink in (sinks or {}).items():
             tapped[position] = self.tap(results[position], sink)
         return tapped, records
 
-    def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
-        """See :class:`jaxmp.inspect.program.recorded_evaluation.Recorder`."""
+    def merged(self, old: Any, new: Any) -> Any:
+        """Return the records of an equation in a while loop after an iteration.
+
+        ``old`` is zeros in the first iteration.
+        """
         return {position: self.merge(old[position], new[position]) for position in new}

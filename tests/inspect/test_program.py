@@ -55,12 +55,12 @@ def largest(*arrays):
 class Largest:
     """Records the largest magnitudes, and adds what is given to the first result."""
 
-    def at(self, key, eqn, operands, results, given):
+    def at(self, key, results, given):
         if given is not None:
             results = [results[0] + given.astype(results[0].dtype), *results[1:]]
         return results, largest(*results) or None
 
-    def merged(self, key, old, new, turn):
+    def merged(self, old, new):
         return [jnp.maximum(*pair) for pair in zip(old, new, strict=True)]
 
 

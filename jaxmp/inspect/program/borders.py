@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.inspect.program.equation_places import EquationPlace, Key, enters_scope, paths_left
+from jaxmp.inspect.program.equation_places import EquationPlace, Key, enters_scope, is_whole, paths_left
 from jaxmp.inspect.program.reading_values import values_of
-from jaxmp.inspect.program.recorded_evaluation import is_whole
 from jaxmp.inspect.program.values import Value, leading_to
 
 
@@ -36,7 +35,7 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     They are in program order. ``jit`` and ``checkpoint`` are not borders: a value belongs to the equation that computes
     it. The result of a loop or a branch belongs to the loop, and inside of the body to another equation. The condition
     of a while loop is left out, and so are bodies that are evaluated as one operation, see
-    :func:`jaxmp.inspect.program.recorded_evaluation.is_whole`.
+    :func:`jaxmp.inspect.program.equation_places.is_whole`.
 
     Args:
       jaxpr: an open jaxpr.

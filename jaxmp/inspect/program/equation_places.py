@@ -174,6 +174,14 @@ def _collect_bodies(
     return results
 
 
+def is_whole(eqn: Any, keeps_rules: bool = False) -> bool:
+    """Return whether an equation with bodies is evaluated as one operation.
+
+    With ``keeps_rules``, functions with custom derivative rules are.
+    """
+    return eqn.primitive.name == "shard_map" or (keeps_rules and eqn.primitive.name.startswith("custom_"))
+
+
 def turns_of(eqn: Any) -> tuple[int | None, ...]:
     """Return the number of iterations of a loop; an empty tuple for other equations."""
     if eqn.primitive.name == "scan":

@@ -29,8 +29,7 @@ from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
-from jaxmp.inspect.program.equation_places import Key
-from jaxmp.inspect.program.recorded_evaluation import is_whole
+from jaxmp.inspect.program.equation_places import Key, is_whole
 
 _LONG = 64
 """The minimum length of a scan that runs as one program; for a shorter scan, compiling takes longer than the calls."""
