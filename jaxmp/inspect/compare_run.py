@@ -131,7 +131,7 @@ def _run_with_taps(
         inputs = list(inputs)
         for n, leaf in zip(numbers, leaves, strict=True):
             inputs[n] = leaf
-        results, records = evaluate_and_record(jaxpr, consts, inputs, taps, sinks, keeps_rules=True)
+        results, records = evaluate_and_record(jaxpr, consts, inputs, taps, sinks)
         if scale is None:
             return 0.0, (results, records)
         return results[0] if scale == 1 else widen(results[0]) * scale, (results, records)

@@ -174,7 +174,7 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
         arguments = list(leaves)
         for n, leaf in zip(numbers, floats, strict=True):
             arguments[n] = leaf
-        results, records = evaluate_and_record(jaxpr, consts, arguments, taps, sinks, keeps_rules=True)
+        results, records = evaluate_and_record(jaxpr, consts, arguments, taps, sinks)
         return results[0], (results, records)
 
     differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)

@@ -135,9 +135,9 @@ def test_what_is_given_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
     zeros = {
         each.key: jnp.zeros((*each.turns, *by_key[each.key].eqn.outvars[each.position].aval.shape)) for each in found
     }
-    gradients = jax.jit(
-        jax.grad(lambda given: evaluate_and_record(jaxpr, consts, leaves, Largest(), given, keeps_rules=True)[0][0])
-    )(zeros)
+    gradients = jax.jit(jax.grad(lambda given: evaluate_and_record(jaxpr, consts, leaves, Largest(), given)[0][0]))(
+        zeros
+    )
     out = jax.jit(lambda params: Net().apply({**variables, "params": params}, X, mutable=["batch_stats"])[0])
     expected = 2 * (out(variables["params"]) - 1) / X.size
     whole = next(each.key for each in found if each.path == "Net")

@@ -32,25 +32,22 @@ def evaluate_and_record(
     args: Sequence[Any],
     taps: Taps,
     sinks: Mapping[Key, Any] | None = None,
-    keeps_rules: bool = False,
 ) -> tuple[list[Any], Records]:
     """Return the results of an open jaxpr, and the records by equation key.
 
     Records in the body of a scan have a leading axis of iterations, and one more for each scan around. Records of a
-    while loop are merged. Records of a branch that was not taken are zeros.
+    while loop are merged. Records of a branch that was not taken are zeros. The results can be differentiated: a
+    function with custom derivative rules is one operation, and ``checkpoint`` stays.
 
     Args:
       jaxpr: an open jaxpr.
       consts: its constants.
       args: its arguments.
-      taps: its method ``at`` is called for each operation. A loop, a branch or a function with custom derivative rules
-        also counts as an operation.
+      taps: its method ``at`` is called for each operation; a loop or a branch also counts as one.
       sinks: pytrees of arrays for ``taps.at``, by key, with the leading axes of the records of that place; places in
         while loops have none.
-      keeps_rules: whether the results will be differentiated. Then functions with custom derivative rules are one
-        operation, and ``checkpoint`` stays; otherwise their equations are evaluated one by one.
     """
-    results, records = _RecordedEvaluation(taps, keeps_rules).body(jaxpr, consts, args, (), dict(sinks or {}))
+    results, records = _RecordedEvaluation(taps).body(jaxpr, consts, args, (), dict(sinks or {}))
     for n, var in enumerate(jaxpr.outvars):
         if is_literal(var):  # the function returns a constant
             results[n] = jnp.asarray(results[n])
@@ -60,9 +57,8 @@ def evaluate_and_record(
 class _RecordedEvaluation:
     """An evaluation of a program with taps."""
 
-    def __init__(self, taps: Taps, keeps_rules: bool) -> None:
+    def __init__(self, taps: Taps) -> None:
         self.taps = taps
-        self.keeps_rules = keeps_rules
 
     def body(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], key: Key, sinks: Records
@@ -78,9 +74,9 @@ class _RecordedEvaluation:
 
     def equation(self, eqn: Any, operands: list[Any], key: Key, sinks: Records, records: Records) -> list[Any]:
         bodies = bodies_of(eqn)
-        if bodies is None or is_whole(eqn, self.keeps_rules):
+        if bodies is None or is_whole(eqn, keeps_rules=True):
             results = bind_equation(eqn, operands, eqn.params)
-        elif bodies.kind == "call" and not (self.keeps_rules and eqn.primitive.name == "remat2"):
+        elif bodies.kind == "call" and eqn.primitive.name != "remat2":
             opened = equations.opened(bodies.jaxprs[0])
             results, inner = self.body(*opened, operands, (*key, 0), sinks)
             records |= inner
