@@ -24,6 +24,7 @@ from jaxmp.inspect.program.calls import (
     require_arguments_not_deleted,
     require_own_settings,
     step_call,
+    with_leaves,
 )
 from jaxmp.inspect.program.equation_places import is_whole, program_of
 from jaxmp.inspect.program.reading_values import values_of
@@ -183,9 +184,7 @@ def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
         leaves, structure = jax.tree.flatten(args)
 
         def losses(differentiated_leaves: Sequence[Any]) -> Any:
-            all_leaves = list(leaves)
-            for number, leaf in zip(numbers, differentiated_leaves, strict=True):
-                all_leaves[number] = leaf
+            all_leaves = with_leaves(leaves, numbers, differentiated_leaves)
             loss, aux = loss_and_rest(fun(*named(jax.tree.unflatten(structure, all_leaves))))
             scaled = loss
             if scale is not None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
-from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named
+from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
 from jaxmp.inspect.program.equation_places import Key, is_whole, program_of
 from jaxmp.inspect.program.products import multiplied
 from jaxmp.inspect.program.reading_values import values_of
@@ -128,10 +128,8 @@ def _run_with_taps(
     """
 
     def run(leaves: Sequence[Any], sinks: Any, consts: Any, inputs: Any) -> Any:
-        inputs = list(inputs)
-        for n, leaf in zip(numbers, leaves, strict=True):
-            inputs[n] = leaf
-        results, records = evaluate_and_record(jaxpr, consts, inputs, taps, sinks)
+        all_inputs = with_leaves(inputs, numbers, leaves)
+        results, records = evaluate_and_record(jaxpr, consts, all_inputs, taps, sinks)
         if scale is None:
             return 0.0, (results, records)
         return results[0] if scale == 1 else widen(results[0]) * scale, (results, records)

@@ -15,6 +15,7 @@ from jaxmp.base import dtypes
 from jaxmp.base.trees import is_float_array, path_name
 from jaxmp.inspect.program import counting, statistics
 from jaxmp.inspect.program.borders import returned
+from jaxmp.inspect.program.calls import with_leaves
 from jaxmp.inspect.program.counting import Counts
 from jaxmp.inspect.program.equation_places import Key, program_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
@@ -171,9 +172,7 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
     taps = _CountingTaps(jaxpr)
 
     def scaled(floats: Sequence[Any], sinks: Any) -> Any:
-        arguments = list(leaves)
-        for n, leaf in zip(numbers, floats, strict=True):
-            arguments[n] = leaf
+        arguments = with_leaves(leaves, numbers, floats)
         results, records = evaluate_and_record(jaxpr, consts, arguments, taps, sinks)
         return results[0], (results, records)
 
@@ -181,9 +180,7 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
     (grads_of_floats, sinks), (results, records) = differentiate([leaves[n] for n in numbers], taps.sinks())
     packed = jax.tree.map(counting.packed, records, is_leaf=lambda node: isinstance(node, Counts))
     recorded = [*taps.named("activations", packed), *taps.named("activation_gradients", sinks)]
-    grads = [jnp.zeros_like(leaf) for leaf in leaves]
-    for n, grad in zip(numbers, grads_of_floats, strict=True):
-        grads[n] = grad
+    grads = with_leaves([jnp.zeros_like(leaf) for leaf in leaves], numbers, grads_of_floats)
     _, aux = jax.tree.unflatten(structure, results)
     return aux, jax.tree.unflatten(tree, grads), recorded
 
