@@ -143,22 +143,6 @@ def _run_with_taps(
     return results, records, grads, cotangents
 
 
-@jax.custom_vjp
-def _tap(value: jax.Array, sink: jax.Array) -> jax.Array:
-    return value
-
-
-def _tap_forward(value: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return value, sink
-
-
-def _tap_backward(sink: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return cotangent, cotangent.astype(sink.dtype)
-
-
-_tap.defvjp(_tap_forward, _tap_backward)
-
-
 class _ValueTaps(Taps):
     """Records whole values, and their gradients in float32 or wider.
 
@@ -168,8 +152,9 @@ class _ValueTaps(Taps):
     def record(self, value: jax.Array) -> jax.Array:
         return value
 
-    def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
-        return _tap(value, sink)
+    def record_cotangent(self, cotangent: jax.Array) -> jax.Array:
+        wide: jax.Array = widen(cotangent)
+        return wide
 
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
         zeros: jax.Array = widen(jnp.zeros((*turns, *aval.shape), aval.dtype))

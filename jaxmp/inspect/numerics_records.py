@@ -185,22 +185,6 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
     return aux, jax.tree.unflatten(tree, grads), recorded
 
 
-@jax.custom_vjp
-def _tap(value: jax.Array, sink: jax.Array) -> jax.Array:
-    return value
-
-
-def _tap_forward(value: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
-    return value, None
-
-
-def _tap_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return cotangent, counting.packed(counting.counts_of(cotangent))
-
-
-_tap.defvjp(_tap_forward, _tap_backward)
-
-
 class _CountingTaps(Taps):
     """Counts the values that scopes return, and their gradients.
 
@@ -214,8 +198,8 @@ class _CountingTaps(Taps):
     def record(self, value: jax.Array) -> Counts:
         return counting.counts_of(value)
 
-    def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
-        return _tap(value, sink)
+    def record_cotangent(self, cotangent: jax.Array) -> jax.Array:
+        return counting.packed(counting.counts_of(cotangent))
 
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
         return jnp.zeros((*turns, counting.SIZE))

@@ -7,14 +7,31 @@ and the program is differentiated once.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxmp.inspect.program.borders import AtBorder
 from jaxmp.inspect.program.equation_places import Key, equation_places
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tap(record: Callable[[jax.Array], jax.Array], value: jax.Array, sink: jax.Array) -> jax.Array:
+    return value
+
+
+def _tap_forward(record: Any, value: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
+    return value, None
+
+
+def _tap_backward(record: Any, _: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return cotangent, record(cotangent)
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
 
 
 class Taps(ABC):
@@ -38,8 +55,8 @@ class Taps(ABC):
         """Return the record of a value: arrays in a pytree."""
 
     @abstractmethod
-    def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
-        """Return the value, and make its gradient's record the gradient of the sink."""
+    def record_cotangent(self, cotangent: jax.Array) -> jax.Array:
+        """Return the record of a cotangent: the gradient of the value's sink."""
 
     @abstractmethod
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
@@ -77,7 +94,7 @@ class Taps(ABC):
         records = {position: self.record(results[position]) for position in positions}
         tapped = list(results)
         for position, sink in (sinks or {}).items():
-            tapped[position] = self.tap(results[position], sink)
+            tapped[position] = _tap(self.record_cotangent, results[position], sink)
         return tapped, records
 
     def merged(self, old: Any, new: Any) -> Any:
