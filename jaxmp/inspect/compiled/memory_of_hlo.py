@@ -1,4 +1,4 @@
-"""The buffers of a running XLA program, and the code that created them."""
+"""The buffers of a running XLA program, and the instructions that compute them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class Buffer:
     Attributes:
       bytes: its size.
       array: its dtype and shape.
-      made_by: JAX's name of the operation, with its modules.
       maker: the instruction that computes it, or the loop that writes into the buffer.
       last: the last instruction that reads it, or the maker.
       start, end: the first and the last instruction of the schedule during which it exists.
@@ -28,7 +27,6 @@ class Buffer:
 
     bytes: float
     array: Array
-    made_by: str
     maker: Instruction
     last: Instruction
     start: int
@@ -78,7 +76,6 @@ def _add_buffers(program: HloProgram, instruction: Instruction, position: int, r
         if buffer is not None:
             buffer.end, buffer.last = position, instruction
     name, opcode = instruction.name, instruction.opcode
-    made_by = program.made_by(instruction).op_name or name
     index = _INDEX.search(instruction.text)
     if opcode == "get-tuple-element" and index:
         results[name] = read[int(index[1]) : int(index[1]) + 1]
@@ -88,13 +85,13 @@ def _add_buffers(program: HloProgram, instruction: Instruction, position: int, r
         if opcode == "while":
             for number, buffer in enumerate(read):
                 if buffer is not None and _is_written(program, instruction, number):
-                    buffer.maker, buffer.made_by = instruction, made_by
+                    buffer.maker = instruction
         return []
     arrays = instruction.arrays
     if opcode in ("parameter", "constant"):
         results[name] = [None] * len(arrays)
         return []
-    new = [Buffer(array.bytes, array, made_by, instruction, instruction, position, position) for array in arrays]
+    new = [Buffer(array.bytes, array, instruction, instruction, position, position) for array in arrays]
     results[name] = [*new]
     return new
 
