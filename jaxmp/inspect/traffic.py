@@ -60,14 +60,6 @@ class Collectives(tables.Shown):
         """Return the bytes that one device sends in a call."""
         return sum(row.wire for row in self.rows)
 
-    def bytes_per_param(self, params: Any) -> float:
-        """Return ``wire`` divided by the number of params, a tree of arrays or shapes.
-
-        If all weights are gathered in half for the forward and the backward pass, and gradients are reduced in float32,
-        each of n devices sends 8 (n - 1)/n bytes per param: 7 with 8 devices.
-        """
-        return self.wire / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-
     @property
     def totals(self) -> dict[tuple[str, str, str], float]:
         """Return the bytes that one device sends, by kind, dtype and axis, largest first."""
