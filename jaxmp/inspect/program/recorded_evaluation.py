@@ -5,7 +5,6 @@ Equations in loops and branches are recorded too.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._internals.jax import equations
-from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, rebuilt
+from jaxmp._internals.jax.bodies import UNCHANGED_RULES, bind_equation, rebuilt
 from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
@@ -23,7 +22,6 @@ from jaxmp.inspect.program.equation_places import Key, is_whole
 from jaxmp.inspect.taps import Taps
 
 Records = dict[Key, Any]
-_RULE = RuleEvaluation(lambda traced, args, dtypes: equations.evaluate(*traced, args), contextlib.nullcontext)
 
 
 def evaluate_and_record(
@@ -124,7 +122,8 @@ class _RecordedEvaluation:
 
             return call
 
-        out = rebuilt(eqn, bodies, [function(n) for n in range(len(bodies.jaxprs))], _RULE)(*operands, *sinks_inside)
+        functions = [function(n) for n in range(len(bodies.jaxprs))]
+        out = rebuilt(eqn, bodies, functions, UNCHANGED_RULES)(*operands, *sinks_inside)
         stop = len(eqn.outvars)
         return list(out[:stop]), jax.tree.unflatten(structure, out[stop:])
 
@@ -150,7 +149,7 @@ class _RecordedEvaluation:
             merged = {place: self.taps.merged(before[place], record) for place, record in new.items()}
             return [*results, *jax.tree.leaves(merged)]
 
-        out = rebuilt(eqn, bodies, [goes_on, one_turn], _RULE)(*operands, *start)
+        out = rebuilt(eqn, bodies, [goes_on, one_turn], UNCHANGED_RULES)(*operands, *start)
         return list(out[:size]), jax.tree.unflatten(tree, out[size:])
 
 

@@ -30,6 +30,7 @@ from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
 from jaxmp.inspect.program.equation_places import Key, is_whole
+from jaxmp.inspect.program.targets import mesh_of
 
 _LONG = 64
 """The minimum length of a scan that runs as one program; for a shorter scan, compiling takes longer than the calls."""
@@ -71,19 +72,10 @@ def step_through(
     A long scan runs as one program. For its operations that fail in some iteration, ``visit`` gets no operands and
     results. In the iterations that ``wanted`` names, it is called for all operations, with operands and results.
     """
-    mesh = _mesh_of((*consts, *args))
+    mesh = mesh_of((*consts, *args))
     stepping = _Stepping(visit, wanted, waits=mesh is not None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
-
-
-def _mesh_of(values: Sequence[Any]) -> Mesh | None:
-    """Return the mesh of the first array that has one."""
-    for value in values:
-        sharding = getattr(value, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
-    return None
 
 
 class _Stepping:
