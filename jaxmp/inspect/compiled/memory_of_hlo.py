@@ -9,7 +9,6 @@ from jaxmp.inspect.compiled.hlo import CONTROL, Array, HloProgram, Instruction, 
 from jaxmp.inspect.compiled.kernels import written_into
 
 _ALIASES = frozenset({"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier"})
-_INDEX = re.compile(r"index=(\d+)")
 _BODY = re.compile(r"body=%?([\w.$-]+)")
 
 
@@ -76,9 +75,9 @@ def _add_buffers(program: HloProgram, instruction: Instruction, position: int, r
         if buffer is not None:
             buffer.end, buffer.last = position, instruction
     name, opcode = instruction.name, instruction.opcode
-    index = _INDEX.search(instruction.text)
-    if opcode == "get-tuple-element" and index:
-        results[name] = read[int(index[1]) : int(index[1]) + 1]
+    index = instruction.index
+    if opcode == "get-tuple-element" and index is not None:
+        results[name] = read[index : index + 1]
         return []
     if opcode in _ALIASES or is_end(opcode):
         results[name] = list(read)
@@ -106,9 +105,8 @@ def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
     result = body[root.operands[number]]
     while result.opcode in ("bitcast", "copy"):
         result = body[result.operands[0]]
-    index = _INDEX.search(result.text)
     is_element = result.opcode == "get-tuple-element" and body[result.operands[0]].opcode == "parameter"
-    return not (is_element and index is not None and int(index[1]) == number)
+    return not (is_element and result.index == number)
 
 
 def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:
