@@ -168,7 +168,7 @@ def _without_loss_scale(opt_state: Any) -> Any:
         return isinstance(node, LossScalingState)
 
     def unscaled(node: Any) -> Any:
-        return node._replace(loss_scale=StaticLossScale(1.0)) if isinstance(node, LossScalingState) else node
+        return node._replace(loss_scale=StaticLossScale(1.0)) if is_scaled(node) else node
 
     return jax.tree.map(unscaled, opt_state, is_leaf=is_scaled)
 
@@ -216,9 +216,9 @@ def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     value = suspect.value
     if value.name == "argument":
         return _blame_of_input(run.inputs[value.position], paths[value.position])
-    if value.name == "constant" and suspect.reader is None:
-        return _blame_of_input(value.constant, "a constant")
-    if value.name == "constant" and suspect.reader is not None:
+    if value.name == "constant":
+        if suspect.reader is None:
+            return _blame_of_input(value.constant, "a constant")
         return _blame_of_operation(run, values, *suspect.reader, "input")
     return _blame_of_operation(run, values, value, suspect.turns, "forward" if value in early else "backward")
 

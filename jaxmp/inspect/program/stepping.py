@@ -57,7 +57,7 @@ class Moment(NamedTuple):
 Visit = Callable[[Moment, Any, list[Any], list[Any], list[Any]], None]
 At = tuple[Key, tuple[int, ...]]
 """The key of an equation, and its iteration of each scan around."""
-Branches = dict[tuple[Key, tuple[int, ...]], set[int]]
+Branches = dict[At, set[int]]
 """The branches that each conditional took, by its key and iterations; several only in a while loop."""
 
 
@@ -244,7 +244,7 @@ class _FlaggedScan:
                 results = bind_equation(eqn, operands, eqn.params)
             results = [lax.optimization_barrier(result) if is_inexact(result) else result for result in results]
             self.operations.append((key, eqn))
-            flags.append([_zero_if_finite(result) if is_inexact(result) else None for result in results])
+            flags.append(_flags_of(results))
             return results
 
         return interpreted(jaxpr, consts, args, equation)
@@ -307,7 +307,7 @@ def compiled_operation(operation: Operation) -> Callable[..., tuple[list[Any], l
     def apply(*operands: Any) -> tuple[list[Any], list[Any]]:
         with in_place_of(eqn):
             results = bind_equation(eqn, operands, eqn.params)
-        return results, [_zero_if_finite(result) if is_inexact(result) else None for result in results]
+        return results, _flags_of(results)
 
     return jax.jit(apply, compiler_options=AS_WRITTEN)
 
@@ -315,6 +315,11 @@ def compiled_operation(operation: Operation) -> Callable[..., tuple[list[Any], l
 def is_finite(value: Any) -> bool:
     """Return whether all elements of a value are finite; integers always are."""
     return not is_inexact(value) or bool(np.asarray(jax.jit(_zero_if_finite)(value)) == 0)
+
+
+def _flags_of(results: Sequence[Any]) -> list[Any]:
+    """Return a flag for each result; None for results that are not floating."""
+    return [_zero_if_finite(result) if is_inexact(result) else None for result in results]
 
 
 def _zero_if_finite(value: Any) -> jax.Array:
