@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
-from jaxmp.inspect.program.equation_places import Key, is_whole, program_of
+from jaxmp.inspect.program.equation_places import Key, is_whole_with_rules, program_of
 from jaxmp.inspect.program.products import multiplied
 from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
@@ -101,7 +100,7 @@ def run_and_record(
 
     scale = loss_scale if grad else None
     results, records, grads, cotangents = _run_with_taps(jaxpr, consts, inputs, numbers, taps, scale)
-    values = values_of(jaxpr, consts, functools.partial(is_whole, keeps_rules=True))
+    values = values_of(jaxpr, consts, is_whole_with_rules)
     leading = [value for value in leading_to(values.results) if value.is_computed]
     return RecordedProgram(
         values={(value.key, value.position): value for value in leading},

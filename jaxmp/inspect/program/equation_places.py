@@ -174,12 +174,17 @@ def _collect_bodies(
     return results
 
 
-def is_whole(eqn: Any, keeps_rules: bool = False) -> bool:
-    """Return whether an equation with bodies is evaluated as one operation.
+def is_whole(eqn: Any) -> bool:
+    """Return whether an equation with bodies is evaluated as one operation."""
+    return bool(eqn.primitive.name == "shard_map")
 
-    With ``keeps_rules``, functions with custom derivative rules are.
+
+def is_whole_with_rules(eqn: Any) -> bool:
+    """Return whether an equation with bodies is one operation in a program to be differentiated.
+
+    A function with custom derivative rules is.
     """
-    return eqn.primitive.name == "shard_map" or (keeps_rules and eqn.primitive.name.startswith("custom_"))
+    return is_whole(eqn) or eqn.primitive.name.startswith("custom_")
 
 
 def turns_of(eqn: Any) -> tuple[int | None, ...]:

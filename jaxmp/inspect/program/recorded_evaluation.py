@@ -18,7 +18,7 @@ from jaxmp._internals.jax.bodies import UNCHANGED_RULES, bind_equation, rebuilt
 from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
-from jaxmp.inspect.program.equation_places import Key, is_whole
+from jaxmp.inspect.program.equation_places import Key, is_whole_with_rules
 from jaxmp.inspect.taps import Taps
 
 Records = dict[Key, Any]
@@ -72,7 +72,7 @@ class _RecordedEvaluation:
 
     def equation(self, eqn: Any, operands: list[Any], key: Key, sinks: Records, records: Records) -> list[Any]:
         bodies = bodies_of(eqn)
-        if bodies is None or is_whole(eqn, keeps_rules=True):
+        if bodies is None or is_whole_with_rules(eqn):
             results = bind_equation(eqn, operands, eqn.params)
         elif bodies.kind == "call" and eqn.primitive.name != "remat2":
             opened = equations.opened(bodies.jaxprs[0])
