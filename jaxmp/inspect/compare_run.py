@@ -152,8 +152,7 @@ class _ValueTaps(Taps):
         return value
 
     def record_cotangent(self, cotangent: jax.Array) -> jax.Array:
-        wide: jax.Array = widen(cotangent)
-        return wide
+        return widen(cotangent)
 
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
         zeros: jax.Array = widen(jnp.zeros((*turns, *aval.shape), aval.dtype))
