@@ -6,42 +6,52 @@ import argparse
 import dataclasses
 
 from jaxmp.cli.flags import Arguments
-from jaxmp.cli.printing import print_columns, print_json
+from jaxmp.cli.printing import console, print_json, print_rich
 
 ARGUMENTS: Arguments = {}
+_COLUMNS = (
+    "format",
+    "bits",
+    "exponent\nbits",
+    "mantissa\nbits",
+    "largest",
+    "smallest\nnormal",
+    "smallest\nsubnormal",
+    "spacing\nat 1",
+    "inf",
+)
+"""Columns that fit into 80 characters."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the bits, range, precision and special values of floating-point formats.
+    """Show the bits, range and precision of floating-point formats.
 
     Everything is computed from the dtype's bit patterns. tensorfloat32 is not a dtype, but the form in which tensor
-    cores read float32 operands. Its column is computed from its layout: 1 sign, 8 exponent and 10 mantissa bits.
+    cores read float32 operands. Its row is computed from its layout: 1 sign, 8 exponent and 10 mantissa bits. With
+    ``--json``, the bias, the exponents and the decimal digits are included.
     """
-    from jaxmp.base.formats import formats as rows
+    from jaxmp.base import tables
+    from jaxmp.base.formats import formats
 
     if options.json:
-        print_json([dataclasses.asdict(row) for row in rows()])
+        print_json([dataclasses.asdict(row) for row in formats()])
         return 0
-    columns = [
-        {
-            "": row.name,
-            "bits": str(row.bits),
-            "exponent bits": str(row.exponent_bits),
-            "mantissa bits": str(row.mantissa_bits),
-            "bias": str(row.bias),
-            "exponents": f"{row.min_exponent} to {row.max_exponent}",
-            "decimal digits": f"{row.digits:.1f}",
-            "largest": _number(row.largest),
-            "smallest normal": _number(row.smallest_normal),
-            "smallest subnormal": _number(row.smallest_subnormal),
-            "spacing at 1": _number(row.eps),
-            "infinities": "yes" if row.has_infinity else "no",
-            "NaN": "yes" if row.has_nan else "no",
-        }
-        for row in rows()
+    rows = [
+        (
+            row.name,
+            row.bits,
+            row.exponent_bits,
+            row.mantissa_bits,
+            _number(row.largest),
+            _number(row.smallest_normal),
+            _number(row.smallest_subnormal),
+            _number(row.eps),
+            "yes" if row.has_infinity else "no",
+        )
+        for row in formats()
     ]
-    print_columns(columns)
-    print("\ntensorfloat32 is not a dtype: its column is computed from its layout, the others from bit patterns.")
+    print_rich(console(), tables.table("Floating-point formats", _COLUMNS, rows))
+    print("\ntensorfloat32 is not a dtype: its row is computed from its layout, the others from bit patterns.")
     return 0
 
 

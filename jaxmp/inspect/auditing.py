@@ -12,7 +12,7 @@ import numpy as np
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base import hardware, tables
 from jaxmp.base.dtypes import closest_names
-from jaxmp.inspect.audit_arguments import is_loss_scaled, kinds_of, roles_of, sent_over_batch_axes
+from jaxmp.inspect.audit_arguments import arguments_of, is_loss_scaled, sent_over_batch_axes
 from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect.audit_products import Product, product_of, products_in_kernels, shares_of_flops, widest
 from jaxmp.inspect.compiled import hlo
@@ -228,8 +228,8 @@ def _audit_of(
     If the call was not compiled, ``program`` and ``memory`` are None.
     """
     values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has its own class of traces
-    kinds = kinds_of(jitted, inputs)
-    weights = weights_in(values, kinds)
+    arguments = arguments_of(jitted, inputs)
+    weights = weights_in(values, arguments)
     ran = {} if program is None else dtypes_that_ran(program, values.all)
     products = []
     for value in values.all:
@@ -238,14 +238,13 @@ def _audit_of(
     audited = Audited(
         values=values,
         products=products,
-        arguments=roles_of(inputs),
-        kinds=kinds,
+        arguments=arguments,
         weights=weights,
         policy=policy,
         is_loss_scaled=is_loss_scaled(inputs),
         repeated=None if program is None else CastsInLoops(program),
         on_cpu=device.platform == "cpu",
-        sent=() if memory is None else tuple(sent_over_batch_axes(memory.collectives.rows, inputs, kinds)),
+        sent=() if memory is None else tuple(sent_over_batch_axes(memory.collectives.rows, arguments)),
     )
     all_products = (*(product for _, product in products), *products_in_kernels(values, device))
     flops = shares_of_flops(all_products)

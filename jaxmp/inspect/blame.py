@@ -24,10 +24,10 @@ from jaxmp.inspect.program.calls import (
     require_arguments_not_deleted,
     require_own_settings,
     step_call,
+    with_leaves,
 )
-from jaxmp.inspect.program.equation_places import program_of
+from jaxmp.inspect.program.equation_places import is_whole, program_of
 from jaxmp.inspect.program.reading_values import values_of
-from jaxmp.inspect.program.recorded_evaluation import is_whole
 from jaxmp.inspect.program.values import Turns, Value, Values, leading_to
 from jaxmp.optim.loss_scale import StaticLossScale
 from jaxmp.optim.scaling_state import LossScalingState
@@ -168,7 +168,7 @@ def _without_loss_scale(opt_state: Any) -> Any:
         return isinstance(node, LossScalingState)
 
     def unscaled(node: Any) -> Any:
-        return node._replace(loss_scale=StaticLossScale(1.0)) if isinstance(node, LossScalingState) else node
+        return node._replace(loss_scale=StaticLossScale(1.0)) if is_scaled(node) else node
 
     return jax.tree.map(unscaled, opt_state, is_leaf=is_scaled)
 
@@ -184,9 +184,7 @@ def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
         leaves, structure = jax.tree.flatten(args)
 
         def losses(differentiated_leaves: Sequence[Any]) -> Any:
-            all_leaves = list(leaves)
-            for number, leaf in zip(numbers, differentiated_leaves, strict=True):
-                all_leaves[number] = leaf
+            all_leaves = with_leaves(leaves, numbers, differentiated_leaves)
             loss, aux = loss_and_rest(fun(*named(jax.tree.unflatten(structure, all_leaves))))
             scaled = loss
             if scale is not None:
@@ -218,9 +216,9 @@ def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     value = suspect.value
     if value.name == "argument":
         return _blame_of_input(run.inputs[value.position], paths[value.position])
-    if value.name == "constant" and suspect.reader is None:
-        return _blame_of_input(value.constant, "a constant")
-    if value.name == "constant" and suspect.reader is not None:
+    if value.name == "constant":
+        if suspect.reader is None:
+            return _blame_of_input(value.constant, "a constant")
         return _blame_of_operation(run, values, *suspect.reader, "input")
     return _blame_of_operation(run, values, value, suspect.turns, "forward" if value in early else "backward")
 

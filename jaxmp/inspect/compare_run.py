@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,11 +13,11 @@ import numpy as np
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
-from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named
-from jaxmp.inspect.program.equation_places import Key, program_of
+from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
+from jaxmp.inspect.program.equation_places import Key, is_whole_with_rules, program_of
 from jaxmp.inspect.program.products import multiplied
 from jaxmp.inspect.program.reading_values import values_of
-from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record, is_whole
+from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.values import Value, leading_to
 from jaxmp.inspect.taps import Taps
 
@@ -101,7 +100,7 @@ def run_and_record(
 
     scale = loss_scale if grad else None
     results, records, grads, cotangents = _run_with_taps(jaxpr, consts, inputs, numbers, taps, scale)
-    values = values_of(jaxpr, consts, functools.partial(is_whole, keeps_rules=True))
+    values = values_of(jaxpr, consts, is_whole_with_rules)
     leading = [value for value in leading_to(values.results) if value.is_computed]
     return RecordedProgram(
         values={(value.key, value.position): value for value in leading},
@@ -128,10 +127,8 @@ def _run_with_taps(
     """
 
     def run(leaves: Sequence[Any], sinks: Any, consts: Any, inputs: Any) -> Any:
-        inputs = list(inputs)
-        for n, leaf in zip(numbers, leaves, strict=True):
-            inputs[n] = leaf
-        results, records = evaluate_and_record(jaxpr, consts, inputs, taps, sinks, keeps_rules=True)
+        all_inputs = with_leaves(inputs, numbers, leaves)
+        results, records = evaluate_and_record(jaxpr, consts, all_inputs, taps, sinks)
         if scale is None:
             return 0.0, (results, records)
         return results[0] if scale == 1 else widen(results[0]) * scale, (results, records)
@@ -145,22 +142,6 @@ def _run_with_taps(
     return results, records, grads, cotangents
 
 
-@jax.custom_vjp
-def _tap(value: jax.Array, sink: jax.Array) -> jax.Array:
-    return value
-
-
-def _tap_forward(value: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return value, sink
-
-
-def _tap_backward(sink: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return cotangent, cotangent.astype(sink.dtype)
-
-
-_tap.defvjp(_tap_forward, _tap_backward)
-
-
 class _ValueTaps(Taps):
     """Records whole values, and their gradients in float32 or wider.
 
@@ -170,8 +151,8 @@ class _ValueTaps(Taps):
     def record(self, value: jax.Array) -> jax.Array:
         return value
 
-    def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
-        return _tap(value, sink)
+    def record_cotangent(self, cotangent: jax.Array) -> jax.Array:
+        return widen(cotangent)
 
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
         zeros: jax.Array = widen(jnp.zeros((*turns, *aval.shape), aval.dtype))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,17 +36,14 @@ def arguments_in_memory(compiled: Any, program: HloProgram, leaves: Sequence[Lea
     """Yield a compiled program's arguments, with the kinds of ``leaves``."""
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for unused arguments
     used = [(leaf.kind, leaf.path) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
-    instructions = program.computations[program.entry].values()
-    parameters = [instruction for instruction in instructions if instruction.opcode == "parameter"]
-    parameters.sort(key=_parameter_number)
+    parameters = {}
+    for instruction in program.computations[program.entry].values():
+        if instruction.opcode == "parameter":
+            parameters[instruction.parameter] = instruction
     constants = [("other", "constant")] * (len(parameters) - len(used))  # JAX may pass large constants first
-    for parameter, (kind, path) in zip(parameters, constants + used, strict=True):
-        for array in parameter.arrays:
+    for number, (kind, path) in enumerate(constants + used):
+        for array in parameters[number].arrays:
             yield _in_memory(array, kind, path)
-
-
-def _parameter_number(instruction: Any) -> int:
-    return int(re.findall(r"parameter\((\d+)\)", instruction.text)[0])
 
 
 def results_in_memory(compiled: Any, program: HloProgram) -> Iterator[ArrayInMemory]:

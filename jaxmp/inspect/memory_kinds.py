@@ -39,12 +39,15 @@ class Leaf(NamedTuple):
       kind: one of :data:`jaxmp.inspect.memory_plan.KINDS`.
       path: its name.
       is_recognised: whether its type or the argument's name determines the kind. Otherwise its position does.
+      path_in_state: its path in the params, the optimizer state or the statistics of a known type. None for all other
+        leaves, also for averaged params and caches, whose dtypes are free.
     """
 
     value: Any
     kind: str
     path: str
     is_recognised: bool
+    path_in_state: tuple[str, ...] | None
 
 
 def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> Iterator[Leaf]:
@@ -75,7 +78,8 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
                 if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
                     kind = "other"
                 prefix = [jax.tree_util.DictKey(name)] if name else []
-                yield Leaf(leaf, kind, path_name((*prefix, *path, *inner)), recognised is not None)
+                full_path = path_name((*prefix, *path, *inner))
+                yield Leaf(leaf, kind, full_path, recognised is not None, _path_in_state(node, path, inner))
 
 
 def _kind_in(node: Any, path: Sequence[Any]) -> str | None:
@@ -90,11 +94,35 @@ def _kind_in(node: Any, path: Sequence[Any]) -> str | None:
         return "optimizer" if type(node).__name__.startswith("Opt") else "model_state"
     if isinstance(node, nnx.Optimizer) or _is_state_of_optimizer(node):
         return "optimizer"
-    is_collections = isinstance(node, Mapping) and "params" in node
+    is_collections = isinstance(node, Mapping) and ("params" in node or "batch_stats" in node)
     is_train_state = hasattr(node, "params") and hasattr(node, "opt_state")  # jaxmp's and Flax's
     if is_collections or (is_train_state and not isinstance(node, Mapping)):
         return _KIND_OF_NAME.get(field, "model_state")
     return None
+
+
+def _path_in_state(node: Any, path: Sequence[Any], inner: Sequence[Any]) -> tuple[str, ...] | None:
+    """Return the path in the params, the optimizer state or the statistics.
+
+    The leaf is at ``inner`` in a node, and the node at ``path``. The result is None for other leaves.
+    """
+    kind = _kind_in(node, inner)
+    if isinstance(node, (nnx.Param, nnx.BatchStat)):
+        return _names(path)
+    if isinstance(node, (nnx.Variable, nnx.Optimizer)) or _is_state_of_optimizer(node):
+        return _names((*path, *inner)) if kind == "optimizer" else None
+    if kind is None:
+        return None
+    field, *names = _names(inner)  # of a train state or of collections
+    is_cache = field == "model_state" and names[:1] == ["cache"]
+    if is_cache or field not in ("params", "opt_state", "model_state", "batch_stats"):
+        return None
+    has_collections = field != "opt_state" and names[:1] in (["params"], ["batch_stats"])
+    return tuple(names[1:] if has_collections else names)
+
+
+def _names(path: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(path_name((key,)) for key in path)
 
 
 def _is_state_of_optimizer(node: Any) -> bool:

@@ -15,6 +15,7 @@ from jaxmp.base import dtypes
 from jaxmp.base.trees import is_float_array, path_name
 from jaxmp.inspect.program import counting, statistics
 from jaxmp.inspect.program.borders import returned
+from jaxmp.inspect.program.calls import with_leaves
 from jaxmp.inspect.program.counting import Counts
 from jaxmp.inspect.program.equation_places import Key, program_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
@@ -171,37 +172,17 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
     taps = _CountingTaps(jaxpr)
 
     def scaled(floats: Sequence[Any], sinks: Any) -> Any:
-        arguments = list(leaves)
-        for n, leaf in zip(numbers, floats, strict=True):
-            arguments[n] = leaf
-        results, records = evaluate_and_record(jaxpr, consts, arguments, taps, sinks, keeps_rules=True)
+        arguments = with_leaves(leaves, numbers, floats)
+        results, records = evaluate_and_record(jaxpr, consts, arguments, taps, sinks)
         return results[0], (results, records)
 
     differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
     (grads_of_floats, sinks), (results, records) = differentiate([leaves[n] for n in numbers], taps.sinks())
     packed = jax.tree.map(counting.packed, records, is_leaf=lambda node: isinstance(node, Counts))
     recorded = [*taps.named("activations", packed), *taps.named("activation_gradients", sinks)]
-    grads = [jnp.zeros_like(leaf) for leaf in leaves]
-    for n, grad in zip(numbers, grads_of_floats, strict=True):
-        grads[n] = grad
+    grads = with_leaves([jnp.zeros_like(leaf) for leaf in leaves], numbers, grads_of_floats)
     _, aux = jax.tree.unflatten(structure, results)
     return aux, jax.tree.unflatten(tree, grads), recorded
-
-
-@jax.custom_vjp
-def _tap(value: jax.Array, sink: jax.Array) -> jax.Array:
-    return value
-
-
-def _tap_forward(value: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
-    return value, None
-
-
-def _tap_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return cotangent, counting.packed(counting.counts_of(cotangent))
-
-
-_tap.defvjp(_tap_forward, _tap_backward)
 
 
 class _CountingTaps(Taps):
@@ -217,8 +198,8 @@ class _CountingTaps(Taps):
     def record(self, value: jax.Array) -> Counts:
         return counting.counts_of(value)
 
-    def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
-        return _tap(value, sink)
+    def record_cotangent(self, cotangent: jax.Array) -> jax.Array:
+        return counting.packed(counting.counts_of(cotangent))
 
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
         return jnp.zeros((*turns, counting.SIZE))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from jaxmp.inspect.compiled.hlo import (
     COLLECTIVES,
     CONTROL,
     NO_KERNEL,
-    TRIPS,
     HloProgram,
     Instruction,
     is_end,
@@ -32,7 +30,6 @@ Measured for matrix products on an H200, without the time of their bytes: 0.80 t
 TF32, 0.73 to 0.77 in float32 (three shapes each). Convolutions and attentions run in cuDNN. Their shares were chosen to
 fit the recorded steps of ResNet-50 and BERT.
 """
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _ONLY_MOVE = ("__cub$", "AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")  # or sort
 LIMITS = ("arithmetic", "bytes", "launch")
 ACHIEVED_BANDWIDTH = 0.9
@@ -180,9 +177,9 @@ def _uncounted(program: HloProgram) -> list[str]:
     """Return the names of kernels with unknown FLOPs, and of collectives."""
     names = set()
     for computation, instruction, _ in program.instructions_by_run():
-        target = _TARGET.search(instruction.text) if instruction.opcode == "custom-call" else None
-        if target and not products_of(program, computation, instruction) and not target[1].startswith(_ONLY_MOVE):
-            names.add(target[1])
+        target = instruction.target
+        if target and not products_of(program, computation, instruction) and not target.startswith(_ONLY_MOVE):
+            names.add(target)
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
             names.add(kind)
@@ -192,9 +189,8 @@ def _uncounted(program: HloProgram) -> list[str]:
 def _kernels(program: HloProgram, computation: str, times: int, device: hardware.Hardware) -> Iterator[Kernel]:
     for instruction in program.computations.get(computation, {}).values():
         if instruction.opcode in CONTROL:
-            trips = TRIPS.search(instruction.text)
-            turns = times * (int(trips[1]) if trips else 1)
-            bodies = [list(_kernels(program, name, turns, device)) for name in program.bodies(instruction)]
+            times_of_bodies = times if instruction.trips is None else times * instruction.trips
+            bodies = [list(_kernels(program, name, times_of_bodies, device)) for name in program.bodies(instruction)]
             if instruction.opcode == "conditional":
                 bodies = [max(bodies, key=_milliseconds)]
             for body in bodies:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax import equations
-from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, rebuilt
+from jaxmp._internals.jax.bodies import UNCHANGED_RULES, bind_equation, rebuilt
 from jaxmp._internals.jax.walk import PRODUCTS, interpreted
-
-_RULE = RuleEvaluation(lambda program, args, dtypes: equations.evaluate(*program, args), contextlib.nullcontext)
 
 
 def with_rounded_operands(fun: Callable[..., Any], half: np.dtype) -> Callable[..., Any]:
@@ -49,7 +46,7 @@ def _evaluate_equation(half: np.dtype, eqn: Any, operands: list[Any]) -> list[An
     def body(program: Any) -> Callable[..., list[Any]]:
         return lambda *args: _evaluate(program, half, args)
 
-    return list(rebuilt(eqn, bodies, [body(program) for program in bodies.jaxprs], _RULE)(*operands))
+    return list(rebuilt(eqn, bodies, [body(program) for program in bodies.jaxprs], UNCHANGED_RULES)(*operands))
 
 
 def _rounded(operand: Any, half: np.dtype) -> Any:

@@ -7,8 +7,9 @@ and the program is differentiated once.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +18,24 @@ from jaxmp.inspect.program.borders import AtBorder
 from jaxmp.inspect.program.equation_places import Key, equation_places
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tap(record: Callable[[jax.Array], jax.Array], value: jax.Array, sink: jax.Array) -> jax.Array:
+    return value
+
+
+def _tap_forward(record: Any, value: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
+    return value, None
+
+
+def _tap_backward(record: Any, _: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return cotangent, record(cotangent)
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
 class Taps(ABC):
     """A recorder of the values at the borders of scopes.
-
-    It is a :class:`jaxmp.inspect.program.recorded_evaluation.Recorder`.
 
     Attributes:
       borders: the values, with the shape and dtype of one iteration.
@@ -40,8 +55,8 @@ class Taps(ABC):
         """Return the record of a value: arrays in a pytree."""
 
     @abstractmethod
-    def tap(self, value: jax.Array, sink: jax.Array) -> jax.Array:
-        """Return the value, and make its gradient's record the gradient of the sink."""
+    def record_cotangent(self, cotangent: jax.Array) -> jax.Array:
+        """Return the record of a cotangent: the gradient of the value's sink."""
 
     @abstractmethod
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
@@ -63,19 +78,28 @@ class Taps(ABC):
                 sinks.setdefault(border.key, {})[border.position] = self.sink(aval, turns)
         return sinks
 
-    def at(
-        self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], extra: Mapping[int, Any] | None
-    ) -> tuple[list[Any], Any]:
-        """See :class:`jaxmp.inspect.program.recorded_evaluation.Recorder`."""
+    def at(self, key: Key, results: list[Any], sinks: Mapping[int, Any] | None) -> tuple[list[Any], Any]:
+        """Return the results of an equation to continue with, and their records by position.
+
+        Without a border at the equation, the records are None.
+
+        Args:
+          key: the key of the equation.
+          results: its results, traced.
+          sinks: the sinks of its results by position; in a loop, those of this iteration.
+        """
         positions = self._positions.get(key)
         if positions is None:
             return results, None
         records = {position: self.record(results[position]) for position in positions}
         tapped = list(results)
-        for position, sink in (extra or {}).items():
-            tapped[position] = self.tap(results[position], sink)
+        for position, sink in (sinks or {}).items():
+            tapped[position] = _tap(self.record_cotangent, results[position], sink)
         return tapped, records
 
-    def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
-        """See :class:`jaxmp.inspect.program.recorded_evaluation.Recorder`."""
+    def merged(self, old: Any, new: Any) -> Any:
+        """Return the records of an equation in a while loop after an iteration.
+
+        ``old`` is zeros in the first iteration.
+        """
         return {position: self.merge(old[position], new[position]) for position in new}

@@ -22,7 +22,7 @@ from jaxmp.engine.autocast import autocast
 from jaxmp.engine.classes import classify
 from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
-from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named
+from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
 from jaxmp.inspect.rounded_products import with_rounded_operands
 from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
@@ -216,10 +216,8 @@ class Measurement:
         numbers = differentiated(all_args[0])
 
         def scaled_loss(differentiated_leaves: Sequence[Any], leaves: Sequence[Any], scale: Any) -> tuple[Any, Any]:
-            leaves = list(leaves)
-            for n, leaf in zip(numbers, differentiated_leaves, strict=True):
-                leaves[n] = leaf
-            loss, _ = loss_and_rest(fun(*named(jax.tree.unflatten(structure, leaves))))
+            all_leaves = with_leaves(leaves, numbers, differentiated_leaves)
+            loss, _ = loss_and_rest(fun(*named(jax.tree.unflatten(structure, all_leaves))))
             return widen(loss) * scale, loss
 
         options = AS_WRITTEN | (_COMPILED_FAST if jax.default_backend() == "cpu" else {})

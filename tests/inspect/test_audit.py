@@ -21,6 +21,7 @@ from jaxmp.cli import main
 from jaxmp.inspect import AuditError, audit
 from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.memory_kinds import Leaf
 from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import findings
 from jaxmp.inspect.program.reading_values import values_of
@@ -215,9 +216,8 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
     assert not CastsInLoops(program)(value)
     product = dataclasses.replace(report.products[0], operands=("bfloat16", "bfloat16"))
     for on_cpu, kinds in ((False, ["compiled-otherwise"]), (True, [])):
-        seen = Audited(
-            values, [(value, product)], [None, None], [None, None], lambda each: [1], None, None, None, on_cpu, ()
-        )
+        arguments = [Leaf(each, "unknown", "", False, None) for each in values.arguments]
+        seen = Audited(values, [(value, product)], arguments, lambda each: [1], None, None, None, on_cpu, ())
         assert [each.kind for each in findings(seen)] == kinds
 
 

@@ -346,6 +346,18 @@ def test_state_in_half_is_found_by_its_name() -> None:
     assert {each.kind for each in report.findings} == {"half-params", "half-optimizer-state"}
 
 
+def test_averaged_params_and_caches_may_be_half_and_optimizer_state_outside_of_a_train_state_may_not() -> None:
+    half, wide = {"w": shape(8, dtype=BF16)}, {"w": shape(8)}
+    state = jax.eval_shape(lambda: jaxmp.TrainState.create(params={"w": jnp.ones(8)}, tx=optax.sgd(0.1)))
+    state = state.replace(ema_params=half, model_state={"cache": half})
+    assert kinds(audit(lambda state: state.params["w"], "mixed_bfloat16", compile=False)(state)) == []
+    variables = {"params": wide, "cache": half}
+    assert kinds(audit(lambda variables: variables, "mixed_bfloat16", compile=False)(variables)) == []
+    momentum = jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, half)
+    report = audit(lambda w, momentum: w, "mixed_bfloat16", compile=False)(shape(8), momentum)
+    assert [(each.kind, each.path) for each in report.findings] == [("half-optimizer-state", "0/trace/w")]
+
+
 def test_state_of_nnx_in_half_is_found_by_its_name() -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:

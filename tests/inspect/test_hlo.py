@@ -126,7 +126,7 @@ def test_a_program_without_loops_has_a_kernel_for_each_of_its_operations():
 
 def test_the_peak_lists_what_is_alive_at_once_with_the_code_that_made_it():
     # The loop's buffers are smaller; parameters, constants and what is returned do not count.
-    assert [(each.bytes, str(each.array), each.made_by) for each in memory_of_hlo.buffers_at_peak(PROGRAM)] == [
+    assert [(each.bytes, str(each.array), each.maker.name) for each in memory_of_hlo.buffers_at_peak(PROGRAM)] == [
         (2048, "bf16[2,4,8,16]", "fmha.1"),
         (256, "f32[2,4,8]", "fmha.1"),
     ]

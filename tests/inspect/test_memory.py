@@ -145,7 +145,7 @@ ENTRY %main (x: f32[]) -> f32[24] {
   ROOT %both = f32[24]{0} concatenate(%one, %two), dimensions={0}
 }
 """)
-    made_by = {str(buffer.array): buffer.made_by for buffer in memory_of_hlo.buffers_at_peak(program)}
+    made_by = {str(buffer.array): buffer.maker.op_name for buffer in memory_of_hlo.buffers_at_peak(program)}
     assert made_by["f32[8]"] == "jit(f)/first" and made_by["f32[16]"] == "jit(f)/while"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxmp
 from jaxmp.inspect.program.borders import returned
-from jaxmp.inspect.program.equation_places import equation_places, program_of
+from jaxmp.inspect.program.equation_places import equation_places, is_whole_with_rules, program_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's own norms need it
@@ -55,12 +55,12 @@ def largest(*arrays):
 class Largest:
     """Records the largest magnitudes, and adds what is given to the first result."""
 
-    def at(self, key, eqn, operands, results, given):
+    def at(self, key, results, given):
         if given is not None:
             results = [results[0] + given.astype(results[0].dtype), *results[1:]]
         return results, largest(*results) or None
 
-    def merged(self, key, old, new, turn):
+    def merged(self, old, new):
         return [jnp.maximum(*pair) for pair in zip(old, new, strict=True)]
 
 
@@ -120,11 +120,14 @@ def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(n
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3), found, jax.jit(fun)(params))
     by_key = {place.key: place for place in equation_places(jaxpr)}
     assert all(each.shape == by_key[key].turns for key, record in records.items() for each in record)
-    leaves = {
+    ruled = {place.key for place in by_key.values() if place.bodies is not None and is_whole_with_rules(place.eqn)}
+    operations = {
         place.key for place in by_key.values()
-        if place.bodies is None and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in place.eqn.outvars)
+        if (place.bodies is None or place.key in ruled)
+        and not any(place.key[:stop] in ruled for stop in range(len(place.key)))
+        and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in place.eqn.outvars)
     }  # fmt: skip
-    assert leaves <= records.keys()
+    assert operations <= records.keys()
 
 
 def test_what_is_given_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
@@ -135,9 +138,9 @@ def test_what_is_given_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
     zeros = {
         each.key: jnp.zeros((*each.turns, *by_key[each.key].eqn.outvars[each.position].aval.shape)) for each in found
     }
-    gradients = jax.jit(
-        jax.grad(lambda given: evaluate_and_record(jaxpr, consts, leaves, Largest(), given, keeps_rules=True)[0][0])
-    )(zeros)
+    gradients = jax.jit(jax.grad(lambda given: evaluate_and_record(jaxpr, consts, leaves, Largest(), given)[0][0]))(
+        zeros
+    )
     out = jax.jit(lambda params: Net().apply({**variables, "params": params}, X, mutable=["batch_stats"])[0])
     expected = 2 * (out(variables["params"]) - 1) / X.size
     whole = next(each.key for each in found if each.path == "Net")

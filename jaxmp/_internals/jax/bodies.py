@@ -18,7 +18,15 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
-from jaxmp._internals.jax.equations import Bodies, Opened, asks_for_highest, in_dtype_of_scatter, opened, shape_of
+from jaxmp._internals.jax.equations import (
+    Bodies,
+    Opened,
+    asks_for_highest,
+    evaluate,
+    in_dtype_of_scatter,
+    opened,
+    shape_of,
+)
 from jaxmp._internals.jax.walk import PRODUCTS
 
 Arrays = Sequence[Any]
@@ -31,6 +39,10 @@ class RuleEvaluation(NamedTuple):
     # A function of an open jaxpr with its constants, its operands, and the requested dtypes of its results (or None).
     evaluate: Callable[[Opened, Arrays, Sequence[Any]], list[Any]]
     tracing: Callable[[], contextlib.AbstractContextManager[None]]  # a context in which the author's rule is traced
+
+
+UNCHANGED_RULES = RuleEvaluation(lambda body, args, _: evaluate(*body, args), contextlib.nullcontext)
+"""Derivative rules that are evaluated as they are."""
 
 
 def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: RuleEvaluation) -> BodyFunction:

@@ -27,8 +27,6 @@ CONTROL = frozenset({"while", "conditional", "call"})
 """Instructions that only run other computations."""
 NO_WORK = CONTROL | {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
 NO_KERNEL = NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
-TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
-PARAMETER = re.compile(r"parameter\((\d+)\)")
 WRITES_INTO = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .* )?\{$")
@@ -41,6 +39,10 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?[\w.$-]+,? ?")
 _FRAME = re.compile(r"^(\d+) (?:\{(.*)\}|\"(.*)\")$")
 _FACT = re.compile(r"(\w+)=(\d+)")
+_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_PARAMETER = re.compile(r"parameter\((\d+)\)")
+_INDEX = re.compile(r"index=(\d+)")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRANSFORM = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap\d*|pmap|shard_map|custom_jvp|custom_vjp)\(")
 _JIT = re.compile(r"\bp?jit\([^()]*\)")
@@ -72,18 +74,6 @@ def parse_arrays(shape: str) -> list[Array]:
     return [Array(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _ARRAY.findall(shape)]
 
 
-def size_in_bytes(shape: str) -> float:
-    """Return the bytes of an array, or of all arrays of a tuple, in XLA's notation.
-
-    Raises:
-      KeyError: the dtype is unknown.
-
-    >>> size_in_bytes("bf16[2,3]{1,0}"), size_in_bytes("(f8e4m3fn[8], pred[], u32[2])")
-    (12, 17)
-    """
-    return sum(array.bytes for array in parse_arrays(shape))
-
-
 def dtype_name(dtype: str) -> str:
     """Return NumPy's name of one of XLA's dtypes.
 
@@ -111,12 +101,33 @@ class Instruction:
     @property
     def bytes(self) -> float:
         """Return the size of its result in bytes."""
-        return size_in_bytes(self.result)
+        return sum(array.bytes for array in self.arrays)
 
     @property
     def arrays(self) -> list[Array]:
         """Return the array of its result, or the arrays of a tuple."""
         return parse_arrays(self.result)
+
+    @property
+    def parameter(self) -> int | None:
+        """Return the number of a parameter; None for other instructions."""
+        return _number_in(self.text, _PARAMETER)
+
+    @property
+    def index(self) -> int | None:
+        """Return the number of the element that is read from a tuple; None for other instructions."""
+        return _number_in(self.text, _INDEX)
+
+    @property
+    def trips(self) -> int | None:
+        """Return the number of iterations of a loop; None if it is unknown."""
+        return _number_in(self.text, _TRIPS)
+
+    @property
+    def target(self) -> str:
+        """Return the function of a library that a custom call runs; empty for other instructions."""
+        match = _TARGET.search(self.text)
+        return match[1] if match else ""
 
     @property
     def op_name(self) -> str:
@@ -131,6 +142,11 @@ class Instruction:
     def path(self) -> str:
         """Return the names of modules and scopes around it, joined by ``/``."""
         return path_in_name(self.op_name)
+
+
+def _number_in(text: str, pattern: re.Pattern[str]) -> int | None:
+    match = pattern.search(text)
+    return int(match[1]) if match else None
 
 
 def path_in_name(op_name: str) -> str:
@@ -246,7 +262,7 @@ class HloProgram:
 
         The condition of a loop with a known number of iterations is left out.
         """
-        text = _CONDITION.sub("", instruction.text) if TRIPS.search(instruction.text) else instruction.text
+        text = _CONDITION.sub("", instruction.text) if instruction.trips is not None else instruction.text
         branches = [name for names in _BRANCHES.findall(text) for name in _OPERAND.findall(names)]
         return [*_CALLED.findall(text), *branches]
 
@@ -265,9 +281,9 @@ class HloProgram:
                 yield name, instruction, times
                 if not into_fusions and instruction.opcode not in CONTROL:
                     continue
-                trips = TRIPS.search(instruction.text) if repeat_loops else None
-                turns = int(trips[1]) if trips else 1
-                stack += [(body, times * turns) for body in self.bodies(instruction)]
+                turns = instruction.trips if repeat_loops else None
+                times_of_bodies = times if turns is None else times * turns
+                stack += [(body, times_of_bodies) for body in self.bodies(instruction)]
 
     def joined(self, computation: str, instruction: Instruction) -> list[Array]:
         """Return the arrays of its result, or those that it concatenates."""

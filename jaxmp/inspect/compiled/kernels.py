@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 
-from jaxmp.inspect.compiled.hlo import BYTES, PARAMETER, WRITES_INTO, Array, HloProgram, Instruction, dtype_name
+from jaxmp.inspect.compiled.hlo import BYTES, WRITES_INTO, Array, HloProgram, Instruction, dtype_name
 
 _PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _LIBRARIES = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
@@ -39,16 +39,11 @@ def product_kind(instruction: Instruction) -> str | None:
     """
     if instruction.opcode != "custom-call":
         return _PRODUCTS.get(instruction.opcode)
-    target = _call_target(instruction)
+    target = instruction.target
     for start, kind in _LIBRARIES.items():
         if target.startswith(start):
             return kind
     return None
-
-
-def _call_target(instruction: Instruction) -> str:
-    match = re.search(r'custom_call_target="([^"]*)"', instruction.text)
-    return match[1] if match else ""
 
 
 def products_of(
@@ -80,7 +75,7 @@ def products_of(
 def _attention_flops(instruction: Instruction, operands: list[Array], masked: bool) -> int:
     # XLA orders the axes as (batch, tokens, heads, width) for any layout.
     query, key = operands[0].shape, operands[1].shape
-    products = 5 if "Backward" in _call_target(instruction) else 2
+    products = 5 if "Backward" in instruction.target else 2
     is_triangle = masked and '"CAUSAL"' in instruction.text
     return products * 2 * math.prod(query) * key[1] // (2 if is_triangle else 1)
 
@@ -128,9 +123,9 @@ def written_into(program: HloProgram, computation: str, instruction: Instruction
     written = {}
     for number, root in enumerate(_roots(known)):
         if root.opcode in _IN_PLACE:
-            parameter = PARAMETER.search(_behind_bitcasts(known, root.operands[0]).text)
-            if parameter:
-                written[number] = int(parameter[1]), _update_bytes(known, root)
+            parameter = _behind_bitcasts(known, root.operands[0]).parameter
+            if parameter is not None:
+                written[number] = parameter, _update_bytes(known, root)
     return written
 
 
@@ -182,8 +177,7 @@ def _read_bytes(known: dict[str, Instruction], instruction: Instruction, inside:
     for parameter in inside:
         if parameter.opcode != "parameter":
             continue
-        match = PARAMETER.search(parameter.text)
-        operand = int(match[1]) if match else -1
+        operand = parameter.parameter
         users = [inner for inner in inside if parameter.name in inner.operands]
         is_picked_from = all(user.opcode in _PICKS and user.operands[0] == parameter.name for user in users)
         if operand in read and is_picked_from:

@@ -1,4 +1,4 @@
-"""The buffers of a running XLA program, and the code that created them."""
+"""The buffers of a running XLA program, and the instructions that compute them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from jaxmp.inspect.compiled.hlo import CONTROL, Array, HloProgram, Instruction, 
 from jaxmp.inspect.compiled.kernels import written_into
 
 _ALIASES = frozenset({"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier"})
-_INDEX = re.compile(r"index=(\d+)")
 _BODY = re.compile(r"body=%?([\w.$-]+)")
 
 
@@ -20,7 +19,6 @@ class Buffer:
     Attributes:
       bytes: its size.
       array: its dtype and shape.
-      made_by: JAX's name of the operation, with its modules.
       maker: the instruction that computes it, or the loop that writes into the buffer.
       last: the last instruction that reads it, or the maker.
       start, end: the first and the last instruction of the schedule during which it exists.
@@ -28,7 +26,6 @@ class Buffer:
 
     bytes: float
     array: Array
-    made_by: str
     maker: Instruction
     last: Instruction
     start: int
@@ -78,23 +75,22 @@ def _add_buffers(program: HloProgram, instruction: Instruction, position: int, r
         if buffer is not None:
             buffer.end, buffer.last = position, instruction
     name, opcode = instruction.name, instruction.opcode
-    made_by = program.made_by(instruction).op_name or name
-    index = _INDEX.search(instruction.text)
-    if opcode == "get-tuple-element" and index:
-        results[name] = read[int(index[1]) : int(index[1]) + 1]
+    index = instruction.index
+    if opcode == "get-tuple-element" and index is not None:
+        results[name] = read[index : index + 1]
         return []
     if opcode in _ALIASES or is_end(opcode):
         results[name] = list(read)
         if opcode == "while":
             for number, buffer in enumerate(read):
                 if buffer is not None and _is_written(program, instruction, number):
-                    buffer.maker, buffer.made_by = instruction, made_by
+                    buffer.maker = instruction
         return []
     arrays = instruction.arrays
     if opcode in ("parameter", "constant"):
         results[name] = [None] * len(arrays)
         return []
-    new = [Buffer(array.bytes, array, made_by, instruction, instruction, position, position) for array in arrays]
+    new = [Buffer(array.bytes, array, instruction, instruction, position, position) for array in arrays]
     results[name] = [*new]
     return new
 
@@ -109,9 +105,8 @@ def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
     result = body[root.operands[number]]
     while result.opcode in ("bitcast", "copy"):
         result = body[result.operands[0]]
-    index = _INDEX.search(result.text)
     is_element = result.opcode == "get-tuple-element" and body[result.operands[0]].opcode == "parameter"
-    return not (is_element and index is not None and int(index[1]) == number)
+    return not (is_element and result.index == number)
 
 
 def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:

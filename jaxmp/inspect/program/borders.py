@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.inspect.program.equation_places import EquationPlace, Key, enters_scope, paths_left
+from jaxmp.inspect.program.equation_places import EquationPlace, Key, enters_scope, is_whole_with_rules, paths_left
 from jaxmp.inspect.program.reading_values import values_of
-from jaxmp.inspect.program.recorded_evaluation import is_whole
 from jaxmp.inspect.program.values import Value, leading_to
 
 
@@ -36,7 +34,7 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     They are in program order. ``jit`` and ``checkpoint`` are not borders: a value belongs to the equation that computes
     it. The result of a loop or a branch belongs to the loop, and inside of the body to another equation. The condition
     of a while loop is left out, and so are bodies that are evaluated as one operation, see
-    :func:`jaxmp.inspect.program.recorded_evaluation.is_whole`.
+    :func:`jaxmp.inspect.program.equation_places.is_whole_with_rules`.
 
     Args:
       jaxpr: an open jaxpr.
@@ -69,7 +67,7 @@ def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Equ
 
     They are in program order.
     """
-    values = values_of(jaxpr, [None] * len(jaxpr.constvars), functools.partial(is_whole, keeps_rules=True))
+    values = values_of(jaxpr, [None] * len(jaxpr.constvars), is_whole_with_rules)
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
     readers = collections.defaultdict[Value, list[Names]](list)
     for value in ends:

@@ -126,6 +126,14 @@ def differentiated(args: Sequence[Any]) -> list[int]:
     return [n for n, argument in floats if argument == floats[0][1]]
 
 
+def with_leaves(leaves: Sequence[Any], numbers: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Return leaves of which those with the given numbers are replaced."""
+    replaced = list(leaves)
+    for number, leaf in zip(numbers, new, strict=True):
+        replaced[number] = leaf
+    return replaced
+
+
 def is_inexact(value: Any) -> bool:
     """Return whether a value is floating or complex."""
     return bool(jnp.issubdtype(value.dtype if hasattr(value, "dtype") else jnp.result_type(value), jnp.inexact))

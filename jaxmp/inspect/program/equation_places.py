@@ -174,6 +174,19 @@ def _collect_bodies(
     return results
 
 
+def is_whole(eqn: Any) -> bool:
+    """Return whether an equation with bodies is evaluated as one operation."""
+    return bool(eqn.primitive.name == "shard_map")
+
+
+def is_whole_with_rules(eqn: Any) -> bool:
+    """Return whether an equation with bodies is one operation in a program to be differentiated.
+
+    A function with custom derivative rules is.
+    """
+    return is_whole(eqn) or eqn.primitive.name.startswith("custom_")
+
+
 def turns_of(eqn: Any) -> tuple[int | None, ...]:
     """Return the number of iterations of a loop; an empty tuple for other equations."""
     if eqn.primitive.name == "scan":

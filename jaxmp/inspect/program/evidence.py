@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmp.inspect.memory_kinds import Leaf
 from jaxmp.inspect.program.equation_places import EquationPlace
 from jaxmp.inspect.program.values import Value, Values
 from jaxmp.inspect.traffic import Collective
@@ -57,25 +58,13 @@ class Sent:
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
-    """The role of an argument, and its path.
-
-    The role is ``"params"``, ``"optimizer"`` or ``"statistics"``.
-    """
-
-    role: str
-    path: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Audited:
     """The facts about a program that the finders use.
 
     Attributes:
       values: the values of the program.
       products: each product's value, and its row in the audit.
-      arguments: the role of each argument, or None if it is unknown.
-      kinds: the kind of each argument as in :func:`jaxmp.inspect.memory`, or None if it is unknown.
+      arguments: the arrays among the arguments with their kinds, as in :func:`jaxmp.inspect.memory` or ``"unknown"``.
       weights: a function that returns which operands of a product may be its weight (see weight_operands.py).
       policy: the declared policy, or None.
       is_loss_scaled: whether a loss scale among the arguments scales; None if there is none.
@@ -87,8 +76,7 @@ class Audited:
 
     values: Values
     products: list[tuple[Value, Any]]
-    arguments: list[Argument | None]
-    kinds: Sequence[str | None]
+    arguments: Sequence[Leaf]
     weights: Callable[[Value], list[int]]
     policy: Any
     is_loss_scaled: bool | None

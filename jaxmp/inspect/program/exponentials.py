@@ -93,4 +93,5 @@ def _is_dot_of_itself(value: Value) -> bool:
         return False
     (left, right), (batch, _) = value.at.eqn.params["dimension_numbers"]
     has_all_axes = left == right and len(left) + len(batch) == len(value.inputs[0].shape)
-    return has_all_axes and set(origins(value.inputs[0])) == set(origins(value.inputs[1]))
+    left_origins, right_origins = (set(origins(operand, is_move_or_cast)) for operand in value.inputs[:2])
+    return has_all_axes and left_origins == right_origins

@@ -127,6 +127,6 @@ def _is_scale_of_arguments(value: Value, audited: Audited) -> bool:
         return False
     arguments = [source for source in leading_to([value]) if source.name == "argument"]
     for argument in arguments:
-        if math.prod(argument.shape) != 1 or audited.kinds[argument.position] == "params":
+        if math.prod(argument.shape) != 1 or audited.arguments[argument.position].kind == "params":
             return False
     return bool(arguments)

@@ -5,134 +5,99 @@ Equations in loops and branches are recorded too.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmp._internals.jax import equations
-from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, rebuilt
-from jaxmp._internals.jax.equations import RESHARDS, Bodies, bodies_of, is_literal
+from jaxmp._internals.jax.bodies import UNCHANGED_RULES, bind_equation, rebuilt
+from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
-from jaxmp.inspect.program.equation_places import Key
+from jaxmp.inspect.program.equation_places import Key, is_whole_with_rules
+from jaxmp.inspect.taps import Taps
 
 Records = dict[Key, Any]
-_RULE = RuleEvaluation(lambda traced, args, dtypes: equations.evaluate(*traced, args), contextlib.nullcontext)
-
-
-class Recorder(Protocol):
-    """The part of a tool that is called for each operation.
-
-    A loop, a branch or a function with custom derivative rules also counts as an operation.
-    """
-
-    def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], extra: Any) -> tuple[list[Any], Any]:
-        """Return the results to continue with, and a record: arrays in a pytree, or None.
-
-        Args:
-          key: the key of the equation's :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
-          eqn: the equation.
-          operands: its operands, traced.
-          results: its results, traced.
-          extra: the arrays of :func:`evaluate_and_record` for the key; in a loop, those of this iteration.
-        """
-
-    def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
-        """Return the record of a while loop after an iteration.
-
-        ``old`` is zeros in the first iteration.
-        """
 
 
 def evaluate_and_record(
     jaxpr: Any,
     consts: Sequence[Any],
     args: Sequence[Any],
-    recorder: Recorder,
-    extra: Mapping[Key, Any] | None = None,
-    keeps_rules: bool = False,
+    taps: Taps,
+    sinks: Mapping[Key, Any] | None = None,
 ) -> tuple[list[Any], Records]:
     """Return the results of an open jaxpr, and the records by equation key.
 
     Records in the body of a scan have a leading axis of iterations, and one more for each scan around. Records of a
-    while loop are merged. Records of a branch that was not taken are zeros.
+    while loop are merged. Records of a branch that was not taken are zeros. The results can be differentiated: a
+    function with custom derivative rules is one operation, and ``checkpoint`` stays.
 
     Args:
       jaxpr: an open jaxpr.
       consts: its constants.
       args: its arguments.
-      recorder: its method ``at`` is called for each operation.
-      extra: pytrees of arrays for ``recorder.at``, by key, with the leading axes of the records of that place; places
-        in while loops have none.
-      keeps_rules: whether the results will be differentiated. Then functions with custom derivative rules are one
-        operation, and ``checkpoint`` stays; otherwise their equations are evaluated one by one.
+      taps: its method ``at`` is called for each operation; a loop or a branch also counts as one.
+      sinks: pytrees of arrays for ``taps.at``, by key, with the leading axes of the records of that place; places in
+        while loops have none.
     """
-    results, records = _RecordedEvaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(extra or {}))
+    results, records = _RecordedEvaluation(taps).body(jaxpr, consts, args, (), dict(sinks or {}))
     for n, var in enumerate(jaxpr.outvars):
         if is_literal(var):  # the function returns a constant
             results[n] = jnp.asarray(results[n])
     return results, records
 
 
-def is_whole(eqn: Any, keeps_rules: bool = False) -> bool:
-    """Return whether an equation with bodies is recorded as one operation."""
-    return eqn.primitive.name == "shard_map" or (keeps_rules and eqn.primitive.name.startswith("custom_"))
-
-
 class _RecordedEvaluation:
-    """An evaluation of a program with a recorder."""
+    """An evaluation of a program with taps."""
 
-    def __init__(self, recorder: Recorder, keeps_rules: bool) -> None:
-        self.recorder = recorder
-        self.keeps_rules = keeps_rules
+    def __init__(self, taps: Taps) -> None:
+        self.taps = taps
 
     def body(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], key: Key, extra: Records
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], key: Key, sinks: Records
     ) -> tuple[list[Any], Records]:
         records: Records = {}
         numbers = itertools.count()
 
         def equation(eqn: Any, operands: list[Any]) -> list[Any]:
             with in_place_of(eqn):
-                return self.equation(eqn, operands, (*key, next(numbers)), extra, records)
+                return self.equation(eqn, operands, (*key, next(numbers)), sinks, records)
 
         return interpreted(jaxpr, consts, args, equation), records
 
-    def equation(self, eqn: Any, operands: list[Any], key: Key, extra: Records, records: Records) -> list[Any]:
+    def equation(self, eqn: Any, operands: list[Any], key: Key, sinks: Records, records: Records) -> list[Any]:
         bodies = bodies_of(eqn)
-        if bodies is None or is_whole(eqn, self.keeps_rules):
+        if bodies is None or is_whole_with_rules(eqn):
             results = bind_equation(eqn, operands, eqn.params)
-            # A reshard does not change the numbers, and its result has the sharding type that the recorder needs.
-            operands = results if eqn.primitive.name in RESHARDS else operands
-        elif bodies.kind == "call" and not (self.keeps_rules and eqn.primitive.name == "remat2"):
+        elif bodies.kind == "call" and eqn.primitive.name != "remat2":
             opened = equations.opened(bodies.jaxprs[0])
-            results, inner = self.body(*opened, operands, (*key, 0), extra)
+            results, inner = self.body(*opened, operands, (*key, 0), sinks)
             records |= inner
             return results
         else:
-            results, inner = self.with_bodies(eqn, bodies, operands, key, extra)
+            results, inner = self.with_bodies(eqn, bodies, operands, key, sinks)
             records |= inner
             if bodies.kind == "call":
                 return results
-        results, record = self.recorder.at(key, eqn, operands, results, extra.get(key))
+        results, record = self.taps.at(key, results, sinks.get(key))
         if record is not None:
             records[key] = record
         return results
 
     def with_bodies(
-        self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, extra: Records
+        self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, sinks: Records
     ) -> tuple[list[Any], Records]:
         """Evaluate an equation whose bodies return records.
 
-        The equation is rebuilt. Its bodies also take the extra arrays.
+        The equation is rebuilt. Its bodies also take the sinks.
         """
-        inside = {place: value for place, value in extra.items() if place[: len(key)] == key != place}
-        extra_leaves, tree = jax.tree.flatten(inside)
+        inside = {place: value for place, value in sinks.items() if place[: len(key)] == key != place}
+        sinks_inside, tree = jax.tree.flatten(inside)
 
         def body(index: int, *values: Any) -> tuple[list[Any], Records]:
             jaxpr, consts = equations.opened(bodies.jaxprs[index])
@@ -144,7 +109,7 @@ class _RecordedEvaluation:
         shapes: Records = {}  # every branch returns the records of all branches
         if bodies.kind == "cond":
             for index in range(len(bodies.jaxprs)):
-                _, of_branch = jax.eval_shape(functools.partial(body, index), *operands[1:], *extra_leaves)
+                _, of_branch = jax.eval_shape(functools.partial(body, index), *operands[1:], *sinks_inside)
                 shapes |= of_branch
         structure: Any = None
 
@@ -157,15 +122,13 @@ class _RecordedEvaluation:
 
             return call
 
-        out = rebuilt(eqn, bodies, [function(n) for n in range(len(bodies.jaxprs))], _RULE)(*operands, *extra_leaves)
+        functions = [function(n) for n in range(len(bodies.jaxprs))]
+        out = rebuilt(eqn, bodies, functions, UNCHANGED_RULES)(*operands, *sinks_inside)
         stop = len(eqn.outvars)
         return list(out[:stop]), jax.tree.unflatten(structure, out[stop:])
 
     def loop(self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key) -> tuple[list[Any], Records]:
-        """Evaluate a while loop that also carries its records.
-
-        The loop is rebuilt. It carries the number of the iteration too.
-        """
+        """Evaluate a while loop, rebuilt to carry its records too."""
         condition, step = (equations.opened(jaxpr) for jaxpr in bodies.jaxprs)
         consts = operands[bodies.consts : bodies.start]
 
@@ -180,16 +143,14 @@ class _RecordedEvaluation:
             return equations.evaluate(*condition, values[: bodies.consts + size])
 
         def one_turn(*values: Any) -> list[Any]:
-            carry, (number, *old) = values[len(consts) : len(consts) + size], values[len(consts) + size :]
+            carry, old = values[len(consts) : len(consts) + size], values[len(consts) + size :]
             results, new = turn(*carry)
             before = jax.tree.unflatten(tree, old)
-            merged = {
-                place: self.recorder.merged(place, before[place], record, number) for place, record in new.items()
-            }
-            return [*results, number + 1, *jax.tree.leaves(merged)]
+            merged = {place: self.taps.merged(before[place], record) for place, record in new.items()}
+            return [*results, *jax.tree.leaves(merged)]
 
-        out = rebuilt(eqn, bodies, [goes_on, one_turn], _RULE)(*operands, jnp.int32(0), *start)
-        return list(out[:size]), jax.tree.unflatten(tree, out[size + 1 :])
+        out = rebuilt(eqn, bodies, [goes_on, one_turn], UNCHANGED_RULES)(*operands, *start)
+        return list(out[:size]), jax.tree.unflatten(tree, out[size:])
 
 
 def _zeros(records: Any) -> Any:

@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxmp.inspect.program.evidence import Argument, Audited, Fault, Faults
+from jaxmp.inspect.program.evidence import Audited, Fault, Faults
 from jaxmp.inspect.program.values import Value, computed_at
 
 
 def half_params(audited: Audited) -> Faults:
     """Find params in another dtype than the param dtype of their policy."""
-    for value, argument in _state(audited, "params"):
-        policies = audited.policies_of(argument.path[:-1])
+    for value, path in _state(audited, "params"):
+        policies = audited.policies_of(path[:-1])
         if policies and value.dtype != policies[0].param_dtype:
-            yield _dtype_fault(value, argument, policies[0].param_dtype, "the policy keeps params in")
+            yield _dtype_fault(value, path, policies[0].param_dtype, "the policy keeps params in")
 
 
 def half_optimizer_state(audited: Audited) -> Faults:
     """Find optimizer state that is not float32."""
-    for value, argument in _state(audited, "optimizer"):
+    for value, path in _state(audited, "optimizer"):
         if value.dtype != np.float32:
-            yield _dtype_fault(value, argument, np.dtype(np.float32), "optimizer state is kept in")
+            yield _dtype_fault(value, path, np.dtype(np.float32), "optimizer state is kept in")
 
 
 def half_statistics(audited: Audited) -> Faults:
     """Find statistics, such as those of BatchNorm, that are not float32."""
-    for value, argument in _state(audited, "statistics"):
+    for value, path in _state(audited, "model_state"):
         if value.dtype != np.float32:
-            yield _dtype_fault(value, argument, np.dtype(np.float32), "statistics are kept in")
+            yield _dtype_fault(value, path, np.dtype(np.float32), "statistics are kept in")
 
 
-def _state(audited: Audited, role: str) -> list[tuple[Value, Argument]]:
-    """Return the floating arguments of a role; float8 is left out."""
-    return [
-        (value, argument)
-        for value, argument in zip(audited.values.arguments, audited.arguments, strict=True)
-        if argument is not None and argument.role == role and value.is_float and value.dtype.itemsize > 1
-    ]
+def _state(audited: Audited, kind: str) -> list[tuple[Value, tuple[str, ...]]]:
+    """Return the floating state of a kind with its paths; float8 is left out."""
+    state = []
+    for value, leaf in zip(audited.values.arguments, audited.arguments, strict=True):
+        if leaf.kind == kind and leaf.path_in_state is not None and value.is_float and value.dtype.itemsize > 1:
+            state.append((value, leaf.path_in_state))
+    return state
 
 
-def _dtype_fault(value: Value, argument: Argument, expected: np.dtype, rule: str) -> Fault:
-    where = "/".join(argument.path), value.reader.source if value.reader else ""
+def _dtype_fault(value: Value, path: tuple[str, ...], expected: np.dtype, rule: str) -> Fault:
+    where = "/".join(path), value.reader.source if value.reader else ""
     return Fault(where, f"{value.dtype.name} where {rule} {expected.name}", f"keep it in {expected.name}")
 
 

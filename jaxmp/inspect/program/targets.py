@@ -13,13 +13,14 @@ import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding, use_abstract_mesh
 
 from jaxmp._internals.jax.patches import with_cudnn as with_cudnn
 from jaxmp.base import hardware
@@ -222,13 +223,7 @@ def on(device: Any, tree: Any) -> Any:
     Python numbers are unchanged.
     """
     sharding = SingleDeviceSharding(device)
-
-    def placed(leaf: Any) -> Any:
-        if not hasattr(leaf, "dtype"):
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=_is_weak(leaf))
-
-    return jax.tree.map(placed, tree)
+    return _placed(tree, lambda leaf: sharding)
 
 
 def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
@@ -251,21 +246,29 @@ def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
         )
     cluster = Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), mesh.axis_names, axis_types=mesh.axis_types)
 
+    def on_cluster(leaf: Any) -> NamedSharding:
+        sharding = getattr(leaf, "sharding", None)
+        return NamedSharding(cluster, sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec())
+
+    return _placed(tree, on_cluster)
+
+
+def _placed(tree: Any, sharding_of: Callable[[Any], Sharding]) -> Any:
+    """Return the arrays and shapes of a pytree as shapes with other shardings."""
+
     def placed(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):
             return leaf
-        spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(cluster, spec), weak_type=_is_weak(leaf)
-        )
+        is_weak = bool(getattr(leaf, "weak_type", False))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(leaf), weak_type=is_weak)
 
     return jax.tree.map(placed, tree)
 
 
 def mesh_of(tree: Any) -> Any:
-    """Return the mesh of the first leaf that has one, or None."""
+    """Return the mesh of the first array, shape or sharding that has one, or None."""
     for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
+        sharding = getattr(leaf, "sharding", leaf)
         if isinstance(sharding, NamedSharding):
             return sharding.mesh
     return None
@@ -275,10 +278,6 @@ def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the mesh of a pytree, if it has one, is set."""
     mesh = mesh_of(tree)
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
-
-
-def _is_weak(leaf: Any) -> bool:
-    return bool(getattr(leaf, "weak_type", False))
 
 
 def target_of(name: str) -> Target:

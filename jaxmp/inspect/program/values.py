@@ -187,17 +187,12 @@ def leading_to(values: Sequence[Value]) -> set[Value]:
     return sources
 
 
-def is_moved_value(value: Value) -> bool:
-    """Return whether the elements of a value are elements of its operands."""
-    return value.is_move
-
-
 def is_move_or_cast(value: Value) -> bool:
     """Return whether a value is moved or cast, but not computed with."""
     return value.is_move or value.is_cast
 
 
-def origins(value: Value, goes_on: Callable[[Value], bool] = is_moved_value) -> Iterator[Value]:
+def origins(value: Value, goes_on: Callable[[Value], bool]) -> Iterator[Value]:
     """Yield the first values that ``goes_on`` rejects, on all paths back.
 
     The paths lead back from ``value`` to its operands. Only floating operands are followed: integers and booleans that

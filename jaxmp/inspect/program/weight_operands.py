@@ -6,19 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.inspect.memory_kinds import Leaf
 from jaxmp.inspect.program.values import JOIN, Value, Values, is_move_or_cast, made_of, origins
 
 _WEIGHT, _DATA, _UNKNOWN, _PRODUCT = 1, 2, 4, 8
 
 
-def weights_in(values: Values, kinds: Sequence[str | None]) -> Callable[[Value], list[int]]:
+def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], list[int]]:
     """Return a function that says which operands of a product may be its weight.
 
     It returns ``[0]``, ``[1]``, or both if the weight is unknown.
 
     Args:
       values: the values of the program.
-      kinds: as in :class:`jaxmp.inspect.program.evidence.Audited`.
+      arguments: as in :class:`jaxmp.inspect.program.evidence.Audited`.
     """
 
     def mark(value: Value) -> int:
@@ -26,8 +27,8 @@ def weights_in(values: Values, kinds: Sequence[str | None]) -> Callable[[Value],
             return _PRODUCT
         if value.name != "argument" or not value.shape or value.dtype == "V":  # a scalar or a random key is neither
             return 0
-        kind = kinds[value.position]
-        if kind is None:
+        kind = arguments[value.position].kind
+        if kind == "unknown":
             return _UNKNOWN
         return _WEIGHT if kind in ("params", "optimizer", "model_state") else _DATA
 
