@@ -14,7 +14,7 @@ ARGUMENTS: Arguments = {}
 def run(options: argparse.Namespace) -> int:
     """Show the bits, range, precision and special values of floating-point formats.
 
-    Everything is computed from the dtype's bit patterns. tensorfloat32 is not a dtype, but the form in which tensor
+    The numbers are those of the dtype's finfo. tensorfloat32 is not a dtype, but the form in which tensor
     cores read float32 operands. Its column is computed from its layout: 1 sign, 8 exponent and 10 mantissa bits.
     """
     from jaxmp.base.formats import formats as rows
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         for row in rows()
     ]
     print_columns(columns)
-    print("\ntensorfloat32 is not a dtype: its column is computed from its layout, the others from bit patterns.")
+    print("\ntensorfloat32 is not a dtype: its column is computed from its layout.")
     return 0
 
 
