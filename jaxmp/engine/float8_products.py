@@ -7,13 +7,12 @@ products are half.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from jaxmp._internals.jax.sources import Names, scopes_and_transforms
+from jaxmp._internals.jax.sources import scopes_and_transforms
 from jaxmp._internals.jax.traces import may_be_skipped
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import Class, Kind, primitives_of
@@ -21,7 +20,6 @@ from jaxmp.engine.marks import DECIDED, WITH_RULE
 from jaxmp.policy import float8, float8_product
 
 _recipe = functools.cache(float8.get_recipe)
-_MARK = re.compile(r"jaxmp\.(precision|compute)\([\w:]*(?:;recipe=(.+))?\)")
 _MOVES = primitives_of(Class.CLEAR) | {"convert_element_type", "concatenate", "stack", "carry", "branches"}
 _MASKING = _MOVES | {"select_n"}
 
@@ -115,23 +113,12 @@ def float8_question(step: Any, rules: Any) -> Float8Question | None:
     """
     if DECIDED in step.names:
         return None
-    recipe, marked = rules.float8, _marked(step.names)
-    if marked is None:
+    text = step.region.recipe
+    if not text:
         levels = [rules.overrides[key] for key in rules.keys_of(step.eqn.primitive.name, step.names)]
-        marked = next((level.partition("=")[2] for level in levels if "=" in level), None)
-    if marked is not None:
-        recipe = None if marked == "None" else _recipe(marked)
+        text = next((level.partition("=")[2] for level in levels if "=" in level), "")
+    recipe = _recipe(text) if text else rules.float8
     return None if recipe is None else Float8Question(step, recipe)
-
-
-@functools.lru_cache(maxsize=4096)
-def _marked(names: Names) -> str | None:
-    """Return the recipe of the innermost mark, as text.
-
-    The text is ``"None"`` if the mark has no recipe. The result is None if there is no mark.
-    """
-    marks = (mark for name in reversed(names) if (mark := _MARK.fullmatch(name)))
-    return next((mark[2] or "None" for mark in marks if mark[1] == "compute" or mark[2]), None)
 
 
 def _weight_and_sources(node: Any) -> set[Any]:
