@@ -17,7 +17,7 @@ from jaxmp.base.arguments import require_function, takes_a_function
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import build
-from jaxmp.engine.marks import DECIDED, precision
+from jaxmp.engine.marks import DECIDED, mark_of
 from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
@@ -75,7 +75,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
         if policies_off.value:
             return fun(*args, **kwargs)
         if one_policy.compute_dtype == np.float32 and not exceptions:
-            with precision(level_of(one_policy)), one_policy.matmul_context():
+            with mark_of(level_of(one_policy)), one_policy.matmul_context():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
         rules = Rules(one_policy.compute_dtype, exceptions, {} if is_tracing() else programs, one_policy.float8)

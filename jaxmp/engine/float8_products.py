@@ -18,6 +18,7 @@ from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.engine.marks import DECIDED, WITH_RULE
 from jaxmp.policy import float8, float8_product
+from jaxmp.policy.policies import Policy
 
 _recipe = functools.cache(float8.get_recipe)
 _MOVES = primitives_of(Class.CLEAR) | {"convert_element_type", "concatenate", "stack", "carry", "branches"}
@@ -113,11 +114,12 @@ def float8_question(step: Any, rules: Any) -> Float8Question | None:
     """
     if DECIDED in step.names:
         return None
-    text = step.region.recipe
-    if not text:
+    if step.region.recipe:
+        recipe = _recipe(step.region.recipe)
+    else:
         levels = [rules.overrides[key] for key in rules.keys_of(step.eqn.primitive.name, step.names)]
-        text = next((level.partition("=")[2] for level in levels if "=" in level), "")
-    recipe = _recipe(text) if text else rules.float8
+        policies = [level for level in levels if isinstance(level, Policy)]
+        recipe = policies[0].float8 if policies else rules.float8
     return None if recipe is None else Float8Question(step, recipe)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.engine.overrides import checked_level
+from jaxmp.engine.overrides import Level, checked_level
 
 DECIDED = "jaxmp.decided"
 """The scope around all operations that the engine has emitted; an outer engine does not change them."""
@@ -61,7 +61,13 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
     >>> autocast(fun, "mixed_bfloat16")(jnp.full((1, 1), 1 / 3), jnp.ones((1, 1)))[0, 0]  # bfloat16 gives 0.33398438
     Array(0.33333334, dtype=float32)
     """
-    return jax.named_scope(f"jaxmp.precision({checked_level(level)})")
+    return mark_of(checked_level(level))
+
+
+def mark_of(level: Level) -> contextlib.AbstractContextManager[None]:
+    """Mark code with a level."""
+    text = level if isinstance(level, str) else f"policy;recipe={level.float8}"
+    return jax.named_scope(f"jaxmp.precision({text})")
 
 
 def computing(

@@ -26,8 +26,8 @@ from jaxmp.base.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.classes import path_and_operation
 from jaxmp.engine.half_check import Reason
-from jaxmp.engine.marks import computing, widened
-from jaxmp.engine.overrides import levels_of
+from jaxmp.engine.marks import computing, mark_of, widened
+from jaxmp.engine.overrides import Level, levels_of
 from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import OPERATIONS, pairs_of, pattern_text
 from jaxmp.policy.policies import Policy
@@ -38,7 +38,7 @@ Mode = Literal["written", "float32", "autocast"] | None
 # --- policies ---
 
 
-def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Any]]:
+def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Level]]:
     """Return the policies of a model under autocast, and its overrides of operations."""
     policy_map = PolicyMap(policy)
     patterns = dict(pairs_of(overrides))
@@ -58,7 +58,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
                 f"an override of autocast must be 'float32' or 'half' (here {half.name}), but the override for "
                 f"{pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write 'float32' or 'half'"
             )
-    return policies, levels_of(operations, half, policies.root.float8)
+    return policies, levels_of(operations, half)
 
 
 def _names_operations(key: Any) -> bool:
@@ -128,7 +128,7 @@ class Treatment:
 
     policy: Policy
     mode: Mode
-    override: str | None = None
+    override: Level | None = None
     not_half: Reason | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -147,7 +147,7 @@ class Treatment:
     def mark(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the engine computes the code of a method."""
         if self.mode == "autocast":
-            return jax.named_scope(f"jaxmp.precision({self.override})") if self.override else contextlib.nullcontext()
+            return mark_of(self.override) if self.override else contextlib.nullcontext()
         dtype = None if self.mode == "written" else self.policy.compute_dtype
         return computing(dtype, self.policy.matmul_precision, self.policy.float8)
 

@@ -239,9 +239,10 @@ def cast_plan(
         graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, one_policy)
         rules.check()
         jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
+        overrides_as_text = {key: str(level) for key, level in rules.overrides.items()}
         reasons, uncounted = Reasons(graph), set[str]()
         rows = tuple(_rows(graph.body.steps, reasons, uncounted, {}, itertools.count()))
-        return CastPlan(str(one_policy), rules.overrides, rows, _totals(rows, uncounted, reasons, graph.body.casts))
+        return CastPlan(str(one_policy), overrides_as_text, rows, _totals(rows, uncounted, reasons, graph.body.casts))
 
     return planned
 
