@@ -22,9 +22,8 @@ from jaxmp._internals.jax.equations import (
 from jaxmp._internals.jax.primitives import BROADCAST, COMPARISONS, MEETS
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.repeated_casts import (
-    MAY_SUM,
+    REPEATS,
     cast_repeated,
-    must_sum,
     must_widen,
     read_often,
     summed_in_float32,
@@ -182,7 +181,8 @@ class _Evaluation:
         if step.float8:
             results, step.operand_types = step.float8.emit(operands)
             return results
-        if node and eqn.primitive.name in MAY_SUM and must_sum(eqn, operands[0], self.examples):
+        is_repeat = node is not None and eqn.primitive.name in REPEATS
+        if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             return summed_in_float32(eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
