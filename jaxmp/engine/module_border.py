@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -22,6 +22,7 @@ from jaxmp._internals.jax.equations import evaluate
 from jaxmp._internals.jax.program import TracedProgram, arrays_in, is_array
 from jaxmp._internals.jax.traces import is_tracing, trace_context
 from jaxmp.base import trees as _tree
+from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.classes import path_and_operation
@@ -230,7 +231,7 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
     operands = arrays_in(leaves)
     if is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
         return computed(fun, rules, args, {})
-    _require_not_deleted(operands)
+    require_not_deleted(args)
     statics = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
     whole = (key, tree, statics, tuple(map(jax.typeof, operands)), trace_context())
     try:
@@ -245,19 +246,6 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
             del programs[next(iter(programs))]
     jaxpr, consts = program.jaxpr
     return program.unflatten(evaluate(jaxpr, consts, operands))
-
-
-def _require_not_deleted(operands: Sequence[Any]) -> None:
-    """Raise a RuntimeError if an array was deleted.
-
-    A donating train step deletes the arrays of its state.
-    """
-    for array in operands:
-        if isinstance(array, jax.Array) and array.is_deleted():
-            raise RuntimeError(
-                f"a model cannot use an array that a train step has deleted, got {array.dtype}{[*array.shape]}.\n"
-                "Use the step's result, copy shared arrays before the step, or make_train_step(..., donate=False)."
-            )
 
 
 _REMEMBERED = 64
