@@ -125,8 +125,6 @@ class Step:
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # the numbers of a scan's carries that no iteration changes
-    # Whether it depends only on constants, such as positions, so that it is equal for all examples.
-    is_fixed: bool = False
     stands: bool = False  # whether it is emitted unchanged
     operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it is unchanged
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
@@ -303,8 +301,8 @@ class _Builder:
     def step(self, eqn: Any, values: Sequence[_Value], names: Names) -> tuple[Step, list[_Value]]:
         form = self.form(eqn)
         operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
-        bodies, is_fixed = None if DECIDED in self.marks else form.bodies, False not in fixed
-        step = Step(eqn, names, operands, (), region=self.region, bodies=bodies, is_fixed=is_fixed)
+        bodies = None if DECIDED in self.marks else form.bodies
+        step = Step(eqn, names, operands, (), region=self.region, bodies=bodies)
         if bodies is None:
             results = self.leaf(step, form, numbers, fixed)
         else:
@@ -312,7 +310,7 @@ class _Builder:
             results = enter(step, bodies, values)
             if not any(body.has_floats for body in step.inner):
                 step.bodies, step.reason = None, "no floating value inside"  # masks and indices: emitted unchanged
-            if is_fixed:
+            if all(fixed):
                 results = [(node, number, True) for node, number, _ in results]
             step.nodes = [node for node, *_ in results]
             varying = [node for n, node in enumerate(step.nodes) if n not in step.unchanged]
@@ -401,6 +399,7 @@ class _Builder:
         kind, reason, requested = decision
         step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is CLEAR
         step.float8 = float8_products.float8_question(step, self.rules) if name in PRODUCTS else None
+        is_fixed = all(fixed)
         for position, is_float in enumerate(form.are_floats):
             node: Any = None
             if is_float:
@@ -418,7 +417,7 @@ class _Builder:
                 node.same = same
                 node.origin = _origin_of(node)
             nodes.append(node)
-            results.append((node, same, step.is_fixed))
+            results.append((node, same, is_fixed))
         if step.node is None:
             for operand in inputs if inputs and _tells_apart(name, inputs) else ():
                 operand.is_seen = True

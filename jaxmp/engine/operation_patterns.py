@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, Rule, State
 from jaxmp.engine.graph import Graph, Node
-from jaxmp.engine.paths import OFFSETS, SCALES, multiple_of, readers_of
+from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, multiple_of, readers_of
 
-_EXPONENTIALS, _LOGARITHMS, _ROOTS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"}), frozenset({"sqrt", "rsqrt"})
+_EXPONENTIALS, _LOGARITHMS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"})
 _SQUARES = frozenset({"square", "integer_pow", "abs"})
 _PASSED = OFFSETS | {"select_n"}  # jnp.var divides by a number that may be 0, and selects
 _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
@@ -96,7 +96,7 @@ def _squares(node: Node) -> Iterator[OperationPattern]:
     if not is_square:
         return
     base = multiple_of(square.inputs[0], {"abs"})
-    roots = [reader for reader in _readers_past_offsets(node) if reader.name in _ROOTS]
+    roots = [reader for reader in _readers_past_offsets(node) if reader.name in ROOTS]
     if roots:
         name = "normalisation" if any(reader.name in SCALES for reader in readers_of(roots[0])) else "norm"
     elif base.name == "sub":
