@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxmp._internals.jax.traces import is_tracing
-from jaxmp.base.arguments import require_function, takes_a_function
+from jaxmp.base.arguments import require_function
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import build
@@ -26,7 +26,6 @@ from jaxmp.policy.policies import Policy, check_backend
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@takes_a_function
 def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) -> F:
     """Return ``fun`` with each operation in half or float32, decided on its graph.
 

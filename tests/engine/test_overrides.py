@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -373,25 +371,6 @@ def test_what_is_no_function_of_arrays_is_refused_and_modules_that_can_be_called
     bound = nn.Dense(2).bind({"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
     for fun in (module, bound):
         assert "bfloat16" in str(jax.make_jaxpr(jaxmp.autocast(fun, "mixed_bfloat16"))(x))
-
-
-def test_autocast_called_like_a_context_manager_or_a_decorator_says_what_to_write():
-    def loss(x):
-        return x @ x
-
-    autocast: Any = jaxmp.autocast
-    for call, came in (
-        (lambda: autocast("mixed_float16"), "'mixed_float16'"),
-        (lambda: autocast(policy="mixed_float16"), "policy='mixed_float16'"),
-        (lambda: autocast(loss), "loss"),
-        (lambda: autocast(dtype=jnp.bfloat16), "dtype=bfloat16"),
-        (lambda: autocast("cuda", enabled=True), "'cuda', enabled=True"),
-        (lambda: autocast(loss, "mixed_float16", override={}), "loss, 'mixed_float16', override=dict"),
-    ):
-        text = f"jaxmp.autocast wraps a function, got jaxmp.autocast({came}); write half = "
-        with pytest.raises(TypeError, match=f"^{re.escape(text)}.*context manager jaxmp.precision"):
-            call()
-    assert list(inspect.signature(autocast).parameters) == ["fun", "policy", "overrides"]
 
 
 def notes_of(fun, *args):
