@@ -14,7 +14,7 @@ from jaxmp.engine.graph import Graph, Node
 from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, multiple_of, readers_of
 
 _EXPONENTIALS, _LOGARITHMS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"})
-_SQUARES = frozenset({"square", "integer_pow", "abs"})
+_SQUARES = frozenset({"square", "integer_pow"})
 _PASSED = OFFSETS | {"select_n"}  # jnp.var divides by a number that may be 0, and selects
 _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
 
@@ -73,37 +73,23 @@ def _is_logged(reader: Node) -> bool:
     )
 
 
-def _logarithm(node: Node) -> Iterator[OperationPattern]:
+def _logsumexp(node: Node) -> Iterator[OperationPattern]:
     total = multiple_of(node.inputs[0], OFFSETS | {"abs"})
-    exponential = _exponential(total.inputs[0] if total.name == "reduce_sum" else total) if total.inputs else None
-    if exponential is None:
-        return
-    name = "logsumexp" if total.name == "reduce_sum" else "softplus"
-    scores = {exponential.inputs[0].origin, *(shift.inputs[0].origin for shift in _shift(exponential))}
-    largest = [reader for reader in readers_of(node) if reader.name == "add"]
-    for value in (node, *largest):
-        for reader in readers_of(value):
-            if reader.name == "sub" and reader.inputs[0].origin in {*scores, *_shift(exponential)}:
-                name = "log-softmax"
-    yield OperationPattern(name, (node, total, exponential, *_shift(exponential), *largest))
+    exponential = _exponential(total.inputs[0]) if total.name == "reduce_sum" else None
+    if exponential is not None:
+        yield OperationPattern("logsumexp", (node, total, exponential, *_shift(exponential)))
 
 
-def _squares(node: Node) -> Iterator[OperationPattern]:
+def _normalisation(node: Node) -> Iterator[OperationPattern]:
     square = multiple_of(node.inputs[0], OFFSETS)
-    is_square = square.name in _SQUARES or (
-        square.name == "mul" and len({factor.origin for factor in square.inputs}) == 1
-    )
-    if not is_square:
+    is_product_with_itself = square.name == "mul" and len({factor.origin for factor in square.inputs}) == 1
+    if not is_product_with_itself and square.name not in _SQUARES:
         return
-    base = multiple_of(square.inputs[0], {"abs"})
     roots = [reader for reader in _readers_past_offsets(node) if reader.name in ROOTS]
-    if roots:
-        name = "normalisation" if any(reader.name in SCALES for reader in readers_of(roots[0])) else "norm"
-    elif base.name == "sub":
-        name = "absolute differences" if square.name == "abs" else "squared differences"
-    else:
-        name = "magnitudes" if square.name == "abs" else "squares"
-    yield OperationPattern(name, (node, square, base, *roots) if base.name == "sub" else (node, square, *roots))
+    if roots and any(reader.name in SCALES for reader in readers_of(roots[0])):
+        base = square.inputs[0].origin
+        differences = [base] if base.name == "sub" else []
+        yield OperationPattern("normalisation", (node, square, *differences, *roots))
 
 
 def _readers_past_offsets(node: Node) -> list[Node]:
@@ -117,6 +103,6 @@ def _readers_past_offsets(node: Node) -> list[Node]:
 
 _RECOGNISED: dict[str, Callable[[Node], Iterator[OperationPattern]]] = {
     "div": _softmax,
-    **dict.fromkeys(_LOGARITHMS, _logarithm),
-    "reduce_sum": _squares,
+    **dict.fromkeys(_LOGARITHMS, _logsumexp),
+    "reduce_sum": _normalisation,
 }
