@@ -61,8 +61,13 @@ def _decide_carries(graph: Graph, step: Step) -> None:
         if starts and _may_be_half(cycle, starts) and _goes_through_layers(frozenset(cycle), elements):
             layered.update(cycle)
     sums = cycles(inside, inputs_past_products)
-    in_float32 = {node for cycle in sums for node in cycle if any(_is_asked(other, "float32") for other in cycle)}
-    halves = {node for cycle in sums for node in cycle if any(_is_asked(other, "half") for other in cycle)}
+    in_float32, halves = set[Node](), set[Node]()  # by a region or an override
+    for cycle in sums:
+        levels = {node.requested for node in cycle}
+        if levels & {"float32", "tensorfloat32"}:
+            in_float32.update(cycle)
+        if "half" in levels:
+            halves.update(cycle)
     states = set[Node]()
     for carry in carries:
         is_half = (carry in layered and carry not in in_float32) or carry in halves
@@ -76,10 +81,6 @@ def _decide_carries(graph: Graph, step: Step) -> None:
             for node in cycle:
                 if node.kind in (INFER, JOIN):
                     node.raise_to(State.FLOAT32, Rule.CARRY)
-
-
-def _is_asked(node: Node, level: str) -> bool:
-    return bool(node.requested) and (node.requested == "half") == (level == "half")
 
 
 def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
