@@ -6,7 +6,7 @@ Only one of them affects a decision: the result of a softmax is rounded if only 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, Rule, State
@@ -34,9 +34,11 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
     returned = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
     for node in graph.nodes:
         if node.state >= State.FLOAT32 and node.inputs and node.name in _RECOGNISED:
-            recognised = list(_RECOGNISED[node.name](node))
-            patterns += recognised
-            if recognised and node.name == "div":
+            pattern = _RECOGNISED[node.name](node)
+            if pattern is None:
+                continue
+            patterns.append(pattern)
+            if pattern.name == "softmax":
                 # Rounding a probability near 1 would lose its logarithm.
                 node.is_rounded = node not in returned and not any(_is_logged(reader) for reader in readers_of(node))
         elif node.name in PRODUCTS and node.rule in _RULES_OF_PRODUCTS:
@@ -51,20 +53,19 @@ def _exponential(value: Node) -> Node | None:
     return next((operand for operand in operands if operand.name in _EXPONENTIALS), None)
 
 
-def _softmax(node: Node) -> Iterator[OperationPattern]:
+def _softmax(node: Node) -> OperationPattern | None:
     above, below = (operand.origin for operand in node.inputs)
     exponential = _exponential(above)
     summed = below.inputs if below.name == "reduce_sum" or below.name in PRODUCTS else ()
     if exponential is None or exponential not in [_exponential(operand) for operand in summed]:
-        return
-    yield OperationPattern("softmax", (node, below, exponential, *_shift(exponential)))
+        return None
+    return OperationPattern("softmax", (node, below, exponential, *_differences(exponential)))
 
 
-def _shift(exponential: Node) -> Iterator[Node]:
-    """Yield the operand ``x - max(x)`` of an exponential."""
-    base = exponential.inputs[0].origin
-    if base.name == "sub":
-        yield base
+def _differences(value: Node) -> list[Node]:
+    """Return the operand of a value if it is a difference, such as ``x - max(x)``."""
+    base = value.inputs[0].origin
+    return [base] if base.name == "sub" else []
 
 
 def _is_logged(reader: Node) -> bool:
@@ -73,23 +74,23 @@ def _is_logged(reader: Node) -> bool:
     )
 
 
-def _logsumexp(node: Node) -> Iterator[OperationPattern]:
+def _logsumexp(node: Node) -> OperationPattern | None:
     total = multiple_of(node.inputs[0], OFFSETS | {"abs"})
     exponential = _exponential(total.inputs[0]) if total.name == "reduce_sum" else None
-    if exponential is not None:
-        yield OperationPattern("logsumexp", (node, total, exponential, *_shift(exponential)))
+    if exponential is None:
+        return None
+    return OperationPattern("logsumexp", (node, total, exponential, *_differences(exponential)))
 
 
-def _normalisation(node: Node) -> Iterator[OperationPattern]:
+def _normalisation(node: Node) -> OperationPattern | None:
     square = multiple_of(node.inputs[0], OFFSETS)
     is_product_with_itself = square.name == "mul" and len({factor.origin for factor in square.inputs}) == 1
     if not is_product_with_itself and square.name not in _SQUARES:
-        return
+        return None
     roots = [reader for reader in _readers_past_offsets(node) if reader.name in ROOTS]
-    if roots and any(reader.name in SCALES for reader in readers_of(roots[0])):
-        base = square.inputs[0].origin
-        differences = [base] if base.name == "sub" else []
-        yield OperationPattern("normalisation", (node, square, *differences, *roots))
+    if not roots or not any(reader.name in SCALES for reader in readers_of(roots[0])):
+        return None
+    return OperationPattern("normalisation", (node, square, *_differences(square), *roots))
 
 
 def _readers_past_offsets(node: Node) -> list[Node]:
@@ -101,7 +102,7 @@ def _readers_past_offsets(node: Node) -> list[Node]:
     return readers
 
 
-_RECOGNISED: dict[str, Callable[[Node], Iterator[OperationPattern]]] = {
+_RECOGNISED: dict[str, Callable[[Node], OperationPattern | None]] = {
     "div": _softmax,
     **dict.fromkeys(_LOGARITHMS, _logsumexp),
     "reduce_sum": _normalisation,
