@@ -12,7 +12,7 @@ from jaxmp._internals.jax.primitives import SUMS
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.engine.classes import INFER, Rule, State
 from jaxmp.engine.graph import Graph, Node, shape_read
-from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, multiple_of
+from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of
 
 Vectors = tuple[Node, Node]
 
@@ -83,7 +83,7 @@ def _squared_vector(value: Node) -> Node | None:
 
     ``value`` has one sum for each vector, unlike a Gram matrix.
     """
-    if value.name in ("square", "integer_pow"):  # the square of a norm
+    if value.name in SQUARES:  # the square of a norm
         root = value.inputs[0].origin
         return _squared_vector(multiple_of(root.inputs[0])) if root.name == "sqrt" else None
     vectors = _vectors(value)

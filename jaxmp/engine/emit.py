@@ -338,13 +338,11 @@ def _wants(step: Step) -> list[np.dtype | None]:
         return _wants_of_bodies(step, step.bodies)
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
     if node is None and name in COMPARISONS:
-        # The derivative of a maximum compares it with the operands, so these must be rounded like the maximum.
-        largest = [
-            operand
-            for operand in operands
-            if operand and operand.name in ("max", "min") and {*operand.inputs} & {*operands}
-        ]
-        largest = largest if name in ("eq", "ne") else []
+        largest: list[Node] = []
+        if name in ("eq", "ne"):
+            # The derivative of a maximum compares it with the operands, so these must be rounded like the maximum.
+            extremes = [operand for operand in operands if operand and operand.name in ("max", "min")]
+            largest = [extreme for extreme in extremes if {*extreme.inputs} & {*operands}]
         dtypes = {operand.value_dtype for operand in largest or operands if operand and operand.const != (0.0, 0.0)}
         if len(dtypes) == 1 and (largest or dtypes != {np.dtype(np.float32)}):
             return [None if operand is None else next(iter(dtypes)) for operand in operands]

@@ -6,7 +6,7 @@ recurrent states, integrators, optimizers, running sums. A bfloat16 sum loses te
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -28,16 +28,9 @@ def decide_loops(graph: Graph) -> None:
             continue
         _decide_carries(graph, step)
         if step.bodies.kind == "while" and is_search(step.bodies):
-            for inner in _steps_inside(step):
-                if inner.node is not None and inner.node.is_half_product:
-                    inner.node.raise_to(State.FLOAT32, Rule.SEARCH)
-
-
-def _steps_inside(step: Step) -> Iterator[Step]:
-    for body in step.inner:
-        for inner in body.steps:
-            yield inner
-            yield from _steps_inside(inner)
+            for node in graph.nodes:
+                if node.loop in step.loops and node.is_half_product:
+                    node.raise_to(State.FLOAT32, Rule.SEARCH)
 
 
 def _decide_carries(graph: Graph, step: Step) -> None:

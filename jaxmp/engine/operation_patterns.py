@@ -11,10 +11,9 @@ from collections.abc import Callable
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, Rule, State
 from jaxmp.engine.graph import Graph, Node
-from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, multiple_of, readers_of
+from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
 
 _EXPONENTIALS, _LOGARITHMS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"})
-_SQUARES = frozenset({"square", "integer_pow"})
 _PASSED = OFFSETS | {"select_n"}  # jnp.var divides by a number that may be 0, and selects
 _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
 
@@ -85,7 +84,7 @@ def _logsumexp(node: Node) -> OperationPattern | None:
 def _normalisation(node: Node) -> OperationPattern | None:
     square = multiple_of(node.inputs[0], OFFSETS)
     is_product_with_itself = square.name == "mul" and len({factor.origin for factor in square.inputs}) == 1
-    if not is_product_with_itself and square.name not in _SQUARES:
+    if not is_product_with_itself and square.name not in SQUARES:
         return None
     roots = [reader for reader in _readers_past_offsets(node) if reader.name in ROOTS]
     if not roots or not any(reader.name in SCALES for reader in readers_of(roots[0])):

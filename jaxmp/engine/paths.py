@@ -9,6 +9,7 @@ from jaxmp._internals.jax.walk import walk
 from jaxmp.engine.classes import CLEAR
 from jaxmp.engine.graph import Node
 
+SQUARES = frozenset({"square", "integer_pow"})
 ROOTS = frozenset({"sqrt", "rsqrt"})
 SCALES = frozenset({"mul", "div", "neg"})
 BOUNDS = frozenset({"max", "min", "clamp"})
