@@ -34,7 +34,7 @@ from jaxmp.inspect.tune_measure import Measurement, without_policies
 
 MODELS = ("ResNet-18", "BERT", "GPT-2", "VQ-VAE", "GRU", "neural ODE", "Gaussian process")
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
-NORMS = ("normalisation", "norm", "softmax", "log-softmax", "logsumexp")
+NORMS = ("normalisation", "softmax", "logsumexp")
 COLUMNS = (
     "model", "half", "all in half", "but norms, softmax", "autocast", "tuned", "floor", "overrides", "FLOPs in half",
     "evaluations", "s",

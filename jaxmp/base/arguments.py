@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _kinds_of(cls: type) -> tuple[bool, bool]:
@@ -68,31 +63,6 @@ def require_function(fun: Any, name: str) -> None:
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got an instance of {type(fun).__name__}; {remedy}")
     if not callable(fun):
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got {printed(fun)}; pass e.g. a loss function")
-
-
-def takes_a_function(make: F) -> F:
-    """Return ``make`` with an error for its use as a context manager.
-
-    ``make`` is a function of jaxmp that takes a function and a policy.
-    """
-    signature = inspect.signature(make)
-
-    @functools.wraps(make)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
-            name = f"jaxmp.{make.__name__}"
-            came = ", ".join(
-                [*map(_printed_argument, args), *(f"{key}={_printed_argument(value)}" for key, value in kwargs.items())]
-            )
-            raise TypeError(
-                f"{name} wraps a function, got {name}({came}); write half = {name}(fun, 'mixed_bfloat16'), or use the "
-                "context manager jaxmp.precision('float32')"
-            ) from None
-        return make(*args, **kwargs)
-
-    return cast(F, checked)
 
 
 def _printed_argument(value: Any) -> str:

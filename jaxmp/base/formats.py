@@ -1,4 +1,4 @@
-"""The table of floating-point formats, computed from their bit patterns."""
+"""The table of floating-point formats."""
 
 from __future__ import annotations
 
@@ -64,10 +64,7 @@ def formats() -> tuple[Format, ...]:
 
 
 def format_of(dtype: np.typing.DTypeLike) -> Format:
-    """Return the format of a floating dtype, from its bit patterns.
-
-    Positive numbers have the same order as their bit patterns, finite numbers first. So the limits are at known
-    patterns, or found by bisection.
+    """Return the format of a floating dtype, from its ``finfo``.
 
     Raises:
       ValueError: not a floating dtype, or one without a sign bit on top (float8_e8m0fnu, float4_e2m1fn).
@@ -76,38 +73,23 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
     5.960464477539063e-08
     """
     dtype = dtypes.canonical_dtype(dtype)
-    bits = 8 * dtype.itemsize
-
-    def decode(pattern: int) -> float:
-        return float(np.array(pattern, f"uint{bits}").view(dtype))
-
-    def is_finite(pattern: int) -> bool:
-        return math.isfinite(decode(pattern))
-
-    bits_of_one = int(np.ones((), dtype).view(f"uint{bits}"))
-    if jnp.finfo(dtype).bits != bits or decode(bits_of_one | 1 << (bits - 1)) != -1.0:
+    info = jnp.finfo(dtype)
+    if info.bits != 8 * dtype.itemsize or float(info.min) != -float(info.max):
         raise ValueError(
             f"format_of needs a format of whole bytes with a sign bit on top, got {dtype.name}; formats() has "
             f"{', '.join(dtypes.NAMES)}"
         )
-    eps = decode(bits_of_one + 1) - 1.0
-    mantissa_bits = -round(math.log2(eps))
-    finite, beyond = bits_of_one, 1 << (bits - 1)  # 1.0 is finite; `beyond` has the sign bit set
-    while beyond - finite > 1:
-        middle = (finite + beyond) // 2
-        finite, beyond = (middle, beyond) if is_finite(middle) else (finite, middle)
-    special = [decode(pattern) for pattern in (finite + 1, (1 << (bits - 1)) - 1, 1 << (bits - 1))]
     return _format(
         dtype.name,
-        bits - 1 - mantissa_bits,
-        mantissa_bits,
-        bias=bits_of_one >> mantissa_bits,
-        largest=decode(finite),
-        smallest_normal=decode(1 << mantissa_bits),
-        smallest_subnormal=decode(1),
-        eps=eps,
-        has_infinity=any(math.isinf(value) for value in special),
-        has_nan=any(math.isnan(value) for value in special),
+        info.nexp,
+        info.nmant,
+        bias=1 - int(info.minexp),
+        largest=float(info.max),
+        smallest_normal=float(info.smallest_normal),
+        smallest_subnormal=float(info.smallest_subnormal),
+        eps=float(info.eps),
+        has_infinity=math.isinf(np.array(math.inf, dtype)),
+        has_nan=math.isnan(np.array(math.nan, dtype)),
     )
 
 

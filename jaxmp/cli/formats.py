@@ -26,9 +26,9 @@ _COLUMNS = (
 def run(options: argparse.Namespace) -> int:
     """Show the bits, range and precision of floating-point formats.
 
-    Everything is computed from the dtype's bit patterns. tensorfloat32 is not a dtype, but the form in which tensor
-    cores read float32 operands. Its row is computed from its layout: 1 sign, 8 exponent and 10 mantissa bits. With
-    ``--json``, the bias, the exponents and the decimal digits are included.
+    The numbers are those of the dtype's finfo. tensorfloat32 is not a dtype, but the form in which tensor cores read
+    float32 operands. Its row is computed from its layout: 1 sign, 8 exponent and 10 mantissa bits. With ``--json``, the
+    bias, the exponents and the decimal digits are included.
     """
     from jaxmp.base import tables
     from jaxmp.base.formats import formats
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         for row in formats()
     ]
     print_rich(console(), tables.table("Floating-point formats", _COLUMNS, rows))
-    print("\ntensorfloat32 is not a dtype: its row is computed from its layout, the others from bit patterns.")
+    print("\ntensorfloat32 is not a dtype: its row is computed from its layout.")
     return 0
 
 

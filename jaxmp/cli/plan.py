@@ -15,9 +15,9 @@ ARGUMENTS = SHAPES | AUTOCAST | PLOT
 def run(options: argparse.Namespace) -> int:
     """Show autocast's decision for each operation of a function, and the reason.
 
-    The function is traced, not run. On a terminal the output is a table, else the text of str(plan). The text is the
-    same on every machine: keep it under version control, and a diff shows how a change affects the precision. Exit code
-    2 if something is wrong with the arguments.
+    The function is traced, not run. On a terminal the output is a table without sizes and sources, else the text of
+    str(plan). The text is the same on every machine: keep it under version control, and a diff shows how a change
+    affects the precision. Exit code 2 if something is wrong with the arguments.
 
     Example:
       jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]

@@ -31,7 +31,7 @@ def show(options: argparse.Namespace, result: Any, draw: Callable[[Any], Any] | 
     if options.json:
         print(result.to_json())
     elif sys.stdout.isatty():
-        print_rich(console(), result.table() if hasattr(result, "table") else result)
+        print_rich(console(), result.table())
     else:
         print(result)
     if draw is not None:

@@ -12,17 +12,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from jaxmp._internals.jax.equations import size_of
-from jaxmp._internals.jax.primitives import EXTREMES
+from jaxmp._internals.jax.primitives import EXTREMES, SUMS
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import AMPLIFIERS, CLEAR, INFER, JOIN, SOLVERS, Rule, State
 from jaxmp.engine.graph import Graph, Node, Step
-from jaxmp.engine.paths import BOUNDS, SCALES, SUMS, readers_of
+from jaxmp.engine.paths import BOUNDS, ROOTS, SCALES, SQUARES, readers_of
 
 _ORDERINGS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # eq is the derivative of max
 _SEARCH = "call_hi_primitive"  # jnp.searchsorted from JAX 0.12 on
 _CAST = "convert_element_type"
-_ROOTS_AND_LOGARITHMS = frozenset({"log", "log2", "sqrt", "rsqrt"})
-_SQUARES = frozenset({"square", "integer_pow"})
+_ROOTS_AND_LOGARITHMS = ROOTS | {"log", "log2"}
 _ROUNDINGS = frozenset({"floor", "ceil", "round"})
 _QUANTISED = frozenset({"int8", "int4", "int2", "uint8", "uint4", "uint2"})
 _KEEP_QUANTISED = SUMS | SCALES | BOUNDS | {"select_n", _CAST}
@@ -106,7 +105,7 @@ def _keepers_of_range(node: Node) -> Sequence[Node]:
     """
     if node.name in PRODUCTS:
         return ()
-    return node.inputs if node.name in _SQUARES else _keepers_of_digits(node)
+    return node.inputs if node.name in SQUARES else _keepers_of_digits(node)
 
 
 def _keepers_of_digits(node: Node) -> Sequence[Node]:

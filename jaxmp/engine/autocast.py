@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from jaxmp._internals.jax.traces import is_tracing
-from jaxmp.base.arguments import require_function, takes_a_function
+from jaxmp.base.arguments import printed, require_function
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import build
-from jaxmp.engine.marks import DECIDED, precision
+from jaxmp.engine.marks import DECIDED, mark_of
 from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
@@ -26,8 +26,7 @@ from jaxmp.policy.policies import Policy, check_backend
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@takes_a_function
-def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) -> F:
+def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = None) -> F:
     """Return ``fun`` with each operation in half or float32, decided on its graph.
 
     docs/autocast.md lists the rules, and :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced in its original
@@ -66,6 +65,11 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
     >>> half(w, w).dtype, jax.grad(half)(w, w).dtype
     (dtype('float32'), dtype('float32'))
     """
+    if isinstance(fun, str) or policy is None:
+        raise TypeError(
+            f"jaxmp.autocast wraps a function for a policy, got {printed(fun)}; write "
+            "half = jaxmp.autocast(fun, 'mixed_bfloat16'), or use the context manager jaxmp.precision('float32')"
+        )
     require_function(fun, "autocast")
     one_policy, exceptions = policy_and_exceptions(policy, overrides)
     programs: dict[Any, Any] = {}
@@ -75,7 +79,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
         if policies_off.value:
             return fun(*args, **kwargs)
         if one_policy.compute_dtype == np.float32 and not exceptions:
-            with precision(level_of(one_policy)), one_policy.matmul_context():
+            with mark_of(level_of(one_policy)), one_policy.matmul_context():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
         rules = Rules(one_policy.compute_dtype, exceptions, {} if is_tracing() else programs, one_policy.float8)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jaxmp._internals.jax.primitives import SUMS
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.engine.classes import INFER, Rule, State
 from jaxmp.engine.graph import Graph, Node, shape_read
-from jaxmp.engine.paths import OFFSETS, SCALES, SUMS, multiple_of
-
-_ROOTS = frozenset({"sqrt", "rsqrt"})
+from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of
 
 Vectors = tuple[Node, Node]
 
@@ -84,7 +83,7 @@ def _squared_vector(value: Node) -> Node | None:
 
     ``value`` has one sum for each vector, unlike a Gram matrix.
     """
-    if value.name in ("square", "integer_pow"):  # the square of a norm
+    if value.name in SQUARES:  # the square of a norm
         root = value.inputs[0].origin
         return _squared_vector(multiple_of(root.inputs[0])) if root.name == "sqrt" else None
     vectors = _vectors(value)
@@ -160,4 +159,4 @@ def _is_norm(value: Node) -> bool:
     if value.name == "div" and value.inputs[0].is_constant:
         value = value.inputs[1]
     root = multiple_of(value, OFFSETS)
-    return root.name in _ROOTS and _squared_vector(multiple_of(root.inputs[0], OFFSETS)) is not None
+    return root.name in ROOTS and _squared_vector(multiple_of(root.inputs[0], OFFSETS)) is not None

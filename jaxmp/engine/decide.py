@@ -88,7 +88,8 @@ def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], h
         node.after_product = True
     for node in named:  # the gradient of a weight for one example is not a sum
         if node.kind is INFER and any(operand.after_product for operand in node.inputs):
-            node.kind, node.state, node.reason = HALF, State.HALF, "product"
+            assert node.step is not None
+            node.kind, node.state, node.step.reason = HALF, State.HALF, "product"
             products.append(node)
     for node in walk([*products, *written, *graph.wanted], inputs_of):
         node.before_product = True
@@ -238,10 +239,8 @@ def _lower(nodes: Sequence[Node], halves: Sequence[Node]) -> None:
     for node in halves:
         node.state = State.HALF
     for node in nodes:
-        if node.kind is KEPT and node.dtype.itemsize == 2:
-            node.state = State.HALF
-    for node in nodes:
-        if node.kind is INFER and node.state is State.UNDECIDED and is_stream(node):
+        is_half_as_written = node.kind is KEPT and node.dtype.itemsize == 2
+        if is_half_as_written or (node.kind is INFER and node.state is State.UNDECIDED and is_stream(node)):
             node.state = State.HALF
     starts = [
         node for node in nodes if node.state is State.HALF or node.deferred_cast is not None or _has_rounded_copy(node)

@@ -22,9 +22,8 @@ from jaxmp._internals.jax.equations import (
 from jaxmp._internals.jax.primitives import BROADCAST, COMPARISONS, MEETS
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.repeated_casts import (
-    MAY_SUM,
+    REPEATS,
     cast_repeated,
-    must_sum,
     must_widen,
     read_often,
     summed_in_float32,
@@ -182,7 +181,8 @@ class _Evaluation:
         if step.float8:
             results, step.operand_types = step.float8.emit(operands)
             return results
-        if node and eqn.primitive.name in MAY_SUM and must_sum(eqn, operands[0], self.examples):
+        is_repeat = node is not None and eqn.primitive.name in REPEATS
+        if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             return summed_in_float32(eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
@@ -338,13 +338,11 @@ def _wants(step: Step) -> list[np.dtype | None]:
         return _wants_of_bodies(step, step.bodies)
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
     if node is None and name in COMPARISONS:
-        # The derivative of a maximum compares it with the operands, so these must be rounded like the maximum.
-        largest = [
-            operand
-            for operand in operands
-            if operand and operand.name in ("max", "min") and {*operand.inputs} & {*operands}
-        ]
-        largest = largest if name in ("eq", "ne") else []
+        largest: list[Node] = []
+        if name in ("eq", "ne"):
+            # The derivative of a maximum compares it with the operands, so these must be rounded like the maximum.
+            extremes = [operand for operand in operands if operand and operand.name in ("max", "min")]
+            largest = [extreme for extreme in extremes if {*extreme.inputs} & {*operands}]
         dtypes = {operand.value_dtype for operand in largest or operands if operand and operand.const != (0.0, 0.0)}
         if len(dtypes) == 1 and (largest or dtypes != {np.dtype(np.float32)}):
             return [None if operand is None else next(iter(dtypes)) for operand in operands]

@@ -7,21 +7,20 @@ products are half.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from jaxmp._internals.jax.sources import Names, scopes_and_transforms
+from jaxmp._internals.jax.sources import scopes_and_transforms
 from jaxmp._internals.jax.traces import may_be_skipped
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.engine.marks import DECIDED, WITH_RULE
 from jaxmp.policy import float8, float8_product
+from jaxmp.policy.policies import Policy
 
 _recipe = functools.cache(float8.get_recipe)
-_MARK = re.compile(r"jaxmp\.(precision|compute)\([\w:]*(?:;recipe=(.+))?\)")
 _MOVES = primitives_of(Class.CLEAR) | {"convert_element_type", "concatenate", "stack", "carry", "branches"}
 _MASKING = _MOVES | {"select_n"}
 
@@ -115,23 +114,13 @@ def float8_question(step: Any, rules: Any) -> Float8Question | None:
     """
     if DECIDED in step.names:
         return None
-    recipe, marked = rules.float8, _marked(step.names)
-    if marked is None:
+    if step.region.recipe:
+        recipe = _recipe(step.region.recipe)
+    else:
         levels = [rules.overrides[key] for key in rules.keys_of(step.eqn.primitive.name, step.names)]
-        marked = next((level.partition("=")[2] for level in levels if "=" in level), None)
-    if marked is not None:
-        recipe = None if marked == "None" else _recipe(marked)
+        policies = [level for level in levels if isinstance(level, Policy)]
+        recipe = policies[0].float8 if policies else rules.float8
     return None if recipe is None else Float8Question(step, recipe)
-
-
-@functools.lru_cache(maxsize=4096)
-def _marked(names: Names) -> str | None:
-    """Return the recipe of the innermost mark, as text.
-
-    The text is ``"None"`` if the mark has no recipe. The result is None if there is no mark.
-    """
-    marks = (mark for name in reversed(names) if (mark := _MARK.fullmatch(name)))
-    return next((mark[2] or "None" for mark in marks if mark[1] == "compute" or mark[2]), None)
 
 
 def _weight_and_sources(node: Any) -> set[Any]:

@@ -35,7 +35,6 @@ class Node:
     name: str  # the primitive, or "source", "carry", "branches"
     written: np.dtype  # its original dtype
     shape: tuple[int, ...]
-    reason: str  # the reason for the kind, only for the plan
     requested: str  # the level of a region or an override
     half: np.dtype | None  # the half dtype of the code around it
     loop: int  # the number of the innermost loop body around it, 0 outside of loops
@@ -50,7 +49,6 @@ class Node:
     step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
     is_constant: bool = False  # whether it depends only on constants and integers
     is_looked_up: bool = False  # whether it is or depends on rows of a table, and so is not a weight
-    float8: float8_products.Float8Question | None = None  # the question of its step, for a product
 
     # Set by jaxmp.engine.decide:
     after_product: bool = False  # whether it depends on a product or a half argument
@@ -125,8 +123,6 @@ class Step:
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # the numbers of a scan's carries that no iteration changes
-    # Whether it depends only on constants, such as positions, so that it is equal for all examples.
-    is_fixed: bool = False
     stands: bool = False  # whether it is emitted unchanged
     operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it is unchanged
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
@@ -236,11 +232,9 @@ class _Builder:
             node.same = node.origin = same
         return node, same, is_fixed
 
-    def node(
-        self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", requested: str = ""
-    ) -> Node:
+    def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], requested: str = "") -> Node:
         dtype, half = aval.dtype, self.region.half or self.rules.half
-        node = Node(kind, name, dtype, aval.shape, reason, requested, half, self.loop, self.in_rule, dtype, inputs, [])
+        node = Node(kind, name, dtype, aval.shape, requested, half, self.loop, self.in_rule, dtype, inputs, [])
         node.state = _STATES.get(kind, State.UNDECIDED)
         node.is_constant = kind is not SOURCE and kind is not JOIN and all([operand.is_constant for operand in inputs])
         for operand in inputs:
@@ -303,8 +297,8 @@ class _Builder:
     def step(self, eqn: Any, values: Sequence[_Value], names: Names) -> tuple[Step, list[_Value]]:
         form = self.form(eqn)
         operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
-        bodies, is_fixed = None if DECIDED in self.marks else form.bodies, False not in fixed
-        step = Step(eqn, names, operands, (), region=self.region, bodies=bodies, is_fixed=is_fixed)
+        bodies = None if DECIDED in self.marks else form.bodies
+        step = Step(eqn, names, operands, (), region=self.region, bodies=bodies)
         if bodies is None:
             results = self.leaf(step, form, numbers, fixed)
         else:
@@ -312,7 +306,7 @@ class _Builder:
             results = enter(step, bodies, values)
             if not any(body.has_floats for body in step.inner):
                 step.bodies, step.reason = None, "no floating value inside"  # masks and indices: emitted unchanged
-            if is_fixed:
+            if all(fixed):
                 results = [(node, number, True) for node, number, _ in results]
             step.nodes = [node for node, *_ in results]
             varying = [node for n, node in enumerate(step.nodes) if n not in step.unchanged]
@@ -398,19 +392,19 @@ class _Builder:
         known = (self.marks, *constants)
         if (decision := form.decisions.get(known)) is None:
             decision = form.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
-        kind, reason, requested = decision
-        step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is CLEAR
+        kind, step.reason, requested = decision
+        step.kind, step.nodes, is_moved = kind, nodes, kind is CLEAR
         step.float8 = float8_products.float8_question(step, self.rules) if name in PRODUCTS else None
+        is_fixed = all(fixed)
         for position, is_float in enumerate(form.are_floats):
             node: Any = None
             if is_float:
                 moved = operands[position : position + 1] if is_moved and form.is_one_by_one else None
                 reads = inputs if moved is None else [operand for operand in moved if operand is not None]
-                node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, requested)
+                node = self.node(kind, name, eqn.outvars[position].aval, reads, requested)
                 if step.node is None:
                     step.node = node
                 node.step = step
-                node.float8 = step.float8
             same: Any = node or object()
             if not eqn.effects:
                 same = self.numbers.setdefault((position, form.operation, *numbers), same)
@@ -418,7 +412,7 @@ class _Builder:
                 node.same = same
                 node.origin = _origin_of(node)
             nodes.append(node)
-            results.append((node, same, step.is_fixed))
+            results.append((node, same, is_fixed))
         if step.node is None:
             for operand in inputs if inputs and _tells_apart(name, inputs) else ():
                 operand.is_seen = True

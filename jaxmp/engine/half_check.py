@@ -12,6 +12,7 @@ from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.graph import Graph, Step
+from jaxmp.engine.overrides import Level
 from jaxmp.policy.patterns import EVERY, Pattern, pattern_text
 from jaxmp.policy.policies import Policy
 
@@ -32,7 +33,7 @@ class Reason(NamedTuple):
 
 
 def reason_not_half(
-    policy: Policy, computes: np.dtype, pattern: Pattern | None, operations: Iterable[tuple[str, str]] = ()
+    policy: Policy, computes: np.dtype, pattern: Pattern | None, operations: Iterable[tuple[str, Level]] = ()
 ) -> Reason | None:
     """Return the reason why a module is not half; None if it is.
 

@@ -6,7 +6,7 @@ recurrent states, integrators, optimizers, running sums. A bfloat16 sum loses te
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -28,16 +28,9 @@ def decide_loops(graph: Graph) -> None:
             continue
         _decide_carries(graph, step)
         if step.bodies.kind == "while" and is_search(step.bodies):
-            for inner in _steps_inside(step):
-                if inner.node is not None and inner.node.is_half_product:
-                    inner.node.raise_to(State.FLOAT32, Rule.SEARCH)
-
-
-def _steps_inside(step: Step) -> Iterator[Step]:
-    for body in step.inner:
-        for inner in body.steps:
-            yield inner
-            yield from _steps_inside(inner)
+            for node in graph.nodes:
+                if node.loop in step.loops and node.is_half_product:
+                    node.raise_to(State.FLOAT32, Rule.SEARCH)
 
 
 def _decide_carries(graph: Graph, step: Step) -> None:
@@ -61,8 +54,13 @@ def _decide_carries(graph: Graph, step: Step) -> None:
         if starts and _may_be_half(cycle, starts) and _goes_through_layers(frozenset(cycle), elements):
             layered.update(cycle)
     sums = cycles(inside, inputs_past_products)
-    in_float32 = {node for cycle in sums for node in cycle if any(_is_asked(other, "float32") for other in cycle)}
-    halves = {node for cycle in sums for node in cycle if any(_is_asked(other, "half") for other in cycle)}
+    in_float32, halves = set[Node](), set[Node]()  # by a region or an override
+    for cycle in sums:
+        levels = {node.requested for node in cycle}
+        if levels & {"float32", "tensorfloat32"}:
+            in_float32.update(cycle)
+        if "half" in levels:
+            halves.update(cycle)
     states = set[Node]()
     for carry in carries:
         is_half = (carry in layered and carry not in in_float32) or carry in halves
@@ -76,10 +74,6 @@ def _decide_carries(graph: Graph, step: Step) -> None:
             for node in cycle:
                 if node.kind in (INFER, JOIN):
                     node.raise_to(State.FLOAT32, Rule.CARRY)
-
-
-def _is_asked(node: Node, level: str) -> bool:
-    return bool(node.requested) and (node.requested == "half") == (level == "half")
 
 
 def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.engine.overrides import checked_level
+from jaxmp.engine.overrides import Level, checked_level
 
 DECIDED = "jaxmp.decided"
 """The scope around all operations that the engine has emitted; an outer engine does not change them."""
@@ -25,7 +25,7 @@ SPECIAL = "jaxmp.special"
 OF_POLICY = "the policy of its module"
 WITH_RULE = "jaxmp.rule"
 """The scope of the body of a function with a custom derivative rule, and of the rule."""
-_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;.*)?\)")  # the rest is the recipe of float8 products
+_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;recipe=(.*))?\)")
 
 
 class Region(NamedTuple):
@@ -35,6 +35,7 @@ class Region(NamedTuple):
     half: np.dtype | None = None  # the half dtype of the module around it; None for the program's half dtype
     asked_by: str = ""  # the source of the level, in words
     products: str = ""  # the matmul_precision of the module's policy, for derivative rules that are traced later
+    recipe: str = ""  # the recipe of float8 products as text; "none" for half products, empty for the program's recipe
     is_policy: bool = False  # an override with a half policy: the rules decide, and other requests are ignored
 
 
@@ -60,7 +61,13 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
     >>> autocast(fun, "mixed_bfloat16")(jnp.full((1, 1), 1 / 3), jnp.ones((1, 1)))[0, 0]  # bfloat16 gives 0.33398438
     Array(0.33333334, dtype=float32)
     """
-    return jax.named_scope(f"jaxmp.precision({checked_level(level)})")
+    return mark_of(checked_level(level))
+
+
+def mark_of(level: Level) -> contextlib.AbstractContextManager[None]:
+    """Mark code with a level."""
+    text = level if isinstance(level, str) else f"policy;recipe={level.float8}"
+    return jax.named_scope(f"jaxmp.precision({text})")
 
 
 def computing(
@@ -92,8 +99,10 @@ def is_widened(names: Names) -> bool:
 def region_of(names: Names) -> Region:
     """Return the region of the innermost marks among some scopes."""
     marks = [mark.groups() for part in reversed(names) if (mark := _MARK.fullmatch(part))]
-    region = Region(products=next((products for kind, _, products in marks if kind == "compute"), ""))
-    for kind, text, _ in marks:
+    products = next((products for kind, _, products, _ in marks if kind == "compute"), "")
+    recipe = next((recipe or "none" for kind, *_, recipe in marks if kind == "compute" or recipe), "")
+    region = Region(products=products, recipe=recipe)
+    for kind, text, *_ in marks:
         if kind == "precision" and region.level is None:
             if text == "policy":
                 return region._replace(is_policy=True)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -22,12 +22,13 @@ from jaxmp._internals.jax.equations import evaluate
 from jaxmp._internals.jax.program import TracedProgram, arrays_in, is_array
 from jaxmp._internals.jax.traces import is_tracing, trace_context
 from jaxmp.base import trees as _tree
+from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.classes import path_and_operation
 from jaxmp.engine.half_check import Reason
-from jaxmp.engine.marks import computing, widened
-from jaxmp.engine.overrides import levels_of
+from jaxmp.engine.marks import computing, mark_of, widened
+from jaxmp.engine.overrides import Level, levels_of
 from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import OPERATIONS, pairs_of, pattern_text
 from jaxmp.policy.policies import Policy
@@ -38,7 +39,7 @@ Mode = Literal["written", "float32", "autocast"] | None
 # --- policies ---
 
 
-def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Any]]:
+def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Level]]:
     """Return the policies of a model under autocast, and its overrides of operations."""
     policy_map = PolicyMap(policy)
     patterns = dict(pairs_of(overrides))
@@ -58,7 +59,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
                 f"an override of autocast must be 'float32' or 'half' (here {half.name}), but the override for "
                 f"{pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write 'float32' or 'half'"
             )
-    return policies, levels_of(operations, half, policies.root.float8)
+    return policies, levels_of(operations, half)
 
 
 def _names_operations(key: Any) -> bool:
@@ -128,7 +129,7 @@ class Treatment:
 
     policy: Policy
     mode: Mode
-    override: str | None = None
+    override: Level | None = None
     not_half: Reason | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -147,7 +148,7 @@ class Treatment:
     def mark(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the engine computes the code of a method."""
         if self.mode == "autocast":
-            return jax.named_scope(f"jaxmp.precision({self.override})") if self.override else contextlib.nullcontext()
+            return mark_of(self.override) if self.override else contextlib.nullcontext()
         dtype = None if self.mode == "written" else self.policy.compute_dtype
         return computing(dtype, self.policy.matmul_precision, self.policy.float8)
 
@@ -230,7 +231,7 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
     operands = arrays_in(leaves)
     if is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
         return computed(fun, rules, args, {})
-    _require_not_deleted(operands)
+    require_not_deleted(args)
     statics = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
     whole = (key, tree, statics, tuple(map(jax.typeof, operands)), trace_context())
     try:
@@ -245,19 +246,6 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
             del programs[next(iter(programs))]
     jaxpr, consts = program.jaxpr
     return program.unflatten(evaluate(jaxpr, consts, operands))
-
-
-def _require_not_deleted(operands: Sequence[Any]) -> None:
-    """Raise a RuntimeError if an array was deleted.
-
-    A donating train step deletes the arrays of its state.
-    """
-    for array in operands:
-        if isinstance(array, jax.Array) and array.is_deleted():
-            raise RuntimeError(
-                f"a model cannot use an array that a train step has deleted, got {array.dtype}{[*array.shape]}.\n"
-                "Use the step's result, copy shared arrays before the step, or make_train_step(..., donate=False)."
-            )
 
 
 _REMEMBERED = 64

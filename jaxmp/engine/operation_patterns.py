@@ -6,15 +6,14 @@ Only one of them affects a decision: the result of a softmax is rounded if only 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, Rule, State
 from jaxmp.engine.graph import Graph, Node
-from jaxmp.engine.paths import OFFSETS, SCALES, multiple_of, readers_of
+from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
 
-_EXPONENTIALS, _LOGARITHMS, _ROOTS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"}), frozenset({"sqrt", "rsqrt"})
-_SQUARES = frozenset({"square", "integer_pow", "abs"})
+_EXPONENTIALS, _LOGARITHMS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"})
 _PASSED = OFFSETS | {"select_n"}  # jnp.var divides by a number that may be 0, and selects
 _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
 
@@ -34,9 +33,11 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
     returned = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
     for node in graph.nodes:
         if node.state >= State.FLOAT32 and node.inputs and node.name in _RECOGNISED:
-            recognised = list(_RECOGNISED[node.name](node))
-            patterns += recognised
-            if recognised and node.name == "div":
+            pattern = _RECOGNISED[node.name](node)
+            if pattern is None:
+                continue
+            patterns.append(pattern)
+            if pattern.name == "softmax":
                 # Rounding a probability near 1 would lose its logarithm.
                 node.is_rounded = node not in returned and not any(_is_logged(reader) for reader in readers_of(node))
         elif node.name in PRODUCTS and node.rule in _RULES_OF_PRODUCTS:
@@ -51,20 +52,19 @@ def _exponential(value: Node) -> Node | None:
     return next((operand for operand in operands if operand.name in _EXPONENTIALS), None)
 
 
-def _softmax(node: Node) -> Iterator[OperationPattern]:
+def _softmax(node: Node) -> OperationPattern | None:
     above, below = (operand.origin for operand in node.inputs)
     exponential = _exponential(above)
     summed = below.inputs if below.name == "reduce_sum" or below.name in PRODUCTS else ()
     if exponential is None or exponential not in [_exponential(operand) for operand in summed]:
-        return
-    yield OperationPattern("softmax", (node, below, exponential, *_shift(exponential)))
+        return None
+    return OperationPattern("softmax", (node, below, exponential, *_differences(exponential)))
 
 
-def _shift(exponential: Node) -> Iterator[Node]:
-    """Yield the operand ``x - max(x)`` of an exponential."""
-    base = exponential.inputs[0].origin
-    if base.name == "sub":
-        yield base
+def _differences(value: Node) -> list[Node]:
+    """Return the operand of a value if it is a difference, such as ``x - max(x)``."""
+    base = value.inputs[0].origin
+    return [base] if base.name == "sub" else []
 
 
 def _is_logged(reader: Node) -> bool:
@@ -73,37 +73,23 @@ def _is_logged(reader: Node) -> bool:
     )
 
 
-def _logarithm(node: Node) -> Iterator[OperationPattern]:
+def _logsumexp(node: Node) -> OperationPattern | None:
     total = multiple_of(node.inputs[0], OFFSETS | {"abs"})
-    exponential = _exponential(total.inputs[0] if total.name == "reduce_sum" else total) if total.inputs else None
+    exponential = _exponential(total.inputs[0]) if total.name == "reduce_sum" else None
     if exponential is None:
-        return
-    name = "logsumexp" if total.name == "reduce_sum" else "softplus"
-    scores = {exponential.inputs[0].origin, *(shift.inputs[0].origin for shift in _shift(exponential))}
-    largest = [reader for reader in readers_of(node) if reader.name == "add"]
-    for value in (node, *largest):
-        for reader in readers_of(value):
-            if reader.name == "sub" and reader.inputs[0].origin in {*scores, *_shift(exponential)}:
-                name = "log-softmax"
-    yield OperationPattern(name, (node, total, exponential, *_shift(exponential), *largest))
+        return None
+    return OperationPattern("logsumexp", (node, total, exponential, *_differences(exponential)))
 
 
-def _squares(node: Node) -> Iterator[OperationPattern]:
+def _normalisation(node: Node) -> OperationPattern | None:
     square = multiple_of(node.inputs[0], OFFSETS)
-    is_square = square.name in _SQUARES or (
-        square.name == "mul" and len({factor.origin for factor in square.inputs}) == 1
-    )
-    if not is_square:
-        return
-    base = multiple_of(square.inputs[0], {"abs"})
-    roots = [reader for reader in _readers_past_offsets(node) if reader.name in _ROOTS]
-    if roots:
-        name = "normalisation" if any(reader.name in SCALES for reader in readers_of(roots[0])) else "norm"
-    elif base.name == "sub":
-        name = "absolute differences" if square.name == "abs" else "squared differences"
-    else:
-        name = "magnitudes" if square.name == "abs" else "squares"
-    yield OperationPattern(name, (node, square, base, *roots) if base.name == "sub" else (node, square, *roots))
+    is_product_with_itself = square.name == "mul" and len({factor.origin for factor in square.inputs}) == 1
+    if not is_product_with_itself and square.name not in SQUARES:
+        return None
+    roots = [reader for reader in _readers_past_offsets(node) if reader.name in ROOTS]
+    if not roots or not any(reader.name in SCALES for reader in readers_of(roots[0])):
+        return None
+    return OperationPattern("normalisation", (node, square, *_differences(square), *roots))
 
 
 def _readers_past_offsets(node: Node) -> list[Node]:
@@ -115,8 +101,8 @@ def _readers_past_offsets(node: Node) -> list[Node]:
     return readers
 
 
-_RECOGNISED: dict[str, Callable[[Node], Iterator[OperationPattern]]] = {
+_RECOGNISED: dict[str, Callable[[Node], OperationPattern | None]] = {
     "div": _softmax,
-    **dict.fromkeys(_LOGARITHMS, _logarithm),
-    "reduce_sum": _squares,
+    **dict.fromkeys(_LOGARITHMS, _logsumexp),
+    "reduce_sum": _normalisation,
 }

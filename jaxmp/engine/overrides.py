@@ -22,6 +22,8 @@ from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
 LEVELS = ("float32", "tensorfloat32", "half")
+Level = str | Policy
+"""One of ``LEVELS``, or a half policy: the rules decide, with the policy's recipe of float8 products."""
 FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
@@ -29,7 +31,7 @@ class UnknownOperationError(ValueError):
     """An override names an unknown primitive or class."""
 
 
-def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, str]]:
+def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, Level]]:
     """Return the policy of a function, and its overrides.
 
     ``overrides`` come before those of a PolicyMap. A float32 policy with half at some paths becomes a half policy with
@@ -58,22 +60,21 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     root, on_paths = policies.root, (value for key, value in exceptions.items() if not str(key).startswith(OPERATIONS))
     of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
     if root.compute_dtype != np.float32:
-        return root, levels_of(exceptions, root.compute_dtype, root.float8)
+        return root, levels_of(exceptions, root.compute_dtype)
     rest = level_of(root) if not exceptions else _checked_level_of(root)
     if of_half is not None:
         root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
-    levels = levels_of(exceptions, root.compute_dtype, root.float8)
+    levels = levels_of(exceptions, root.compute_dtype)
     return root, {**levels, EVERY: levels.get(EVERY, rest)} if levels else {}  # an override that agrees need not match
 
 
-def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any = None) -> dict[str, str]:
+def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, Level]:
     """Return the level of each key.
 
     Args:
       overrides: a mapping from ``"**/head"`` (a path of modules or scopes), ``"**/head:exp"`` (an operation there),
         ``"primitive:exp"`` or ``"class:accumulation"`` to one of ``LEVELS``, or to a policy that computes at a level.
       half: the compute dtype of the policy.
-      recipe: the policy's recipe of float8 products.
 
     Raises:
       UnknownOperationError: an override names an unknown primitive or class.
@@ -81,7 +82,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
         not compute.
       TypeError: a key is a class of modules, or not a string.
     """
-    levels = {}
+    levels: dict[str, Level] = {}
     for key, value in overrides.items():
         if not isinstance(key, str) or key.startswith("type:"):
             raise TypeError(
@@ -90,7 +91,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
             )
         _, primitive = path_and_operation(key)
         is_operation = bool(primitive) or key.startswith(OPERATIONS)
-        levels[key] = _level_of_value(value, half, recipe, is_operation)
+        levels[key] = _level_of_value(value, half, is_operation)
         if levels[key] == "half" and half == np.float32:
             raise ValueError(
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
@@ -115,9 +116,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any =
     return levels
 
 
-def _level_of_value(value: Any, half: np.dtype | None, recipe: Any, is_operation: bool) -> str:
-    if str(value).startswith("policy;recipe="):  # as levels_of returns it
-        return str(value)
+def _level_of_value(value: Any, half: np.dtype | None, is_operation: bool) -> Level:
     if _is_level(value):
         return str(value).strip().lower()
     policy = _policy_of(value)
@@ -155,20 +154,17 @@ def checked_level(level: Any) -> str:
     )
 
 
-def level_of(policy: Policy) -> str:
-    """Return the level at which a policy computes.
-
-    For a half policy it is ``"policy;recipe=…"``: the rules decide, with the policy's recipe of float8 products.
-    """
+def level_of(policy: Policy) -> Level:
+    """Return the level at which a policy computes."""
     if policy.compute_dtype != np.float32:
-        return f"policy;recipe={policy.float8}"
+        return policy
     return "float32" if policy.matmul_precision in _HIGHEST else "tensorfloat32"
 
 
 _HIGHEST = ("highest", "float32")
 
 
-def _checked_level_of(policy: Policy) -> str:
+def _checked_level_of(policy: Policy) -> Level:
     """Return the level of a policy, or raise an error if no level describes it.
 
     The levels of float32 policies describe only two precisions of products.

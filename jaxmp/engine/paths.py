@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from jaxmp._internals.jax.primitives import SUMS
 from jaxmp._internals.jax.walk import walk
 from jaxmp.engine.classes import CLEAR
 from jaxmp.engine.graph import Node
 
-SUMS = frozenset({"add", "sub", "add_any"})
+SQUARES = frozenset({"square", "integer_pow"})
+ROOTS = frozenset({"sqrt", "rsqrt"})
 SCALES = frozenset({"mul", "div", "neg"})
 BOUNDS = frozenset({"max", "min", "clamp"})
 OFFSETS = SUMS | SCALES | BOUNDS

@@ -144,12 +144,12 @@ class Summary:
 
 
 @dataclasses.dataclass(frozen=True)
-class CastPlan:
+class CastPlan(tables.Shown):
     """The decisions of autocast for one call of a function.
 
     ``str(plan)`` has one line for each equation, and the totals after them. You can keep it under version control: it
     has no variable names, ids, absolute paths or columns of variable width, so a change of one operation's precision
-    changes one line. :meth:`to_json` is for programs, and :mod:`rich` prints the plan as a table.
+    changes one line. :meth:`to_json` is for programs, and :meth:`table` has the primitives, dtypes, paths and reasons.
 
     Attributes:
       policy: the policy, as text.
@@ -172,23 +172,14 @@ class CastPlan:
     def _title(self) -> list[str]:
         return [f"autocast plan under {self.policy}", *(f"override {k!r}: {v}" for k, v in self.overrides.items())]
 
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        """Yield the plan as a table; below 110 columns without sizes, class and source."""
-        from rich.table import Column, Table
-        from rich.text import Text
-
-        shown = range(len(_HEADER)) if options.max_width >= 110 else (0, 1, 5, 6)
-        columns = (Column(_HEADER[n], justify="right" if n in (2, 3) else "left", overflow="fold") for n in shown)
-        grid = Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    def _shown(self) -> tuple[str, Sequence[str], Sequence[Sequence[str]], Sequence[str]]:
+        """Return the table, which has fewer columns than the text."""
+        rows = []
         for row in self.rows:
-            cells, in_half = row._cells(), _HALF & {*row.operands, *row.result.split(", ")}
-            grid.add_row(*(Text(cells[n]) for n in shown), style="green" if in_half else "")
-        yield from (Text("\n".join(self._title()), style="bold"), Text(""), grid, Text(""))
-        yield Text("\n".join(self.summary._lines()))
-
-    def to_json(self) -> str:
-        """Return the plan as JSON: ``policy``, ``overrides``, ``rows`` and ``summary``."""
-        return tables.as_json(self)
+            primitive, dtypes, *_, path, why, _source = row._cells()
+            rows.append((primitive, dtypes, path, why))
+        columns = "primitive", "operands -> result", "path", "why"
+        return "\n".join(self._title()), columns, rows, ["", *self.summary._lines()]
 
 
 def cast_plan(
@@ -239,9 +230,10 @@ def cast_plan(
         graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, one_policy)
         rules.check()
         jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
+        overrides_as_text = {key: str(level) for key, level in rules.overrides.items()}
         reasons, uncounted = Reasons(graph), set[str]()
         rows = tuple(_rows(graph.body.steps, reasons, uncounted, {}, itertools.count()))
-        return CastPlan(str(one_policy), rules.overrides, rows, _totals(rows, uncounted, reasons, graph.body.casts))
+        return CastPlan(str(one_policy), overrides_as_text, rows, _totals(rows, uncounted, reasons, graph.body.casts))
 
     return planned
 

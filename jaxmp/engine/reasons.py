@@ -68,8 +68,8 @@ class Reasons:
         in_float32 = node.compute == np.float32
         if in_float32 and node.rule is not None:
             return _BY_RULE[node.rule].format(self._name(node.cause, step))
-        if node.reason and (node.kind is not Kind.INFER or in_float32):
-            return node.reason
+        if step.reason and (node.kind is not Kind.INFER or in_float32):
+            return step.reason
         if node.compute and not in_float32:
             return f"between {self._name(self.above.get(node), step)} and {self._name(self.below.get(node), step)}"
         return "leads to no product" if node.state is State.HALF else "no product before it"

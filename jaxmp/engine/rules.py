@@ -20,6 +20,7 @@ from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_float, range_of
 from jaxmp.engine.classes import Class, Kind, classify, path_and_operation
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
+from jaxmp.engine.overrides import Level
 from jaxmp.policy.patterns import EVERY, OPERATIONS, matches
 
 _NO_SCOPES = "none: it has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
@@ -53,7 +54,7 @@ class Rules:
     """
 
     half: np.dtype | None
-    overrides: dict[str, str] = dataclasses.field(default_factory=dict)
+    overrides: dict[str, Level] = dataclasses.field(default_factory=dict)
     programs: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
     float8: Any = None
     decided: Callable[[Any], object] = id
@@ -142,9 +143,10 @@ class Rules:
         region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:
             return region.level, region.asked_by
-        if region.is_policy or not keys or self.overrides[keys[0]].startswith("policy;"):
+        level = self.overrides[keys[0]] if keys else None
+        if region.is_policy or not isinstance(level, str):
             return None  # under a policy the rules decide
-        return self.overrides[keys[0]], f"override {keys[0]!r}"
+        return level, f"override {keys[0]!r}"
 
     def keys_of(self, name: str, names: Names) -> list[str]:
         """Return the overrides of a primitive in these scopes.

@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope
 
+from jaxmp.engine.overrides import Level
 from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policy_map import PolicyMap
@@ -36,7 +37,7 @@ class Root:
     policies: PolicyMap
     prefix: Path = ()
     autocast: bool = False
-    operations: tuple[tuple[str, str], ...] = ()
+    operations: tuple[tuple[str, Level], ...] = ()
 
     def rules(self, decided: Callable[[Any], object]) -> Rules:
         """Return the rules for the engine.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp._internals.flax.nnx_variables import is_module, items, own_variables, submodules
+from jaxmp._internals.flax.nnx_variables import is_module, items, modules_in, own_variables
 from jaxmp.engine.module_border import is_default, is_floating
 from jaxmp.nnx.run import bare_class, decision_of
 from jaxmp.policy.patterns import Path
@@ -81,8 +81,8 @@ class ModuleNode:
 
         The state of random number generators does not count.
         """
-        below = (var for module in submodules(self.module) for var in own_variables(module))
-        return any(not isinstance(var, nnx.RngState) for var in below)
+        below = [module for path, module in modules_in(self.module) if path and is_module(module)]
+        return any(not isinstance(var, nnx.RngState) for module in below for var in own_variables(module))
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ from jaxmp.base.arguments import require_order
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.half_check import NotHalf, reason_not_half
 from jaxmp.engine.module_border import Mode, autocast_map, wrong_model
-from jaxmp.engine.overrides import level_of
+from jaxmp.engine.overrides import Level, level_of
 from jaxmp.nnx.model_graph import ModuleGraph, ModuleNode, read_graph
 from jaxmp.nnx.policy_check import note_copy
 from jaxmp.nnx.run import HalfPolicy, NnxDecision, bare_class, decision_of, policied_class
@@ -106,7 +106,7 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
     return _under(model, policies, by_autocast=True, operations=operations)
 
 
-def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping[str, str] | None = None) -> M:
+def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping[str, Level] | None = None) -> M:
     """Return a copy of ``model`` under policies or under autocast.
 
     The copy shares the Variables of ``model``.
@@ -143,7 +143,7 @@ def _put_under(
     policies: PolicyMap,
     by_autocast: bool,
     is_checked: bool,
-    operations: tuple[tuple[str, str], ...],
+    operations: tuple[tuple[str, Level], ...],
 ) -> None:
     """Decide for every module of ``graph`` first, then change them all."""
     decisions = [_decide(policies, by_autocast, node, graph, operations) for node in graph.nodes]
@@ -159,7 +159,7 @@ def _decide(
     by_autocast: bool,
     node: ModuleNode,
     graph: ModuleGraph,
-    operations: tuple[tuple[str, str], ...],
+    operations: tuple[tuple[str, Level], ...],
 ) -> NnxDecision:
     """Return the decision for the module of ``node``."""
     policy, pattern = policies.resolve(_deciding_path(policies, node, graph), graph.classes)

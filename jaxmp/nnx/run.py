@@ -37,6 +37,7 @@ from jaxmp.engine.module_border import (
     remembered,
     widen_for_float32_code,
 )
+from jaxmp.engine.overrides import Level
 from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policies import Policy, check_backend
@@ -80,7 +81,7 @@ class NnxDecision(Treatment):
     is_root: bool
     replaced: tuple[tuple[str, Any], ...]
     level: int = 0
-    operations: tuple[tuple[str, str], ...] = ()
+    operations: tuple[tuple[str, Level], ...] = ()
     half: HalfPolicy | None = None
 
 

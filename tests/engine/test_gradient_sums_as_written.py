@@ -43,8 +43,6 @@ AS_WRITTEN = {
     ],
     "one row of it in each turn": lambda t, x: lax.scan(lambda c, row: (c, row * t[0]), x[0, 0], x[:, :200])[1],
     "a time added to all pixels": lambda t, x: x + t[0],
-    "joined to itself": lambda t, x: jnp.stack([t] * 270),
-    "padded by wrapping": lambda t, x: jnp.pad(t, ((1080, 1080), (0, 0)), mode="wrap"),
     "tiled": lambda t, x: jnp.tile(t, (4096, 1)),
     "under two vmaps": vmapped_twice,
     "in a checkpoint": lambda t, x: jax.checkpoint(lambda t: x + t[0])(t),

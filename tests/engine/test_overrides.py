@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -376,22 +374,9 @@ def test_what_is_no_function_of_arrays_is_refused_and_modules_that_can_be_called
 
 
 def test_autocast_called_like_a_context_manager_or_a_decorator_says_what_to_write():
-    def loss(x):
-        return x @ x
-
-    autocast: Any = jaxmp.autocast
-    for call, came in (
-        (lambda: autocast("mixed_float16"), "'mixed_float16'"),
-        (lambda: autocast(policy="mixed_float16"), "policy='mixed_float16'"),
-        (lambda: autocast(loss), "loss"),
-        (lambda: autocast(dtype=jnp.bfloat16), "dtype=bfloat16"),
-        (lambda: autocast("cuda", enabled=True), "'cuda', enabled=True"),
-        (lambda: autocast(loss, "mixed_float16", override={}), "loss, 'mixed_float16', override=dict"),
-    ):
-        text = f"jaxmp.autocast wraps a function, got jaxmp.autocast({came}); write half = "
-        with pytest.raises(TypeError, match=f"^{re.escape(text)}.*context manager jaxmp.precision"):
-            call()
-    assert list(inspect.signature(autocast).parameters) == ["fun", "policy", "overrides"]
+    for args in (["mixed_float16"], [jnp.sin], ["cuda", jnp.float16]):
+        with pytest.raises(TypeError, match=r"wraps a function .* write half = .* context manager jaxmp\.precision"):
+            jaxmp.autocast(*args)
 
 
 def notes_of(fun, *args):
@@ -400,17 +385,17 @@ def notes_of(fun, *args):
     return [note for note in getattr(raised.value, "__notes__", ()) if note.startswith("jaxmp")]
 
 
-def test_what_needs_numbers_under_autocast_has_a_note_of_what_to_write_unless_the_users_jit_traces_it():
-    rule, x = "jaxmp: nothing is computed while jaxmp traces a function, as under jax.jit: ", jnp.ones((3, 3))
-    for fun, remedy in (
-        (lambda x: x * float(jnp.sum(x @ x)), "leave an array an array"),
-        (lambda x: x if x.sum() > 0 else -x, "write jnp.where or jax.lax.cond"),
-        (lambda x: jnp.asarray(np.sort(np.asarray(x))), "write jnp in place of np"),
+def test_code_that_needs_values_gets_a_note_about_tracing_unless_the_users_jit_traces_it():
+    x = jnp.ones((3, 3))
+    for fun in (
+        lambda x: x * float(jnp.sum(x @ x)),
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: jnp.asarray(np.sort(np.asarray(x))),
     ):
         half = jaxmp.autocast(fun, "mixed_bfloat16")
         for call in (half, jaxmp.autocast(half, "mixed_bfloat16"), jax.vmap(half)):
             (note,) = notes_of(call, x)
-            assert note.startswith(rule + remedy)
+            assert note.startswith("jaxmp traces the function, as jax.jit does")
         for call in (jax.jit(half), jaxmp.autocast(jax.jit(fun), "mixed_bfloat16")):
             assert notes_of(call, x) == []
 

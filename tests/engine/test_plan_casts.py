@@ -226,15 +226,9 @@ def unit(x):
 
 PATTERNS = {
     "softmax": lambda x, w: jax.nn.softmax(x @ w),
-    "log-softmax": lambda x, w: jax.nn.log_softmax(x @ w),
-    "logsumexp": lambda x, w: jnp.log(jnp.sum(lax.exp(x @ w))),
-    "softplus": lambda x, w: jax.nn.softplus(x @ w),
+    "logsumexp": lambda x, w: jax.nn.log_softmax(x @ w),
     "normalisation": lambda x, w: jax.nn.standardize(x @ w),
-    "norm": lambda x, w: jnp.linalg.norm(x @ w),
-    "squares": lambda x, w: jnp.sum((x @ w) ** 2),
-    "squared differences": lambda x, w: jnp.mean((x @ w - x) ** 2),
-    "absolute differences": lambda x, w: jnp.mean(jnp.abs(x @ w - x)),
-    "magnitudes": lambda x, w: jnp.sum(jnp.abs(x @ w)),
+    "squares": lambda x, w: jnp.vdot(x @ w, x @ w),
     "cancellation": lambda x, w: (lambda gram: jnp.diag(gram) - 2 * gram)(x @ x.T),
     "amplifier": lambda x, w: jnp.floor(x @ w),
     "search": lambda x, w: lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x @ w, x),

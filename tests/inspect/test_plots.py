@@ -250,7 +250,7 @@ def test_a_plan_is_drawn_by_scope_and_dtype(plan):
         "1  attention", "2  attention", "3  attention", "4  attention", "5  mlp", "6  mlp", "7  head", "8  loss",
         "9  loss",
     ]  # fmt: skip
-    assert "softmax" in shown and "log-softmax" in shown and shown.count("normalisation") == 2
+    assert "softmax" in shown and "logsumexp" in shown and shown.count("normalisation") == 2
     fills = [bar.get_facecolor() for bar in bars(page.axes[0])]
     assert len({fill for fill in fills if fill[3]}) == 2
     drawn = sum(int(text.partition(":")[0]) for text in shown if text.endswith("B"))

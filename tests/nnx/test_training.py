@@ -648,7 +648,7 @@ def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_t
     step(model, optimizer, ROWS)
     with pytest.raises(RuntimeError, match="was donated to an earlier step, which deleted it; before the step, copy"):
         step(target, other, ROWS)
-    with pytest.raises(RuntimeError, match=r"a model cannot use an array that a train step has deleted, got float32\["):
+    with pytest.raises(RuntimeError, match="was donated to an earlier step, which deleted it; use the state"):
         target(ROWS["x"])
     with pytest.raises((RuntimeError, ValueError), match="has been deleted"):  # JAX's own
         nnx.grad(lambda target: jnp.mean(target(ROWS["x"])))(target)

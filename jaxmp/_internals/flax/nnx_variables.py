@@ -82,25 +82,7 @@ def own(node: Any) -> Iterator[Any]:
 
 def own_variables(node: Any) -> list[nnx.Variable[Any]]:
     """Return the Variables that belong to a module itself."""
-    variables: list[nnx.Variable[Any]] = []
-    for name, value in vars(node).items() if is_pytree(node) else items(node):
-        if (kind := type(value)) in PLAIN or name.startswith(OWN):
-            continue
-        if kind is nnx.Param or is_variable(value):
-            variables.append(value)
-        elif not is_module(value):
-            variables += own_variables(value)
-    return variables
-
-
-def submodules(node: Any, visited: set[int] | None = None) -> Iterator[nnx.Module]:
-    """Yield all modules below a module, once."""
-    visited = {id(node)} if visited is None else visited
-    for value in own(node):
-        if is_module(value) and id(value) not in visited:
-            visited.add(id(value))
-            yield value
-            yield from submodules(value, visited)
+    return [value for value in own(node) if is_variable(value)]
 
 
 def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:

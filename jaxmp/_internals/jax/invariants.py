@@ -111,7 +111,7 @@ def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
 
 def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
     """Return which operands of a loop's body examples share in all iterations."""
-    before, now, start = list[bool](), list(are_same), bodies.start - bodies.consts * (bodies.kind == "while")
+    before, now, start = list[bool](), list(are_same), bodies.start - bodies.consts
     while now != before:
         before, ends = now, _same_ends(bodies.jaxprs[-1], now)
         stop = start + bodies.carry
@@ -143,18 +143,16 @@ _NEVER_PASSED_ON = frozenset({"shard_map", "custom_jvp_call", "custom_vjp_call",
 
 def unchanged(bodies: Bodies) -> Collection[int]:
     """Return the numbers of a scan's carries that no iteration changes."""
-    return _kept(bodies) if bodies.kind == "scan" else ()
-
-
-def _kept(bodies: Bodies) -> Collection[int]:
-    jaxpr, _ = opened(bodies.jaxprs[-1])
-    if (numbers := _KEPT.get(jaxpr)) is None:  # called for each operand
-        ends, start = enumerate(passed_on(jaxpr)[: bodies.carry]), bodies.start - bodies.consts
-        numbers = _KEPT[jaxpr] = frozenset(n for n, operand in ends if operand == start + n)
+    if bodies.kind != "scan":
+        return ()
+    jaxpr, _ = opened(bodies.jaxprs[0])
+    if (numbers := _UNCHANGED.get(jaxpr)) is None:  # called for each operand
+        ends = enumerate(passed_on(jaxpr)[: bodies.carry])
+        numbers = _UNCHANGED[jaxpr] = frozenset(n for n, operand in ends if operand == bodies.start + n)
     return numbers
 
 
-_KEPT: Any = weakref.WeakKeyDictionary()
+_UNCHANGED: Any = weakref.WeakKeyDictionary()
 
 
 def _operands_passed_on(eqn: Any) -> list[int | None]:

@@ -22,6 +22,7 @@ BROADCAST = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "rem", "
 """Operations whose operands JAX broadcasts implicitly, along axes of size 1 and from scalars."""
 MEETS = BROADCAST | COMBINES
 """Operations of several operands, some of which JAX may broadcast to the shape of the others."""
+SUMS = frozenset({"add", "sub", "add_any"})
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
 """Operations that pick the largest or smallest element along an axis."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,8 +37,13 @@ class TracedProgram:
             self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]
             return arrays_in(results)
 
-        with _adding_advice():
+        is_outermost = not is_tracing()
+        try:
             self.jaxpr = opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
+        except _ERRORS_OF_TRACED_VALUES as error:
+            if is_outermost and f" at {__file__}:" in str(error):  # JAX's message names `flat`, not the user's function
+                error.add_note("jaxmp traces the function, as jax.jit does, so its arrays have no values yet")
+            raise
         self._write = write
 
     @property
@@ -62,38 +66,11 @@ class TracedProgram:
 
 
 _ARRAY = object()
-_KEEP_ARRAY = "leave an array an array, and let numbers that a shape depends on be no arguments"
-_REMEDIES: dict[type[Exception], str] = {
-    jax.errors.TracerBoolConversionError: "write jnp.where or jax.lax.cond",
-    jax.errors.TracerArrayConversionError: "write jnp in place of np",
-    jax.errors.TracerIntegerConversionError: _KEEP_ARRAY,
-    jax.errors.ConcretizationTypeError: _KEEP_ARRAY,
-}
-
-
-def remedy_of(error: Exception, when: str) -> str | None:
-    """Return advice for an error about the value of a traced array, or None.
-
-    ``when`` describes when the array was traced.
-    """
-    remedy = next((remedy for kind, remedy in _REMEDIES.items() if isinstance(error, kind)), None)
-    return remedy and f"nothing is computed {when}, as under jax.jit: {remedy}"
-
-
-@contextlib.contextmanager
-def _adding_advice() -> Iterator[None]:
-    """Add advice to JAX's errors about traced values.
-
-    Advice is added if JAX's message names jaxmp's function instead of the user's.
-    """
-    is_outermost = not is_tracing()
-    try:
-        yield
-    except Exception as error:
-        remedy = remedy_of(error, "while jaxmp traces a function")
-        if remedy and is_outermost and f" at {__file__}:" in str(error):
-            error.add_note(f"jaxmp: {remedy}")
-        raise
+_ERRORS_OF_TRACED_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def arrays_in(leaves: Sequence[Any]) -> list[Any]:

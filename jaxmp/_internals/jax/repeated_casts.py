@@ -40,9 +40,6 @@ _SCATTERED = frozenset({"scatter-max", "scatter-min"})
 REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile", *_SCATTERED})
 """Equations that repeat an operand, look up its rows, or take extremes of updates, which may be equal."""
 _ADDS_UP = BROADCAST | REPEATS
-_JOINS = frozenset({"concatenate", "stack"})
-MAY_SUM = REPEATS | _JOINS
-"""Equations for which :func:`must_sum` may be true."""
 
 
 def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
@@ -55,28 +52,13 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
     return _is_long(eqn, value.shape) or (eqn.primitive.name not in _SCATTERED and examples.meets_batched(atom, value))
 
 
-def must_sum(eqn: Any, value: Any, examples: Examples) -> bool:
-    """Return whether to sum the cotangents of a repeated operand in float32.
-
-    The equation is one of ``MAY_SUM``.
-    """
-    return _joins_often(eqn) if eqn.primitive.name in _JOINS else must_widen(eqn, eqn.invars[0], value, examples)
-
-
 def sums_half(eqn: Any) -> bool:
     """Return whether the cotangents of a half operand need a float32 sum.
 
     The operand is half in the original program.
     """
-    if eqn.primitive.name not in _ADDS_UP:
-        return eqn.primitive.name in _JOINS and _joins_often(eqn)
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
     return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.shape) for aval in avals])
-
-
-def _joins_often(eqn: Any) -> bool:
-    """Return whether an equation joins more than ``MAX_TERMS`` copies of an array."""
-    return len(eqn.invars) > MAX_TERMS and max(collections.Counter(map(id, eqn.invars)).values()) > MAX_TERMS
 
 
 def read_often(eqn: Any, place: int) -> bool:
@@ -145,19 +127,17 @@ def _is_long(eqn: Any, shape: Any) -> bool:
 
 
 def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Bind an equation of ``MAY_SUM`` so that cotangents are summed in float32."""
+    """Bind an equation of ``REPEATS`` so that cotangents are summed in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
     if value.dtype.itemsize != 2:
         return bind_equation(eqn, operands, _params(eqn, value.dtype))
     if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
         return [_cast.bind(value, **params, sharding=None)]
-    wide_of: dict[int, Any] = {}  # a repeated operand is cast once
-    for operand in operands:
-        if id(operand) not in wide_of:
-            is_half = operand.dtype == value.dtype
-            wide_of[id(operand)] = jax.lax.convert_element_type(operand, float32) if is_half else operand
-    wide = [wide_of[id(operand)] for operand in operands]
+    wide = [  # indices keep their dtype
+        jax.lax.convert_element_type(operand, float32) if operand.dtype == value.dtype else operand
+        for operand in operands
+    ]
     (result,) = bind_equation(eqn, wide, _params(eqn, float32))
     return [jax.lax.convert_element_type(result, value.dtype)]
 

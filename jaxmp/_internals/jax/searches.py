@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
-from jaxmp._internals.jax.primitives import PICKS
+from jaxmp._internals.jax.primitives import COMPARISONS, PICKS, SUMS
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 
 
@@ -28,8 +28,6 @@ class _ProductOrigin(enum.IntEnum):
 FIXED, SUM, ANEW = _ProductOrigin
 _MOVES = PICKS | {"convert_element_type", "reduce_max", "reduce_min", "stop_gradient"}
 _BOUNDS = frozenset({"max", "min", "clamp", "concatenate", "pad"})
-_ADDS = frozenset({"add", "sub", "add_any"})
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def is_search(bodies: Bodies) -> bool:
@@ -88,9 +86,9 @@ def _of_operation(name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrig
         return _selected(operands[0], operands[1:])
     if highest is FIXED or name in _MOVES or name in _BOUNDS:
         return highest
-    if name in _ADDS and SUM in operands:
+    if name in SUMS and SUM in operands:
         return SUM
-    if name in _COMPARISONS and highest is SUM:
+    if name in COMPARISONS and highest is SUM:
         return FIXED
     return ANEW
 
