@@ -20,7 +20,7 @@ from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag, require_whole_number
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.optim.checks import as_float, with_loss
+from jaxmp.optim.checks import as_float
 from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale
@@ -310,12 +310,10 @@ class TrainStep:
         """Return the state after one step of the optimizer with true gradients."""
 
         def updated(state: TrainState, grads: Any, model_state: Any, loss: Any, rng: Any) -> TrainState:
-            def apply(**extra_args: Any) -> TrainState:
-                return state.apply_gradients(
-                    grads=grads, model_state=model_state, ema_decay=self._ema_decay, extra_args=extra_args, rng=rng
-                )
-
-            return with_loss(apply, loss)
+            extra_args = {"value": loss}  # for optax's line searches and plateaus
+            return state.apply_gradients(
+                grads=grads, model_state=model_state, ema_decay=self._ema_decay, extra_args=extra_args, rng=rng
+            )
 
         if self._plan is not None:
             updated = on_auto_axes(updated, self._plan.specs_of(state))
