@@ -20,7 +20,7 @@ from jaxmp._internals.jax.equations import names_a_dtype, opened
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
-from jaxmp.policy import float8_product
+from jaxmp.policy import float8, float8_product
 from jaxmp.sharding.mesh_plan import Plan, sum_dtype
 from jaxmp.sharding.weights import Use, anywhere
 
@@ -185,7 +185,7 @@ def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable
             cotangent, factor = cotangent.astype(jnp.bfloat16), factor.astype(jnp.bfloat16)
         else:
             cotangent = float8_product.dequantised((None, cotangent, scale), recipe.gradient)
-            factor = float8_product.dequantised((None, factor, factor_scale), recipe.forward)
+            factor = float8_product.dequantised((None, factor, factor_scale), float8.FORWARD_FORMAT)
 
         def multiplied(weight: Any) -> Any:
             factors = (weight, factor) if side == 0 else (factor, weight)
