@@ -243,13 +243,6 @@ class TrainState(flax.struct.PyTreeNode):
             **changes,
         )
 
-    def _trace(self, gradients: Callable[[Any], Any]) -> Any:
-        """Return ``gradients(self)``.
-
-        A subclass may carry more values from microbatch to microbatch.
-        """
-        return gradients(self)
-
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)

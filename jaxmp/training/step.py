@@ -334,9 +334,6 @@ class TrainStep:
         The loss is the true one. The gradients are those of the scaled loss.
         """
         require_examples(batch)
-        return state._trace(lambda state: self._gradients(state, batch, rng))
-
-    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         if self._accumulate_steps > 1:
             return self._accumulated_gradients(state, batch, rng)
         self._warn_if_unscaled(state, batch, rng)
