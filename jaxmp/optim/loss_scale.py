@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxmp.base.arguments import printed
-from jaxmp.base.dtypes import canonical_dtype, is_half
+from jaxmp.base.dtypes import at_least_float32, canonical_dtype
 from jaxmp.optim.loss_scale_state import HUGE, TINY, ScaleState, is_concrete, register, require
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class LossScale:
         """
 
         def times(x: jax.Array) -> jax.Array:
-            wide = _at_least_float32(x.dtype)
+            wide = at_least_float32(x.dtype)
             return (x.astype(wide) * _untrained(self.loss_scale, wide)).astype(x.dtype)
 
         return _map_inexact(times, tree)
@@ -90,7 +90,7 @@ class LossScale:
             return tuple(factor.astype(dtype) for factor in self._inverse(np.finfo(dtype).dtype))
 
         def divide(x: jax.Array) -> jax.Array:
-            wide = _at_least_float32(x.dtype)
+            wide = at_least_float32(x.dtype)
             return functools.reduce(jnp.multiply, factors(wide), x.astype(wide))
 
         return _map_inexact(divide, tree)
@@ -390,10 +390,6 @@ def _map_inexact(fun: Callable[[jax.Array], jax.Array], tree: T) -> T:
         return fun(jnp.asarray(x)) if number and jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact) else x
 
     return jax.tree.map(visit, tree)
-
-
-def _at_least_float32(dtype: np.dtype) -> np.dtype:
-    return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
 def _untrained(x: ArrayLike, dtype: Any) -> jax.Array:
