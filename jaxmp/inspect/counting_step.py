@@ -30,7 +30,7 @@ class CountingStep(TrainStep):
     """
 
     def __init__(self, step: TrainStep) -> None:
-        super().__init__(*step.arguments)
+        super().__init__(step.options)
         self.records: StepRecords | None = None
         self.loss_scale: Any = None
 

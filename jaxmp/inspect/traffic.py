@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from jaxmp.base import tables
 from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.program.targets import mesh_of
 from jaxmp.inspect.traffic_groups import axis_of, groups_of
 from jaxmp.sharding.specs import axes_in_spec
 
@@ -132,7 +132,7 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
     [('all-reduce', 'float32', 'fsdp', 4)]
     """
     program = program or hlo.HloProgram(str(compiled.as_text()))
-    mesh = _mesh_of(compiled)
+    mesh = mesh_of(compiled.input_shardings)
     counts: collections.Counter[Any] = collections.Counter()
     for computation, instruction, times in program.instructions_by_run(repeat_loops=True):
         kind = instruction.opcode.removesuffix("-start")
@@ -148,14 +148,6 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
         wire = count * size * _sent_share(kind, devices)
         rows.append(Collective(kind, dtype, axis, count, size, wire, path, source, arrays))
     return Collectives(tuple(sorted(rows, key=lambda row: (-row.wire, row.kind, row.dtype, row.axis))))
-
-
-def _mesh_of(compiled: jax.stages.Compiled) -> Any:
-    """Return the mesh of the first argument that has one."""
-    for sharding in jax.tree.leaves(compiled.input_shardings):
-        if isinstance(sharding, NamedSharding):
-            return sharding.mesh
-    return None
 
 
 def _arrays_by_dtype(

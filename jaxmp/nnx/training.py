@@ -105,11 +105,6 @@ class TrainStep:
         optimizer._take(state)
         return metrics
 
-    @staticmethod
-    def state_of(model: Any, optimizer: Optimizer) -> train_step.TrainState:
-        """Return the state of a model and its optimizer for ``of_trees``."""
-        return state_of(model, optimizer)
-
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """Lower the program of a call for arrays or shapes.
 

@@ -28,9 +28,11 @@ from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
+from jaxmp.base.trees import zero_if_finite
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
 from jaxmp.inspect.program.equation_places import Key
 from jaxmp.inspect.program.recorded_evaluation import is_whole
+from jaxmp.inspect.program.targets import mesh_of
 
 _LONG = 64
 """The minimum length of a scan that runs as one program; for a shorter scan, compiling takes longer than the calls."""
@@ -72,19 +74,10 @@ def step_through(
     A long scan runs as one program. For its operations that fail in some iteration, ``visit`` gets no operands and
     results. In the iterations that ``wanted`` names, it is called for all operations, with operands and results.
     """
-    mesh = _mesh_of((*consts, *args))
+    mesh = mesh_of([*consts, *args])
     stepping = _Stepping(visit, wanted, waits=mesh is not None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
-
-
-def _mesh_of(values: Sequence[Any]) -> Mesh | None:
-    """Return the mesh of the first array that has one."""
-    for value in values:
-        sharding = getattr(value, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
-    return None
 
 
 class _Stepping:
@@ -253,7 +246,7 @@ class _FlaggedScan:
                 results = bind_equation(eqn, operands, eqn.params)
             results = [lax.optimization_barrier(result) if is_inexact(result) else result for result in results]
             self.operations.append((key, eqn))
-            flags.append([_zero_if_finite(result) if is_inexact(result) else None for result in results])
+            flags.append([_finite_flag(result) if is_inexact(result) else None for result in results])
             return results
 
         return interpreted(jaxpr, consts, args, equation)
@@ -316,26 +309,20 @@ def compiled_operation(operation: Operation) -> Callable[..., tuple[list[Any], l
     def apply(*operands: Any) -> tuple[list[Any], list[Any]]:
         with in_place_of(eqn):
             results = bind_equation(eqn, operands, eqn.params)
-        return results, [_zero_if_finite(result) if is_inexact(result) else None for result in results]
+        return results, [_finite_flag(result) if is_inexact(result) else None for result in results]
 
     return jax.jit(apply, compiler_options=AS_WRITTEN)
 
 
 def is_finite(value: Any) -> bool:
     """Return whether all elements of a value are finite; integers always are."""
-    return not is_inexact(value) or bool(np.asarray(jax.jit(_zero_if_finite)(value)) == 0)
+    return not is_inexact(value) or bool(np.asarray(jax.jit(_finite_flag)(value)) == 0)
 
 
-def _zero_if_finite(value: Any) -> jax.Array:
-    """Return 0 if all elements are finite, else NaN.
-
-    This sum compiles faster than a test.
-    """
-    value = jnp.asarray(value)
+def _finite_flag(value: Any) -> jax.Array:
+    """Return 0 if all elements are finite, else NaN."""
     with jax.sharding.use_abstract_mesh(jax.typeof(value).sharding.mesh):  # with the axis types of the value
-        if value.dtype.itemsize == 1:  # float8, as some have no infinities
-            value = value.astype(jnp.float32)
-        return jnp.sum(value * 0)
+        return zero_if_finite(value)
 
 
 def _typed_as(aval: Any, value: Any) -> Any:

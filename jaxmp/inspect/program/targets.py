@@ -263,9 +263,9 @@ def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
 
 
 def mesh_of(tree: Any) -> Any:
-    """Return the mesh of the first leaf that has one, or None."""
+    """Return the mesh of the first array or sharding that has one, or None."""
     for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
+        sharding = getattr(leaf, "sharding", leaf)
         if isinstance(sharding, NamedSharding):
             return sharding.mesh
     return None
