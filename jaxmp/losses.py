@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxmp.base.dtypes import at_least_float32
 from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
 from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, spread
@@ -219,7 +220,7 @@ def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, 
         return total + _losses(_logits(x, *layer), labels, options)[0].sum(), None
 
     layer = _layer(weights, bias, x.dtype)
-    total, _ = jax.lax.scan(add, jnp.zeros_like(x, _compute_dtype(x.dtype), ()), _in_chunks(x, labels, chunks))
+    total, _ = jax.lax.scan(add, jnp.zeros_like(x, at_least_float32(x.dtype), ()), _in_chunks(x, labels, chunks))
     return total / _count(labels, total.dtype)
 
 
@@ -239,7 +240,7 @@ def _projected_forward(
         by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
-    wide, layer = _compute_dtype(x.dtype), _layer(weights, bias, x.dtype)
+    wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype)
     zeros = functools.partial(jnp.zeros_like, x, wide)  # which vary over the devices of a shard_map as x does
     start = (zeros(()), zeros(weights.shape), None if bias is None else zeros(bias.shape))
     (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
@@ -299,7 +300,7 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     """
     classes, smoothing, z_loss = options
     with precision("float32"):  # autocast does not see the cast in a float32 call
-        wide = logits.astype(_compute_dtype(logits.dtype))
+        wide = logits.astype(at_least_float32(logits.dtype))
         of_classes = jnp.minimum(wide, _upper_bounds(wide, classes))
         largest = jax.lax.stop_gradient(of_classes.max(-1))
         denominators = _Denominators(largest, jnp.log(jnp.exp(of_classes - largest[..., None]).sum(-1)))
@@ -395,8 +396,3 @@ def _check_floating(**arrays: jax.Array) -> None:
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} must have a floating dtype, got {array.dtype.name}; cast it")
-
-
-def _compute_dtype(dtype: Any) -> Any:
-    """Return the dtype to compute in."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32

@@ -134,6 +134,11 @@ def is_half(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits <= 16
 
 
+def at_least_float32(dtype: Any) -> Any:
+    """Return float32 for a floating dtype of at most 16 bits, and ``dtype`` for all others."""
+    return np.dtype(np.float32) if is_half(dtype) else dtype
+
+
 @functools.cache
 def range_of(dtype: np.dtype) -> tuple[float, float]:
     """Return the smallest normal number of a floating dtype, and the largest."""

@@ -66,7 +66,7 @@ def all_finite(tree: Any) -> jax.Array:
     >>> all_finite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
     Array(False, dtype=bool)
     """
-    sums = [_zero_if_finite(leaf) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
+    sums = [zero_if_finite(leaf) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
     return jnp.isfinite(reduce(jnp.add, sums)) if sums else jnp.array(True)
 
 
@@ -79,12 +79,12 @@ def non_finite(tree: Any) -> list[str]:
     return [path_name(path) for path, leaf in jax.tree.leaves_with_path(tree) if not bool(all_finite(leaf))]
 
 
-def _zero_if_finite(leaf: ArrayLike) -> jax.Array:
+def zero_if_finite(leaf: ArrayLike) -> jax.Array:
     """Return a float32 scalar: zero if every element is finite, else NaN."""
-    array = jnp.asarray(leaf)
+    array = widen(jnp.asarray(leaf))
     if jnp.iscomplexobj(array):
-        return _zero_if_finite(array.real) + _zero_if_finite(array.imag)
-    # Casts from float64 or half to float32 keep zeros and NaN.
+        return zero_if_finite(array.real) + zero_if_finite(array.imag)
+    # The cast from float64 to float32 keeps zeros and NaN.
     # Not `array * 0`: XLA would keep an array of zeros as large as the largest leaf during the whole step.
     return jnp.sum((array - array).astype(jnp.float32))
 

@@ -58,7 +58,7 @@ class Float8Question:
         (lhs, rhs), numbers = operands, self._step.eqn.params["dimension_numbers"]
         weight, _ = self._answer
         result = float8_product.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)
-        return [result], [jax.ShapeDtypeStruct(operand.shape, self._recipe.forward) for operand in operands]
+        return [result], [jax.ShapeDtypeStruct(operand.shape, float8.FORWARD_FORMAT) for operand in operands]
 
     @functools.cached_property
     def _is_fused(self) -> bool:

@@ -30,7 +30,7 @@ from jaxmp.engine.half_check import Reason
 from jaxmp.engine.marks import computing, mark_of, widened
 from jaxmp.engine.overrides import Level, levels_of
 from jaxmp.engine.rules import Rules
-from jaxmp.policy.patterns import OPERATIONS, pairs_of, pattern_text
+from jaxmp.policy.patterns import OPERATIONS, checked_overrides, pattern_text
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap
 
@@ -42,18 +42,18 @@ Mode = Literal["written", "float32", "autocast"] | None
 def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Level]]:
     """Return the policies of a model under autocast, and its overrides of operations."""
     policy_map = PolicyMap(policy)
-    patterns = dict(pairs_of(overrides))
-    for pattern, exception in policy_map.rules:
+    patterns = checked_overrides(overrides)
+    for pattern, exception, _ in policy_map.rules:
         patterns.setdefault(pattern, exception)
     operations = {key: patterns.pop(key) for key in [*patterns] if _names_operations(key)}
-    policies = PolicyMap(policy_map.root, patterns) if operations else PolicyMap(policy_map, dict(pairs_of(overrides)))
+    policies = PolicyMap(policy_map.root, patterns) if operations else PolicyMap(policy_map, overrides)
     half = policies.compute_dtype
     if half not in CASTABLE or not is_half(half):
         raise ValueError(
             f"autocast needs a policy with a half compute dtype, got {half.name}; use 'mixed_bfloat16' or "
             "'mixed_float16'"
         )
-    for pattern, exception in policies.rules:
+    for pattern, exception, _ in policies.rules:
         if exception.compute_dtype not in (np.float32, half):
             raise ValueError(
                 f"an override of autocast must be 'float32' or 'half' (here {half.name}), but the override for "

@@ -17,7 +17,7 @@ import numpy as np
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
 from jaxmp.engine.classes import Class, classify, path_and_operation, primitives_of
-from jaxmp.policy.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, pattern_text
+from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides, is_class_pattern, pattern_text
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
@@ -46,8 +46,8 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
             f"autocast must compute in float16, bfloat16 or float32, got {policies.compute_dtype.name}; "
             "use 'mixed_bfloat16' or 'mixed_float16'"
         )
-    exceptions: dict[Any, Any] = dict(pairs_of(overrides))
-    for pattern, exception in policies.rules:
+    exceptions = checked_overrides(overrides)
+    for pattern, exception, _ in policies.rules:
         if is_class_pattern(pattern):
             half = policies.compute_dtype.name
             remedy = "float32" if half == "float32" else f"mixed_{half}"

@@ -35,7 +35,6 @@ from jaxmp.inspect.program.calls import (
     require_own_settings,
     step_call,
 )
-from jaxmp.sharding.gathered_loss import Gathered
 from jaxmp.training.state import TrainState
 from jaxmp.training.step import TrainStep
 
@@ -172,12 +171,12 @@ def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     The function also takes a random key after these arguments. By default it is the key of the step.
     """
     step, state, batch = call
-    if any(isinstance(part, Gathered) for part in step.arguments):
+    if step.options.gathered is not None:
         raise ValueError(
             "compare takes a train step without a mesh, got one with sharding=; compare its loss function, "
             "compare(loss_fn)(params, model_state, batch, rng)"
         )
-    step_without_gradients = _LossOnly(*step.arguments)
+    step_without_gradients = _LossOnly(step.options)
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = call.rng) -> Any:
         step_state = state.replace(params=params, model_state=model_state)

@@ -9,7 +9,7 @@ import jax
 
 from jaxmp.base.trees import widen
 from jaxmp.inspect.numerics_records import StepRecords, gradients_and_records, records_of_step
-from jaxmp.optim.checks import as_optimizer, with_loss
+from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.scaled_grad import scaled_loss
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.training.state import TrainState
@@ -30,7 +30,7 @@ class CountingStep(TrainStep):
     """
 
     def __init__(self, step: TrainStep) -> None:
-        super().__init__(*step.arguments)
+        super().__init__(step.options)
         self.records: StepRecords | None = None
         self.loss_scale: Any = None
 
@@ -65,5 +65,5 @@ class CountingStep(TrainStep):
 
 def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any, **more: Any) -> Any:
     """Return an optimizer's updates for true gradients."""
-    update = as_optimizer(tx).update
-    return with_loss(lambda **value: update(grads, opt_state, params, **value, **more)[0], loss)
+    updates, _ = as_optimizer(tx).update(grads, opt_state, params, value=loss, **more)
+    return updates

@@ -159,9 +159,9 @@ class _Policied(Hooks):
         bare = functools.partial(super().apply, method=_as_one_run(method))
         if policies_off.value:
             return bare(variables, *args, rngs=rngs, **kwargs)
-        check = ProductsCheck(self.jaxmp_root.policies.root)
         if not variables.get("params"):  # this call initialises them
             return bare(variables, *args, rngs=rngs, **kwargs)
+        check = ProductsCheck(self.jaxmp_root.policies.root)
 
         def pure(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
             with _in_engine.turned(check):

@@ -172,7 +172,7 @@ class RootRun:
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _LinenDecision] = {}
         self.shapes: dict[Any, Any] = {}  # the shapes of initial values
-        self.defaults: dict[int, tuple[type, dict[str, Any]]] = {}  # classes and their fields' defaults, by class id
+        self.defaults: dict[type, dict[str, Any]] = {}  # the defaults of the fields, by class
         self.called: dict[Path, Reason | None] = {}  # the reasons why modules are not half, or None
         self.not_half: list[NotHalf] = []  # set at the end of an outermost run that called every module
         self.nested: list[Path] = []
@@ -292,10 +292,10 @@ class RootRun:
 
     def _defaults_of(self, module: Any) -> dict[str, Any]:
         """Return the fields of a module and their defaults."""
-        cls: Any = type(module)
-        if id(cls) not in self.defaults:
-            self.defaults[id(cls)] = cls, {field.name: field.default for field in dataclasses.fields(cls)}
-        return self.defaults[id(cls)][1]
+        cls = type(module)
+        if cls not in self.defaults:
+            self.defaults[cls] = {field.name: field.default for field in dataclasses.fields(cls)}
+        return self.defaults[cls]
 
     # --- calls ---
 
@@ -356,7 +356,7 @@ class RootRun:
         # In the engine's trace the parent is a copy; its attributes are bound, but not registered.
         attributes = [vars(module).get(name) for name in self._defaults_of(module) if name not in ("parent", "name")]
         attributes = [value for value in attributes if not isinstance(value, _NO_MODULES)]
-        in_fields = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module)) if attributes else ()
+        in_fields = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
         for child in (*children_of(module).values(), *in_fields):
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
@@ -427,7 +427,8 @@ def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) 
     child_scope = Scope.push(scope(), name, *args, **kwargs)
     parent = module()
     child = children_of(parent).get(child_scope.name) if parent is not None else None
-    run = _running.run_of(parent) if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") else None
-    if run is not None and isinstance(child, nn.Module):
-        run.decide(child, child_scope)
+    if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root"):
+        run = _running.run_of(parent)
+        if run is not None:
+            run.decide(child, child_scope)
     return child_scope

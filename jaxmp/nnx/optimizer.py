@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from flax.errors import TraceContextError
@@ -23,7 +25,7 @@ from jaxmp.nnx.policy_check import needs_policy, require_policy
 from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.optim.loss_scaling import loss_scaling, require_outermost, take_step
-from jaxmp.optim.scaled_grad import global_norm, is_list, places_of, scaled_loss, true_gradients
+from jaxmp.optim.scaled_grad import global_norm, scaled_loss, true_gradients
 from jaxmp.optim.scaling_state import get_loss_scale, has_loss_scale
 from jaxmp.sharding.placement import copied_if_seen
 from jaxmp.training.state import TrainState
@@ -328,13 +330,15 @@ def value_and_grad(
     Array([1.], dtype=float32)
     """
     require_optimizer(optimizer, "value_and_grad")
-    places = places_of(argnums, nnx.DiffState)
+    places: Any = argnums
+    is_list = isinstance(argnums, Sequence) or np.ndim(places) > 0
     wanted = [
-        place if isinstance(place, nnx.DiffState) else nnx.DiffState(int(place), optimizer.wrt) for place in places
+        place if isinstance(place, nnx.DiffState) else nnx.DiffState(operator.index(place), optimizer.wrt)
+        for place in (places if is_list else [places])
     ]
     gradient = nnx.value_and_grad(
         scaled_loss(loss_fn, optimizer.loss_scale, has_aux),
-        argnums=tuple(wanted) if is_list(argnums) else wanted[0],
+        argnums=tuple(wanted) if is_list else wanted[0],
         has_aux=True,
     )
 

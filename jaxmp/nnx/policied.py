@@ -103,10 +103,10 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
     """
     require_order(model, policy, "jaxmp.nnx.autocast")
     policies, operations = autocast_map(policy, overrides)
-    return _under(model, policies, by_autocast=True, operations=operations)
+    return _under(model, policies, by_autocast=True, operations=tuple(operations.items()))
 
 
-def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping[str, Level] | None = None) -> M:
+def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: tuple[tuple[str, Level], ...] = ()) -> M:
     """Return a copy of ``model`` under policies or under autocast.
 
     The copy shares the Variables of ``model``.
@@ -119,8 +119,12 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
     if not by_autocast:
         _require_policies_in_bridges(graph)
     policies.check(graph.classes, graph.variables)
-    is_checked = is_half(policies.root.compute_dtype) and not graph.nested
-    _put_under(graph, policies, by_autocast, is_checked, tuple((operations or {}).items()))
+    decisions = [_decide(policies, by_autocast, node, graph, operations) for node in graph.nodes]  # before any change
+    if is_half(policies.root.compute_dtype) and not graph.nested:
+        decisions[0] = dataclasses.replace(decisions[0], half=_policy_to_check(policies, graph, decisions))
+    casts: dict[int, nnx.Variable[Any]] = {}
+    for node, decision in zip(graph.nodes, decisions, strict=True):
+        _set_up(node, decision, graph, casts)
     note_copy(model)
     return copy
 
@@ -136,22 +140,6 @@ def _require_policies_in_bridges(graph: ModuleGraph) -> None:
             "Apply the policy to the inner module, then wrap it:\n"
             f"nnx.bridge.ToNNX(jaxmp.linen.apply_policy({linen}(...), policy), rngs=rngs)"
         )
-
-
-def _put_under(
-    graph: ModuleGraph,
-    policies: PolicyMap,
-    by_autocast: bool,
-    is_checked: bool,
-    operations: tuple[tuple[str, Level], ...],
-) -> None:
-    """Decide for every module of ``graph`` first, then change them all."""
-    decisions = [_decide(policies, by_autocast, node, graph, operations) for node in graph.nodes]
-    if is_checked:
-        decisions[0] = dataclasses.replace(decisions[0], half=_policy_to_check(policies, graph, decisions))
-    casts: dict[int, nnx.Variable[Any]] = {}
-    for node, decision in zip(graph.nodes, decisions, strict=True):
-        _set_up(node, decision, graph, casts)
 
 
 def _decide(

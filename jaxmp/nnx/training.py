@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxmp._internals.flax.nnx_variables import PLAIN, items, modules_in
 from jaxmp._internals.jax.invariants import passed_on
-from jaxmp.base.trees import path_name, select_tree
+from jaxmp.base.trees import path_name
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
 from jaxmp.optim.checks import require_loss
@@ -47,8 +47,7 @@ def make_train_step(
 
     Args:
       loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
-        dict. It may write to the model's Variables. If it writes to trained ones, as ``nnx.WeightNorm`` does, the next
-        microbatch and the optimizer's update start from the written values, as with ``nnx.value_and_grad``.
+        dict. It may write to the model's Variables, except trained ones.
       policy: as for :func:`jaxmp.make_train_step`, like all other arguments.
       overrides: the overrides of the autocast.
       accumulate_steps: microbatches per step.
@@ -63,7 +62,7 @@ def make_train_step(
       TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; or as for
         :func:`jaxmp.make_train_step`.
       ValueError: the model is the original of a model under a policy, and the step has no policy either; the loss
-        function adds or removes Variables, or changes an attribute that is not an array.
+        function writes to trained Variables, adds or removes Variables, or changes an attribute that is not an array.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -106,11 +105,6 @@ class TrainStep:
         optimizer._take(state)
         return metrics
 
-    @staticmethod
-    def state_of(model: Any, optimizer: Optimizer) -> train_step.TrainState:
-        """Return the state of a model and its optimizer for ``of_trees``."""
-        return state_of(model, optimizer)
-
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """Lower the program of a call for arrays or shapes.
 
@@ -147,8 +141,8 @@ class _Form:
 class _State(train_step.TrainState):
     """The train state of an NNX model.
 
-    ``model_state`` has the form of the model, its random number generators, and its other Variables. If the loss
-    function writes to trained Variables, it also has the written values, by name.
+    ``model_state`` has the form of the model, its random number generators, and its other Variables. Generators advance
+    in skipped steps too.
     """
 
     _to_copy = (
@@ -156,57 +150,11 @@ class _State(train_step.TrainState):
         "nnx.state(model)))"
     )
 
-    def _trace(self, gradients: Callable[[Any], Any]) -> Any:
-        try:
-            return gradients(self)
-        except _TrainedWritten as error:  # only a trace shows this; most loss functions do not write to params
-            params = dict(zip(_leaf_names(self.params), jax.tree.leaves(self.params), strict=True))
-            written = {name: params[name] for name in error.names}
-        return gradients(self.replace(model_state=(*self.model_state, written)))
-
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
-        *before, written = model_state if len(model_state) > 3 else (*model_state, {})
-        start = self.replace(params=_written_to(self.params, written, lambda _, value: value)) if written else self
-        new = super(_State, start).apply_gradients(model_state=tuple(before), **changes)
-        if written:
-            new = new.replace(params=select_tree(new.skipped == self.skipped, new.params, self.params))
+        _, generators, _ = model_state
+        new = super().apply_gradients(model_state=model_state, **changes)
         form, _, others = new.model_state
-        return new.replace(model_state=(form, before[1], others))
-
-
-class _TrainedWritten(Exception):
-    """A loss function wrote to trained Variables.
-
-    It is traced again, with the values of these Variables in the model state.
-    """
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(names)
-        self.names = names
-
-
-@jax.custom_jvp
-def _standing_for(param: Any, value: Any) -> Any:
-    """Return ``value``, differentiated as if it were ``param``."""
-    return value
-
-
-@_standing_for.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    return primals[1], tangents[0]
-
-
-def _written_to(params: Any, written: dict[str, Any], write: Callable[[Any, Any], Any]) -> Any:
-    """Return ``params`` with new values for those that are in ``written``.
-
-    The new value is ``write(param, value)``.
-    """
-
-    def after(path: Any, param: Any) -> Any:
-        name = path_name(path)
-        return write(param, written[name].astype(param.dtype)) if name in written else param
-
-    return jax.tree.map_with_path(after, params)
+        return new.replace(model_state=(form, generators, others))
 
 
 def state_of(model: Any, optimizer: Optimizer) -> _State:
@@ -243,26 +191,33 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
 
     def of_arrays(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         form, *before = model_state
-        *before, written = before if len(before) > 2 else (*before, {})
-        params = _written_to(params, written, _standing_for)
         result, graphdef, (after, *others) = run(form, params, before, batch)
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         require_loss(loss, "return loss, or (loss, metrics), in this order")
         if graphdef != form.graphdef:
             raise _changed_form(nnx.merge(form.graphdef, params, *before), nnx.merge(graphdef, after, *others))
-        trained, values = _leaf_names(params), jax.tree.leaves(after)
-        arrays = zip(trained, values, jax.tree.leaves(params), strict=True)
-        if any(new is not old for name, new, old in arrays if name not in written):
+        arrays = zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
+        if any(new is not old for new, old in arrays):
             # nnx.remat and nnx.scan return all their inputs, so these look changed. Only a program shows which are
-            # equal, so the loss is traced once more.
+            # equal.
             ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
-            if written_now := [name for n, name in enumerate(trained) if ends[n] != n and name not in written]:
-                raise _TrainedWritten(written_now)
-        if written:
-            others.append({name: value for name, value in zip(trained, values, strict=True) if name in written})
+            _require_unchanged(params, ends)
         return loss, (form, *others), metrics
 
     return of_arrays
+
+
+def _require_unchanged(params: Any, ends: list[int | None]) -> None:
+    """Raise a ValueError if a loss function writes to a trained Variable.
+
+    ``ends`` has the number of the param that each new value equals, or None.
+    """
+    for n, name in enumerate(_leaf_names(params)):
+        if ends[n] != n:
+            raise ValueError(
+                f"a train step's loss function must not write to trained Variables, got a write to {name!r}, as by "
+                "nnx.WeightNorm;\nwrite your own step with jaxmp.nnx.value_and_grad and optimizer.update(model, grads)"
+            )
 
 
 def _changed_form(before: Any, after: Any) -> ValueError:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,6 @@ import optax
 from jaxmp.base.arguments import printed
 from jaxmp.base.trees import path_name
 from jaxmp.optim.scaling_state import LossScalingState
-
-T = TypeVar("T")
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -40,18 +37,6 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
         return tx.update(updates, state, params, **known_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def with_loss(step: Callable[..., T], loss: Any) -> T:
-    """Call ``step(value=loss)``, or ``step()`` if that raises a TypeError.
-
-    optax's line searches and plateaus read the loss. A transform inside a chain may refuse it, as
-    ``optax.contrib.sam`` does.
-    """
-    try:
-        return step(value=loss)
-    except TypeError:
-        return step()
 
 
 def require_loss(loss: Any, otherwise: str) -> Any:

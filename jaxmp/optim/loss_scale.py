@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxmp.base.arguments import printed
-from jaxmp.base.dtypes import canonical_dtype, is_half
+from jaxmp.base.dtypes import at_least_float32, canonical_dtype
 from jaxmp.optim.loss_scale_state import HUGE, TINY, ScaleState, is_concrete, register, require
 
 T = TypeVar("T")
@@ -35,19 +35,18 @@ T = TypeVar("T")
 class LossScale:
     """The base class of loss scales, which you can subclass.
 
-    A subclass has an attribute ``loss_scale`` and, if it changes, a method ``adjust`` that returns a new object. It may
-    be a dataclass or an ordinary class, without slots. Its instances are pytrees that pickle and Flax can save.
-    Attributes that are numbers, arrays or trees of these are leaves. All others are static and must be hashable; Flax
-    saves those that are bools and strings. If you register the class with JAX or Flax, your registration is used.
+    A subclass is a dataclass with a field ``loss_scale`` and, if it changes, a method ``adjust`` that returns a new
+    object. Its instances are pytrees that pickle and Flax can save. If you register the class with JAX or Flax, your
+    registration is used.
 
     Attributes:
       loss_scale: the factor S, a scalar.
       needs_grad_max: whether ``adjust`` needs ``grad_max``.
-      static_fields: the names of numbers that are static instead of leaves.
+      static_fields: the names of fields that are static and hashable. All other fields are leaves.
 
-    >>> class Halving(LossScale):  # backs off, never grows
-    ...     def __init__(self, loss_scale):
-    ...         self.loss_scale = loss_scale
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Halving(LossScale):  # backs off, never grows
+    ...     loss_scale: jax.typing.ArrayLike
     ...
     ...     def adjust(self, grads_finite, grad_max=None):
     ...         return Halving(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
@@ -62,10 +61,8 @@ class LossScale:
     loss_scale: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Register the class as a pytree, unless its author has done so."""
+        """Register a dataclass as a pytree."""
         register(cls)  # type: ignore[arg-type]
-        if (args or kwargs) and cls.__init__ is object.__init__:
-            raise TypeError(f"{cls.__name__}() takes no arguments")
         return super().__new__(cls)
 
     def scale(self, tree: T) -> T:
@@ -76,7 +73,7 @@ class LossScale:
         """
 
         def times(x: jax.Array) -> jax.Array:
-            wide = _at_least_float32(x.dtype)
+            wide = at_least_float32(x.dtype)
             return (x.astype(wide) * _untrained(self.loss_scale, wide)).astype(x.dtype)
 
         return _map_inexact(times, tree)
@@ -93,7 +90,7 @@ class LossScale:
             return tuple(factor.astype(dtype) for factor in self._inverse(np.finfo(dtype).dtype))
 
         def divide(x: jax.Array) -> jax.Array:
-            wide = _at_least_float32(x.dtype)
+            wide = at_least_float32(x.dtype)
             return functools.reduce(jnp.multiply, factors(wide), x.astype(wide))
 
         return _map_inexact(divide, tree)
@@ -349,11 +346,16 @@ def as_loss_scale(x: Any) -> LossScale:
     """Return ``x``, or the equivalent loss scale of this module for one of jmp.
 
     Raises:
-      TypeError: ``x`` is neither.
+      TypeError: ``x`` is neither, or not a pytree.
       ValueError: its scale is not a positive scalar; or a loss scale of jmp has a number outside its range, such as a
         scale below its minimum.
     """
     if isinstance(x, LossScale):
+        if jax.tree_util.all_leaves([x]):
+            raise TypeError(
+                f"a loss scale must be a pytree, got the class {type(x).__name__}; write "
+                "@dataclasses.dataclass(frozen=True) above it"
+            )
         _require_scalar(x)
         return x
     name = type(x).__name__ if type(x).__module__.split(".")[0] == "jmp" else None
@@ -388,10 +390,6 @@ def _map_inexact(fun: Callable[[jax.Array], jax.Array], tree: T) -> T:
         return fun(jnp.asarray(x)) if number and jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact) else x
 
     return jax.tree.map(visit, tree)
-
-
-def _at_least_float32(dtype: np.dtype) -> np.dtype:
-    return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
 def _untrained(x: ArrayLike, dtype: Any) -> jax.Array:

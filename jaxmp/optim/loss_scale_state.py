@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,6 @@ from flax.serialization import from_state_dict, register_serialization_state, to
 
 TINY = float(np.finfo(np.float32).tiny)  # a device may flush smaller numbers to zero
 HUGE = float(np.finfo(np.float32).max)
-
-
-class Structure(NamedTuple):
-    """The attributes of a loss scale: the names of leaves, and static attributes."""
-
-    leaf_names: tuple[str, ...]
-    static: tuple[tuple[str, Any], ...]
-
-    def describes(self, attributes: Mapping[str, Any]) -> bool:
-        """Return whether an object with these attributes has this structure."""
-        names = {*self.leaf_names, *(name for name, _ in self.static)}
-        return attributes.keys() == names and all(attributes[name] == value for name, value in self.static)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +28,7 @@ class ScaleState:
     _leaves: ClassVar[Mapping[str, Any]]
 
     def _with(self, **fields: Any) -> Self:
-        return new_instance(type(self), {**vars(self), **fields})
+        return _new_instance(type(self), {**vars(self), **fields})
 
     def __post_init__(self) -> None:
         for name, x in vars(self).items():
@@ -117,47 +105,41 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # a test, "must be
 
 
 @functools.cache
-def register(cls: type) -> None:
-    """Register a class of loss scales as a pytree that Flax can save.
+def register(cls: Any) -> None:
+    """Register a dataclass as a pytree that Flax can save.
 
-    Leaves are the attributes that are numbers, arrays or trees of them, except those in ``static_fields``. All others
-    are static and hashable. A class that its author registered stays as it is.
-
-    Raises:
-      TypeError: the class has slots.
+    Its leaves are the fields that are not in ``static_fields``. A class that its author registered stays as it is, and
+    so does a class that is not a dataclass.
     """
-    if any("__slots__" in vars(base) for base in cls.__mro__[:-1]):
-        raise TypeError(f"a loss scale must not have slots, got {cls.__name__} with slots; remove them")
+    is_dataclass = dataclasses.is_dataclass(cls)
+    if not is_dataclass:
+        return
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
+    static_names = [name for name in names if name in cls.static_fields]
+    leaf_names = [name for name in names if name not in cls.static_fields]
+    keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
 
-    def flatten(x: Any) -> tuple[Sequence[Any], Structure]:
-        structure = _structure(x)
-        return [getattr(x, name) for name in structure.leaf_names], structure
+    def flatten(x: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(x, name) for name in leaf_names], tuple(getattr(x, name) for name in static_names)
 
-    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Structure]:
-        leaves, structure = flatten(x)
-        keys = [jax.tree_util.GetAttrKey(name) for name in structure.leaf_names]
-        return list(zip(keys, leaves, strict=True)), structure
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        leaves, static = flatten(x)
+        return list(zip(keys, leaves, strict=True)), static
 
-    def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-        fields = {**dict(structure.static), "_structure": structure}
-        return new_instance(cls, fields, zip(structure.leaf_names, leaves, strict=True))
+    def unflatten(static: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
+        return _new_instance(cls, dict(zip((*static_names, *leaf_names), (*static, *leaves), strict=True)))
 
     def save(x: Any) -> dict[str, Any]:
-        return {name: to_state_dict(value) for name, value in _attributes_of(x).items() if _is_saved(value)}
+        return {name: to_state_dict(getattr(x, name)) for name in names}
 
     def restore(target: Any, state: dict[str, Any]) -> Any:
-        fields = _attributes_of(target)
-        if state.keys() != (expected := save(target)).keys():
+        if state.keys() != {*names}:
             raise ValueError(
-                f"the state of a {cls.__name__} has the entries {sorted(expected)}, got {sorted(state)}: restore it "
+                f"the state of a {cls.__name__} has the entries {sorted(names)}, got {sorted(state)}: restore it "
                 "into an object of the class that was saved"
             )
-        new = {name: from_state_dict(fields[name], value, name) for name, value in state.items()}
-        return (
-            dataclasses.replace(target, **new)
-            if isinstance(target, ScaleState)
-            else new_instance(cls, {**fields, **new})
-        )
+        fields = {name: from_state_dict(getattr(target, name), value, name) for name, value in state.items()}
+        return dataclasses.replace(target, **fields)
 
     with contextlib.suppress(ValueError):  # registered already
         jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
@@ -165,46 +147,9 @@ def register(cls: type) -> None:
         register_serialization_state(cls, save, restore)
 
 
-def new_instance(cls: type, fields: Mapping[str, Any], leaves: Iterable[tuple[str, Any]] = ()) -> Any:
+def _new_instance(cls: type, fields: Mapping[str, Any]) -> Any:
     """Create an instance without calling the constructor, which refuses tracers."""
     new: Any = object.__new__(cls)
-    vars(new).update(fields)
-    vars(new).update(leaves)
+    for name, value in fields.items():
+        object.__setattr__(new, name, value)
     return new
-
-
-def _attributes_of(x: Any) -> dict[str, Any]:
-    """Return the attributes of a loss scale by name, those of a dataclass first."""
-    # The fields of a dataclass may be class attributes.
-    declared = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
-    names = [*(field.name for field in declared if field.init), *sorted(vars(x))]
-    return {name: getattr(x, name) for name in dict.fromkeys(names) if name != "_structure"}
-
-
-def _structure(x: Any) -> Structure:
-    """Return the structure of a loss scale.
-
-    An object that was rebuilt from leaves remembers its structure, because its leaves may be anything, such as None or
-    a sharding.
-    """
-    attributes = dict(vars(x))
-    known = attributes.pop("_structure", None)
-    if known is not None and known.describes(attributes):
-        return known
-    leaf_names, static = [], []
-    for name, value in _attributes_of(x).items():
-        is_leaf = name not in x.static_fields and all(map(_is_numeric, jax.tree.leaves(value)))
-        if is_leaf:
-            leaf_names.append(name)
-        else:
-            static.append((name, value))
-    return Structure(tuple(leaf_names), tuple(sorted(static, key=lambda item: item[0])))
-
-
-def _is_numeric(leaf: Any) -> bool:
-    numbers = (int, float, complex, np.generic, np.ndarray, jax.Array, jax.ShapeDtypeStruct)
-    return isinstance(leaf, numbers) and not isinstance(leaf, bool)
-
-
-def _is_saved(value: Any) -> bool:
-    return all(isinstance(leaf, (bool, str, bytes)) or _is_numeric(leaf) for leaf in jax.tree.leaves(value))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxmp.base.arguments import require_flag
@@ -162,17 +160,6 @@ def scaled_value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     return scaled
-
-
-def is_list(argnums: Any) -> bool:
-    """Return whether ``argnums`` is a sequence, or an array with axes."""
-    return isinstance(argnums, Sequence) or np.ndim(argnums) > 0
-
-
-def places_of(argnums: Any, *others: type) -> list[Any]:
-    """Return the entries of ``argnums``: positions of arguments, or ``others``."""
-    places = list(argnums) if is_list(argnums) else [argnums]
-    return [place if isinstance(place, others) else operator.index(place) for place in places]
 
 
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:

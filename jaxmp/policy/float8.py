@@ -15,10 +15,12 @@ import numpy as np
 from jaxmp.base import hardware
 from jaxmp.base.dtypes import canonical_dtype, closest_names
 
-_E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+FORWARD_FORMAT = "float8_e4m3fn"
+"""The format of both operands in the forward pass. No GPU multiplies two operands in float8_e5m2."""
+
+_E5M2 = "float8_e5m2"
 _CHOICES = {
-    "forward": (_E4M3,),
-    "gradient": (_E4M3, _E5M2),
+    "gradient": (FORWARD_FORMAT, _E5M2),
     "weight_gradient": ("float8", "compute"),
     "accumulate": ("fast", "precise", "fast_forward"),
     "keep": ("float8", "compute"),
@@ -32,11 +34,10 @@ _warned: list[str] = []
 class Float8:
     """The recipe of a policy's float8 products: ``Policy(..., float8=Float8())``.
 
-    The defaults are the formats of Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433. A recipe is
-    frozen and hashable.
+    Both operands of the forward pass are float8_e4m3fn. The default formats are those of Micikevicius et al., "FP8
+    Formats for Deep Learning", arXiv:2209.05433. A recipe is frozen and hashable.
 
     Attributes:
-      forward: the format of both operands in the forward pass; always float8_e4m3fn.
       gradient: the format of the results' gradients: float8_e5m2 for its range, or float8_e4m3fn.
       weight_gradient: the dtype of the product for the weight's gradient: ``"float8"``, or ``"compute"`` for the
         policy's compute dtype.
@@ -54,7 +55,6 @@ class Float8:
     'float8(min_dim=1024)'
     """
 
-    forward: str = _E4M3
     gradient: str = _E5M2
     weight_gradient: str = "float8"
     accumulate: str = "fast_forward"
@@ -63,14 +63,8 @@ class Float8:
     keep: str = "float8"
 
     def __post_init__(self) -> None:
-        for name in ("forward", "gradient"):
-            with contextlib.suppress(ValueError):
-                object.__setattr__(self, name, canonical_dtype(getattr(self, name)).name)
-        if self.forward == _E5M2:
-            raise ValueError(
-                f"forward of a Float8 must be {_E4M3!r}, because no GPU multiplies two operands in {_E5M2}, got "
-                f"forward={_E5M2!r}; use {_E5M2!r} for gradient"
-            )
+        with contextlib.suppress(ValueError):
+            object.__setattr__(self, "gradient", canonical_dtype(self.gradient).name)
         for name, known in _CHOICES.items():
             choice = getattr(self, name)
             if choice not in known:
@@ -186,7 +180,7 @@ def available() -> str:
     if setting:
         return setting
     device = hardware.detect()
-    if _E4M3 in device.tensor_cores:
+    if FORWARD_FORMAT in device.tensor_cores:
         return "native"
     if not _warned:
         _warned.append(device.name)

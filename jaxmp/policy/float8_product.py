@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxmp._internals.jax.cast_with_transpose import cast_with_transpose
 from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.traces import manual_axes, may_be_skipped
-from jaxmp.policy.float8 import Float8, get_recipe
+from jaxmp.policy.float8 import FORWARD_FORMAT, Float8, get_recipe
 
 RESIDUALS = "jaxmp_float8"
 """The name of float8 residuals, for ``jax.checkpoint_policies.save_only_these_names``."""
@@ -68,7 +68,7 @@ def dot_general(
     with jax.named_scope(f"jaxmp.float8({recipe})"):
         # Quantising outside of the product allows one quantisation of a weight for many products.
         is_own = may_be_skipped()
-        operands = quantised(lhs, recipe.forward, is_own), quantised(rhs, recipe.forward, is_own)
+        operands = quantised(lhs, FORWARD_FORMAT, is_own), quantised(rhs, FORWARD_FORMAT, is_own)
         return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own)(*operands)
 
 
@@ -111,10 +111,10 @@ class _Product:
 
         @jax.custom_jvp
         def product(*operands: Any) -> Any:
-            return self._forward(*(_opened(operand, self.recipe.forward) for operand in operands))
+            return self._forward(*(_opened(operand, FORWARD_FORMAT) for operand in operands))
 
         def rule(operands: Any, tangents: Any) -> Any:
-            operands = [_opened(operand, self.recipe.forward) for operand in operands]
+            operands = [_opened(operand, FORWARD_FORMAT) for operand in operands]
             result = self._forward(*operands)
             if self.recipe.keep == "compute":
                 operands = [(value, None, scale) for value, _, scale in operands]
@@ -169,7 +169,7 @@ class _Product:
         value, in_float8, scale = operand
         if is_exact:
             return value.astype(_COMPUTE)
-        in_float8 = _cast(value, scale, self.recipe.forward) if in_float8 is None else in_float8
+        in_float8 = _cast(value, scale, FORWARD_FORMAT) if in_float8 is None else in_float8
         return _dequantised(value, in_float8, scale)
 
 

@@ -58,18 +58,17 @@ def path_and_primitive(pattern: Any) -> tuple[Any, str]:
     return pattern, ""
 
 
-def pairs_of(overrides: Any) -> list[tuple[Any, Any]]:
-    """Return the patterns and policies of overrides as pairs.
+def checked_overrides(overrides: Any) -> dict[Any, Any]:
+    """Return overrides as a dict from patterns to policies; None has none.
 
-    Overrides are a mapping, None, or the pairs of a PolicyMap.
+    Raises:
+      TypeError: they are not a mapping.
     """
-    if overrides is None or isinstance(overrides, Mapping):
-        return list((overrides or {}).items())
-    if isinstance(overrides, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in overrides):
-        return list(overrides)
-    raise TypeError(
-        f"overrides must map patterns to policies, got {printed(overrides)}; write e.g. {{'**/head': 'float32'}}"
-    )
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise TypeError(
+            f"overrides must map patterns to policies, got {printed(overrides)}; write e.g. {{'**/head': 'float32'}}"
+        )
+    return dict(overrides or {})
 
 
 def is_class_pattern(pattern: Pattern) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -17,14 +17,28 @@ from jaxmp.policy.patterns import (
     Path,
     Pattern,
     check_pattern,
+    checked_overrides,
     is_class_pattern,
     matches,
-    pairs_of,
     path_and_primitive,
     pattern_text,
 )
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import read_policy
+
+
+class Rule(NamedTuple):
+    """An override of a :class:`PolicyMap`.
+
+    Attributes:
+      pattern: the modules that it covers.
+      policy: their policy.
+      strict: whether it is an error if the pattern matches nothing in the model.
+    """
+
+    pattern: Pattern
+    policy: Policy
+    strict: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,28 +63,21 @@ class PolicyMap:
     True
     """
 
-    default: Policy | PolicyMap
-    overrides: tuple[tuple[Pattern, Policy], ...] = ()
-    strict: bool = dataclasses.field(default=True, kw_only=True)
+    root: Policy  # of the root and of modules that no pattern matches
+    rules: tuple[Rule, ...]  # in matching order
 
     def __init__(self, default: Any, overrides: Mapping[Any, Any] | None = None, *, strict: bool = True) -> None:
-        default = get_policy(default)
-        rules: dict[Pattern, Policy] = {}
-        for pattern, policy in pairs_of(overrides):
-            rules[check_pattern(pattern)] = _of_override(policy, default, pattern)
-        if isinstance(default, PolicyMap) and (default.strict == strict or not rules):
-            # The rules of the inner map follow those of this one, so that maps of equal meaning are equal.
-            for pattern, policy in default.overrides:
-                rules.setdefault(pattern, policy)
-            default, strict = default.default, default.strict
-        object.__setattr__(self, "default", default)
-        object.__setattr__(self, "overrides", tuple(rules.items()))
-        object.__setattr__(self, "strict", strict)
-
-    @property
-    def root(self) -> Policy:
-        """Return the policy of the root and of modules that no pattern matches."""
-        return self.default.root if isinstance(self.default, PolicyMap) else self.default
+        root: Any = get_policy(default)
+        rules_of_default: tuple[Rule, ...] = ()
+        if isinstance(root, PolicyMap):
+            root, rules_of_default = root.root, root.rules
+        rules: dict[Pattern, Rule] = {}
+        for pattern, policy in checked_overrides(overrides).items():
+            rules[check_pattern(pattern)] = Rule(pattern, _of_override(policy, root, pattern), strict)
+        for rule in rules_of_default:
+            rules.setdefault(rule.pattern, rule)
+        object.__setattr__(self, "root", root)
+        object.__setattr__(self, "rules", tuple(rules.values()))
 
     @property
     def param_dtype(self) -> np.dtype:
@@ -98,14 +105,9 @@ class PolicyMap:
         return self.root.float8
 
     @property
-    def rules(self) -> list[tuple[Pattern, Policy]]:
-        """Return all overrides in matching order, including those of ``default``."""
-        return [(pattern, policy) for _, pattern, policy in self._rules()]
-
-    @property
     def patterns(self) -> list[Pattern]:
-        """Return all patterns in matching order, including those of ``default``."""
-        return [pattern for _, pattern, _ in self._rules()]
+        """Return all patterns in matching order."""
+        return [rule.pattern for rule in self.rules]
 
     def resolve(
         self, path: Path, classes: Mapping[Path, type | tuple[type, ...]] | None = None
@@ -118,7 +120,7 @@ class PolicyMap:
             modules share a scope.
         """
         prefixes = [path[:depth] for depth in range(len(path) + 1)]
-        for _, pattern, policy in self._rules():
+        for pattern, policy, _ in self.rules:
             if any(matches(pattern, prefix, (classes or {}).get(prefix)) for prefix in prefixes):
                 return policy, pattern
         return self.root, None
@@ -128,11 +130,10 @@ class PolicyMap:
 
         :mod:`jaxmp.inspect` and cast plans print Linen paths with that name: ``Net/head`` means ``head``.
         """
-        default = self.default.below(root) if isinstance(self.default, PolicyMap) else self.default
-        overrides: dict[Pattern, Policy] = {}
-        for pattern, policy in self.overrides:
-            overrides.setdefault(_below(pattern, root), policy)
-        return PolicyMap(default, overrides, strict=self.strict)
+        below = PolicyMap(self.root)
+        rules = tuple(rule._replace(pattern=_below(rule.pattern, root)) for rule in self.rules)
+        object.__setattr__(below, "rules", rules)
+        return below
 
     def check(self, modules: Mapping[Path, type], variables: Collection[Path], complete: bool = True) -> None:
         """Raise an error if a pattern means operations or matched nothing.
@@ -147,7 +148,7 @@ class PolicyMap:
           ValueError: a pattern matched nothing; the error names the nearest paths or classes of the model.
         """
         paths = {path[:depth] for path in variables for depth in range(len(path))}
-        for strict, pattern, _ in self._rules():
+        for pattern, _, strict in self.rules:
             if any(matches(pattern, path, cls) for path, cls in modules.items()):
                 continue
             if path_and_primitive(pattern)[1]:
@@ -164,19 +165,14 @@ class PolicyMap:
                 _require_no_variable(pattern, variables)
                 raise _unmatched(pattern, "paths", {"/".join(path) for path in paths.union(modules)})
 
-    def _rules(self) -> Iterator[tuple[bool, Pattern, Policy]]:
-        for pattern, policy in self.overrides:
-            yield self.strict, pattern, policy
-        if isinstance(self.default, PolicyMap):
-            yield from self.default._rules()
-
     def __str__(self) -> str:
+        default, rules = str(self.root), self.rules
         for name, preset in PRESETS.items():
-            if preset == self:
-                return name
-        default, *after = str(self.default).split("; ")
-        rules = [f"{pattern_text(pattern)} -> {policy}" for pattern, policy in self.overrides]
-        return "; ".join([default, *rules, *after])
+            if isinstance(preset, PolicyMap) and preset.root == self.root:
+                own = len(rules) - len(preset.rules)
+                if rules[own:] == preset.rules:
+                    default, rules = name, rules[:own]
+        return "; ".join([default, *(f"{pattern_text(rule.pattern)} -> {rule.policy}" for rule in rules)])
 
 
 def _unmatched(pattern: Pattern, kind: str, known: set[str]) -> ValueError:
@@ -289,13 +285,12 @@ def _of_dtype(dtype: np.dtype) -> Policy | PolicyMap:
     return PRESETS.get(dtype.name) or Policy(dtype, dtype, dtype)
 
 
-def _of_override(policy: Any, default: Policy | PolicyMap, pattern: Pattern) -> Policy:
+def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
     """Return the policy that an override names; ``"half"`` is the model's policy."""
     if isinstance(policy, str) and policy.strip().lower() == "half":
-        root = default.root if isinstance(default, PolicyMap) else default
         if not is_half(root.compute_dtype):
             raise ValueError(
-                f"'half' in overrides means the policy's compute dtype, but {default} computes in "
+                f"'half' in overrides means the policy's compute dtype, but {root} computes in "
                 f"{root.compute_dtype.name}; for {pattern_text(pattern)!r} write a policy such as 'mixed_bfloat16'"
             )
         return root

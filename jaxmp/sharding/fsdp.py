@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from jaxmp.base import tables
 from jaxmp.base import trees as _tree
-from jaxmp.sharding.mesh_plan import Sharding as Sharding
 from jaxmp.sharding.specs import (
     Mesh,
     as_tuple,

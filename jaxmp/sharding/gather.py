@@ -12,7 +12,6 @@ from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 from jaxmp._internals.jax.traces import manual_axes, shows_what_varies
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import canonical_dtype
-from jaxmp.sharding.mesh_plan import Sharding as Sharding
 from jaxmp.sharding.mesh_plan import reduced_in, spread, to_reduce_in
 from jaxmp.sharding.specs import (
     as_tuple,

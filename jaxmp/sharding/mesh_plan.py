@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base import trees as _tree
-from jaxmp.base.dtypes import canonical_dtype
+from jaxmp.base.dtypes import at_least_float32, canonical_dtype
 from jaxmp.sharding.placement import moved_to
 from jaxmp.sharding.specs import Mesh, as_tuple, axes_in_spec, fitting, following, require_specs, specs_in, without
 
@@ -239,7 +239,7 @@ class Plan:
 
     def zeros(self, param: Any, spec: PartitionSpec) -> Any:
         """Return the zeros of a tap."""
-        return self.of_parts(jnp.zeros((self.devices, *param.shape), sum_dtype(param.dtype)), spec)
+        return self.of_parts(jnp.zeros((self.devices, *param.shape), at_least_float32(param.dtype)), spec)
 
     def of_parts(self, parts: Any, spec: PartitionSpec) -> Any:
         """Return the parts (devices, …) of a gradient, one on each device.
@@ -312,15 +312,7 @@ def to_reduce_in(dtype: Any) -> np.dtype:
 
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
     """Return the dtype in which gradients of ``dtype`` are reduced: at least float32."""
-    return sum_dtype(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
-
-
-def sum_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype in which gradients of params of ``dtype`` are summed.
-
-    It is float32, or float64 for float64 params.
-    """
-    return max(_FLOAT32, np.dtype(dtype), key=lambda dtype: dtype.itemsize)
+    return at_least_float32(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
 
 
 def on_auto_axes(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:

@@ -19,9 +19,9 @@ from jaxmp._internals.jax.bodies import bind_equation, params_in_dtype
 from jaxmp._internals.jax.equations import names_a_dtype, opened
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 from jaxmp.base import trees as _tree
-from jaxmp.base.dtypes import is_half
-from jaxmp.policy import float8_product
-from jaxmp.sharding.mesh_plan import Plan, sum_dtype
+from jaxmp.base.dtypes import at_least_float32, is_half
+from jaxmp.policy import float8, float8_product
+from jaxmp.sharding.mesh_plan import Plan
 from jaxmp.sharding.weights import Use, anywhere
 
 _FLOAT32 = np.dtype(np.float32)
@@ -185,7 +185,7 @@ def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable
             cotangent, factor = cotangent.astype(jnp.bfloat16), factor.astype(jnp.bfloat16)
         else:
             cotangent = float8_product.dequantised((None, cotangent, scale), recipe.gradient)
-            factor = float8_product.dequantised((None, factor, factor_scale), recipe.forward)
+            factor = float8_product.dequantised((None, factor, factor_scale), float8.FORWARD_FORMAT)
 
         def multiplied(weight: Any) -> Any:
             factors = (weight, factor) if side == 0 else (factor, weight)
@@ -275,7 +275,7 @@ def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     results.
     """
     avals, name = [atom.aval for atom in eqn.invars], eqn.primitive.name
-    dtypes = [sum_dtype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype for aval in avals]
+    dtypes = [at_least_float32(aval.dtype) for aval in avals]
     operands = [jnp.asarray(value, dtype) for value, dtype in zip(operands, dtypes, strict=True)]
     if name not in PRODUCTS:
         return bind_equation(eqn, operands, params_in_dtype(eqn, _FLOAT32, False))

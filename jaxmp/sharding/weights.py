@@ -14,8 +14,9 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
 from jaxmp._internals.jax.bodies import bind_equation
+from jaxmp.base.dtypes import at_least_float32
 from jaxmp.base.trees import is_float_array
-from jaxmp.sharding.mesh_plan import Plan, sum_dtype
+from jaxmp.sharding.mesh_plan import Plan
 
 RewrittenValue = tuple[Any, bool]
 """An array or the use of a weight, and whether it is common. (A use always is.)"""
@@ -58,7 +59,7 @@ class Source:
     @property
     def sum_dtype(self) -> np.dtype:
         """Return the dtype in which its cotangents are summed."""
-        return sum_dtype(self.param.dtype)
+        return at_least_float32(self.param.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,7 +145,7 @@ def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
       value: the array.
       dtype: the dtype of the value in the program.
     """
-    value = value.astype(sum_dtype(value.dtype))
+    value = value.astype(at_least_float32(value.dtype))
     source = Source(origin.plan, origin.name, value, PartitionSpec(), dtype, False, False, is_computed=True)
     return Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None)
 

@@ -12,10 +12,9 @@ from jaxmp._internals.jax.invariants import same_results
 from jaxmp._internals.jax.primitives import BROADCAST
 from jaxmp._internals.jax.sources import user_source_of
 from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
-from jaxmp.base.dtypes import is_half
+from jaxmp.base.dtypes import at_least_float32, is_half
 from jaxmp.base.trees import is_float_array
 from jaxmp.engine.classes import Class, classify
-from jaxmp.sharding.mesh_plan import sum_dtype
 from jaxmp.sharding.weight_products import computed_wide, may_be_wide
 from jaxmp.sharding.weights import RewrittenValue, Use, weight_of
 
@@ -72,7 +71,7 @@ def read_whole(use: Use, eqn: Any, position: int, is_wide: bool = False) -> Any:
     """Return a weight for an equation that takes all of it."""
     aval, shapes = eqn.invars[position].aval, [var.aval.shape for var in eqn.outvars]
     repeats = eqn.primitive.name in BROADCAST and aval.shape != shapes[0]
-    return use.read(sum_dtype(aval.dtype) if is_wide else aval.dtype, shapes[0] if repeats else None)
+    return use.read(at_least_float32(aval.dtype) if is_wide else aval.dtype, shapes[0] if repeats else None)
 
 
 def _repeats_nothing(eqn: Any, position: int) -> bool:

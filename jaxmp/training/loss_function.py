@@ -21,7 +21,7 @@ from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.rules import Rules
 from jaxmp.optim.checks import described, require_loss
 from jaxmp.policy.float8_product import RESIDUALS
-from jaxmp.policy.patterns import pairs_of
+from jaxmp.policy.patterns import checked_overrides
 from jaxmp.policy.policies import check_backend
 
 LossFn = Callable[[Any, Any, Any, Any], Any]
@@ -98,7 +98,7 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
     It runs under autocast, unless the policy is None, or float32 without overrides.
     """
     loss_fn = checked(loss_fn)
-    override_of = dict(pairs_of(overrides))
+    override_of = checked_overrides(overrides)
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
     if one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions):
         if override_of:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import flax.struct
 import jax
@@ -20,16 +20,8 @@ from jaxmp.optim.loss_scaling import Derived, in_precision_of, loss_scaling, req
 from jaxmp.optim.low_precision import in_dtype_of, with_compensation
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state, has_loss_scale
 from jaxmp.sharding.mesh_plan import Sharding
-from jaxmp.sharding.placement import (
-    require_params,
-    settled,
-)
-from jaxmp.training.loss_function import (
-    as_key,
-    require_same_structure,
-)
-
-S = TypeVar("S", bound="TrainState")
+from jaxmp.sharding.placement import require_params, settled
+from jaxmp.training.loss_function import as_key, require_same_structure
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -65,12 +57,12 @@ class TrainState(flax.struct.PyTreeNode):
 
     @classmethod
     def create_sharded(
-        cls: type[S],
+        cls,
         make_params: Callable[[], Any],
         tx: optax.GradientTransformation,
         sharding: Sharding,
         **fields: Any,
-    ) -> S:
+    ) -> Self:
         """Create a state directly on its devices, so that none ever holds all of it.
 
         Args:
@@ -93,7 +85,25 @@ class TrainState(flax.struct.PyTreeNode):
         >>> state.opt_state.inner_state[0].mu["w"].sharding == state.params["w"].sharding
         True
         """
-        return created_sharded(cls, make_params, tx, sharding, fields)
+        if not callable(make_params):
+            raise TypeError(
+                f"create_sharded takes a function that makes the params, got {type(make_params).__name__}; write "
+                "lambda: params"
+            )
+        arrays: dict[str, Any] = {}
+        static: dict[str, Any] = {}
+        for name, value in fields.items():
+            has_arrays = any(map(_is_array, jax.tree.leaves(value)))
+            (arrays if has_arrays else static)[name] = value
+
+        def make(arrays: Any) -> Any:
+            return cls.create(params=make_params(), tx=tx, **static, **arrays)
+
+        shapes = jax.eval_shape(make, arrays)
+        shardings = jax.tree.leaves(sharding.plan().shardings(shapes))
+        with sharding.plan().set():
+            leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     @classmethod
     def create(
@@ -127,9 +137,27 @@ class TrainState(flax.struct.PyTreeNode):
             ``low_precision``; ``params`` are empty, or variables with other collections beside the params.
           RuntimeError: the params were donated to an earlier step.
         """
-        return created(
-            cls, params=params, tx=tx, apply_fn=apply_fn, model_state=model_state, rng=rng, ema=ema, **fields
+        tx = as_optimizer(tx)
+        require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
+        require_params(params)
+        require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
+        if not has_loss_scale(jax.eval_shape(tx.init, params)):
+            tx = loss_scaling(tx, NoOpLossScale())
+        opt_state = tx.init(params)
+        get_loss_scale(opt_state)  # raises if there are several
+        require_outermost(tx, opt_state)
+        state = cls(
+            **{name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "stuck")},
+            params=params,
+            opt_state=opt_state,
+            model_state=model_state,
+            ema_params=_tree.widen(params) if ema else None,
+            rng=as_key(rng),
+            apply_fn=apply_fn,
+            tx=tx,
+            **fields,
         )
+        return settled(state)
 
     def with_tx(self, tx: optax.GradientTransformation) -> Self:
         """Return this state with the same optimizer in another precision.
@@ -214,65 +242,6 @@ class TrainState(flax.struct.PyTreeNode):
             **selected,
             **changes,
         )
-
-    def _trace(self, gradients: Callable[[Any], Any]) -> Any:
-        """Return ``gradients(self)``.
-
-        A subclass may carry more values from microbatch to microbatch.
-        """
-        return gradients(self)
-
-
-def created(
-    cls: type[S], *, params: Any, tx: Any, model_state: Any = None, rng: Any = None, ema: bool = False, **fields: Any
-) -> S:
-    """See :meth:`TrainState.create`."""
-    tx = as_optimizer(tx)
-    require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
-    require_params(params)
-    require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
-    if not has_loss_scale(jax.eval_shape(tx.init, params)):
-        tx = loss_scaling(tx, NoOpLossScale())
-    opt_state = tx.init(params)
-    get_loss_scale(opt_state)  # raises if there are several
-    require_outermost(tx, opt_state)
-    state = cls(
-        **{name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "stuck")},
-        params=params,
-        opt_state=opt_state,
-        model_state=model_state,
-        ema_params=_tree.widen(params) if ema else None,
-        rng=as_key(rng),
-        apply_fn=fields.pop("apply_fn", None),
-        tx=tx,
-        **fields,
-    )
-    return settled(state)
-
-
-def created_sharded(
-    cls: type[S], make_params: Callable[[], Any], tx: Any, sharding: Sharding, fields: Mapping[str, Any]
-) -> S:
-    """See :meth:`TrainState.create_sharded`."""
-    if not callable(make_params):
-        raise TypeError(
-            f"create_sharded takes a function that makes the params, got {type(make_params).__name__}; write "
-            "lambda: params"
-        )
-    arrays: dict[str, Any] = {}
-    static: dict[str, Any] = {}
-    for name, value in fields.items():
-        has_arrays = any(map(_is_array, jax.tree.leaves(value)))
-        (arrays if has_arrays else static)[name] = value
-
-    def make(arrays: Any) -> S:
-        return created(cls, params=make_params(), tx=tx, **static, **arrays)
-
-    shapes = jax.eval_shape(make, arrays)
-    shardings = jax.tree.leaves(sharding.plan().shardings(shapes))
-    with sharding.plan().set():
-        leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 def _is_array(leaf: Any) -> bool:

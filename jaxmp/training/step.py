@@ -6,6 +6,7 @@ If the gradients are not finite, params, optimizer, batch statistics and moving 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag, require_whole_number
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.optim.checks import as_float, with_loss
+from jaxmp.optim.checks import as_float
 from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale
@@ -112,15 +113,17 @@ def make_train_step(
     require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
-    gathered = None
+    gathered: Gathered | None = None
+    reduces_once = False
     if sharding is not None:
         _check_sharding(sharding, accumulate_steps)
         plan = sharding.plan()
         keeps_nothing = sharding.regather and remat in (None, "none")
         loss_fn = gathered = Gathered(plan, typed(loss_fn, sharding.mesh, plan.axes), keeps_nothing)
-    reduces_once = sharding is not None and sharding.reduce == "once"
+        reduces_once = sharding.reduce == "once" and gathered.is_split
     loss_fn = with_remat(loss_fn, remat)
-    return TrainStep(loss_fn, accumulate_steps, decay, donate, max_consecutive_skips, gathered, reduces_once)
+    options = StepOptions(loss_fn, accumulate_steps, decay, donate, max_consecutive_skips, gathered, reduces_once)
+    return TrainStep(options)
 
 
 def _checked_decay(ema_decay: Any) -> float | None:
@@ -157,36 +160,42 @@ def _layout_of(state: Any) -> _Layout:
     return _Layout(structure, tuple(getattr(leaf, "sharding", None) for leaf in leaves))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepOptions:
+    """The options of a :class:`TrainStep`, those of :func:`make_train_step`.
+
+    Attributes:
+      loss_fn: the loss function with its policy, mesh and rematerialisation.
+      gathered: the loss function that gathers its weights; None without a mesh.
+      reduces_once: whether the gradients of all microbatches are reduced once.
+    """
+
+    loss_fn: LossFn
+    accumulate_steps: int
+    ema_decay: float | None
+    donate: bool
+    max_consecutive_skips: int
+    gathered: Gathered | None
+    reduces_once: bool
+
+
 class TrainStep:
     """A jitted train step, the result of :func:`make_train_step`.
 
     A call places the state and the batch, and runs the jitted program. The program computes the gradients of the
-    batch and updates the state. A subclass may record more by overriding ``differentiated``.
+    batch and updates the state. A subclass may record more by overriding ``differentiate``.
 
     Attributes:
+      options: the options, with which a subclass can be created.
       jitted: the program of the last call, a jitted function of ``(state, batch)`` for ``jax.make_jaxpr`` and AOT
         compilation. For a state on a mesh it returns the state in the same shardings.
-      arguments: the arguments of the constructor, with which a subclass can be created.
     """
 
-    def __init__(
-        self,
-        loss_fn: LossFn,
-        accumulate_steps: int,
-        ema_decay: float | None,
-        donate: bool,
-        max_consecutive_skips: int,
-        gathered: Gathered | None = None,
-        reduces_once: bool = False,
-    ) -> None:
-        self.arguments = loss_fn, accumulate_steps, ema_decay, donate, max_consecutive_skips, gathered, reduces_once
-        self._loss_fn = loss_fn
-        self._gathered = gathered
-        self._reduces_once = reduces_once and gathered is not None and gathered.is_split
-        self._plan = None if gathered is None else gathered.plan
-        self._accumulate_steps, self._ema_decay, self._donate = accumulate_steps, ema_decay, donate
+    def __init__(self, options: StepOptions) -> None:
+        self.options = options
+        self._plan = None if options.gathered is None else options.gathered.plan
         self._has_warned = False
-        self._stuck_runs = StuckRuns(max_consecutive_skips)
+        self._stuck_runs = StuckRuns(options.max_consecutive_skips)
         self._planned_layout: _Layout | None = None
         self._program_with = functools.lru_cache(maxsize=8)(self._jit)
         self.jitted = self._program_with(None)
@@ -230,14 +239,14 @@ class TrainStep:
 
         These are the devices of the step's mesh, or those of the committed arrays.
         """
-        if self._donate:
+        if self.options.donate:
             state = each_once(state)
         if not is_traced(state):
             state = self._placed_state(state, batch)
         if self._plan is None:
             return state, batch
         with self._on_mesh():
-            return state, self._plan.batch(batch, self._accumulate_steps)
+            return state, self._plan.batch(batch, self.options.accumulate_steps)
 
     def _placed_state(self, state: S, batch: Any) -> S:
         """Return ``state`` with uncommitted arrays on the devices of the call.
@@ -276,7 +285,7 @@ class TrainStep:
         Without fixed shardings XLA would shard a new state like the batch.
         """
         shardings = None if layout is None else jax.tree.unflatten(layout.structure, layout.shardings)
-        return jax.jit(self._step, donate_argnums=0 if self._donate else (), out_shardings=(shardings, None))
+        return jax.jit(self._step, donate_argnums=0 if self.options.donate else (), out_shardings=(shardings, None))
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._plan is None else self._plan.set()
@@ -289,7 +298,7 @@ class TrainStep:
         Return the new state and the metrics.
         """
         self.require_state(state)
-        if self._ema_decay is None and state.ema_params is not None:
+        if self.options.ema_decay is None and state.ema_params is not None:
             raise ValueError(
                 "the state keeps a moving average that this step would never update; pass "
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
@@ -310,12 +319,10 @@ class TrainStep:
         """Return the state after one step of the optimizer with true gradients."""
 
         def updated(state: TrainState, grads: Any, model_state: Any, loss: Any, rng: Any) -> TrainState:
-            def apply(**extra_args: Any) -> TrainState:
-                return state.apply_gradients(
-                    grads=grads, model_state=model_state, ema_decay=self._ema_decay, extra_args=extra_args, rng=rng
-                )
-
-            return with_loss(apply, loss)
+            extra_args = {"value": loss}  # for optax's line searches and plateaus
+            return state.apply_gradients(
+                grads=grads, model_state=model_state, ema_decay=self.options.ema_decay, extra_args=extra_args, rng=rng
+            )
 
         if self._plan is not None:
             updated = on_auto_axes(updated, self._plan.specs_of(state))
@@ -327,7 +334,7 @@ class TrainStep:
             return self.gradients(state, batch, rng)
         whole = PartitionSpec()
         with self._on_mesh():
-            specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self._accumulate_steps)
+            specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self.options.accumulate_steps)
             return on_auto_axes(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
@@ -336,14 +343,11 @@ class TrainStep:
         The loss is the true one. The gradients are those of the scaled loss.
         """
         require_examples(batch)
-        return state._trace(lambda state: self._gradients(state, batch, rng))
-
-    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
-        if self._accumulate_steps > 1:
+        if self.options.accumulate_steps > 1:
             return self._accumulated_gradients(state, batch, rng)
         self._warn_if_unscaled(state, batch, rng)
         loss, grads, model_state, metrics, records = self._differentiate(
-            self._loss_fn, state, state.model_state, batch, rng
+            self.options.loss_fn, state, state.model_state, batch, rng
         )
         return loss, grads, model_state, {**metrics, **records}
 
@@ -351,11 +355,12 @@ class TrainStep:
         self, state: TrainState, batch: Any, rng: Any
     ) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """Compute :meth:`gradients` in a scan over microbatches."""
-        count = self._accumulate_steps
+        count = self.options.accumulate_steps
         turns = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
         first_turn = jax.tree.map(lambda leaf: leaf[0], turns)
         self._warn_if_unscaled(state, *first_turn)
         loss_fn, learned = self._loss_of_microbatch(state, first_turn)
+        gathered = self.options.gathered
 
         def differentiate(model_state: Any, batch: Any, rng: Any) -> Any:
             return self._differentiate(loss_fn, state.replace(params=learned), model_state, batch, rng)
@@ -363,8 +368,8 @@ class TrainStep:
         loss, total, model_state, metrics, records = accumulated(
             differentiate, learned, state.model_state, turns, count
         )
-        if self._gathered is not None and self._reduces_once:
-            total = self._gathered.reduced(*total)
+        if gathered is not None and self.options.reduces_once:
+            total = gathered.reduced(*total)
         grads = jax.tree.map(lambda leaf: leaf / count, total)
         return loss, grads, model_state, {**metrics, **records}
 
@@ -375,18 +380,19 @@ class TrainStep:
         params alone are moved out of the loop, unless each microbatch gathers its own weights.
         """
         rest = (state.model_state, *first_turn)
-        if self._gathered is not None and self._reduces_once:
-            gathered = self._gathered.gather(state.params, *rest)
-            loss_of_gathered = hoisted(self._loss_fn, gathered, rest, REMAT["float8"])
+        loss_fn, gathered = self.options.loss_fn, self.options.gathered
+        if gathered is not None and self.options.reduces_once:
+            gathered_params = gathered.gather(state.params, *rest)
+            loss_of_gathered = hoisted(loss_fn, gathered_params, rest, REMAT["float8"])
 
-            def loss_fn(learned: Any, *rest: Any) -> Any:
+            def loss_of_learned(learned: Any, *rest: Any) -> Any:
                 params, taps = learned
-                return loss_of_gathered(GatheredParams(params, gathered.weights, taps), *rest)
+                return loss_of_gathered(GatheredParams(params, gathered_params.weights, taps), *rest)
 
-            return loss_fn, (gathered.params, gathered.taps)
-        if self._gathered is not None and self._gathered.is_split:
-            return self._loss_fn, state.params
-        return hoisted(self._loss_fn, state.params, rest, REMAT["float8"]), state.params
+            return loss_of_learned, (gathered_params.params, gathered_params.taps)
+        if gathered is not None and gathered.is_split:
+            return loss_fn, state.params
+        return hoisted(loss_fn, state.params, rest, REMAT["float8"]), state.params
 
     def _differentiate(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Any:
         """Return the results and the gradients of a microbatch.
@@ -414,7 +420,8 @@ class TrainStep:
         """Warn once if the loss has float16 products and the optimizer has no loss scale."""
         if self._has_warned or not isinstance(get_loss_scale(state.opt_state), NoOpLossScale):
             return
-        if "float16" in product_dtypes(jax.make_jaxpr(self._loss_fn)(state.params, state.model_state, batch, rng)):
+        program = jax.make_jaxpr(self.options.loss_fn)(state.params, state.model_state, batch, rng)
+        if "float16" in product_dtypes(program):
             self._has_warned = True
             warnings.warn(
                 "the loss has float16 products and no loss scale, so small gradients become zero; write tx = "
@@ -427,7 +434,7 @@ class TrainStep:
 
         It names the arrays that are not finite in the step of a skipped batch.
         """
-        placed_batch = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
+        placed_batch = batch if self._plan is None else self._plan.batch(batch, self.options.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
         loss, grads, _, _ = jax.jit(self.placed_gradients)(state, placed_batch, rng)
         scale = get_loss_scale(state.opt_state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -53,11 +54,15 @@ def test_the_policy_comes_back_from_its_text(scope):
     assert json.loads(scope["text"]) == expected
 
 
+@dataclasses.dataclass(frozen=True)
 class Named(jaxmp.LossScale):
     """A loss scale of a user's, with text and a bool in it."""
 
-    def __init__(self, loss_scale: float, name: str) -> None:
-        self.loss_scale, self.name, self.on = loss_scale, name, True
+    loss_scale: float
+    name: str
+    on: bool = True
+
+    static_fields = ("name", "on")
 
 
 @pytest.mark.parametrize(

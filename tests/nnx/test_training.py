@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import time
 from typing import Any
@@ -24,7 +23,6 @@ from recompiles import compiled_once
 import jaxmp
 from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
-from jaxmp.sharding import Sharding
 
 ROWS = {"x": data(8, 6), "y": data(8, 3, seed=5)}
 BAD = {**ROWS, "x": jnp.asarray(np.where(np.arange(8)[:, None] == 3, np.inf, ROWS["x"]))}
@@ -137,52 +135,17 @@ def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights():
     assert int(optimizer.skipped) == int(state.skipped) == 1
 
 
-@functools.partial(nnx.jit, static_argnums=3)
-def by_hand(model: Any, optimizer: Any, batch: Any, n: int) -> jax.Array:
-    """A step of n microbatches, as NNX's own functions write it."""
-    parts = [jax.tree.map(lambda leaf, k=k: leaf[k::n], batch) for k in range(n)]
-    losses, grads = zip(*(value_and_grad(loss_fn, optimizer)(model, part) for part in parts), strict=True)
-    optimizer.update(model, jax.tree.map(lambda *each: sum(each) / n, *grads))
-    return sum(losses) / n
-
-
 @pytest.mark.once
-@pytest.mark.parametrize(("norm", "accumulate_steps"), [(nnx.WeightNorm, 2), (nnx.SpectralNorm, 1)])
-def test_what_a_loss_function_writes_to_what_is_trained_goes_on_as_by_hand(norm, accumulate_steps):
-    def make() -> Any:
-        normed = norm(nnx.Linear(6, 5, rngs=rngs()), rngs=rngs())
-        return setup(nnx.Sequential(normed, nnx.tanh, nnx.Linear(5, 3, rngs=rngs(1))), "float32")
-
-    (model, optimizer), (twin, twin_optimizer) = make(), make()
-    step = make_train_step(loss_fn, accumulate_steps=accumulate_steps)
-    for n in (1, np.inf, 1):
-        batch, before = {**ROWS, "x": n * ROWS["x"]}, host(values(model))[0]
-        loss = step(model, optimizer, batch)["loss"]
-        np.testing.assert_allclose(loss, by_hand(twin, twin_optimizer, batch, accumulate_steps), rtol=1e-5)
-        close(values(model), values(twin))
-        if n != 1:
-            same_bits(values(model), before)
-    assert int(optimizer.skipped) == 1 and compiled_once(step.of_trees)
-
-
-@pytest.mark.once
-def test_a_moving_average_and_a_mesh_hold_what_is_written_to_what_is_trained():
-    mesh, got = jax.make_mesh((4,), ("fsdp",)), []
-    for reduce in (None, "once"):
-        normed = nnx.WeightNorm(nnx.Linear(6, 8, rngs=rngs()), rngs=rngs())
-        model, optimizer = setup(nnx.Sequential(normed, nnx.tanh, nnx.Linear(8, 3, rngs=rngs(1))), "float32", ema=True)
-        options: dict[str, Any] = {"accumulate_steps": 2, "ema_decay": 0.5}
-        if reduce is not None:
-            specs = jaxmp.sharding.fsdp_specs(nnx.state(model, nnx.Param), mesh, min_size=1)
-            options["sharding"] = Sharding(mesh, specs, reduce=reduce)
-        step = make_train_step(loss_fn, **options)
-        losses = [float(step(model, optimizer, ROWS)["loss"]) for _ in range(2)]
-        got.append(host(losses, values(model), optimizer.ema))
-        assert losses[1] < losses[0]
-    assert model.layers[0].layer_instance.kernel[...].sharding.spec == PartitionSpec(None, "fsdp")
-    close(got[1], got[0])
-    with pytest.raises(AssertionError):
-        close(got[0][2], nnx.as_pure(nnx.state(model, nnx.Param)))
+@pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_a_loss_function_that_writes_to_a_trained_param_is_refused_and_works_by_hand(norm):
+    normed = norm(nnx.Linear(6, 5, rngs=rngs()), rngs=rngs())
+    model, optimizer = setup(nnx.Sequential(normed, nnx.tanh, nnx.Linear(5, 3, rngs=rngs(1))), "float32")
+    message = r"got a write to 'layers/0/layer_instance/kernel', .*\nwrite your own step with jaxmp.nnx.value_and_grad"
+    for accumulate_steps in (1, 2):
+        with pytest.raises(ValueError, match=message):
+            make_train_step(loss_fn, accumulate_steps=accumulate_steps)(model, optimizer, ROWS)
+    losses = [float(own_step(model, optimizer, ROWS)) for _ in range(3)]
+    assert losses[2] < losses[0]
 
 
 @pytest.mark.once
@@ -262,7 +225,7 @@ class Blocks(nnx.Module):
         return nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.norms, first(self.first, x))
 
 
-def test_what_remat_and_scan_of_nnx_return_is_what_they_took_unless_it_is_written():
+def test_params_that_remat_and_scan_of_nnx_return_are_not_written_unless_their_values_change():
     found = {}
     for remat in (False, True):
         model, optimizer = setup(Blocks(remat))
@@ -278,10 +241,8 @@ def test_what_remat_and_scan_of_nnx_return_is_what_they_took_unless_it_is_writte
         return jnp.mean(nnx.remat(nudged)(model.first, batch["x"]) ** 2)
 
     model, optimizer = setup(Blocks(True), "float32", tx=optax.sgd(0.0))
-    before = host(values(model))[0]
-    make_train_step(writes, accumulate_steps=2)(model, optimizer, ROWS)
-    close(model.first.bias[...], before["first"]["bias"] + 2)
-    same_bits(model.first.kernel[...], before["first"]["kernel"])
+    with pytest.raises(ValueError, match="got a write to 'first/bias'"):
+        make_train_step(writes, accumulate_steps=2)(model, optimizer, ROWS)
 
 
 def test_autocast_of_the_loss_function_puts_its_products_in_half_and_keeps_what_is_written():
@@ -634,7 +595,7 @@ def test_what_a_loss_function_does_to_the_model_beside_writing_variables_is_told
         make_train_step(counts)(model, optimizer, ROWS)
     with pytest.raises(ValueError, match=r"an attribute that is no array\. .*\nkeep what changes in a Variable"):
         make_train_step(lists)(model, optimizer, ROWS)
-    with pytest.raises(ValueError, match=r"'3/layers/0/bias' had the shape \(5,\) and has \(1,\)"):
+    with pytest.raises(ValueError, match="got a write to 'layers/0/bias'"):
         make_train_step(reshapes)(model, optimizer, ROWS)
 
 

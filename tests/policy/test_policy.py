@@ -99,7 +99,7 @@ def test_a_map_as_text_reads_back_to_an_equal_one():
     for policies in MAPS:
         read = get_policy(str(policies))
         assert PolicyMap(read) == policies
-        assert read == policies or not policies.overrides
+        assert read == policies or not policies.rules
 
 
 def test_a_map_as_text_has_its_rules_in_the_order_in_which_they_are_tried():
@@ -115,7 +115,7 @@ def test_a_map_as_text_has_its_rules_in_the_order_in_which_they_are_tried():
 
 def test_policies_are_hashed_pickled_and_copied():
     for policies in (*MAPS, get_policy("mixed_float16"), get_policy("O2")):
-        for other in (pickle.loads(pickle.dumps(policies)), copy.deepcopy(policies), dataclasses.replace(policies)):
+        for other in (pickle.loads(pickle.dumps(policies)), copy.deepcopy(policies)):
             assert other == policies and hash(other) == hash(policies)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ def standard(tx: Any) -> optax.GradientTransformationExtraArgs:
         with jax.numpy_dtype_promotion("standard"):
             return tx.init(params)
 
+    @functools.wraps(tx.update)
     def update(*args, **kwargs):
         with jax.numpy_dtype_promotion("standard"):
             return tx.update(*args, **kwargs)

@@ -13,6 +13,7 @@ from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import path_name
 from jaxmp.inspect.program import nnx_models
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
+from jaxmp.nnx.training import state_of
 from jaxmp.optim.checks import require_loss
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.training.state import TrainState
@@ -53,7 +54,7 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
       RuntimeError: the state was donated to an earlier step.
     """
     if isinstance(fun, NNXTrainStep):
-        call = StepCall(fun.of_trees, fun.state_of(*args[:2]), *args[2:])
+        call = StepCall(fun.of_trees, state_of(*args[:2]), *args[2:])
     else:
         call = StepCall(fun, *args)
     call.step.require_state(call.state)

@@ -28,6 +28,7 @@ from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.walk import interpreted
+from jaxmp.base.trees import zero_if_finite
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
 from jaxmp.inspect.program.equation_places import Key, is_whole
 from jaxmp.inspect.program.targets import mesh_of
@@ -314,24 +315,18 @@ def compiled_operation(operation: Operation) -> Callable[..., tuple[list[Any], l
 
 def is_finite(value: Any) -> bool:
     """Return whether all elements of a value are finite; integers always are."""
-    return not is_inexact(value) or bool(np.asarray(jax.jit(_zero_if_finite)(value)) == 0)
+    return not is_inexact(value) or bool(np.asarray(jax.jit(_finite_flag)(value)) == 0)
 
 
 def _flags_of(results: Sequence[Any]) -> list[Any]:
     """Return a flag for each result; None for results that are not floating."""
-    return [_zero_if_finite(result) if is_inexact(result) else None for result in results]
+    return [_finite_flag(result) if is_inexact(result) else None for result in results]
 
 
-def _zero_if_finite(value: Any) -> jax.Array:
-    """Return 0 if all elements are finite, else NaN.
-
-    This sum compiles faster than a test.
-    """
-    value = jnp.asarray(value)
+def _finite_flag(value: Any) -> jax.Array:
+    """Return 0 if all elements are finite, else NaN."""
     with jax.sharding.use_abstract_mesh(jax.typeof(value).sharding.mesh):  # with the axis types of the value
-        if value.dtype.itemsize == 1:  # float8, as some have no infinities
-            value = value.astype(jnp.float32)
-        return jnp.sum(value * 0)
+        return zero_if_finite(value)
 
 
 def _typed_as(aval: Any, value: Any) -> Any:
