@@ -30,7 +30,8 @@ Differences from jmp:
 - A ``min_loss_scale`` of 0 means float32's smallest normal number. jmp's scale can reach 0, which makes everything NaN.
 - A dynamic scale must be finite and start at its minimum or above. (jmp's *grows* to the minimum at an overflow.)
 - Unscaling by more than 2^126 is exact. jmp's reciprocal is flushed to 0, and with it all gradients.
-- A static scale is stored as a Python float. A traced one and a scale of 0 raise.
+- A static scale is stored as a Python float, and a traced one raises. A scale of 0, as in jmp's tests, raises only when
+  it is used.
 - A policy's dtypes are ``numpy.dtype``: equal to ``jnp.float16`` and so on, but not callable, and with another hash.
   They must be floating.
 - Names ignore case and spaces. An unknown name raises a ValueError as in jmp, which lists the known names. A repeated
@@ -56,7 +57,7 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.trees import all_finite
 from jaxmp.optim import loss_scale
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
-from jaxmp.optim.loss_scale_state import HUGE
+from jaxmp.optim.loss_scale_state import HUGE, is_concrete, require
 from jaxmp.policy import policies, policy_map
 
 __all__ = (
@@ -172,12 +173,27 @@ class _Widening(LossScale):
         return super().scale(_tree.widen(tree))
 
 
+@dataclasses.dataclass(frozen=True)
 class StaticLossScale(_Widening, loss_scale.StaticLossScale):
-    """A :class:`jaxmp.StaticLossScale` whose scaled leaves are float32.
+    """A :class:`jaxmp.StaticLossScale` that may be 0 until it is used.
 
     >>> StaticLossScale(2**15).scale(jnp.float16(3))
     Array(98304., dtype=float32)
     """
+
+    def __post_init__(self) -> None:
+        if not (is_concrete(self.loss_scale) and np.ndim(self.loss_scale) == 0 and self.loss_scale == 0):
+            super().__post_init__()
+
+    def scale(self, tree: T) -> T:
+        """Multiply ``tree`` by the scale; half-precision leaves become float32 first."""
+        require("loss_scale", self.loss_scale)
+        return super().scale(tree)
+
+    def unscale(self, tree: T) -> T:
+        """Divide ``tree`` by the scale; half-precision leaves become float32 first."""
+        require("loss_scale", self.loss_scale)
+        return super().unscale(tree)
 
 
 @dataclasses.dataclass(frozen=True)

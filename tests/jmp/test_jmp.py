@@ -311,10 +311,13 @@ def test_keys_and_integers_pass_through_a_scale_where_jmp_raises_or_makes_them_f
     assert scaled["key"] is tree["key"] and scaled["n"] is tree["n"]
 
 
-def test_a_static_scale_of_zero_is_refused():
+def test_a_static_scale_of_zero_can_be_made_but_not_used():
     for zero in (0, 0.0, np.float32(0), jnp.float32(0)):
-        with pytest.raises(ValueError, match=r"loss_scale must be positive and finite.*, got 0"):
-            jmp.StaticLossScale(zero)
+        scale = jmp.StaticLossScale(zero)
+        assert not jax.tree.leaves(scale)
+        for use in (scale.scale, scale.unscale, jax.jit(scale.scale), lambda x, own=scale: as_loss_scale(own).scale(x)):
+            with pytest.raises(ValueError, match=r"loss_scale must be positive and finite.*, got 0"):
+                use(jnp.ones(2))
     with pytest.raises(ZeroDivisionError):
         real.StaticLossScale(0).unscale(jnp.ones(2))
     with pytest.raises(ValueError, match="loss_scale must be positive and finite"):
