@@ -18,9 +18,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -32,6 +34,7 @@ from experiments.benchmarks.real_libraries.registry import PROGRAMS, Program
 from experiments.benchmarks.real_libraries.simulated import half_everything, half_products
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
+from experiments.report.json_files import write_json
 from experiments.report.tables import Table
 from experiments.training import cli
 
@@ -40,6 +43,13 @@ DRAWS = 5
 COLUMNS = ("program", "half", "value", "T", "N", "gradient", "T", "N", "half FLOPs", "")
 ILL_CONDITIONED = 0.1
 FACTOR, ABSOLUTE = 3.0, 0.01
+# Every rounding is done. A program runs five times: LLVM's optimizations take longer than they save.
+_AS_WRITTEN = {
+    "xla_allow_excess_precision": False,
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+_FILE = "real_libraries.json"
 Results = tuple[np.ndarray, np.ndarray]  # the value, and the gradient as one vector
 
 
@@ -102,7 +112,7 @@ def _errors(fun: Callable[..., Any], draws: Sequence[Any], exact: Sequence[Resul
 
 
 def _computed(fun: Callable[..., Any], draws: Sequence[Any]) -> list[Results]:
-    compiled = jax.jit(fun, compiler_options={"xla_allow_excess_precision": False})  # every rounding is done
+    compiled = jax.jit(fun, compiler_options=_AS_WRITTEN)
     results = []
     for params in draws:
         value, gradient = compiled(params)
@@ -131,13 +141,16 @@ def main(config: Config) -> dict[str, Any]:
     chosen = [
         program for program in chosen if not config.programs or any(part in program.name for part in config.programs)
     ]
-    rows: list[dict[str, Any]] = []
+    rows = _rows_of(folder)
+    finished = {(row["library"], row["program"]) for row in rows}
     absent: set[str] = set()
     failures: dict[str, str] = {}
     for program in chosen:
         title = f"{program.library}: {program.name}"
         if not _is_installed(program.library):
             absent.add(program.library)
+            continue
+        if (program.library, program.name) in finished:
             continue
         started = time.perf_counter()
         try:
@@ -147,6 +160,7 @@ def main(config: Config) -> dict[str, Any]:
             print(f"{title}: {failures[title]}", flush=True)
             continue
         rows += measured
+        write_json(folder / _FILE, {"programs": rows})  # a run that is stopped can go on
         for row in measured:
             print(*_cells(row), f"({time.perf_counter() - started:.0f} s)", flush=True)
     notes = [f"not installed: {', '.join(sorted(absent))}"] if absent else []
@@ -155,6 +169,18 @@ def main(config: Config) -> dict[str, Any]:
     data = {"programs": rows, "not_installed": sorted(absent), "failed": failures}
     records.record(folder, "real_libraries", "Programs of real libraries", environment(), [table], data)
     return data
+
+
+def _rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of an earlier run in this folder."""
+    file = folder / _FILE
+    if not file.is_file():
+        return []
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["programs"]
+    for row in rows:
+        for way in ("autocast", "T", "N"):
+            row[way] = [float(error) for error in row[way]]  # infinity is stored by its name
+    return rows
 
 
 def _is_installed(library: str) -> bool:

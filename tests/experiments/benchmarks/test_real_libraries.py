@@ -73,6 +73,9 @@ def test_the_table_has_programs_and_libraries_that_are_absent(monkeypatch, tmp_p
     assert "not installed: nobody-has-this" in (tmp_path / "run" / "real_libraries.md").read_text()
     assert json.loads((tmp_path / "run" / "real_libraries.json").read_text())["programs"] == [row]
 
+    monkeypatch.setattr(run, "measure", failing)  # a second run in the folder goes on from the first
+    assert run.main(run.Config(run_dir=tmp_path / "run"))["programs"] == [row]
+
 
 VERDICTS = {
     (0.009, 0.0): "",
