@@ -79,7 +79,7 @@ class State(enum.IntEnum):
 class Rule(enum.StrEnum):
     """The rules that raise the state of a value.
 
-    Their values are their names in docs and plans.
+    ``reasons.py`` has the words of a plan for each.
     """
 
     AMPLIFIED = "amplifier"

@@ -50,7 +50,7 @@ class Node:
     is_constant: bool = False  # whether it depends only on constants and integers
     is_looked_up: bool = False  # whether it is or depends on rows of a table, and so is not a weight
 
-    # Set by jaxmp.engine.decide:
+    # Set by jaxmp.engine.decide. The functions in RAISERS run after the first two, and before the others.
     after_product: bool = False  # whether it depends on a product or a half argument
     before_product: bool = False  # whether a product or a half result depends on it
     activation_of: int = 0  # the number of the last product with the same elements; 0 if there is none

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 
 from jaxmp.base import tables, versions
+from jaxmp.inspect import watch_files
+from jaxmp.inspect.watch import Watch, line
 
 COLUMNS = ("step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped")
 _WAITING = 20
@@ -32,7 +34,7 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("plan.json", "memory.json"):
+        for name in ("plan.json", "memory.json", watch_files.FILE):
             (folder / name).unlink(missing_ok=True)  # of an earlier record
         _write_json(folder / "summary.json", _environment())
         self._file = (folder / "metrics.csv").open("w", buffering=1, newline="")
@@ -76,10 +78,21 @@ class Record:
         """Write the result of :func:`jaxmp.inspect.memory`."""
         (self.folder / "memory.json").write_text(plan.to_json())
 
-    def summary(self, **numbers: Any) -> None:
-        """Add numbers to the summary, such as ``test_loss`` or ``ms_per_step``."""
+    def watch(self, watch: Watch, dtype: Any = "float16") -> None:
+        """Write the watched steps that were not written yet. The watch forgets them.
+
+        Args:
+          watch: the watch of this loop.
+          dtype: the half dtype whose underflow is shown.
+        """
+        lines = [line(step, numerics, {}, dtype) for step, numerics in watch.take().items()]
+        with (self.folder / watch_files.FILE).open("a") as file:
+            file.writelines(f"{text}\n" for text in lines)
+
+    def summary(self, **values: Any) -> None:
+        """Add values to the summary, such as ``test_loss``, ``ms_per_step`` or ``policy``."""
         file = self.folder / "summary.json"
-        _write_json(file, {**json.loads(file.read_text()), **numbers})
+        _write_json(file, {**json.loads(file.read_text()), **values})
 
     def close(self) -> None:
         """Write what is left."""
@@ -102,6 +115,9 @@ class Record:
 @contextlib.contextmanager
 def record(folder: str | Path) -> Iterator[Record]:
     """Record a training loop in a folder, for ``jaxmp report``.
+
+    The context gives a :class:`jaxmp.inspect.Record`. Its methods are ``log``, ``plan``, ``memory``, ``watch`` and
+    ``summary``.
 
     Args:
       folder: the folder. It is created if necessary, and files of an earlier record in it are replaced.

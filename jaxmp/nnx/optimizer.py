@@ -41,9 +41,9 @@ _Object: Any = nnx.Optimizer  # hides its type parameters
 class Optimizer(_Object):
     """An ``nnx.Optimizer`` with loss scaling, which skips steps that are not finite.
 
-    With gradients of :func:`value_and_grad`, a skipped step restores every Variable of the model bit for bit, including
-    batch statistics. Only the random number generators advance. If the norm of the gradients is not finite, other
-    modules among the loss function's arguments are restored too. The optimizer's ``step`` counts all steps, and
+    With gradients of :func:`value_and_grad`, a step whose gradient norm is not finite is skipped. Every Variable of the
+    model is restored bit for bit, including batch statistics, and so are other modules among the loss function's
+    arguments. Only the random number generators advance. The optimizer's ``step`` counts all steps, and
     ``skipped`` counts skipped ones.
 
     Args:
@@ -58,7 +58,7 @@ class Optimizer(_Object):
     Raises:
       TypeError: ``model`` is not an NNX model, ``tx`` is not an optimizer, or ``loss_scale`` is not a loss scale.
       ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale, and you pass ``loss_scale`` too;
-        ``tx`` has several loss scales; or another transform than ``loss_scaling`` is around ``low_precision``.
+        ``tx`` has several loss scales; or a transform other than ``loss_scaling`` wraps ``low_precision``.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())

@@ -33,8 +33,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     """Return ``model`` under a policy: a copy that shares its Variables.
 
     Params are stored in the param dtype. Every module computes in the compute dtype of its policy, and the root's
-    result is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares every
-    Variable, except Params of another dtype than the param dtype, which are cast.
+    result is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares
+    all Variables, except Params that have to be cast to the param dtype.
 
     Use the copy from then on: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step refuses the
     original ``model``. To train it in float32 on purpose, use ``apply_policy(model, "float32")``. The original and the
@@ -43,14 +43,14 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     A module with a ``dtype`` attribute computes as Flax defines it. A module without one gets half arrays from its
     layers. If it has its own Params, it is traced in float32 and the rules of :func:`jaxmp.autocast` decide its
-    operations. Otherwise it is traced in the dtypes of its inputs: ``jnp.mean`` of half returns half. If a ``dtype`` or
-    ``param_dtype`` differs from the constructor's default, it is the author's choice and stays, unless an override
+    operations. Otherwise it is traced in the dtypes of its inputs: ``jnp.mean`` of half returns half. A ``dtype`` or
+    ``param_dtype`` that differs from the constructor's default is the author's choice. It stays, unless an override
     covers the module. A nested module with a policy keeps it. ``init_cache`` without a ``dtype`` creates a cache in the
     module's compute dtype.
 
     Gradients of Params are summed in float32. A loop's carry keeps the dtype of its initial value. Call JAX's loops by
     their full names: ``jax.lax.scan``. The model is traced as under ``jax.jit``, so its Python code cannot branch on
-    values of arrays. Code that reads a Param outside of its module's methods, or in a generator, sees the stored dtype.
+    values of arrays. A Param has its stored dtype for code outside of its module's methods, and in generators.
 
     Args:
       model: any NNX module, with arrays or abstract. A new policy replaces an earlier one.

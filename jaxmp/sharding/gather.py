@@ -32,8 +32,8 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     Then no device holds all weights.
 
     The implementation depends on the current mesh: ``reshard`` for axes of type Explicit, collectives inside
-    ``shard_map``, and two constraints for axes of type Auto. On Auto axes XLA reduces a gradient in the gradient's own
-    dtype, whatever you cast it to, so ``reduce_dtype`` must equal ``dtype``.
+    ``shard_map``, and two constraints for axes of type Auto. On Auto axes, XLA reduces gradients in their own dtype
+    only, so pass ``reduce_dtype=dtype`` there, or create Explicit axes.
 
     Args:
       tree: the weights. Leaves that are not split over ``axes`` keep their dtype. In ``shard_map`` their gradients are
@@ -49,7 +49,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
       ValueError: no mesh is set, or it lacks an axis; ``reduce_dtype`` is impossible on axes of type Auto; the specs
         have another structure, or do not fit; a dtype is not floating, or cannot be reduced in; it is called in the
         loss function of a ``make_train_step(sharding=)``, which already gathers; in ``shard_map``, an array axis is
-        split over an axis of ``axes`` and then over another, or ``check_vma=False`` is set.
+        split over one of ``axes`` and further over an axis outside of them, or ``check_vma=False`` is set.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     >>> with jax.set_mesh(mesh):

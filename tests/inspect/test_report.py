@@ -18,7 +18,6 @@ from jaxmp.cli import main
 from jaxmp.inspect import Watch, audit, memory, record, write_report
 from jaxmp.inspect.report.page import verdict
 from jaxmp.inspect.report.reading import read_run
-from jaxmp.inspect.watch import line
 
 pytestmark = pytest.mark.once
 
@@ -46,10 +45,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(1, 31):
             state, metrics = watch(n, state, X)
             run.log(n, metrics)
+            if n == 20:
+                run.watch(watch)
         run.log(30, {"loss": metrics["loss"]}, "test")
-        run.summary(ms_per_step=2.0)
-    lines = [line(n, numerics, {}, "float16") for n, numerics in watch.steps.items()]
-    (folder / "watch.jsonl").write_text("\n".join(lines))
+        run.watch(watch)
+        run.summary(ms_per_step=2.0, policy="mixed_float16")
     return folder
 
 

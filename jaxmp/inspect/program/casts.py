@@ -32,7 +32,7 @@ def round_trips(audited: Audited) -> Faults:
             continue
         half, wide = value.dtype.name, value.inputs[0].dtype.name
         what = f"{half} → {wide} → {half} with nothing between that needs {wide}"
-        yield Fault(value.at, what, "remove both casts")
+        yield Fault(value.at, what, "remove both casts, or give the first of two models a half output dtype")
 
 
 def _narrows(value: Value) -> bool:

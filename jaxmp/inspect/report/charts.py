@@ -30,8 +30,9 @@ def losses(runs: Sequence[Run]) -> str:
         values["accuracy"] = lambda row: row.accuracy
     page = figure(9, 1 + 2.4 * len(values))
     panels = page.subplots(len(values), 1, sharex=True, squeeze=False)[:, 0]
+    colored = list(zip(runs, colors_of(runs), strict=True))
     for axes, (name, value) in zip(panels, values.items(), strict=True):
-        for run, color in zip(runs, colors_of(runs), strict=True):
+        for run, color in reversed(colored):  # the run to judge is drawn last, on top
             _curve(axes, run, value, color)
         style(axes, "", "step" if axes is panels[-1] else "", name)
     return svg(page)

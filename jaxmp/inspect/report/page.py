@@ -56,13 +56,15 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
         findings=(main.plan or {}).get("findings", []),
         memory=charts.memory(main.memory["by_kind"]) if main.memory else None,
         peak=main.memory["peak"] / 2**20 if main.memory else None,
-        about={name: main.summary[name] for name in ("device", "versions", "date", "command") if name in main.summary},
+        half_flops=(main.plan or {}).get("half_flops"),
+        about={name: main.summary[name] for name in ABOUT if name in main.summary},
     )
     path = Path(file) if file is not None else Path(run) / "report.html"
     path.write_text(text, encoding="utf-8")
     return path
 
 
+ABOUT = ("policy", "loss_scale_rule", "device", "versions", "date", "command")
 PLAN_COLUMNS = ("path", "operation", "dtypes", "FLOPs", "phase or reason", "source")
 
 
