@@ -3,10 +3,10 @@
     python tests/tools/mutants.py . .coverage --out mutants.json
 
 The file .coverage is written by `pytest --cov=jaxmp --cov-context=test --junitxml=junit.xml`. Each mutant is one change
-of an operator, a
-comparison, a condition or a number, in the engine, loss scaling, the train step or an adapter. The quickest tests that
-run its line are run on it; it is found if one of them fails, or does not end in time. Mutants are processes forked from
-one that has imported JAX and Flax already.
+of an operator, a comparison, a condition or a number, in the engine, loss scaling, the train step or an adapter. The
+quickest tests that run its line are run on it, then more of them, those of its folder first. It is found if one of them
+fails, or does not end in time. Mutants are processes forked from one that has imported JAX and Flax already. With
+--mutants, those that an earlier run found are not run again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDERS = ("jaxmp/engine", "jaxmp/optim", "jaxmp/training", "jaxmp/linen", "jaxmp/nnx")
-SECONDS = 120
+SECONDS = 240  # of a run of tests, after which a mutant counts as found
 
 _COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in",
@@ -128,6 +128,18 @@ def seconds_by_test(junit: Path) -> dict[str, float]:
     return seconds
 
 
+def more_tests(mutant: Mutant, tests: list[str], seconds: dict[str, float], most: float) -> list[str]:
+    """Return as many tests as end within ``most`` seconds, those of the mutant's folder first."""
+    folder = f"tests/{mutant.file.split('/')[1]}/"
+    chosen, total = [], 0.0
+    for test in sorted(tests, key=lambda test: (not test.startswith(folder), seconds.get(test, 9.0))):
+        total += seconds.get(test, 9.0)
+        if total > most:
+            break
+        chosen.append(test)
+    return chosen
+
+
 def is_found(root: Path, mutant: Mutant, tests: list[str]) -> bool:
     """Run tests on a copy of the package with the mutant; return whether one fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -174,8 +186,9 @@ def main() -> None:
     parser.add_argument("coverage", type=Path, help="its coverage data, beside a junit.xml")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", type=int, default=8, help="the most tests for a mutant")
-    parser.add_argument("--mutants", type=Path, help="a file of mutants, for the same ones in another checkout")
+    parser.add_argument("--tests", type=int, default=8, help="the number of quickest tests that run first")
+    parser.add_argument("--seconds", type=float, default=20, help="how long the other tests of a mutant may take")
+    parser.add_argument("--mutants", type=Path, help="the results of an earlier run, to go on from")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     for name in ("flax.linen", "flax.nnx", "jax", "optax", "pytest"):  # once, before the forks
@@ -183,16 +196,21 @@ def main() -> None:
 
     root = options.root.resolve()
     if options.mutants:
-        drawn = [Mutant(*row["mutant"]) for row in json.loads(options.mutants.read_text())["rows"]]
-        drawn = [moved for mutant in drawn if (moved := _in(root, mutant))]
+        earlier = json.loads(options.mutants.read_text())["rows"]
+        drawn = [moved for row in earlier if (moved := _in(root, Mutant(*row["mutant"])))]
+        known = {Mutant(*row["mutant"]) for row in earlier if row["found"]}
     else:
-        drawn = draw(root, options.count, options.seed)
+        drawn, known = draw(root, options.count, options.seed), set()
     covering = tests_by_line(options.coverage)
     seconds = seconds_by_test(options.coverage.with_name("junit.xml"))
 
     def row(mutant: Mutant) -> dict[str, object]:
         tests = sorted(covering.get((mutant.file, mutant.line), ()), key=lambda test: seconds.get(test, 9.0))
-        found = bool(tests) and is_found(root, mutant, tests[: options.tests])
+        found = mutant in known
+        if not found and (quickest := tests[: options.tests]):
+            found = is_found(root, mutant, quickest)
+        if not found and (others := more_tests(mutant, tests[options.tests :], seconds, options.seconds)):
+            found = is_found(root, mutant, others)
         print("found   " if found else "survives", f"{mutant.file}:{mutant.line}", mutant.after.strip(), flush=True)
         return {"mutant": mutant, "covered": bool(tests), "found": found}
 
