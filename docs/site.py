@@ -81,6 +81,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match[0]
         if outside == RUNS:
             return f"[{text}]({posixpath.relpath(REPORT, folder or '.')})"
+        if outside.startswith("notebooks/"):
+            return f"[{text}]({posixpath.relpath(outside, folder or '.')})"
         if is_picture:
             return f"![{text}]({posixpath.relpath('pictures/' + outside, folder or '.')})"
         return f"{text} (`{outside}`)"
