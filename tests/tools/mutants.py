@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import datetime
 import importlib
 import json
 import os
@@ -26,8 +27,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+README, SURVIVORS = Path(__file__).parents[1] / "README.md", Path(__file__).with_name("survivors.txt")
+BEGIN, END = "<!-- mutants: written by `python tests/tools/mutants.py --record` -->\n", "<!-- /mutants -->\n"
 FOLDERS = ("jaxmp/engine", "jaxmp/optim", "jaxmp/training", "jaxmp/linen", "jaxmp/nnx")
 SECONDS = 240  # of a run of tests, after which a mutant counts as found
 
@@ -190,6 +193,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20, help="how long the other tests of a mutant may take")
     parser.add_argument("--mutants", type=Path, help="the results of an earlier run, to go on from")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--record", action="store_true", help="write the result into tests/README.md")
     options = parser.parse_args()
     for name in ("flax.linen", "flax.nnx", "jax", "optax", "pytest"):  # once, before the forks
         importlib.import_module(name)
@@ -219,6 +223,34 @@ def main() -> None:
     found = sum(bool(row["found"]) for row in rows)
     options.out.write_text(json.dumps({"found": found, "of": len(rows), "rows": rows}, indent=1))
     print(f"{found} of {len(rows)} mutants found")
+    if options.record:
+        record(rows, options.seed)
+
+
+def record(rows: list[dict[str, Any]], seed: int) -> None:
+    """Write the share found by folder into tests/README.md, and the survivors into a file beside this script."""
+    all_by_folder, found_by_folder = collections.Counter(), collections.Counter()
+    survivors = []
+    for row in rows:
+        file, line, before, after = row["mutant"]
+        folder = "/".join(file.split("/")[:2])
+        all_by_folder[folder] += 1
+        found_by_folder[folder] += bool(row["found"])
+        if not row["found"]:
+            survivors.append(f"{file}:{line}\n  {before.strip()}\n  {after.strip()}\n")
+    SURVIVORS.write_text("\n".join(sorted(survivors)))
+    cells = [
+        f"| `{folder}` | {found_by_folder[folder]} of {all_by_folder[folder]} |\n" for folder in sorted(all_by_folder)
+    ]
+    table = (
+        f"Of {len(rows)} mutants (seed {seed}, {datetime.date.today()}) the tests found {len(rows) - len(survivors)}. "
+        "Each mutant was tried\nwith its 8 quickest tests, then with 12 seconds of the tests of its folder, not with the whole "
+        "suite. `tools/survivors.txt` lists the others.\n\n"
+        "| folder | found |\n|---|---:|\n" + "".join(cells)
+    )
+    before, _, rest = README.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def _in(root: Path, mutant: Mutant) -> Mutant | None:
