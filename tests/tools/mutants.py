@@ -244,8 +244,8 @@ def record(rows: list[dict[str, Any]], seed: int) -> None:
     ]
     table = (
         f"Of {len(rows)} mutants (seed {seed}, {datetime.date.today()}) the tests found {len(rows) - len(survivors)}. "
-        "Each mutant was tried\nwith its 8 quickest tests, then with 12 seconds of the tests of its folder, not with the whole "
-        "suite. `tools/survivors.txt` lists the others.\n\n"
+        "Each mutant was tried\nwith its 8 quickest tests, then with 12 seconds of the tests of its folder, not "
+        "with the whole suite. `tools/survivors.txt` lists the others.\n\n"
         "| folder | found |\n|---|---:|\n" + "".join(cells)
     )
     before, _, rest = README.read_text().partition(BEGIN)
