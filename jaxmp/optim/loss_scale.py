@@ -108,7 +108,7 @@ class LossScale:
         return 1 / (scale * second), second
 
     def is_stuck(self, before: LossScale) -> jax.Array:
-        """Return whether the scale did not fall from ``before`` at a non-finite step."""
+        """Return whether a non-finite step could not lower the scale from ``before``."""
         return jnp.asarray(self.loss_scale >= before.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
@@ -231,7 +231,7 @@ class DynamicLossScale(ScaleState, LossScale):
             self.__dict__["countdown"] = jnp.asarray(self.hysteresis, jnp.int32)
 
     def is_stuck(self, before: LossScale) -> jax.Array:
-        """See :meth:`LossScale.is_stuck`; False for a step that hysteresis ignores."""
+        """See :meth:`LossScale.is_stuck`; False while hysteresis keeps the scale."""
         return super().is_stuck(before) & jnp.asarray(self.countdown is None or self.countdown == 0)
 
     @classmethod

@@ -105,7 +105,7 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """Return the loss scale that an optimizer's state contains, at any depth.
+    """Return the loss scale in an optimizer's state; it may be nested at any depth.
 
     >>> tx = optax.chain(jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)))
     >>> get_loss_scale(tx.init(jnp.ones(2))).loss_scale

@@ -111,7 +111,7 @@ class Policy:
         return _tree.cast(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: Any) -> Policy:
-        """Return the same policy with another output dtype."""
+        """Return a copy of this policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def wrap(self, fun: F) -> F:

@@ -116,9 +116,10 @@ class PolicyMap:
     ) -> tuple[Policy, Pattern | None]:
         """Return the policy of the module at ``path``, and the pattern that matched.
 
+        The pattern is None if no pattern matched.
+
         Args:
-          path: the names of the modules from the root's child down to this module; ``()`` is the root. The pattern is
-            None if the default applies.
+          path: the names of the modules from the root's child down to this module; ``()`` is the root.
           classes: the classes of this module and of the modules above it, by path. Modules that share a scope have one
             path with several classes.
         """

@@ -117,7 +117,7 @@ class TrainState(flax.struct.PyTreeNode):
         ema: bool = False,
         **fields: Any,
     ) -> Self:
-        """Create a fresh state.
+        """Create the state of a new run.
 
         Args:
           params: the params. The state does not copy these arrays, nor those of ``model_state`` and ``rng``. A step

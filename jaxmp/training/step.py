@@ -69,8 +69,8 @@ def make_train_step(
     sharding as the old state.
 
     Args:
-      loss_fn: ``loss_fn(params, model_state, batch, rng)`` returning ``(loss, new_model_state)`` or
-        ``(loss, new_model_state, metrics)``. The loss is a float32 scalar, ``metrics`` a dict.
+      loss_fn: ``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, new_model_state)`` or ``(loss,
+        new_model_state, metrics)``. The loss is a float32 scalar, and ``metrics`` is a dict.
       policy: a policy with which :func:`jaxmp.autocast` runs the loss function. Use it for a model that has no policy.
         Only the compute dtype is used: params, loss, model state and metrics keep their dtypes.
       overrides: the overrides of ``policy``, as for :func:`jaxmp.autocast`.
@@ -78,11 +78,11 @@ def make_train_step(
         and so are the loss and the metrics. If the gradients of one microbatch are not finite, the whole step is
         skipped. Every n-th example goes into the same microbatch. So no example moves to another device if the batch is
         split over devices.
-      ema_decay: the decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
+      ema_decay: the decay of the moving average ``state.ema_params``. It needs ``TrainState.create(ema=True)``.
       remat: the values that the backward pass recomputes: None or ``"none"`` (none); ``"full"`` (all); ``"dots"`` (all
         except results of products); ``"dots_no_batch"`` (all except results of products without batch dimensions);
         ``"float8"`` (all except operands of float8 products); or a policy of ``jax.checkpoint_policies`` or its name.
-      donate: whether to reuse the memory of the state. The state that you pass is then deleted.
+      donate: whether the new state reuses the memory of the old one. The state that you pass is then deleted.
       max_consecutive_skips: the number of skipped steps in a row that ends the run with an error. Only steps in which
         the loss scale could not fall are counted.
       sharding: a :class:`jaxmp.sharding.Sharding`. The state and the batch are placed on its mesh. Each weight is
