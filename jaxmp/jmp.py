@@ -21,24 +21,30 @@ The names are jmp's, and the code is jaxmp's. You can pass these policies and lo
 
 Differences from jmp:
 
-- A dynamic scale keeps every field through ``jit`` and ``scan``. jmp's loses its ``min_loss_scale`` (jmp#44). - A scale
-is always float32. In jmp, ``adjust`` raises for a float16 scale, although jmp's README uses one (jmp#47). - Scaled and
-unscaled half-precision leaves are float32. (In float16, a loss of 2 times a scale of 2^15 is inf, and small unscaled
-gradients become 0.) In jmp, JAX's type promotion applies, so a float16 leaf stays float16 with a float16 or Python
-scale. - ``scale`` and ``unscale`` do not change integers, bools and keys. jmp makes them floating or raises. - If you
-lower ``period`` to the counter or below, the scale grows at the next finite step. jmp restarts the count. - A
-``min_loss_scale`` of 0 means float32's smallest normal number. jmp's scale can reach 0, and then all gradients are NaN.
+- A dynamic scale keeps every field through ``jit`` and ``scan``. jmp's loses its ``min_loss_scale`` (jmp#44).
+- A scale is always float32. In jmp, ``adjust`` raises for a float16 scale, although jmp's README uses one (jmp#47).
+- Scaled and unscaled half-precision leaves are float32. (In float16, a loss of 2 times a scale of 2^15 is inf, and
+  small unscaled gradients become 0.) In jmp, JAX's type promotion applies, so a float16 leaf stays float16 with a
+  float16 or Python scale.
+- ``scale`` and ``unscale`` do not change integers, bools and keys. jmp makes them floating or raises.
+- If you lower ``period`` to the counter or below, the scale grows at the next finite step. jmp restarts the count.
+- A ``min_loss_scale`` of 0 means float32's smallest normal number. jmp's scale can reach 0, and then all gradients are
+  NaN.
 - A dynamic scale must be finite and at least its minimum. In jmp, a scale below the minimum *grows* to it at an
-overflow. - Unscaling by more than 2^126 works. In jmp, the reciprocal of such a scale is flushed to 0, and so all
-gradients are 0. - A static scale is stored as a Python float, and a tracer raises. A scale of 0, as in jmp's tests,
-raises only when it is used. - A policy's dtypes must be floating. They are of type ``numpy.dtype``: they equal
-``jnp.float16`` and so on, but you cannot call them, and their hash differs. - Case and spaces in names are ignored. An
-unknown name raises a ValueError, as in jmp, and the error lists the known names. A repeated key raises. Presets
-(``mixed_float16``) are not known; use :func:`jaxmp.get_policy` for them. - NumPy scalars and ``jax.ShapeDtypeStruct``
-are cast like arrays. - ``LossScale`` is the base class of all loss scales, not a Union (``typing.get_args`` returns
-nothing for it). You write ``isinstance`` and annotations in the same way. - Only the scale and the counter of a dynamic
-scale may be traced. ``adjust`` takes a bool, not an int. - ``select_tree`` casts to the dtype of its last argument. jmp
-raises if dtypes differ.
+  overflow.
+- Unscaling by more than 2^126 works. In jmp, the reciprocal of such a scale is flushed to 0, and so all gradients are
+  0.
+- A static scale is stored as a Python float, and a tracer raises. A scale of 0, as in jmp's tests, raises only when it
+  is used.
+- A policy's dtypes must be floating. They are of type ``numpy.dtype``: they equal ``jnp.float16`` and so on, but you
+  cannot call them, and their hash differs.
+- Case and spaces in names are ignored. An unknown name raises a ValueError, as in jmp, and the error lists the known
+  names. A repeated key raises. Presets (``mixed_float16``) are not known; use :func:`jaxmp.get_policy` for them.
+- NumPy scalars and ``jax.ShapeDtypeStruct`` are cast like arrays.
+- ``LossScale`` is the base class of all loss scales, not a Union (``typing.get_args`` returns nothing for it). You
+  write ``isinstance`` and annotations in the same way.
+- Only the scale and the counter of a dynamic scale may be traced. ``adjust`` takes a bool, not an int.
+- ``select_tree`` casts to the dtype of its last argument. jmp raises if dtypes differ.
 """
 
 from __future__ import annotations

@@ -32,9 +32,10 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
     docs/autocast.md lists the rules, and :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced in its original
     dtypes. Params stay float32, and results keep their dtypes. (Under a pure policy such as ``"bfloat16"``, results get
     the output dtype.) You can use ``jit``, ``grad``, ``vmap`` and JAX's other transformations around it and inside of
-    it. The method follows TensorFlow's ``auto_mixed_precision`` graph pass. ``fun`` may write to NNX objects that are
-    its arguments (statistics, counts, metrics), as under NNX's own transforms. It cannot write to objects that it
-    closes over, as under ``jax.jit``.
+    it. The method follows TensorFlow's ``auto_mixed_precision`` graph pass.
+
+    ``fun`` may write to NNX objects that are its arguments (statistics, counts, metrics), as under NNX's own
+    transforms. It cannot write to objects that it closes over, as under ``jax.jit``.
 
     Args:
       fun: any function of arrays in pytrees that JAX can trace. Other arguments (Python numbers, strings, None,

@@ -132,9 +132,10 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
     Nothing is executed. The time of a kernel is the sum of three times: that of its products, that of its bytes, and
     that of a launch. Products run at a share of the peak rate, and bytes move at a share of the bandwidth. (The times
     are added because products with many bytes were measured to take longer than the longer of the two.) Kernels run one
-    after the other. Of a conditional, the slowest branch counts; of a loop of unknown length, one iteration. The model
-    is the roofline of Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore
-    architectures", CACM 2009.
+    after the other. Of a conditional, the slowest branch counts; of a loop of unknown length, one iteration.
+
+    The model is the roofline of Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for
+    multicore architectures", CACM 2009.
 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function.

@@ -124,7 +124,7 @@ class Watch:
     def shares(self, kind: str = "activation_gradients", dtype: Any = "float16") -> dict[str, list[float]]:
         """Return the shares of values that become 0, by path, for each watched step.
 
-        Each step's values are rounded to ``dtype`` under the loss scale of the step.
+        Values are rounded to ``dtype``. Gradients are first multiplied by the loss scale of their step.
         """
         vanished = [_vanished_shares(step, kind, dtype) for step in self.steps.values()]
         paths = dict.fromkeys(path for shares in vanished for path in shares)
