@@ -22,20 +22,24 @@ The names are jmp's, and the code is jaxmp's. You can pass these policies and lo
 Differences from jmp:
 
 - A dynamic scale keeps every field through ``jit`` and ``scan``. jmp's loses its ``min_loss_scale`` (jmp#44).
-- A scale is always float32. A float16 scale, as in jmp's README, raises in jmp's ``adjust`` (jmp#47).
-- Scaled and unscaled half-precision leaves are float32. In float16, a loss of 2 times 2^15 is inf, and unscaled
-  gradients vanish again. jmp promotes leaf and scale, so a float16 or Python scale keeps float16.
-- Integers, bools and keys are unchanged. jmp makes them floating or raises.
+- A scale is always float32. In jmp, ``adjust`` raises for a float16 scale, although jmp's README uses one (jmp#47).
+- Scaled and unscaled half-precision leaves are float32. (In float16, a loss of 2 times a scale of 2^15 is inf, and
+  small unscaled gradients become 0.) In jmp, JAX's type promotion applies, so a float16 leaf stays float16 with a
+  float16 or Python scale.
+- ``scale`` and ``unscale`` do not change integers, bools and keys. jmp makes them floating or raises.
 - If you lower ``period`` to the counter or below, the scale grows at the next finite step. jmp restarts the count.
-- A ``min_loss_scale`` of 0 means float32's smallest normal number. jmp's scale can reach 0, which makes everything NaN.
-- A dynamic scale must be finite and start at its minimum or above. (jmp's *grows* to the minimum at an overflow.)
-- Unscaling by more than 2^126 is exact. jmp's reciprocal is flushed to 0, and with it all gradients.
-- A static scale is stored as a Python float, and a traced one raises. A scale of 0, as in jmp's tests, raises only when
-  it is used.
-- A policy's dtypes are ``numpy.dtype``: equal to ``jnp.float16`` and so on, but not callable, and with another hash.
-  They must be floating.
-- Names ignore case and spaces. An unknown name raises a ValueError as in jmp, which lists the known names. A repeated
-  key raises. Preset names (``mixed_float16``) belong to :func:`jaxmp.get_policy`.
+- A ``min_loss_scale`` of 0 means float32's smallest normal number. jmp's scale can reach 0, and then all gradients are
+  NaN.
+- A dynamic scale must be finite and at least its minimum. In jmp, a scale below the minimum *grows* to it at an
+  overflow.
+- Unscaling by more than 2^126 works. In jmp, the reciprocal of such a scale is flushed to 0, and so all gradients are
+  0.
+- A static scale is stored as a Python float, and a tracer raises. A scale of 0, as in jmp's tests, raises only when it
+  is used.
+- A policy's dtypes must be floating. They are of type ``numpy.dtype``: they equal ``jnp.float16`` and so on, but you
+  cannot call them, and their hash differs.
+- Case and spaces in names are ignored. An unknown name raises a ValueError, as in jmp, and the error lists the known
+  names. A repeated key raises. Presets (``mixed_float16``) are not known; use :func:`jaxmp.get_policy` for them.
 - NumPy scalars and ``jax.ShapeDtypeStruct`` are cast like arrays.
 - ``LossScale`` is the base class of all loss scales, not a Union (``typing.get_args`` returns nothing for it). You
   write ``isinstance`` and annotations in the same way.
@@ -117,8 +121,9 @@ def get_policy(policy_name: str) -> Policy:
     """Return the policy that jmp reads from a string.
 
     Args:
-      policy_name: ``KEY=DTYPE`` with commas between; the keys are ``p`` or ``params`` (float32 if missing), ``c`` or
-        ``compute`` (follows params) and ``o`` or ``output`` (follows compute). Or a dtype, for all three.
+      policy_name: entries ``KEY=DTYPE``, separated by commas. The keys are ``p`` or ``params`` (default: float32),
+        ``c`` or ``compute`` (default: the params' dtype) and ``o`` or ``output`` (default: the compute dtype). It may
+        also be a single dtype, for all three.
 
     Raises:
       ValueError: a key or a dtype is unknown, or a key comes twice.
@@ -175,7 +180,7 @@ class _Widening(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_Widening, loss_scale.StaticLossScale):
-    """A :class:`jaxmp.StaticLossScale` that may be 0 until it is used.
+    """A :class:`jaxmp.StaticLossScale`; a scale of 0 raises only when it is used.
 
     >>> StaticLossScale(2**15).scale(jnp.float16(3))
     Array(98304., dtype=float32)

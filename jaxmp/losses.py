@@ -74,24 +74,24 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """Return the cross-entropy of each label, in nats; 0 for ignored labels.
+    """Return the cross-entropy of each label, in nats; it is 0 for ignored labels.
 
-    The residuals and the gradient have the dtype of the logits. All computations are in float32.
+    All computations are in float32. The residuals for the backward pass and the gradient have the dtype of the logits.
 
     Args:
-      logits: (..., classes) of any floating dtype.
-      labels: (...) of any integer dtype, from 0 up to the number of classes.
-      ignore_index: the label to ignore, often outside of the classes (-100).
+      logits: an array of shape (..., classes) and any floating dtype.
+      labels: an array of shape (...) and any integer dtype. A label is at least 0 and less than the number of classes.
+      ignore_index: the label to ignore, often one that is not a class (-100).
       label_smoothing: the share of the target that is spread evenly over all classes, as in torch and optax.
-      z_loss: the factor of the squared log-sum-exp of the logits that is added to the loss; PaLM uses 1e-4.
+      z_loss: a factor. This factor times the squared log-sum-exp of the logits is added to the loss. PaLM uses 1e-4.
 
     Returns:
-      Losses in the shape of the labels, float32 (float64 for float64 logits).
+      The losses, with the shape of the labels, in float32 (float64 for float64 logits).
 
     Raises:
-      TypeError: logits that are not floating, labels that are not integers.
-      ValueError: shapes that do not match; ``label_smoothing`` outside of [0, 1); a ``z_loss`` that is negative or not
-        a Python or NumPy number; an ``ignore_index`` beyond int32 (int64 for 64-bit labels).
+      TypeError: the logits are not floating, or the labels are not integers.
+      ValueError: the shapes do not match; ``label_smoothing`` is outside of [0, 1); ``z_loss`` is negative, or not a
+        Python or NumPy number; or ``ignore_index`` is outside of int32 (int64 for 64-bit labels).
 
     >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], jnp.bfloat16)
     >>> cross_entropy(logits, jnp.array([0, -100]), ignore_index=-100).round(4)
@@ -139,19 +139,21 @@ def projected_cross_entropy(
 ) -> jax.Array:
     """Return the mean cross-entropy of ``x @ weights.T + bias``, computed in chunks.
 
-    The logits of one chunk of tokens are computed in the dtype of ``x``, together with their part of the gradients. The
-    gradients of ``weights`` and ``bias`` are summed over the chunks in float32. If you do not differentiate the loss,
-    no gradient is computed.
+    Only the logits of one chunk of tokens are in memory at a time. They are computed in the dtype of ``x``, and the
+    chunk's part of the gradients is computed with them. The gradients of ``weights`` and ``bias`` are summed over the
+    chunks in float32. If you do not differentiate the loss, no gradient is computed.
 
     Args:
-      x: (tokens, dim) in the compute dtype. With n chunks, every n-th token is in the same chunk, so tokens that are
-        sharded over devices do not move.
-      weights: (vocabulary, dim) of any floating dtype, cast to that of ``x``; often the embeddings.
-      labels: (tokens,) of any integer dtype, from 0 up to ``classes``.
-      bias: (vocabulary,) of any floating dtype.
-      classes: the number of classes. Further rows of ``weights`` are padding; there is none by default.
+      x: an array of shape (tokens, dim) in the compute dtype. With n chunks, every n-th token is in the same chunk. So
+        no token moves to another device if the tokens are sharded.
+      weights: an array of shape (vocabulary, dim), often the embeddings. Any floating dtype is cast to that of ``x``.
+      labels: an array of shape (tokens,) and any integer dtype. A label is at least 0 and less than ``classes``.
+      bias: an array of shape (vocabulary,) and any floating dtype.
+      classes: the number of classes. Rows of ``weights`` from this number on are padding. By default all rows are
+        classes.
       chunks: the number of chunks of tokens; the last may be shorter.
-      ignore_index: the label to ignore. It does not count in the mean; if all labels are ignored, the loss is 0.
+      ignore_index: the label to ignore. Tokens with this label do not count in the mean. If all labels are ignored, the
+        loss is 0.
       label_smoothing: as in :func:`cross_entropy`.
       z_loss: as in :func:`cross_entropy`.
 
@@ -159,8 +161,8 @@ def projected_cross_entropy(
       A float32 scalar (float64 for float64 ``x``).
 
     Raises:
-      TypeError: ``x``, ``weights`` or ``bias`` that are not floating, labels that are not integers.
-      ValueError: shapes that do not match; ``classes`` or ``chunks`` out of range; otherwise as :func:`cross_entropy`.
+      TypeError: ``x``, ``weights`` or ``bias`` is not floating, or the labels are not integers.
+      ValueError: the shapes do not match; ``classes`` or ``chunks`` is out of range; or as for :func:`cross_entropy`.
 
     >>> x, weights = jnp.eye(3, dtype=jnp.bfloat16), 2 * jnp.eye(4, 3)
     >>> projected_cross_entropy(x, weights, jnp.array([0, 1, 1]), classes=3, chunks=2).round(4)

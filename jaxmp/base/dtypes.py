@@ -54,7 +54,7 @@ def is_other_float(dtype: Any) -> bool:
 def half_dtype() -> np.dtype:
     """Return the dtype that ``"half"`` means.
 
-    It is bfloat16 on a TPU and float16 elsewhere, as in jmp.
+    ``"half"`` means bfloat16 on a TPU and float16 elsewhere, as in jmp.
     """
     return np.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
 

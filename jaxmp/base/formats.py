@@ -50,9 +50,9 @@ class Format:
 
 
 def formats() -> tuple[Format, ...]:
-    """Return every format that jaxmp knows, the widest first.
+    """Return every number format that jaxmp knows, the widest first.
 
-    TensorFloat-32 is not a dtype; it comes from its bit layout.
+    TensorFloat-32 is included, although it is not a dtype.
 
     >>> {row.name: row.largest for row in jaxmp.base.formats.formats()}["float16"]
     65504.0

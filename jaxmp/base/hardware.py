@@ -85,10 +85,10 @@ class Hardware:
         None.
       tensor_cores: the dtypes of products on tensor cores (a TPU's matrix unit). ``"tensorfloat32"`` means float32
         products at reduced precision, and ``"mxfp8"`` means block-scaled float8.
-      peak_tflops: the vendor's nominal TFLOP/s by dtype, dense, not checked here; empty if unknown.
+      peak_tflops: the vendor's peak TFLOP/s of dense products by dtype; empty if unknown. jaxmp does not measure them.
       peak_bandwidth: the bytes per second of the device's memory; None if unknown.
       recommended_policy: a name that :func:`jaxmp.get_policy` reads.
-      reason: the reason for that policy, in one sentence.
+      reason: the reason for the recommended policy, in one sentence.
     """
 
     name: str
@@ -102,13 +102,14 @@ class Hardware:
 
 
 def detect(device: Any = None) -> Hardware:
-    """Return the fast dtypes of ``device``, and the policy to train with there.
+    """Return the fast dtypes of ``device`` and the policy to train with on it.
 
-    ``device`` is a JAX device or the name of a GPU in :data:`GPUS`. The default is the :func:`assumed` device, or the
-    first local one. An unknown device is not an error: its policy is float32, which works everywhere.
+    ``device`` is a JAX device, or the name of a GPU in :data:`GPUS`. The default is the device of :func:`assumed`, or
+    else the first local device. For a JAX device that jaxmp does not know, the policy is float32, which works
+    everywhere.
 
     Raises:
-      RuntimeError: JAX's error, if you pass no device and the backend cannot start.
+      RuntimeError: you pass no device, and JAX's backend cannot start.
       ValueError: the name is unknown.
 
     >>> jaxmp.hardware.detect(jax.devices("cpu")[0]).recommended_policy
@@ -138,10 +139,11 @@ def detect(device: Any = None) -> Hardware:
 
 @contextlib.contextmanager
 def assumed(name: str) -> Iterator[None]:
-    """Trace programs in this context for a GPU that need not be attached.
+    """Trace the programs in this context for a GPU that need not be attached.
 
-    The traces of float8 products and of a train step's update depend on the device. To compile for an absent GPU, trace
-    in this context. The tools of :mod:`jaxmp.inspect` do so if you pass a ``device``.
+    Float8 products and the update of a train step are traced differently for different devices. So trace in this
+    context if you compile for a GPU that is not attached. The tools of :mod:`jaxmp.inspect` do so if you pass a
+    ``device``.
 
     Raises:
       ValueError: the name is unknown.
@@ -180,10 +182,10 @@ def recommended_policy(device: Any = None) -> str:
 
 
 def align_dim(n: int, divisor: int = 8) -> int:
-    """Round ``n`` up to a multiple of ``divisor``, as tensor cores need it.
+    """Round ``n`` up to a multiple of ``divisor``, so that tensor cores are fast.
 
-    Use 8 for 16-bit operands and 16 for 8-bit ones. 64 is most efficient on an A100 and later (NVIDIA, "Matrix
-    Multiplication Background User's Guide").
+    Use a divisor of 8 for 16-bit operands and 16 for 8-bit ones. A divisor of 64 is most efficient on an A100 and later
+    (NVIDIA, "Matrix Multiplication Background User's Guide").
 
     Raises:
       TypeError: ``n`` or ``divisor`` is not an integer.

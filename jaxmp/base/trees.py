@@ -59,9 +59,9 @@ def widen(tree: T) -> T:
 def all_finite(tree: Any) -> jax.Array:
     """Return whether all leaves of ``tree`` are finite, as a bool scalar.
 
-    Only floating and complex leaves are tested. The test adds ``x - x`` over all leaves, which is zero for finite
-    numbers and NaN for all others, and tests the sum. Unlike a test per leaf, this fuses with the operation that
-    computes the leaf. On sharded arrays it needs one scalar all-reduce and gathers nothing.
+    Only floating and complex leaves are tested. The test sums ``x - x`` over all leaves, which is 0 for finite numbers
+    and NaN for others, and checks the sum. XLA can fuse it with the operations that compute the leaves. On sharded
+    arrays, it needs one all-reduce of a scalar and gathers nothing.
 
     >>> all_finite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
     Array(False, dtype=bool)

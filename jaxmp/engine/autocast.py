@@ -27,34 +27,37 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = None) -> F:
-    """Return ``fun`` with each operation in half or float32, decided on its graph.
+    """Return ``fun`` with each operation in half or float32, as its graph requires.
 
     docs/autocast.md lists the rules, and :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced in its original
-    dtypes: params stay float32, and results keep their dtypes (under a pure policy such as ``"bfloat16"``, they get the
-    output dtype). The result composes with JAX's transformations. If ``fun`` writes to NNX objects among its arguments
-    (statistics, counts, metrics), these are updated as under NNX's own transforms. An object that it closes over cannot
-    change, as under ``jax.jit``. The method follows TensorFlow's ``auto_mixed_precision`` graph pass.
+    dtypes. Params stay float32, and results keep their dtypes. (Under a pure policy such as ``"bfloat16"``, results get
+    the output dtype.) You can use ``jit``, ``grad``, ``vmap`` and JAX's other transformations around it and inside of
+    it. The method follows TensorFlow's ``auto_mixed_precision`` graph pass.
+
+    ``fun`` may write to NNX objects that are its arguments (statistics, counts, metrics), as under NNX's own
+    transforms. It cannot write to objects that it closes over, as under ``jax.jit``.
 
     Args:
       fun: any function of arrays in pytrees that JAX can trace. Other arguments (Python numbers, strings, None,
         functions) are passed on unchanged.
-      policy: any policy of :func:`jaxmp.get_policy`. A policy that computes in float32, such as ``"auto"`` on a CPU,
-        runs ``fun`` with the policy's precision of products, and casts its results to the output dtype. The patterns
-        of a PolicyMap are overrides.
+      policy: any policy of :func:`jaxmp.get_policy`. Under a policy that computes in float32, such as ``"auto"`` on a
+        CPU, ``fun`` runs in float32 with the policy's ``matmul_precision``, and its results are cast to the output
+        dtype. The patterns of a PolicyMap are overrides.
       overrides: a mapping from key to level. A key is ``"**/head"`` (a path of modules or scopes, and everything below
         it), ``"**/head:exp"`` (an operation at a path), ``"primitive:exp"`` or ``"class:accumulation"``. A level is
         ``"float32"``, ``"tensorfloat32"`` (float32 with JAX's default products), ``"half"``, or a policy that computes
-        in one of these. Under a half policy the rules decide at that path; ``"half"`` forces every operation. A path
-        wins over an operation, and a region marked with :func:`jaxmp.precision` wins over both. Under a float32 policy,
-        paths may be half.
+        in one of these. With a half policy as the level of a path, the rules decide for each operation below that path;
+        the level ``"half"`` makes all of them half. An override of a path wins over one of a primitive or class. A
+        region marked with :func:`jaxmp.precision` wins over both. If ``policy`` computes in float32, overrides of paths
+        may still be half.
 
     Returns:
-      A function with the same parameters. Under ``jit`` only its casts cost time; without ``jit`` it is traced in every
-      call.
+      A function with the same parameters. Call it under ``jit``: then only the casts cost time. Without ``jit`` it is
+      traced again in every call.
 
     Raises:
       ValueError: the policy computes in float64, or in float16 on a TPU; an override has an unknown level, primitive or
-        class (``UnknownOperationError``), or matched nothing in a call (``UnmatchedOverrideError``).
+        class (``UnknownOperationError``), or an override matched nothing in a call (``UnmatchedOverrideError``).
       TypeError: ``fun`` is a Linen module, a class of modules, or not a function; a key of the overrides, or a pattern
         of the PolicyMap, is a class of modules; or, in a call, an argument is a ShapeDtypeStruct.
 

@@ -42,16 +42,16 @@ class Region(NamedTuple):
 def precision(level: str) -> contextlib.AbstractContextManager[None]:
     """Set the precision of operations in this context under autocast.
 
-    Use it in place of ``astype("float32")``, which JAX does not record, because everything is traced in float32. The
-    mark is a scope on JAX's name stack, so it also works in gradients, loops and jitted functions. Outside of autocast
-    it changes nothing.
+    Use it in place of ``astype("float32")``. Autocast traces everything in float32, so JAX drops such a cast and
+    autocast cannot see it. The context is a scope on JAX's name stack, so it also works in gradients, loops and jitted
+    functions. Outside of autocast it changes nothing.
 
     Args:
-      level: ``"float32"``, with products at the highest precision; ``"tensorfloat32"``, with JAX's default products; or
-        ``"half"``, the compute dtype of the policy.
+      level: ``"float32"``, with products at the highest precision; ``"tensorfloat32"``, which is float32 with products
+        at JAX's default precision; or ``"half"``, the compute dtype of the policy.
 
     Raises:
-      ValueError: another level.
+      ValueError: the level is none of these.
 
     >>> def fun(x, w):
     ...     with precision("float32"):

@@ -147,15 +147,16 @@ class Summary:
 class CastPlan(tables.Shown):
     """The decisions of autocast for one call of a function.
 
-    ``str(plan)`` has one line for each equation, and the totals after them. You can keep it under version control: it
-    has no variable names, ids, absolute paths or columns of variable width, so a change of one operation's precision
-    changes one line. :meth:`to_json` is for programs, and :meth:`table` has the primitives, dtypes, paths and reasons.
+    ``str(plan)`` has one line for each equation, and the totals after them. You can keep this text under version
+    control: if the precision of one operation changes, one line changes. (It has no variable names, ids, absolute paths
+    or columns of variable width.) :meth:`to_json` returns the plan for other programs. :meth:`table` returns the
+    primitives, dtypes, paths and reasons.
 
     Attributes:
       policy: the policy, as text.
       overrides: the overrides.
-      rows: one row for each equation. The rows of bodies follow the row of their equation. A broadcast that autocast
-        makes explicit before the cast of a weight has its own row.
+      rows: one row for each equation. The rows of the body of a loop or function follow the row of its equation. If
+        autocast adds a broadcast before the cast of a weight, the broadcast has its own row.
       summary: the totals.
     """
 
@@ -185,11 +186,12 @@ class CastPlan(tables.Shown):
 def cast_plan(
     fun: Callable[..., Any], policy: Any, overrides: Mapping[str, str] | None = None
 ) -> Callable[..., CastPlan]:
-    """Return a function that shows :func:`jaxmp.autocast`'s decisions for a call.
+    """Return a function that lists :func:`jaxmp.autocast`'s decisions for a call.
 
-    Nothing is executed: ``fun`` is only traced, and any argument may be a :class:`jax.ShapeDtypeStruct`. For a function
-    with custom derivative rules, the plan shows the computation of its value; the rules are decided when they run. To
-    see a training step, plan its gradient: ``cast_plan(jax.grad(loss), policy)``.
+    The function takes ``fun``'s arguments and returns a :class:`CastPlan`. Nothing is executed: ``fun`` is only traced,
+    and any argument may be a :class:`jax.ShapeDtypeStruct`. To see the backward pass too, plan the gradient:
+    ``cast_plan(jax.grad(loss), policy)``. In a call of a function with custom derivative rules, the plan shows only the
+    computation of the value. Autocast decides on the rules when they run.
 
     Args:
       fun: any function that JAX can trace.
@@ -198,8 +200,7 @@ def cast_plan(
 
     Raises:
       ValueError: as for :func:`jaxmp.autocast`, including overrides that match nothing.
-      TypeError: as for :func:`jaxmp.autocast`; or an override asks for half in an operation that JAX has only in
-        float32.
+      TypeError: as for :func:`jaxmp.autocast`; or an override makes an operation half that JAX has only in float32.
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(x @ w)

@@ -27,7 +27,7 @@ _NO_SCOPES = "none: it has no scopes; use jax.named_scope, or jaxmp.nnx.autocast
 
 
 class UnmatchedOverrideError(ValueError):
-    """An override matches no operation of the function."""
+    """An override matched no operation of the function."""
 
 
 class Decision(NamedTuple):

@@ -48,11 +48,12 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
 def autocast_dtype() -> np.dtype | None:
     """Return the half dtype that autocast will use for a float32 product here.
 
-    Use it in operations with custom derivative rules or kernels that choose their residuals by the dtype of their
-    arguments: autocast traces them in the original dtypes, float32.
+    Use it in functions with custom derivative rules, and in kernels, that choose their residuals by the dtypes of their
+    arguments. Autocast traces them in the original dtypes, so their arguments look like float32.
 
     Returns:
-      A half dtype, or None outside of autocast and in code that a region or an override makes float32.
+      The half dtype. It is None outside of autocast, and in code that :func:`jaxmp.precision` or an override keeps in
+      float32.
 
     >>> half = jaxmp.autocast(lambda x: x.astype(jaxmp.autocast_dtype() or x.dtype), "mixed_bfloat16")
     >>> half(jnp.ones(2)).dtype, jaxmp.autocast_dtype()

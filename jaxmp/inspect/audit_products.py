@@ -22,21 +22,23 @@ from jaxmp.inspect.program.weight_operands import unaligned
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product or convolution.
+    """A matrix product or convolution in a program.
 
     Attributes:
       path: the modules and scopes around it, joined by ``/``.
       source: the user's file and line.
       primitive: JAX's primitive.
-      operands: the dtypes of the two operands in the traced program; float8 for float8 values times their scales.
+      operands: the dtypes of the two operands in the traced program. Operands that are float8 values times a scale
+        count as float8.
       result: the dtype of the result.
       ran: the dtype of the operands in the compiled program; None if it is unknown.
-      flops: the FLOPs of one execution. A multiplication and an addition are two; padding and a dilation's zeros are
-        not counted.
+      flops: the FLOPs of one execution. A multiplication and an addition count as two. Padding, and the zeros of a
+        dilated convolution, do not count.
       count: how often it is executed; None if this is known only at run time.
       bytes: the bytes of the operands and the result.
-      bound: ``"arithmetic"`` or ``"bytes"``, whichever takes longer at the device's peaks; None if they are unknown.
-      aligned: whether its dimensions, except the batch, are multiples of 16 bytes (of 8 in 16 bits).
+      bound: ``"arithmetic"`` or ``"bytes"``, whichever takes longer at the device's peak rates; None if these are
+        unknown.
+      aligned: whether its dimensions, except the batch, are multiples of 16 bytes (of 8 values if a value has 16 bits).
       phase: ``"forward"``, ``"backward"`` or ``"update"``.
     """
 

@@ -30,7 +30,7 @@ _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "ali
 
 
 class AuditError(AssertionError):
-    """A program does not have its precision; the text has a line per problem."""
+    """The precision of a program is wrong; the text has a line for each problem."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,10 @@ class Audit(tables.Shown):
     """The result of :func:`audit`.
 
     Attributes:
-      products: the products in program order.
-      flops: the share of the products' FLOPs by compute dtype. A loop with an unknown number of iterations counts once.
-      half_flops: the share in 16 bits or fewer; None without products.
+      products: the matrix products and convolutions, in program order.
+      flops: for each compute dtype, its share of the products' FLOPs. A loop with an unknown number of iterations
+        counts as one iteration.
+      half_flops: the share of the products' FLOPs in 16 bits or fewer; None without products.
       memory: the result of :func:`jaxmp.inspect.memory`; None if nothing was compiled.
       findings: the precision problems.
     """
@@ -58,11 +59,12 @@ class Audit(tables.Shown):
         allow: str | Collection[str | tuple[str, str]] = (),
         max_bytes: float | None = None,
     ) -> None:
-        """Raise an error if the program does not have its precision, for your tests.
+        """Raise an error if the precision is wrong; use it in your tests.
 
         Args:
-          min_half_flops: the minimum share of the products' FLOPs in 16 bits or fewer; ignored without products.
-          allow: findings to accept: a kind, or a list of kinds and pairs of a kind and a glob on the path.
+          min_half_flops: the minimum of ``half_flops``; ignored without products.
+          allow: the findings that are not errors: a kind, or a list. The list has kinds, and pairs of a kind and a glob
+            on the path.
           max_bytes: the maximum memory at the peak.
 
         Raises:
@@ -174,16 +176,17 @@ def audit(
 ) -> Callable[..., Audit]:
     """Return a function that audits a call of ``fun``; nothing is executed.
 
-    It takes ``fun``'s arguments, or their shapes, and returns an :class:`Audit`.
+    The function takes ``fun``'s arguments, or their shapes, and returns an :class:`Audit`.
 
     Args:
       fun: a train step, a loss or any other function that JAX can trace.
       policy: the policy that the program should have, or a PolicyMap; it does not change the program. With None, only
-        modules under :func:`jaxmp.linen.apply_policy` and the like have a declared policy.
+        the policies of modules are checked, such as those of :func:`jaxmp.linen.apply_policy`.
       device: the device to compile for: None for the attached one, or the name of a GPU that is not attached, such as
         ``"h200"`` (see :mod:`jaxmp.inspect.program.targets`).
       topology: the topology of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
-      compile: whether to compile. Without it, attributes and findings that need the compiled program are missing.
+      compile: whether to compile the program. If False, attributes and findings that need the compiled program are
+        missing.
 
     Raises:
       ValueError: the policy, device or topology is unknown, or the arguments do not fit the topology.

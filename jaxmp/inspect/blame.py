@@ -38,17 +38,18 @@ class Blame(tables.Shown):
     """The operation that made the first infinity or NaN.
 
     Attributes:
-      phase: ``"input"``, ``"forward"`` or ``"backward"``. Values that only the derivative reads, such as the
-        0.5/sqrt(0) in the derivative of a square root, are backward.
+      phase: ``"input"``, ``"forward"`` or ``"backward"``. A value that only the derivative uses is backward, such as
+        0.5/sqrt(0) in the derivative of a square root.
       primitive: JAX's name of the operation; for an input, the operation that reads it (empty for an argument).
-      path: the modules and scopes around it, joined by ``/``; for an argument, its name and the path in it.
+      path: the modules and scopes around the operation, joined by ``/``; for an argument, its name and the path of the
+        array in it.
       source: the user's file and line.
       kind: ``"overflow"``, ``"division by zero"`` (a pole: 1/0, log 0, rsqrt 0), ``"invalid"`` (0/0, inf - inf, the
         square root of a negative number) or ``"input"``.
       operands: the ranges of the operands, in the blamed iteration.
-      turn: the iteration of the innermost loop, from 0; in the derivative of a scan, the iteration of the scan; None
-        outside of loops.
-      scaled_only: whether everything is finite with a loss scale of 1.
+      turn: the iteration of the innermost loop, from 0; None outside of loops. In the derivative of a scan, it is the
+        iteration of the forward scan.
+      scaled_only: whether only the loss scale is to blame: with a loss scale of 1, everything is finite.
     """
 
     phase: str
@@ -84,16 +85,16 @@ class Blame(tables.Shown):
 def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Callable[..., Blame | None]:
     """Find the operation that made the first infinity or NaN.
 
-    The function and its derivative run one operation at a time, also inside of loops. The search then goes back from
-    the results through values that are not finite. So an infinity that a ``where`` or a softmax removes is not blamed,
-    and neither is a mask of ``-inf``. If no operation on finite numbers explains the result, an infinite argument is
-    blamed, then an operation that turns an infinite constant into NaN, and then the constant.
+    The function and its derivative run one operation at a time, also inside of loops. The search starts at the results
+    and goes back through values that are not finite. So an infinity that does not reach a result is not blamed, such as
+    a mask of ``-inf`` before a softmax. Operations on finite numbers are blamed first. If there are none, the blame
+    goes to an infinite argument, else to an operation that turns an infinite constant into NaN, else to the constant.
 
     Args:
-      fun: a function that returns the loss, a floating scalar, or a tuple that begins with it; or a train step, which
-        you call with the step's arguments. A step's gradients use the loss scale and the rng of the state.
-      grad: whether to check the gradients too, with respect to the first argument that has floating arrays. Without
-        gradients ``fun`` may return anything.
+      fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. Or a train
+        step; you then call the result with the step's arguments, and the loss scale and the rng of its state are used.
+      grad: whether to check the gradients too, with respect to the first argument that has floating arrays. If False,
+        ``fun`` may return anything.
       loss_scale: the factor of the loss before it is differentiated.
 
     Returns:

@@ -49,13 +49,14 @@ class Comparison(tables.Shown):
     Attributes:
       dtype: the half dtype of most of the function's products; ``"float32"`` if nothing is half.
       is_changed: whether the policies change the dtype of a product.
-      rows: a row for each value that a module or named scope returns, and for the result, in program order; then for
-        their gradients, in the order of the backward pass; then for the gradients of the arguments.
-      entered: the path where the error enters: the first value or gradient with a relative error that is more than 4
-        times the error of its inputs, and more than 4 times one rounding error of half precision. For code between
-        modules it is the module around; it is empty outside of all scopes, and None if the error enters nowhere.
+      rows: the compared values. First come the values that modules and named scopes return, and the result, in program
+        order. Then come their gradients, in the order of the backward pass, and then the gradients of the arguments.
+      entered: the path where the error enters, or None if it enters nowhere. This is the first value or gradient with a
+        relative error of more than 4 times that of its inputs, and more than 4 times one rounding error of half
+        precision. For code between modules, it is the path of the module around them. It is empty outside of all
+        scopes.
       worst: the row with the largest relative error.
-      total: the row of the result and of all gradients of arguments together.
+      total: one row for the result and all gradients of arguments together.
       unmatched: the paths of scopes without a row, because they return other values under the policies.
     """
 
@@ -89,32 +90,33 @@ def compare(
     grad: bool = True,
     loss_scale: float = 1.0,
 ) -> Callable[..., Comparison]:
-    """Compare a function with itself without policies, layer by layer.
+    """Compare a function with its float32 version, layer by layer.
 
-    The first run is ``fun`` as it is, with the policies of its modules and its autocasts. In the reference run, every
-    policy, :func:`jaxmp.precision` region and autocast is turned off. Casts in the code of ``fun``, and dtypes that its
-    author set on modules, stay in both runs.
+    ``fun`` runs twice. The first run uses the policies of its modules and its autocasts. The reference run turns off
+    every policy, :func:`jaxmp.precision` region and autocast. Casts in the code of ``fun``, and dtypes that you set on
+    modules, stay in both runs.
 
     Args:
-      fun: a function that returns the loss, a floating scalar, or a tuple that begins with it (without ``grad``, any
-        function); or a train step, which you call with the step's arguments. For a step, its loss is compared, under
-        the loss scale of the state.
+      fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. With
+        ``grad=False``, any function. Or a train step; you then call the result with the step's arguments, and its loss
+        function is compared under the loss scale of the state.
       policy: a policy for :func:`jaxmp.autocast` of ``fun``, in addition to its own policies.
       overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
-      reference: ``"float32"``, with half arguments widened to float32 and true float32 products; or ``"float64"``,
-        traced under ``jax.enable_x64`` with floating arguments in float64. (Random numbers differ in float64, so turn
-        dropout off.)
-      grad: whether to compare gradients too: those of all values that scopes return, and those of the first argument
+      reference: the dtype of the reference run. ``"float32"`` casts half arguments to float32 and uses true float32
+        products. ``"float64"`` traces under ``jax.enable_x64`` and casts floating arguments to float64. (Random numbers
+        differ in float64, so turn dropout off.)
+      grad: whether to compare gradients too, with respect to all values that scopes return, and to the first argument
         that has floating arrays.
       loss_scale: the factor of the loss before it is differentiated. The rows do not include it.
 
     Returns:
-      A function of ``fun``'s arguments that returns a :class:`Comparison`. Both programs are compiled with every
-      rounding to half (``xla_allow_excess_precision=False``), and all values are copied to the host.
+      A function of ``fun``'s arguments that returns a :class:`Comparison`. Both programs are compiled with
+      ``xla_allow_excess_precision=False``, so XLA removes no rounding to half. All values are copied to the host.
 
     Raises:
-      ValueError: the reference is unknown; nothing floating to compare; ``overrides`` without a policy; a train step
-        with a mesh, or with a ``loss_scale`` beside its own; or as for :func:`jaxmp.autocast`.
+      ValueError: the reference is unknown; there are no floating values to compare; ``overrides`` is set without a
+        policy; ``fun`` is a train step on a mesh, or ``loss_scale`` is set for a train step; or as for
+        :func:`jaxmp.autocast`.
       TypeError: with ``grad``, the first result of ``fun`` is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
 

@@ -30,13 +30,13 @@ from jaxmp.training.step import TrainStep
 class Numerics(tables.Shown):
     """The result of :func:`numerics`.
 
-    Mappings go from path to :class:`Statistics`, in program order. Gradients are reported without the loss scale.
-    Values that vanished during the computation are counted in ``zeros``; ``below_normal`` and ``overflow`` are counted
-    under the scale.
+    Mappings go from path to :class:`Statistics`, in program order. The magnitudes of gradients do not include the loss
+    scale. The counts ``below_normal`` and ``overflow`` are those of the scaled gradients, as in training. Values that
+    became 0 during the computation are counted in ``zeros``.
 
     Attributes:
       loss: the loss.
-      loss_scale: the factor of the loss.
+      loss_scale: the factor by which the loss was multiplied.
       weights: the params before the step.
       activations: the results of modules and named scopes on which the loss depends.
       activation_gradients: the gradients of the activations.
@@ -53,10 +53,11 @@ class Numerics(tables.Shown):
     updates: Mapping[str, Statistics]
 
     def recommended_scale(self, dtype: Any = "float16") -> float:
-        """Return the power of two under which the fewest gradients become 0 in a dtype.
+        """Return the loss scale with which the fewest gradients become 0 in a dtype.
 
-        Gradients of activations and params count. The power is between 1 and 2^24, and four times the largest gradient
-        stays finite. If several scales are equally good, it is the smallest one; if none is possible, it is 1.
+        It is a power of two from 1 to 2^24, so small that four times the largest gradient stays finite. Gradients of
+        activations and of params count. Of several equally good scales, it is the smallest. If no scale is possible, it
+        is 1.
         """
         gradients = [*self.activation_gradients.values(), *self.gradients.values()]
         if not gradients:
@@ -111,21 +112,23 @@ def numerics(
     """Count the values of one training step by magnitude, layer by layer.
 
     The returned function, ``(params, *args, opt_state=None) -> Numerics``, computes the gradients of the loss once and
-    does not change its arguments. It is compiled once for equal shapes, and transfers about 20 kB per tensor. A
-    ``jax.lax.while_loop`` has one record for all iterations. A function with a custom derivative rule is one operation.
+    does not change its arguments. It is compiled once for each set of shapes, and transfers about 20 kB per tensor. All
+    iterations of a ``jax.lax.while_loop`` are counted together. A function with a custom derivative rule counts as one
+    operation.
 
     Args:
-      loss_fn: ``loss_fn(params, *args)`` returning a floating scalar, or a tuple that begins with one. ``params`` is a
-        pytree of arrays or an ``nnx.Module``, whose Params are differentiated; ``args`` are pytrees of arrays. Or a
-        train step, which you call with the step's arguments: the next step is computed, but not taken.
+      loss_fn: ``loss_fn(params, *args)``, which returns the loss (a floating scalar), or a tuple whose first element is
+        the loss. ``params`` is a pytree of arrays, or an ``nnx.Module``, whose Params are differentiated. ``args`` are
+        pytrees of arrays. Or a train step; you then call the result with the step's arguments. It computes the next
+        step, but does not change the state.
       policy: a policy for :func:`jaxmp.autocast` of the loss function, or None.
       loss_scale: a power of two that multiplies the loss before it is differentiated, so that half gradients
         underflow as in training. The results do not include it.
-      tx: an optimizer, with or without :func:`jaxmp.loss_scaling`, to compute ``updates`` from these gradients and from
-        ``opt_state`` (or, if that is None, from the optimizer's initial state).
+      tx: an optimizer that computes ``updates`` from the gradients, with or without :func:`jaxmp.loss_scaling`. Its
+        state is ``opt_state``, or its initial state if ``opt_state`` is None.
 
     Raises:
-      ValueError: ``loss_scale`` is not a power of two; ``policy``, ``tx`` or ``loss_scale`` with a train step.
+      ValueError: ``loss_scale`` is not a power of two; or ``policy``, ``tx`` or ``loss_scale`` is set for a train step.
       TypeError: the loss is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
 

@@ -34,21 +34,21 @@ _DOES_NOT_COMPILE = 2**62
 
 @dataclasses.dataclass(frozen=True)
 class Memory(tables.Shown):
-    """The memory and the traffic of a compiled program on each device.
+    """The memory and the communication of a compiled program on each device.
 
     Attributes:
       device: the kind of the device.
-      peak: the bytes of arguments, of results that are not written into arguments, and of temporaries.
-      by_kind: the bytes by :data:`KINDS`; their sum is ``peak``. ``activations`` are computed in the forward pass and
-        read after it. ``temporaries`` are all other buffers, including the compiler's gaps between buffers. ``other``
-        are counters, keys, and results that are not a new state.
-      by_dtype: the bytes by dtype; their sum is ``peak``. ``"unassigned"`` are bytes without a known array.
-      at_peak: the arrays at the peak, largest first; the compiler's buffers are found by following its schedule.
+      peak: the peak memory in bytes: arguments, results that do not reuse the memory of arguments, and temporaries.
+      by_kind: the bytes at the peak by kind; their sum is ``peak``. ``activations`` are computed in the forward pass
+        and read after it. ``temporaries`` are all other buffers, including the gaps that the compiler leaves between
+        buffers. ``other`` are counters, keys, and results that are not a new state.
+      by_dtype: the bytes at the peak by dtype; their sum is ``peak``. ``"unassigned"`` are bytes without a known array.
+      at_peak: the arrays in memory at the peak, largest first, according to the compiler's schedule.
       batch: the size of axis 0 of the batch, on all devices together; None if there is no batch.
       devices: the number of devices.
-      collectives: the operations of one device that send data.
-      ideal_wire: the minimum of bytes that each device must send in a training step, see
-        :func:`jaxmp.inspect.ideal_wire`; None if params or batch are not on a mesh.
+      collectives: the operations with which one device sends data to others.
+      ideal_wire: the minimum number of bytes that each device must send in a training step, see
+        :func:`jaxmp.inspect.ideal_wire`; None if the params or the batch are not on a mesh.
       params: the number of values in the params.
     """
 
@@ -66,16 +66,17 @@ class Memory(tables.Shown):
     _parts: int = dataclasses.field(default=1, repr=False)
 
     def largest_batch(self, limit: int, *, multiple_of: int = 1) -> int:
-        """Return the largest batch with a peak of at most ``limit`` bytes.
+        """Return the largest batch size with a peak of at most ``limit`` bytes.
 
-        The result is the size of axis 0, on all devices together; 0 if nothing fits. It scales all arrays of the batch
-        that have the first array's axis 0. Only a few sizes are compiled, always including the result and the next
-        larger size, which does not fit. If memory is not monotonic in the size, a still larger batch may fit.
+        The result is the size of axis 0, on all devices together; 0 if nothing fits. Other sizes are tried by changing
+        axis 0 of all arrays of the batch that have the first array's size there. Only a few sizes are compiled. They
+        always include the result and the next larger size, which does not fit. If the memory does not always grow with
+        the size, a still larger batch may fit.
 
         Args:
           limit: the limit in bytes, such as :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
-          multiple_of: a divisor of all sizes, for a step that accumulates gradients or for tensor cores. If the batch
-            is split over devices, sizes are also multiples of their number.
+          multiple_of: the result is a multiple of this number. Use it for a step that accumulates gradients, or for
+            tensor cores. If the batch is split over devices, the result is also a multiple of the number of devices.
 
         Raises:
           ValueError: there is no batch, the peak does not depend on its size, or ``multiple_of`` is not a positive
@@ -119,9 +120,9 @@ class Memory(tables.Shown):
 
     @property
     def sent(self) -> str:
-        """Return a line with the bytes that each device sends.
+        """Return a line of text with the bytes that each device sends.
 
-        It has the total, the bytes per param with the ideal, and the parts by kind, dtype and axis.
+        It has the total, the bytes per param beside their ideal, and the parts by kind, dtype and axis of the mesh.
         """
         wire, a_param = self.collectives.wire, ""
         if self.ideal_wire is not None:
@@ -133,24 +134,25 @@ class Memory(tables.Shown):
 def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
     """Return a function that computes the memory of a call of ``fun``.
 
-    Nothing is executed. The kinds of arguments are determined by their types (a ``TrainState``, an NNX model or
-    optimizer, an optax state, Flax's collections), then by the names ``params``, ``opt_state``, ``model_state``,
-    ``batch``, ``rng``. Otherwise the first argument is the params, and later ones are the batch.
+    Nothing is executed. The kind of an argument (params, batch and so on) is determined by its type: a ``TrainState``,
+    an NNX model or optimizer, an optax state, Flax's collections. Otherwise it is determined by its name: ``params``,
+    ``opt_state``, ``model_state``, ``batch`` or ``rng``. Otherwise the first argument is the params, and later ones are
+    the batch.
 
     Args:
-      fun: a train step, a function that JAX can compile, or a jitted function, with its donation.
+      fun: a train step, a function that JAX can compile, or a jitted function, whose donated arguments are respected.
       device: None for the attached device, or the name of a GPU that is not attached (``"h200"``, ``"h100"``,
         ``"a100"``, ``"b200"``, ``"l4"``, ``"t4"``), which needs the packages of the extra ``compile-only``.
-      topology: the topology of a cluster of such GPUs: slices × hosts × GPUs per host (``"1x1x8"`` or
-        ``"2 hosts x 4"``); None for one host. The arguments are arrays or shapes with a ``NamedSharding``, whose mesh
-        may be a ``jax.sharding.AbstractMesh``. All figures are for one device.
+      topology: the topology of a cluster of such GPUs: slices × hosts × GPUs per host (``"1x1x8"`` or ``"2 hosts x
+        4"``); None for one host. With a topology, the arguments are arrays or shapes with a ``NamedSharding``, whose
+        mesh may be a ``jax.sharding.AbstractMesh``. All numbers are for one device.
 
     Returns:
-      A function of the arguments of ``fun``, arrays or shapes.
+      A function of ``fun``'s arguments, or their shapes, that returns a :class:`Memory`.
 
     Raises:
-      ValueError: the name is unknown; the topology is wrong or does not fit the mesh; the arguments are not on a mesh;
-        or the compiler does not report its memory.
+      ValueError: ``device`` is unknown; the topology is malformed or does not fit the mesh; the arguments are not on a
+        mesh; or the compiler does not report the memory.
       ModuleNotFoundError: the packages that compile for a GPU that is not attached are missing.
 
     >>> shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32)

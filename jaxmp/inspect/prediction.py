@@ -80,8 +80,8 @@ class Roofline(tables.Shown):
       kernels: the kernels, slowest first.
       model_flop_utilisation: the time of the products at the device's peak rates, as a share of ``milliseconds``.
         Recomputed products are left out.
-      uncounted: kernels with unknown FLOPs (of Triton, Pallas or a solver), and collectives. They take longer than
-        predicted, because only their bytes are counted.
+      uncounted: the kernels with unknown FLOPs (of Triton, Pallas or a solver), and the collectives. They take longer
+        than predicted, because only their bytes are counted.
     """
 
     device: str
@@ -129,22 +129,23 @@ _SHOWN = 20
 def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
     """Return a function that predicts the time of a call of ``fun``.
 
-    Nothing is executed. The time of a kernel is the time of its products at a share of the peak rate
-    (:data:`ACHIEVED`), plus the time of its bytes at a share of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), plus a
-    launch. They are added, because measured products with many bytes take longer than the longer part alone. Kernels
-    run one after the other. For a conditional the slowest branch counts, and for a loop of unknown length one
-    iteration. The model is the roofline of Williams, Waterman, Patterson, "Roofline: an insightful visual performance
-    model for multicore architectures", CACM 2009.
+    Nothing is executed. The time of a kernel is the sum of three times: that of its products, that of its bytes, and
+    that of a launch. Products run at a share of the peak rate, and bytes move at a share of the bandwidth. (The times
+    are added because products with many bytes were measured to take longer than the longer of the two.) Kernels run one
+    after the other. Of a conditional, the slowest branch counts; of a loop of unknown length, one iteration.
+
+    The model is the roofline of Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for
+    multicore architectures", CACM 2009.
 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function.
       device: None for the attached GPU, or the name of one that is not attached, as for :func:`jaxmp.inspect.memory`.
 
     Returns:
-      A function of the arguments of ``fun``, arrays or shapes.
+      A function of ``fun``'s arguments, or their shapes, that returns a :class:`Roofline`.
 
     Raises:
-      ValueError: the name is unknown, or the attached device has no known peak rates (such as a CPU).
+      ValueError: ``device`` is unknown, or the attached device has no known peak rates (such as a CPU).
       ModuleNotFoundError: the packages that compile for a GPU that is not attached are missing.
     """
 

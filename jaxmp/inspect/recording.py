@@ -25,10 +25,10 @@ _WAITING = 20
 
 
 class Record:
-    """A folder that a training loop writes to; :func:`record` makes it.
+    """A folder to which a training loop writes; :func:`record` creates it.
 
     Attributes:
-      folder: its path.
+      folder: the path of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,11 +45,11 @@ class Record:
     def log(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> None:
         """Write the metrics of a step.
 
-        The call does not wait for the device: metrics are written some steps later.
+        The call does not wait for the device. The metrics are written some steps later.
 
         Args:
-          step: its number.
-          metrics: as a train step returns them. Only ``loss``, ``accuracy``, ``grad_norm``, ``loss_scale`` and
+          step: the number of the step.
+          metrics: the metrics that a train step returns. Only ``loss``, ``accuracy``, ``grad_norm``, ``loss_scale`` and
             ``skipped`` are written.
           split: ``"train"``, or ``"test"`` for held-out metrics.
 
@@ -70,7 +70,7 @@ class Record:
     def plan(self, plan: Any) -> None:
         """Write the result of :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit`.
 
-        Of several results, the last one counts.
+        If you call it again, the new result replaces the old one.
         """
         (self.folder / "plan.json").write_text(plan.to_json())
 
@@ -79,7 +79,7 @@ class Record:
         (self.folder / "memory.json").write_text(plan.to_json())
 
     def watch(self, watch: Watch, dtype: Any = "float16") -> None:
-        """Write the watched steps that were not written yet. The watch forgets them.
+        """Write the watched steps that were not written yet, and clear the watch.
 
         Args:
           watch: the watch of this loop.
@@ -95,7 +95,7 @@ class Record:
         _write_json(file, {**json.loads(file.read_text()), **values})
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write everything that was not written yet."""
         while self._waiting:
             self._write_oldest()
         self._file.close()
@@ -116,8 +116,8 @@ class Record:
 def record(folder: str | Path) -> Iterator[Record]:
     """Record a training loop in a folder, for ``jaxmp report``.
 
-    The context gives a :class:`jaxmp.inspect.Record`. Its methods are ``log``, ``plan``, ``memory``, ``watch`` and
-    ``summary``.
+    Use it in a ``with`` statement, which gives you a :class:`jaxmp.inspect.Record`. Its methods are ``log``, ``plan``,
+    ``memory``, ``watch`` and ``summary``.
 
     Args:
       folder: the folder. It is created if necessary, and files of an earlier record in it are replaced.

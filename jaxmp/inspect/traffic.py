@@ -50,14 +50,14 @@ class Collectives(tables.Shown):
     """The collectives of a compiled program.
 
     Attributes:
-      rows: the collectives, those that send most first.
+      rows: the collectives, sorted by the bytes that they send, most first.
     """
 
     rows: tuple[Collective, ...]
 
     @property
     def wire(self) -> float:
-        """Return the bytes that one device sends in a call."""
+        """Return the bytes that one device sends in one call."""
         return sum(row.wire for row in self.rows)
 
     @property
@@ -81,8 +81,8 @@ class Collectives(tables.Shown):
 def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
     """Return the minimum number of bytes that one device sends in a training step.
 
-    Gathered weights are not kept between the passes. Each weight is gathered in 16 bits for the forward and for the
-    backward pass, and its gradient is reduced in float32: 8 (n - 1)/n bytes per param for n devices.
+    It is 8 (n - 1)/n bytes per param for n devices. Each weight is gathered in 16 bits for the forward pass, and again
+    for the backward pass. Its gradient is reduced in float32.
 
     Args:
       params: a tree of arrays or shapes, each with a ``NamedSharding``.
@@ -110,12 +110,12 @@ def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
 def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = None) -> Collectives:
     """Return the collectives of a compiled program.
 
-    Equal ones are counted together. On a CPU XLA widens half collectives to float32. To see their dtypes, compile for a
-    GPU, which need not be attached.
+    Equal collectives are counted together. On a CPU, XLA runs half collectives in float32. To see their dtypes on a
+    GPU, compile for one; it need not be attached.
 
     Args:
       compiled: ``jax.jit(fun).lower(*args).compile()`` with arguments on a mesh.
-      program: its program, if it has already been read.
+      program: the parsed program, if you already have it.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("fsdp")))

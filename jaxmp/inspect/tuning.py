@@ -51,27 +51,27 @@ class TunedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned(tables.Shown):
-    """The overrides that keep the loss and the gradients near those of float32.
+    """Overrides that keep the loss and the gradients near those of float32.
 
-    They are the smallest set that the search found. An error is the larger of two: the error of the loss, over its size
-    or 1 if that is less than 1; and the relative L2 error of all gradients together. Overrides of named scopes
-    and of operations (``"flow:add"``) need autocast: :func:`jaxmp.autocast`, :func:`jaxmp.linen.autocast` or
-    :func:`jaxmp.nnx.autocast`.
+    They are the smallest set that the search found. The error is the larger of two errors. One is the error of the
+    loss, divided by the absolute value of the loss or by 1, whichever is larger. The other is the relative L2 error of
+    all gradients together. Overrides of named scopes and of operations (``"flow:add"``) need autocast:
+    :func:`jaxmp.autocast`, :func:`jaxmp.linen.autocast` or :func:`jaxmp.nnx.autocast`.
 
     Attributes:
-      policy: the policy with the overrides; ``autocast`` and ``make_train_step(policy=)`` take it, and ``apply_policy``
-        if all of them are modules.
+      policy: the policy with the overrides. Pass it to ``autocast`` or ``make_train_step(policy=)``. If all overrides
+        are of modules, you can also pass it to ``apply_policy``.
       overrides: the policies by path, in the order in which they apply; empty if none is needed.
       error: the error with the overrides.
       error_before: the error without them.
-      floor: the error if only the operands of products are rounded to half, and everything else is float32.
+      floor: the error if only the operands of products are rounded to half, and all other computations are float32.
       tolerance: the largest error that was allowed.
       met: whether ``error`` is at most ``tolerance``.
       interrupted: whether Ctrl-C ended the search.
       half_flops: the share of the products' FLOPs in half with the overrides, from 0 to 1.
       loss_scale: a good first loss scale in float16; None in bfloat16.
-      rows: the candidates, those in float32 first.
-      evaluations: the number of measured errors; each compiles the function once.
+      rows: the modules and operations that the search could make float32; those that it made float32 come first.
+      evaluations: the number of errors that were measured. Each measurement compiles the function once.
     """
 
     policy: PolicyMap
@@ -90,7 +90,7 @@ class Tuned(tables.Shown):
     def save(self, file: str | Path) -> None:
         """Write the policy as a TOML file.
 
-        :func:`jaxmp.get_policy` reads it by the name of the file.
+        Pass the file's name to :func:`jaxmp.get_policy` to read it.
 
         Args:
           file: the path, which ends in ``.toml``.
@@ -143,30 +143,33 @@ def tune(
     """Find the modules and operations that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
-    :func:`jaxmp.autocast` with ``policy``. It tries each module in float32, gives float32 to the most helpful ones
-    until the tolerance holds, and takes back those that are not needed. Then it tries single operations of the modules
-    that are left. There are at most ``2 * len(rows) + 10`` evaluations; each compiles the function once.
+    :func:`jaxmp.autocast` with ``policy``. It first tries each module alone in float32. It then makes the most helpful
+    modules float32 until the error is within the tolerance, and makes those that are not needed half again. At last it
+    tries single operations of the float32 modules. There are at most ``2 * len(rows) + 10`` evaluations, and each
+    compiles the function once.
 
     Args:
-      fun: returns the loss, or a tuple that begins with it. Or a train step, called with its own arguments.
-      policy: one half policy, such as ``"mixed_bfloat16"``.
-      tolerance: the largest error of the loss, and of all gradients together, relative to float32 (see
-        :class:`Tuned`). None allows twice the floor, the error of half operands of products alone.
-      seeds: the number of times to measure with other random numbers. Each typed PRNG key among the arguments is
-        folded with 1, 2, …; the largest error counts.
-      operations: whether to override single operations where a whole module is not needed. ``apply_policy`` takes
-        modules only.
+      fun: a function that returns the loss, or a tuple whose first element is the loss. Or a train step; you then call
+        the result with the step's arguments.
+      policy: a half policy without overrides, such as ``"mixed_bfloat16"``.
+      tolerance: the largest error to allow, relative to float32 (:class:`Tuned` defines the error). None means twice
+        the ``floor``, which is the error if only the operands of products are half.
+      seeds: the number of measurements of each error, with different random numbers; the largest error counts. After
+        the first measurement, each typed PRNG key among the arguments is folded with 1, 2, ….
+      operations: whether the overrides may be of single operations. Pass False to get overrides for ``apply_policy``,
+        which takes only modules.
 
     Returns:
-      A function of ``fun``'s arguments that returns :class:`Tuned`. It also takes ``batches=``: more tuples of the
-      arguments after the first one (the params), of a train step ``(batch,)``. The largest error of all batches
-      counts. The result is the same for the same arguments. Interrupt it with Ctrl-C to get the best result so far.
+      A function of ``fun``'s arguments that returns :class:`Tuned`. You can pass more batches as ``batches=``, a list
+      of tuples. Each tuple has all arguments except the first one (the params); for a train step it is ``(batch,)``.
+      The largest error of all batches counts. The result is the same for the same arguments. Interrupt the search with
+      Ctrl-C to get the best result so far.
 
     Raises:
-      ValueError: the policy is not half, or has overrides; the tolerance is below the floor, and autocast is not far
-        below it; the float32 function is not finite; the function has no products; there are more ``seeds`` than 1, and
-        no typed PRNG key.
-      TypeError: ``fun`` returns no floating scalar first; ``batches`` are not tuples.
+      ValueError: the policy is not half, or has overrides; the tolerance is below the floor, and the error of autocast
+        is more than half the floor; the float32 function is not finite; the function has no products; or ``seeds`` is
+        more than 1 and no argument has a typed PRNG key.
+      TypeError: the first result of ``fun`` is not a floating scalar; or ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
     >>> def loss_fn(params, x):

@@ -20,22 +20,23 @@ from jaxmp.training.step import TrainStep
 class Watch:
     """Counts the values of every n-th step.
 
-    A watch of a train step takes the step and returns its results. Every n-th call runs a program that also counts. Its
-    results equal those of a plain step up to rounding. No call waits for the device: counts are read when a later call
-    finds them ready, or when you ask for them.
+    Call a watch of a train step in place of the step: it takes the step and returns its results. Every n-th call runs a
+    program that also counts values. Its results equal those of a plain step up to rounding. No call waits for the
+    device. The counts are read when a later call finds them ready, or when you read ``steps``.
 
     Args:
       loss_fn: as for :func:`jaxmp.inspect.numerics`; or the result of :func:`jaxmp.make_train_step` or
         :func:`jaxmp.nnx.make_train_step`. You call the watch with the number of the step and then its arguments.
       every: the distance of watched steps.
-      policy: as for :func:`jaxmp.inspect.numerics`; a train step has its own.
-      tx: as for :func:`jaxmp.inspect.numerics`; a train step has its own.
+      policy: as for :func:`jaxmp.inspect.numerics`; not allowed for a train step.
+      tx: as for :func:`jaxmp.inspect.numerics`; not allowed for a train step.
 
     Attributes:
-      counting: the train step that counts, for ``jaxmp.inspect.roofline`` and the like; None for a loss function.
+      counting: the train step that also counts, which you can pass to ``jaxmp.inspect.roofline`` and other tools; None
+        for a loss function.
 
     Raises:
-      ValueError: ``every`` is less than 1; ``policy`` or ``tx`` with a train step.
+      ValueError: ``every`` is less than 1; or ``policy`` or ``tx`` is set for a train step.
 
     >>> watch = Watch(lambda params, x: jnp.sum(x * params), every=100)
     >>> for step in range(1, 201):
@@ -72,7 +73,7 @@ class Watch:
 
     @property
     def steps(self) -> dict[int, Numerics]:
-        """Return the numerics of the watched steps by number, after waiting for them."""
+        """Return the numerics of the watched steps by step number, and wait for them."""
         self._read(wait=True)
         return self._steps
 
@@ -121,9 +122,9 @@ class Watch:
             del self._unread[step]
 
     def shares(self, kind: str = "activation_gradients", dtype: Any = "float16") -> dict[str, list[float]]:
-        """Return the shares of values that vanish, by path, step by step.
+        """Return the shares of values that become 0, by path, for each watched step.
 
-        Values become 0 in ``dtype`` under the scale of their step.
+        Values are rounded to ``dtype``. Gradients are first multiplied by the loss scale of their step.
         """
         vanished = [_vanished_shares(step, kind, dtype) for step in self.steps.values()]
         paths = dict.fromkeys(path for shares in vanished for path in shares)

@@ -38,34 +38,35 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """Return ``module`` under a policy: same fields, same methods, same variables.
+    """Return ``module`` under a policy, with the same fields, methods and variables.
 
     Params are stored in the param dtype. Every submodule computes in the compute dtype of its policy, and the root's
-    result is cast to the output dtype. Batch statistics and other collections keep their dtypes, but ``cache``,
-    ``intermediates`` and ``perturbations`` have the dtypes of the computed values. Initializers without a half program
-    in JAX, such as an orthogonal one, run in float32.
+    result is cast to the output dtype. The collections ``cache``, ``intermediates`` and ``perturbations`` have the
+    dtypes of the computed values. Batch statistics and all other collections keep their dtypes. Initializers that JAX
+    cannot run in half, such as the orthogonal one, run in float32.
 
-    A module with a ``dtype`` field computes as Flax defines it. A module without one gets half arrays from its layers.
-    If it has its own params, it is traced in float32 and the rules of :func:`jaxmp.autocast` decide its operations.
-    Otherwise it is traced in the dtypes of its inputs: ``jnp.mean`` of half returns half. If a ``dtype`` or
-    ``param_dtype`` differs from the class's default, it is the author's choice and stays, unless an override covers the
-    module. A submodule with a policy keeps it.
+    A module with a ``dtype`` field, such as ``nn.Dense``, computes in that dtype as Flax defines it. In a module
+    without one, the results of its layers are half. If such a module has its own params, it is traced in float32, and
+    the rules of :func:`jaxmp.autocast` decide the dtype of each operation. Otherwise its operations have the dtypes of
+    their inputs, so ``jnp.mean`` of half returns half. If you set a ``dtype`` or ``param_dtype`` that differs from the
+    class's default, the module keeps it, unless an override matches the module. A submodule that already has a policy
+    keeps it.
 
-    Gradients of params are summed in float32. A loop's carry keeps the dtype of its initial value. Call JAX's loops by
-    their full names: ``jax.lax.scan``. The model is traced as under ``jax.jit``, so its Python code cannot branch on
-    values of arrays.
+    Gradients of params are summed in float32. A loop's carry keeps the dtype of its initial value. For this, call JAX's
+    loops by their full names, such as ``jax.lax.scan``. The model is traced as under ``jax.jit``, so its Python code
+    cannot branch on values of arrays.
 
     Args:
       module: any Linen module, which you may also nest in another. A new policy replaces an earlier one.
       policy: anything that :func:`jaxmp.get_policy` reads.
       overrides: a mapping from pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may
-        begin with the name of the root, as the tools print it: ``Net/head`` means ``head``.
+        begin with the name of the root, as in the output of :mod:`jaxmp.inspect`: ``Net/head`` means ``head``.
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
-      ValueError: raised when the module runs, because only then its submodules exist. A pattern matched no module; an
-        ``nnx.bridge.ToLinen`` wraps an NNX module without a policy; or every product stays float32 under a half policy,
-        because of overrides or the dtypes of its modules (in a call that runs all modules).
+      ValueError: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps an NNX module without a policy; or the
+        half policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that
+        runs all modules). The error is raised when the module runs, because only then its submodules exist.
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -82,20 +83,22 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``module`` under :func:`jaxmp.autocast`, with the same variables.
 
-    Autocast decides for each operation, and no ``dtype`` field changes. Variables are initialised without autocast.
+    Autocast decides the dtype of each operation, and no ``dtype`` field changes. Variables are initialised without
+    autocast.
 
     Args:
       module: any Linen module, which you may also nest in another. Autocast replaces an earlier policy.
       policy: any policy of :func:`jaxmp.get_policy` that computes in float16 or bfloat16.
       overrides: a mapping from pattern to ``"float32"``, ``"half"``, or a policy that computes in one of these. A
-        pattern is one of :class:`jaxmp.PolicyMap`, or a key of operations of :func:`jaxmp.autocast`.
+        pattern is written as for :class:`jaxmp.PolicyMap`. For operations, it is a key of :func:`jaxmp.autocast`, such
+        as ``"primitive:exp"``.
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
       ValueError: the policy does not compute in half; an override computes neither in the policy's half dtype nor in
         float32; an override names an unknown primitive or class. When the module runs: a pattern matched no module and
         no variable; an override matched no operation; or overrides of modules, of ``"class:half"`` or of ``"class:*"``
-        keep every product in float32 (an override of ``"primitive:dot_general"`` may do so).
+        keep every product in float32. (The override ``{"primitive:dot_general": "float32"}`` is allowed.)
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))

@@ -39,26 +39,26 @@ _Object: Any = nnx.Optimizer  # hides its type parameters
 
 
 class Optimizer(_Object):
-    """An ``nnx.Optimizer`` with loss scaling, which skips steps that are not finite.
+    """An ``nnx.Optimizer`` with a loss scale, which skips non-finite steps.
 
-    With gradients of :func:`value_and_grad`, a step whose gradient norm is not finite is skipped. Every Variable of the
-    model is restored bit for bit, including batch statistics, and so are other modules among the loss function's
-    arguments. Only the random number generators advance. The optimizer's ``step`` counts all steps, and
-    ``skipped`` counts skipped ones.
+    Pass it the gradients of :func:`value_and_grad`. If their norm is not finite, the step is skipped: every Variable of
+    the model, including batch statistics, gets back its value from before the step. Other modules that you pass to the
+    loss function are restored in the same way. Only the random number generators advance. The optimizer's ``step``
+    counts all steps, and ``skipped`` counts the skipped ones.
 
     Args:
       model: the model, under a policy or not.
       tx: an optax optimizer, with or without ``jaxmp.loss_scaling``.
       wrt: the filter of the Variables to train.
-      loss_scale: the loss scale for a ``tx`` without ``jaxmp.loss_scaling``. If it is None, such a ``tx`` gets
-        ``NoOpLossScale``, which only skips non-finite steps.
-      ema: whether to keep a float32 moving average of the trained Variables, ``ema``, which
-        ``jaxmp.nnx.make_train_step(ema_decay=…)`` updates and :meth:`ema_model` evaluates.
+      loss_scale: the loss scale for a ``tx`` without ``jaxmp.loss_scaling``. None means ``NoOpLossScale``, which only
+        skips non-finite steps.
+      ema: whether to keep a float32 moving average of the trained Variables. ``jaxmp.nnx.make_train_step(ema_decay=…)``
+        updates it, and :meth:`ema_model` returns a model with it.
 
     Raises:
       TypeError: ``model`` is not an NNX model, ``tx`` is not an optimizer, or ``loss_scale`` is not a loss scale.
-      ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale, and you pass ``loss_scale`` too;
-        ``tx`` has several loss scales; or a transform other than ``loss_scaling`` wraps ``low_precision``.
+      ValueError: ``wrt`` matches no Variable of the model; ``loss_scale`` is set although ``tx`` already has a loss
+        scale; ``tx`` has several loss scales; or a transform other than ``loss_scaling`` wraps ``low_precision``.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -140,11 +140,11 @@ class Optimizer(_Object):
         self._before = nnx.data({**values, **(self._before or {})})
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Update the model with true gradients, or skip the step if not finite.
+        """Update the model, or skip the step if the gradient norm is not finite.
 
         Args:
           model: the model, which is changed in place.
-          grads: the gradients of :func:`value_and_grad`.
+          grads: the true gradients, from :func:`value_and_grad`.
           **kwargs: extra arguments of the optax optimizer.
 
         Returns:
@@ -152,8 +152,9 @@ class Optimizer(_Object):
 
         Raises:
           TypeError: ``model`` is not an NNX model, for example because you swapped it with the gradients.
-          ValueError: ``model`` is the original of a model under a policy; its params have another structure than those
-            of the optimizer's model; or the optimizer keeps a moving average, which only a train step updates.
+          ValueError: ``model`` is the original of a model under a policy; its params do not have the structure of the
+            params that the optimizer was created with; or the optimizer keeps a moving average, which only
+            ``make_train_step`` updates.
         """
         require_model(model, "optimizer.update", "(model, grads)")
         require_policy(model, self)
@@ -305,23 +306,25 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Return a function that computes the true loss and gradients.
 
-    It takes the place of ``nnx.value_and_grad`` in a step of your own; see :func:`jaxmp.value_and_grad`. If the step is
-    skipped, ``optimizer.update`` undoes what the loss function wrote to the model, such as batch statistics.
+    Use it in place of ``nnx.value_and_grad`` in your own step. It scales the loss and unscales the gradients, as
+    :func:`jaxmp.value_and_grad` does. If the step is skipped, ``optimizer.update`` undoes the writes of the loss
+    function to the model, such as new batch statistics.
 
     Args:
-      loss_fn: returns the loss, or ``(loss, aux)`` with ``has_aux``.
+      loss_fn: a function that returns the loss, or ``(loss, aux)`` with ``has_aux``.
       optimizer: the :class:`Optimizer` that will use the gradients.
       argnums: the arguments to differentiate. Gradients are taken with respect to the Variables that ``optimizer``
         trains, unless an ``nnx.DiffState`` selects others.
-      has_aux: whether ``loss_fn`` returns more than the loss.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
 
     Returns:
-      A function with ``loss_fn``'s arguments that returns ``(loss, grads)`` or ``((loss, aux), grads)``: the true loss
-      and the true gradients in float32, for ``optimizer.update``. A gradient that overflowed is NaN.
+      A function with ``loss_fn``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with
+      ``has_aux``. The loss and the gradients are unscaled, and the gradients are float32. Pass them to
+      ``optimizer.update``. A gradient that overflowed is NaN.
 
     Raises:
       TypeError: the optimizer is not a :class:`Optimizer` of this module; the loss is not a floating scalar, or is
-        float16, in which the scale overflows; ``argnums`` are neither integers nor ``nnx.DiffState``.
+        float16 (the scaled loss would overflow); ``argnums`` are neither integers nor ``nnx.DiffState``.
 
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(8.0))

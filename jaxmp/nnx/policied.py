@@ -33,30 +33,31 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     """Return ``model`` under a policy: a copy that shares its Variables.
 
     Params are stored in the param dtype. Every module computes in the compute dtype of its policy, and the root's
-    result is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares
-    all Variables, except Params that have to be cast to the param dtype.
+    result is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares all
+    Variables with ``model``, except Params that must be cast to the param dtype.
 
-    Use the copy from then on: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step refuses the
-    original ``model``. To train it in float32 on purpose, use ``apply_policy(model, "float32")``. The original and the
-    copy share the values of Variables. But if you add a module or Variable to one of them afterwards, the other does
-    not get it: add it before, or apply the policy again.
+    From then on use the copy: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step raises an
+    error for the original ``model``. To train in float32 on purpose, use ``apply_policy(model, "float32")``. If you
+    later add a module or Variable to the original or to the copy, the other one does not get it. Add it before you
+    apply the policy, or apply the policy again.
 
-    A module with a ``dtype`` attribute computes as Flax defines it. A module without one gets half arrays from its
-    layers. If it has its own Params, it is traced in float32 and the rules of :func:`jaxmp.autocast` decide its
-    operations. Otherwise it is traced in the dtypes of its inputs: ``jnp.mean`` of half returns half. A ``dtype`` or
-    ``param_dtype`` that differs from the constructor's default is the author's choice. It stays, unless an override
-    covers the module. A nested module with a policy keeps it. ``init_cache`` without a ``dtype`` creates a cache in the
-    module's compute dtype.
+    A module with a ``dtype`` attribute, such as ``nnx.Linear``, computes in that dtype as Flax defines it. In a module
+    without one, the results of its layers are half. If such a module has its own Params, it is traced in float32, and
+    the rules of :func:`jaxmp.autocast` decide the dtype of each operation. Otherwise its operations have the dtypes of
+    their inputs, so ``jnp.mean`` of half returns half. If you set a ``dtype`` or ``param_dtype`` that differs from the
+    constructor's default, the module keeps it, unless an override matches the module. A nested module that already has
+    a policy keeps it. ``init_cache`` without a ``dtype`` creates a cache in the module's compute dtype.
 
-    Gradients of Params are summed in float32. A loop's carry keeps the dtype of its initial value. Call JAX's loops by
-    their full names: ``jax.lax.scan``. The model is traced as under ``jax.jit``, so its Python code cannot branch on
-    values of arrays. A Param has its stored dtype for code outside of its module's methods, and in generators.
+    Gradients of Params are summed in float32. A loop's carry keeps the dtype of its initial value. For this, call JAX's
+    loops by their full names, such as ``jax.lax.scan``. The model is traced as under ``jax.jit``, so its Python code
+    cannot branch on values of arrays. Code outside of a module's methods reads its Params in their stored dtype, and so
+    do generator methods.
 
     Args:
-      model: any NNX module, with arrays or abstract. A new policy replaces an earlier one.
+      model: any NNX module. It may be abstract (from ``nnx.eval_shape``). A new policy replaces an earlier one.
       policy: anything that :func:`jaxmp.get_policy` reads.
       overrides: a mapping from pattern to policy for parts of the model, see :class:`jaxmp.PolicyMap`. Paths are those
-        of ``nnx.iter_modules``: ``encoder/layers/0``.
+        of ``nnx.iter_modules``, such as ``encoder/layers/0``.
 
     Raises:
       TypeError: ``model`` is not an NNX module.
@@ -78,23 +79,23 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``model`` under autocast: a copy that shares its Variables.
 
-    Attributes and Variables do not change. Autocast reads the program of a whole call of the root and decides for each
-    operation. The paths of the modules are scopes on JAX's name stack. A generator runs in float32, because it runs
-    after its method has returned.
+    Attributes and Variables do not change. Autocast traces a whole call of the root and decides the dtype of each
+    operation. The paths of the modules are scopes on JAX's name stack. The body of a generator method runs in float32,
+    because it runs after the call of the method has returned.
 
     Args:
-      model: any NNX module, with arrays or abstract. Autocast replaces an earlier policy.
+      model: any NNX module. It may be abstract (from ``nnx.eval_shape``). Autocast replaces an earlier policy.
       policy: any policy that :func:`jaxmp.autocast` takes, or a PolicyMap such as ``"O2"``.
       overrides: a mapping from pattern to ``"float32"``, ``"half"``, or a policy that computes in one of these. A
-        pattern is one of :class:`jaxmp.PolicyMap`, with paths of ``nnx.iter_modules`` (``encoder/layers/0``), or a key
-        of operations of :func:`jaxmp.autocast`.
+        pattern is written as for :class:`jaxmp.PolicyMap`, with paths of ``nnx.iter_modules`` (``encoder/layers/0``).
+        For operations, it is a key of :func:`jaxmp.autocast`, such as ``"primitive:exp"``.
 
     Raises:
       TypeError: ``model`` is not an NNX module.
       ValueError: a pattern matched no module and no Variable; the policy does not compute in half; an override computes
         neither in the policy's half dtype nor in float32; an override names an unknown primitive or class. When the
         model is called: an override matched no operation; or overrides of modules, of ``"class:half"`` or of
-        ``"class:*"`` keep every product in float32 (an override of ``"primitive:dot_general"`` may do so).
+        ``"class:*"`` keep every product in float32. (The override ``{"primitive:dot_general": "float32"}`` is allowed.)
 
     >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))

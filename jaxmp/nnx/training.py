@@ -35,34 +35,37 @@ def make_train_step(
 ) -> TrainStep:
     """Return a jitted train step, ``step(model, optimizer, batch) -> metrics``.
 
-    It is :func:`jaxmp.make_train_step` for NNX, with the same metrics and counters, and changes the model and the
-    optimizer in place. If the norm of the gradients is not finite, the step is skipped: every Variable of the model and
-    the optimizer's state stay the same, bit for bit. Only the loss scale, the counters and the random number generators
-    change. Generators advance in every microbatch and every step, so that each has its own dropout mask.
+    It is :func:`jaxmp.make_train_step` for NNX, with the same metrics. The step changes the model and the optimizer in
+    place. If the norm of the gradients is not finite, the step is skipped: every Variable of the model and the
+    optimizer's state stay the same, bit for bit. Only the loss scale, the counters and the random number generators
+    change. The generators advance in every microbatch, so each microbatch has its own dropout mask.
 
     Pass another model, such as a teacher, in the batch (``{"x": x, "teacher": teacher}``). If the loss function closes
-    over it instead, its values at compile time are used. Other NNX objects in the batch (Rngs, metrics) are only read.
-    ``accumulate_steps`` and ``sharding`` split the batch, so with these put both models into one module, and train one
-    with ``Optimizer(both, tx, wrt=nnx.All(nnx.Param, nnx.PathContains("student")))``.
+    over the teacher instead, the step always uses the teacher's values at compile time. Other NNX objects in the batch
+    (Rngs, metrics) are read, but not changed. ``accumulate_steps`` and ``sharding`` split the batch, so a model cannot
+    be in it. With these, put both models into one module, and train one of them with ``Optimizer(both, tx,
+    wrt=nnx.All(nnx.Param, nnx.PathContains("student")))``.
 
     Args:
-      loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
-        dict. It may write to the model's Variables, except trained ones.
-      policy: as for :func:`jaxmp.make_train_step`, like all other arguments.
-      overrides: the overrides of the autocast.
+      loss_fn: ``loss_fn(model, batch)``, which returns the loss (a float32 scalar) or ``(loss, metrics)`` with a dict
+        ``metrics``. It may write to the model's Variables, except those that are trained.
+      policy: a policy with which autocast runs the loss function, for a model without a policy. It and all arguments
+        below are those of :func:`jaxmp.make_train_step`.
+      overrides: the overrides of ``policy``.
       accumulate_steps: microbatches per step.
       ema_decay: the decay of the moving average of an ``Optimizer(model, tx, ema=True)``.
       remat: the values that the backward pass recomputes.
-      donate: whether to reuse the memory of model and optimizer. An earlier ``nnx.clone`` or ``nnx.state`` of the model
-        shares that memory: copy its arrays, or pass False.
+      donate: whether to reuse the memory of the model and the optimizer. An earlier ``nnx.clone`` or ``nnx.state`` of
+        the model may share this memory. To keep it, copy its arrays, or pass False.
       max_consecutive_skips: the number of skipped steps in a row that ends the run.
-      sharding: a Sharding with ``fsdp_specs(nnx.state(model, nnx.Param), mesh)`` as its specs.
+      sharding: a :class:`jaxmp.sharding.Sharding`, whose specs are ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``.
 
     Raises:
       TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; or as for
         :func:`jaxmp.make_train_step`.
-      ValueError: the model is the original of a model under a policy, and the step has no policy either; the loss
-        function writes to trained Variables, adds or removes Variables, or changes an attribute that is not an array.
+      ValueError: the model is the original of a model under a policy, and the step has no ``policy``; the loss function
+        writes to trained Variables, adds or removes Variables, or changes an attribute that is not an array; or as for
+        :func:`jaxmp.make_train_step`.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())

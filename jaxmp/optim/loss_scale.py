@@ -33,16 +33,17 @@ T = TypeVar("T")
 
 
 class LossScale:
-    """The base class of loss scales, which you can subclass.
+    """The base class of loss scales.
 
-    A subclass is a dataclass with a field ``loss_scale`` and, if it changes, a method ``adjust`` that returns a new
-    object. Its instances are pytrees that pickle and Flax can save. If you register the class with JAX or Flax, your
-    registration is used.
+    To write your own loss scale, subclass it with a dataclass that has a field ``loss_scale``. If the scale changes,
+    add a method ``adjust`` that returns a new object. The instances are pytrees that pickle and Flax can save. If you
+    register the class with JAX or Flax yourself, your registration is used.
 
     Attributes:
-      loss_scale: the factor S, a scalar.
-      needs_grad_max: whether ``adjust`` needs ``grad_max``.
-      static_fields: the names of fields that are static and hashable. All other fields are leaves.
+      loss_scale: the factor S by which the loss is multiplied, a scalar.
+      needs_grad_max: whether ``adjust`` needs its argument ``grad_max``.
+      static_fields: the names of the fields that are static; their values must be hashable. All other fields are leaves
+        of the pytree.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Halving(LossScale):  # backs off, never grows
@@ -79,10 +80,10 @@ class LossScale:
         return _map_inexact(times, tree)
 
     def unscale(self, tree: T) -> T:
-        """Divide ``tree`` by S; a power of two is exact if the result is normal.
+        """Divide ``tree`` by S; exact if S is a power of two and results are normal.
 
-        Half-precision leaves become float32, because small gradients would vanish in float16 again. Wider leaves keep
-        their dtype. Leaves that ``scale`` does not change are unchanged here too.
+        Half-precision leaves become float32, because small gradients would become 0 in float16. Wider leaves keep their
+        dtype. Integers, bools, keys and everything else are unchanged.
         """
 
         @functools.cache
@@ -107,7 +108,7 @@ class LossScale:
         return 1 / (scale * second), second
 
     def is_stuck(self, before: LossScale) -> jax.Array:
-        """Return whether the scale did not fall from ``before`` at a non-finite step."""
+        """Return whether a non-finite step could not lower the scale from ``before``."""
         return jnp.asarray(self.loss_scale >= before.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
@@ -116,8 +117,8 @@ class LossScale:
         Args:
           grads_finite: whether all gradients of this step were finite: a Python bool or a boolean scalar. Under
             ``vmap`` each example has its own flag and its own scale.
-          grad_max: the largest absolute value of the true (unscaled) gradients of this step, a scalar. It is used
-            only with ``needs_grad_max``, and only if it is finite.
+          grad_max: the largest absolute value of the true (unscaled) gradients of this step, a scalar. It is used only
+            if ``needs_grad_max`` is true and the value is finite.
 
         Raises:
           ValueError: ``grads_finite`` is not a boolean scalar, or ``grad_max`` is needed and missing.
@@ -148,13 +149,13 @@ class NoOpLossScale(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """A fixed loss scale: a constant in the compiled program, without leaves.
+    """A fixed loss scale, which is a constant in the compiled program.
 
     Attributes:
       loss_scale: the factor, positive and in float32's normal range. Scaling by a power of two is exact.
 
     Raises:
-      ValueError: the scale is not such a number, or it is a tracer.
+      ValueError: the scale is outside of this range, or it is a tracer.
 
     >>> StaticLossScale(1024).scale(3.0)
     Array(3072., dtype=float32)
@@ -173,14 +174,15 @@ class DynamicLossScale(ScaleState, LossScale):
     """A loss scale that grows after finite steps and backs off at non-finite ones.
 
     After ``period`` finite steps in a row, the scale is multiplied by ``factor``. A non-finite step multiplies it by
-    ``backoff`` and restarts the count. For the same parameters, the scales equal those of torch's GradScaler (bit for
-    bit if float32 holds ``factor`` and ``backoff`` exactly), except that they have bounds. The scale never falls below
-    ``min_loss_scale``; torch's can reach 0. If growth would exceed ``max_loss_scale``, the scale does not grow, so a
-    power of two stays a power of two.
+    ``backoff`` and restarts the count. The scale never falls below ``min_loss_scale``. If growth would exceed
+    ``max_loss_scale``, the scale does not grow, so a power of two stays a power of two. torch's GradScaler has no such
+    bounds, and its scale can reach 0. Within the bounds, both have the same scales for the same parameters (bit for bit
+    if float32 holds ``factor`` and ``backoff`` exactly).
 
-    With ``hysteresis`` h above 1, the scale ignores the first h - 1 non-finite steps. The h-th one and all later ones
-    back off. The count of h restarts when growth is due, and not at other finite steps. This is the rule of
-    Megatron-LM's ``DynamicGradScaler`` and of DeepSpeed with ``consecutive_hysteresis`` off.
+    If ``hysteresis`` is h > 1, the first h - 1 non-finite steps do not change the scale. The h-th non-finite step and
+    all later ones multiply it by ``backoff``. The count of non-finite steps restarts after ``period`` finite steps in a
+    row. Megatron-LM's ``DynamicGradScaler`` has the same rule, and so does DeepSpeed with ``consecutive_hysteresis``
+    off.
 
     Attributes:
       loss_scale: the scale, a float32 scalar; a leaf.
@@ -190,8 +192,10 @@ class DynamicLossScale(ScaleState, LossScale):
       min_loss_scale: the lower bound; 0 means 2^-126, float32's smallest normal number.
       backoff: the factor of a backoff, between 0 and 1; None means ``1 / factor``.
       max_loss_scale: the upper bound.
-      hysteresis: the number of non-finite steps until the scale backs off.
-      countdown: the remaining number of these, an int32 scalar; a leaf with ``hysteresis`` above 1, otherwise None.
+      hysteresis: the number of the non-finite step at which the scale first backs off; with 1, every non-finite step
+        backs off.
+      countdown: the number of non-finite steps that are left until the scale backs off, an int32 scalar; a leaf. It is
+        None if ``hysteresis`` is 1.
 
     Raises:
       ValueError: a number is outside its range, or the scale is outside its bounds. Tracers are not checked.
@@ -227,14 +231,15 @@ class DynamicLossScale(ScaleState, LossScale):
             self.__dict__["countdown"] = jnp.asarray(self.hysteresis, jnp.int32)
 
     def is_stuck(self, before: LossScale) -> jax.Array:
-        """See :meth:`LossScale.is_stuck`; False for a step that hysteresis ignores."""
+        """See :meth:`LossScale.is_stuck`; False while hysteresis keeps the scale."""
         return super().is_stuck(before) & jnp.asarray(self.countdown is None or self.countdown == 0)
 
     @classmethod
     def from_torch(cls, state_dict: Mapping[str, Any]) -> Self:
         """Return the loss scale that continues a torch ``GradScaler``.
 
-        Like torch's scale, its only bounds are float32's; ``dataclasses.replace(scale, min_loss_scale=1)`` sets one.
+        Like torch's scale, it is bounded only by the range of float32. To set a minimum, write
+        ``dataclasses.replace(scale, min_loss_scale=1)``.
 
         Raises:
           KeyError: an entry is missing, as in the state of a disabled scaler; use :class:`NoOpLossScale` then.
@@ -270,22 +275,23 @@ class DynamicLossScale(ScaleState, LossScale):
 class HeadroomLossScale(ScaleState, LossScale):
     """A power-of-two loss scale that keeps the largest gradient well below overflow.
 
-    It keeps a running maximum of the true gradients' absolute values. A larger gradient raises the maximum at once, and
-    otherwise it is halved every ``period`` steps. The scale is the largest power of two for which ``running_max *
-    scale`` is at most ``dtype``'s largest number over ``2**headroom``, but at most twice the last scale. So a step
-    overflows only if gradients exceed the running maximum by ``2**headroom`` at once. (:class:`DynamicLossScale` must
-    overflow now and then to find the limit.)
+    It keeps a running maximum of the true gradients' absolute values. A larger gradient raises the maximum at once.
+    Otherwise the maximum decays, by half in ``period`` steps. The scale is the largest power of two for which
+    ``running_max * scale`` is at most the largest number of ``dtype`` divided by ``2**headroom``. In one step, the
+    scale at most doubles. So a step overflows only if a gradient is more than ``2**headroom`` times the running
+    maximum. (:class:`DynamicLossScale` finds the limit only by overflowing from time to time.)
 
-    A non-finite step halves the scale and raises the running maximum to match, because the overflow may be in the
-    gradient of an activation, which the params' gradients do not show. The scale may grow again after ``period`` steps.
-    A step whose gradients are all zero changes nothing. The method is similar to the LogMax scaling of OpenSeq2Seq
-    (Kuchaiev et al. 2018, arXiv 1805.10387), which becomes NaN at a zero gradient.
+    A non-finite step halves the scale and raises the running maximum to match the new scale. The maximum must rise
+    because the overflow may be in the gradient of an activation, and the params' gradients do not show it. The scale
+    may grow again after ``period`` steps. A step whose gradients are all zero changes nothing. The method is similar to
+    the LogMax scaling of OpenSeq2Seq (Kuchaiev et al. 2018, arXiv 1805.10387), but a zero gradient does not make the
+    scale NaN.
 
     Attributes:
-      headroom: the margin to overflow as a power of two, 0 or more.
+      headroom: the base-2 logarithm of the margin to overflow, 0 or more.
       loss_scale: the scale, a float32 scalar; a leaf.
       running_max: the running maximum of the gradients, a float32 scalar, 0 before the first step; a leaf.
-      period: the number of steps in which the running maximum is halved.
+      period: the number of steps in which the running maximum decays by half.
       min_loss_scale: the lower bound, a power of two.
       max_loss_scale: the upper bound, a power of two.
       dtype: the name of the dtype that may overflow.

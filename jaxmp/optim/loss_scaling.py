@@ -47,31 +47,34 @@ def loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that it skips non-finite steps and adapts the loss scale.
 
-    ``update`` takes the true gradients of :func:`value_and_grad` and tests the float32 sum of their squares. If it is
-    finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the updates are -0.0,
-    which changes no bit of a param, ``inner``'s state stays as it was, and the scale backs off. ``inner`` sees float32
-    gradients and params, so its state is float32. Only :func:`jaxmp.low_precision` sees them in their own dtype.
+    ``update`` takes the true gradients of :func:`value_and_grad` and tests whether the sum of their squares is finite
+    in float32. If it is finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the
+    scale backs off, ``inner``'s state does not change, and all updates are -0.0. (Adding -0.0 changes no bit of a
+    param.) ``inner`` gets float32 gradients and params, so its state is float32. Only :func:`jaxmp.low_precision` gets
+    them in their own dtypes.
 
-    Put clipping, momentum, weight decay and schedules inside. A transform after ``loss_scaling`` in a chain does not
-    see that a step was skipped. Wrap ``optax.MultiSteps`` in ``loss_scaling``: a non-finite microbatch is then dropped
-    on its own. Do not put ``optax.zero_nans`` or ``optax.apply_if_finite`` before or around it, because they hide the
-    overflow. For bfloat16 and float32, use ``NoOpLossScale``, which only skips steps.
+    Put clipping, momentum, weight decay and schedules into ``inner``. A transform that follows ``loss_scaling`` in a
+    chain does not know that a step was skipped. Put ``optax.MultiSteps`` into ``inner`` too: a non-finite microbatch is
+    then dropped on its own. Do not put ``optax.zero_nans`` or ``optax.apply_if_finite`` before or around
+    ``loss_scaling``, because they hide the overflow. For bfloat16 and float32, use ``NoOpLossScale``, which only skips
+    non-finite steps.
 
     Args:
-      inner: any optax transform. It gets the extra arguments of an update.
-      loss_scale: ``DynamicLossScale()``, ``StaticLossScale``, ``HeadroomLossScale``, ``NoOpLossScale`` or one of jmp.
-      axis_name: mapped axes (``pmap``, ``vmap``, ``shard_map``) along which a step is skipped everywhere or nowhere.
-        Not needed under ``jit`` with sharded arrays.
+      inner: any optax transform. Extra arguments of ``update`` are passed to it.
+      loss_scale: a ``DynamicLossScale``, ``StaticLossScale``, ``HeadroomLossScale`` or ``NoOpLossScale``, a subclass of
+        :class:`LossScale`, or a loss scale of jmp.
+      axis_name: the names of mapped axes (of ``pmap``, ``vmap`` or ``shard_map``). A step is skipped everywhere along
+        these axes if the gradients are not finite anywhere. It is not needed under ``jit`` with sharded arrays.
       grad_norm: whether to store the global norm of the gradients in the state.
-      check_updates: whether to test the updates too, for optimizers that may overflow or divide by zero with finite
-        gradients. This reads the optimizer's state once more.
+      check_updates: whether to skip a step also if its updates are not finite. Use it for optimizers that may overflow
+        or divide by zero although the gradients are finite. It costs one more read of the optimizer's state.
 
     Raises:
       RuntimeError: the state or the params were donated to an earlier step.
       TypeError: ``inner`` is not an optimizer; ``loss_scale`` is not a loss scale; or ``update`` got a state that does
         not come from ``init``.
-      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; another transform is around
-        ``low_precision``; or an update does not have the shape of its param.
+      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; ``inner`` is ``low_precision``
+        inside of another transform; or an update does not have the shape of its param.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}

@@ -61,26 +61,29 @@ def low_precision(
 ) -> optax.GradientTransformationExtraArgs:
     """Train bfloat16 params without a float32 copy, and store moments in fewer bits.
 
-    ``inner`` sees float32 params, gradients and state, so any optax optimizer works and weight decay is exact. The
-    result is a float32 update. When ``optax.apply_updates`` adds it to the bfloat16 param, the sum is exactly the
-    rounded new param. float32 params are not rounded, so norms and biases may stay float32.
+    ``inner`` gets float32 params, gradients and state, so any optax optimizer works. The new param is rounded to
+    bfloat16, and the update is the float32 difference between the new and the old param. So ``optax.apply_updates``
+    gives exactly the rounded param. float32 params are not rounded, so norms and biases may stay float32.
 
-    :func:`jaxmp.loss_scaling` is the only transform that you may put around it. A skipped step then changes nothing.
-    Stochastic rounding hashes the seed, the count of updates, the param's path and the position in the array. So it
-    needs no key, and gives the same bits on any number of devices and after a resume.
+    The only transform that you may put around it is :func:`jaxmp.loss_scaling`, which makes a skipped step change
+    nothing. The random bits of stochastic rounding are a hash of the seed, the count of updates, the param's path and
+    the position in the array. So no PRNG key is needed, and the bits are the same on any number of devices and after a
+    resume.
 
-    Moments are recognised by the types of optax's states; ``print(tx)`` shows how each is stored. ``"bfloat16"`` and
-    ``"float8"`` round them stochastically, because a second moment with a decay of 0.999 would never fall if rounded to
-    nearest. ``"float8"`` stores e4m3 codes with a float32 scale for each block, and the square root of second moments.
-    If the block size does not divide a moment's last axis, the moment stays float32.
+    Moments are recognised by the types of optax's states; ``print(tx)`` shows how each is stored. With
+    ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (Rounded to nearest, a second moment
+    with a decay of 0.999 would never fall.) ``"float8"`` stores float8_e4m3fn numbers with one float32 scale for each
+    block. Of a second moment, it stores the square root. If the block size does not divide a moment's last axis, the
+    moment stays float32.
 
     Args:
       inner: any optax transform.
       rounding: the rounding of bfloat16 params: ``"stochastic"``; ``"kahan"``, which stores the rounding error in 16
-        more bits per param; or ``"nearest"``, which loses updates below half a unit in the last place.
+        more bits per param; or ``"nearest"``, which loses every update that is smaller than half a unit in the param's
+        last place.
       moments: the storage of moments between steps.
-      seed: the seed of the rounding.
-      block: the number of values along the last axis that share a scale.
+      seed: the seed of stochastic rounding.
+      block: the number of values along the last axis that share one scale in ``"float8"``.
 
     Raises:
       TypeError: ``inner`` is not an optimizer.

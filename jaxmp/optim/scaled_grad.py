@@ -22,10 +22,10 @@ Aux = TypeVar("Aux")
 
 
 def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
-    """Return the loss in float32 times the scale in ``opt_state``.
+    """Return the loss, in float32, multiplied by the loss scale in ``opt_state``.
 
-    Use it in a function that you differentiate yourself, and divide the gradients by the scale with :func:`unscale`
-    before you do anything else with them. :func:`value_and_grad` does both.
+    Use it in a function that you differentiate yourself. Then divide the gradients by the scale with :func:`unscale`
+    before you do anything else with them. :func:`value_and_grad` does both steps for you.
 
     Raises:
       TypeError: the loss is not floating, or float16.
@@ -40,10 +40,10 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
 
 
 def unscale(grads: T, opt_state: optax.OptState) -> T:
-    """Return the true float32 gradients of a loss scaled by :func:`scale_loss`.
+    """Return the true float32 gradients, given those of a scaled loss.
 
-    A gradient that overflowed becomes NaN, not infinity, so that clipping by value cannot hide it from
-    :func:`loss_scaling`.
+    The gradients of a loss from :func:`scale_loss` are divided by the scale. A gradient that overflowed becomes NaN,
+    not infinity. So clipping by value cannot hide it from :func:`loss_scaling`.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
@@ -111,23 +111,24 @@ def value_and_grad(
     """Return a function that computes the true loss and gradients.
 
     Use it in place of ``jax.value_and_grad`` in your own step. The loss is multiplied by the scale before the backward
-    pass, and the gradients are divided by it afterwards, in float32. So small float16 gradients survive, and nothing
-    outside of this function sees the scale. You can add, clip and log the gradients of several losses.
+    pass, and the gradients are divided by it afterwards, in float32. So small float16 gradients do not become 0, and
+    the returned loss and gradients do not contain the scale. You can add, clip and log them as usual.
 
     Args:
       fun: a function that returns the loss, a floating scalar, or ``(loss, aux)`` with ``has_aux``.
-      opt_state: the state of an optimizer in :func:`loss_scaling`, which may be nested.
+      opt_state: the state of an optimizer that :func:`loss_scaling` wraps. Other transforms, such as ``optax.chain``,
+        may be around it.
       argnums: the arguments to differentiate, as for ``jax.value_and_grad``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
 
     Returns:
       A function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
-      The loss is float32. The gradients are float32 for half and float32 params. A gradient that overflowed is NaN;
-      pass it to ``tx.update``, which skips the step.
+      The loss is float32. The gradients of half and float32 params are float32. A gradient that overflowed is NaN. Pass
+      it to ``tx.update``, which then skips the step.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
-      TypeError: the loss is not a floating scalar, or is float16 (the scale itself would overflow); an argument to
+      TypeError: the loss is not a floating scalar, or is float16 (the scaled loss would overflow); an argument to
         differentiate has leaves that are not floating; ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class LossScalingState(NamedTuple):
-    """State of :func:`loss_scaling`.
+    """The state of the optimizer that :func:`loss_scaling` returns.
 
     Attributes:
       inner_state: the state of the wrapped optimizer after the last step that was not skipped.
@@ -34,12 +34,12 @@ class LossScalingState(NamedTuple):
 
     @property
     def last_finite(self) -> jax.Array:
-        """Return whether the last step was applied, a bool scalar; True before the first."""
+        """Return whether the last step was not skipped; True before the first step."""
         return self.consecutive_skipped == 0  # a further array in the state would cost a microsecond per step
 
 
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
-    """Wrap a trained state of ``tx`` as the state of ``loss_scaling(tx, …)``.
+    """Turn a trained state of ``tx`` into a state of ``loss_scaling(tx, …)``.
 
     Pass the same ``grad_norm`` as to :func:`loss_scaling`.
 
@@ -48,7 +48,7 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
     >>> opt_state = wrap_opt_state(opt_state, jaxmp.DynamicLossScale())  # goes with jaxmp.loss_scaling(tx, …)
 
     Raises:
-      ValueError: the state has a loss scale already.
+      ValueError: the state already has a loss scale.
     """
     if scalings_in(opt_state):
         raise ValueError(
@@ -105,7 +105,7 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """Return the loss scale in an optimizer's state, at any depth.
+    """Return the loss scale in an optimizer's state; it may be nested at any depth.
 
     >>> tx = optax.chain(jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)))
     >>> get_loss_scale(tx.init(jnp.ones(2))).loss_scale
@@ -130,20 +130,21 @@ def at_hand(opt_state: optax.OptState) -> LossScale:
 
 
 def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
-    """Return ``new`` if the last step was taken, and ``old`` if it was skipped.
+    """Return ``old`` if the last step was skipped, and ``new`` otherwise.
 
     Use it in your own step for everything that a skipped step must not change, such as batch statistics, moving
     averages of params or target networks.
 
     Args:
-      opt_state: the optimizer's state that ``tx.update`` returned in this step. :func:`loss_scaling` must be outermost
-        or in a chain: inside of ``optax.MultiSteps`` or ``optax.apply_if_finite`` it does not see every step.
+      opt_state: the optimizer's state that ``tx.update`` returned in this step. :func:`loss_scaling` must be the
+        outermost transform, or in a chain. Inside of ``optax.MultiSteps`` or ``optax.apply_if_finite`` it is not called
+        in every step.
       new: any pytree of arrays, computed in this step.
-      old: the same pytree before this step; its dtypes are kept.
+      old: the same pytree before this step. The result has its dtypes.
 
     Raises:
-      ValueError: ``opt_state`` has no loss scale, several, or one inside of a transform that hides steps; or the trees
-        differ in structure.
+      ValueError: ``opt_state`` has no loss scale, or several; a transform that hides steps is around ``loss_scaling``;
+        or the trees differ in structure.
       TypeError: two leaves differ in shape.
 
     >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())

@@ -32,24 +32,25 @@ _warned: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """The recipe of a policy's float8 products: ``Policy(..., float8=Float8())``.
+    """The settings of a policy's float8 products: ``Policy(..., float8=Float8())``.
 
-    Both operands of the forward pass are float8_e4m3fn. The default formats are those of Micikevicius et al., "FP8
-    Formats for Deep Learning", arXiv:2209.05433. A recipe is frozen and hashable.
+    In the forward pass, both operands of a product are float8_e4m3fn. The default formats are those of Micikevicius et
+    al., "FP8 Formats for Deep Learning", arXiv:2209.05433. The object is frozen and hashable.
 
     Attributes:
-      gradient: the format of the results' gradients: float8_e5m2 for its range, or float8_e4m3fn.
-      weight_gradient: the dtype of the product for the weight's gradient: ``"float8"``, or ``"compute"`` for the
-        policy's compute dtype.
+      gradient: the format of the gradient of a product's result: float8_e5m2, which has more range, or float8_e4m3fn.
+      weight_gradient: the dtype of the product that computes the weight's gradient: ``"float8"``, or ``"compute"`` for
+        the policy's compute dtype.
       accumulate: the accumulation of Hopper's tensor cores: ``"fast"`` (about 14 bits), ``"precise"`` (float32), or
         ``"fast_forward"`` (precise in the backward pass only).
-      min_dim: the minimum size of both dimensions of a weight.
-      min_tokens: the minimum number of rows that are multiplied by the weight.
-      keep: the form in which operands are stored for the backward pass: ``"float8"``, or ``"compute"`` to quantise them
-        again.
+      min_dim: the minimum size of both dimensions of a weight. Products with smaller weights are not float8.
+      min_tokens: the minimum number of rows (tokens) that a product multiplies by the weight. Smaller products are not
+        float8.
+      keep: the dtype in which operands are stored for the backward pass: ``"float8"``; or ``"compute"``, the policy's
+        compute dtype, from which the backward pass quantises them again.
 
     Raises:
-      ValueError: a format or a choice is not in these lists, or a size is not a positive integer.
+      ValueError: an attribute has a value that is not listed above, or a size is not a positive integer.
 
     >>> str(jaxmp.Float8(min_dim=1024))
     'float8(min_dim=1024)'

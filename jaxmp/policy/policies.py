@@ -24,22 +24,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Policy:
     """The dtypes of the params, the computation and the output of a part of a model.
 
-    A policy is frozen and hashable, so it can be a static argument of ``jax.jit``. The dtypes may be anything that
-    :func:`jaxmp.base.dtypes.canonical_dtype` reads. The method is that of Micikevicius et al., "Mixed Precision
-    Training", arXiv:1710.03740; the names are jmp's.
+    A policy is frozen and hashable, so it can be a static argument of ``jax.jit``. A dtype is a name (``"float16"``),
+    an alias (``"f16"``, ``"half"``) or a NumPy or JAX dtype. The method is from Micikevicius et al., "Mixed Precision
+    Training", arXiv:1710.03740. The names of the attributes are those of jmp.
 
     Attributes:
       param_dtype: the dtype of stored params (master weights).
       compute_dtype: the dtype of matrix products and convolutions.
       output_dtype: the dtype of results.
       matmul_precision: ``jax.default_matmul_precision`` for the code under this policy, or None for JAX's default. On a
-        GPU that default for float32 products is TensorFloat-32; ``"highest"`` means true float32.
-      float8: the recipe of float8 products: a :class:`jaxmp.Float8`, its text (``"float8(min_dim=1024)"``), or None.
-        ``apply_policy``, ``autocast`` and ``make_train_step`` use it; casts do not.
+        GPU, JAX's default computes float32 products in TensorFloat-32, and ``"highest"`` computes them in true float32.
+        float8: the settings of float8 products: a :class:`jaxmp.Float8`, its text (``"float8(min_dim=1024)"``), or None
+        for no float8 products. ``apply_policy``, ``autocast`` and ``make_train_step`` use it. The methods ``cast_to_…``
+        ignore it.
 
     Raises:
-      ValueError: a dtype is unknown, not floating or float8; JAX does not know the precision; or a policy with float8
-        products does not compute in bfloat16.
+      ValueError: a dtype is unknown, not floating, or float8; JAX does not know ``matmul_precision``; or ``float8`` is
+        set and the compute dtype is not bfloat16.
 
     >>> policy = Policy("float32", "float16", "float32")
     >>> policy.cast_to_compute(jax.numpy.ones(3)).dtype
@@ -110,11 +111,11 @@ class Policy:
         return _tree.cast(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: Any) -> Policy:
-        """Return the same policy with another output dtype."""
+        """Return a copy of this policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def wrap(self, fun: F) -> F:
-        """Cast the arguments of ``fun`` to the compute, its results to the output dtype.
+        """Return ``fun`` with arguments in the compute and results in the output dtype.
 
         >>> half_dot = jaxmp.get_policy("mixed_float16").wrap(lambda x, y: x @ y)
         >>> half_dot(jax.numpy.full((1, 1), 1 / 3), jax.numpy.ones((1, 1)))[0, 0]  # a third, rounded to float16

@@ -48,11 +48,13 @@ class PolicyMap:
     It is frozen and hashable, like its policies.
 
     Args:
-      default: the policy of modules that no pattern matches. If it is a PolicyMap, its rules follow ``overrides``.
-      overrides: a mapping from pattern to policy, in order. A pattern covers the modules that it matches and everything
-        below them. A string is a glob on the module path below the root: ``*`` matches within one level, ``**`` matches
-        zero or more levels (``"**/BatchNorm_*"``, ``"encoder/layer_0"``). ``"type:*Norm"`` is a glob on the names of
-        the module's class and its bases. A class matches its instances.
+      default: the policy of modules that no pattern matches. If it is a PolicyMap, its overrides come after
+        ``overrides``.
+      overrides: a mapping from pattern to policy. Patterns are tried in order. A pattern covers the modules that it
+        matches and everything below them. A string is a glob on the module path below the root: ``*`` matches within
+        one level, ``**`` matches zero or more levels (``"**/BatchNorm_*"``, ``"encoder/layer_0"``). ``"type:*Norm"`` is
+        a glob on the names of the module's class and its base classes. You can also use a class as a pattern; it
+        matches its instances.
       strict: whether a pattern that matches nothing in the model is an error (see :meth:`check`).
 
     Raises:
@@ -96,12 +98,12 @@ class PolicyMap:
 
     @property
     def matmul_precision(self) -> str | None:
-        """Return the precision of products of the root."""
+        """Return the ``matmul_precision`` of the root."""
         return self.root.matmul_precision
 
     @property
     def float8(self) -> Float8 | None:
-        """Return the float8 recipe of the root."""
+        """Return the float8 settings of the root."""
         return self.root.float8
 
     @property
@@ -112,12 +114,14 @@ class PolicyMap:
     def resolve(
         self, path: Path, classes: Mapping[Path, type | tuple[type, ...]] | None = None
     ) -> tuple[Policy, Pattern | None]:
-        """Return the policy of the module at ``path``, and its pattern or None.
+        """Return the policy of the module at ``path``, and the pattern that matched.
+
+        The pattern is None if no pattern matched.
 
         Args:
-          path: the names of the modules from below the root to this one; ``()`` is the root.
-          classes: the classes of this module and of the modules above it, by path. A path has several classes if
-            modules share a scope.
+          path: the names of the modules from the root's child down to this module; ``()`` is the root.
+          classes: the classes of this module and of the modules above it, by path. Modules that share a scope have one
+            path with several classes.
         """
         prefixes = [path[:depth] for depth in range(len(path) + 1)]
         for pattern, policy, _ in self.rules:
@@ -126,7 +130,7 @@ class PolicyMap:
         return self.root, None
 
     def below(self, root: str) -> PolicyMap:
-        """Return this map without the name of the root at the front of its patterns.
+        """Return this map with the root's name removed from the front of its patterns.
 
         :mod:`jaxmp.inspect` and cast plans print Linen paths with that name: ``Net/head`` means ``head``.
         """
@@ -136,11 +140,12 @@ class PolicyMap:
         return below
 
     def check(self, modules: Mapping[Path, type], variables: Collection[Path], complete: bool = True) -> None:
-        """Raise an error if a pattern means operations or matched nothing.
+        """Raise an error if a pattern is for operations or matched nothing.
 
         Args:
           modules: the classes of the modules visited, by path.
-          variables: the paths of the model's variables; all names of a path but the last are modules.
+          variables: the paths of the model's variables. The last name of a path is the variable; the names before it
+            are modules.
           complete: whether every module with variables was visited. If not, class patterns are not checked, because
             they may match an unvisited module.
 
@@ -242,22 +247,22 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
     The presets are ``float32`` (= ``O0``), ``tensorfloat32``, ``mixed_float16`` (= ``mixed_fp16`` = ``16-mixed``),
     ``mixed_bfloat16`` (= ``mixed_bf16`` = ``bf16-mixed``), ``mixed_float8``, ``float16`` (= ``O3``), ``bfloat16``,
     ``bfloat16_sr`` (bfloat16 for :func:`jaxmp.low_precision`, with norms in float32) and ``O2`` (mixed_float16 with
-    norms in float32). The preset ``float32`` has ``matmul_precision="highest"``, true float32 products on a GPU too;
-    ``"params=float32,compute=float32"`` has JAX's default.
+    norms in float32). The preset ``float32`` sets ``matmul_precision="highest"``, so its products are true float32 on a
+    GPU too. The text ``"params=float32,compute=float32"`` keeps JAX's default precision.
 
     Args:
       policy: one of the following; case and spaces are ignored:
 
         - the name of a preset, or ``"auto"`` for the attached device;
         - a dtype, for params, compute and output;
-        - a text in jmp's long or short form; a missing compute dtype follows params, a missing output dtype follows
-          compute;
+        - a text in jmp's long or short form, such as ``"p=f32,c=bf16"``. A missing compute dtype is that of the params,
+          and a missing output dtype is the compute dtype;
         - the name of a TOML file that :func:`jaxmp.inspect.tune` has saved;
         - a Policy, a PolicyMap, or any object with jmp's three attributes.
 
     Raises:
-      ValueError: the name, a key or a dtype is unknown; the name is ambiguous, such as ``"fp16"`` and ``"bf16"``; or it
-        is ``"O1"``, which is autocast.
+      ValueError: the name, a key or a dtype is unknown; the name is ambiguous, such as ``"fp16"`` and ``"bf16"``; or
+        the name is ``"O1"``, Apex's name for autocast (use :func:`jaxmp.autocast`).
       TypeError: the object is none of the above.
       FileNotFoundError: there is no such TOML file.
 

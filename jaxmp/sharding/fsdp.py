@@ -40,28 +40,29 @@ def fsdp_specs(
     min_size: int = 65_536,
     stacked: Iterable[str] | None = None,
 ) -> Any:
-    """Return a spec for each param that splits its largest divisible axis.
+    """Return for each param a spec that splits its largest divisible axis.
 
-    A leaf with fewer than ``min_size`` values, or without a divisible axis, stays whole on every device. It also stays
-    in float32 until it is used, so its gradient is summed in float32 (see :func:`gather`).
+    A leaf is not split if it has fewer than ``min_size`` values, or no axis that the number of devices divides. Every
+    device then has the whole leaf in its own dtype, see :func:`gather`.
 
     Args:
-      shapes: the params as arrays or ShapeDtypeStructs (from ``jax.eval_shape``), or a whole
-        :class:`jaxmp.TrainState`. In a state, leaves of the optimizer and the moving average with the path and shape of
-        a param get the spec of the param; all others stay whole.
+      shapes: the params as arrays or ShapeDtypeStructs (from ``jax.eval_shape``), or a whole :class:`jaxmp.TrainState`.
+        In a state, the optimizer's moments and the moving average of a param get the spec of the param. (They are
+        recognised by their path and shape.) All other leaves stay whole.
       mesh: a ``Mesh`` or an ``AbstractMesh``.
       axis: the axis of the mesh to split over.
-      rules: a mapping from pattern to spec, ``{"**/mlp/up": P("fsdp", "tensor")}``. A pattern covers the leaves that it
-        matches and all below, and the first match wins, as in overrides of policies.
-      min_size: the minimum number of values of a split leaf; for a stacked leaf, the values of one layer.
-      stacked: patterns of leaves whose axis 0 counts layers (``nn.scan``); that axis is never split.
+      rules: a mapping from pattern to spec, such as ``{"**/mlp/up": P("fsdp", "tensor")}``. A pattern covers everything
+        that it matches and everything below it. The first match wins, as in :class:`jaxmp.PolicyMap`.
+      min_size: the minimum number of values of a split leaf; of a stacked leaf, only the values of one layer count.
+      stacked: patterns of leaves that stack the params of several layers along axis 0, as ``nn.scan`` does. That axis
+        is never split.
 
     Returns:
       A tree of ``PartitionSpec`` with the structure of ``shapes``.
 
     Raises:
       ValueError: the mesh does not have the axis; a pattern matches nothing; a rule's spec has more axes than the leaf,
-        names an unknown axis or one twice, or does not divide the leaf.
+        names an unknown mesh axis, names a mesh axis twice, or does not divide the leaf.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
     >>> shapes = jax.eval_shape(lambda: {"kernel": jnp.ones((512, 1024)), "bias": jnp.ones(1024)})
@@ -115,7 +116,7 @@ class ShardedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Description(tables.Shown):
-    """The bytes on each device, by leaf; ``str()`` is a table, the largest first."""
+    """The bytes on each device, by leaf; ``str()`` gives a table, largest leaf first."""
 
     rows: tuple[ShardedLeaf, ...]
 
@@ -126,7 +127,7 @@ class Description(tables.Shown):
 
     @property
     def replicated(self) -> tuple[ShardedLeaf, ...]:
-        """Return the leaves that are whole on every device, the largest first."""
+        """Return the leaves that are whole on every device, largest first."""
         return tuple(row for row in self.rows if row.whole)
 
     def _shown(self) -> Any:
@@ -137,7 +138,7 @@ class Description(tables.Shown):
 
 
 def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
-    """Return the bytes on each device of ``shapes`` under ``specs``.
+    """Return the bytes that ``shapes`` take on each device under ``specs``.
 
     Args:
       shapes: a tree of arrays or ShapeDtypeStructs: params, or a whole state.
@@ -145,7 +146,7 @@ def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
       mesh: a ``Mesh`` or an ``AbstractMesh``.
 
     Raises:
-      ValueError: the specs have another structure, or do not divide a leaf.
+      ValueError: the specs do not have the structure of ``shapes``, or do not divide a leaf.
 
     >>> mesh = jax.sharding.AbstractMesh((4,), ("fsdp",))
     >>> description = describe({"w": jax.ShapeDtypeStruct((64, 8), "float32")}, {"w": jax.P("fsdp")}, mesh)

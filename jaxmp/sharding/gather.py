@@ -27,29 +27,32 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     """Gather weights in ``dtype``; sum their gradients in ``reduce_dtype``.
 
     Each device casts its part of a weight to ``dtype``, and then the parts are gathered. In the backward pass, the
-    gradient is cast to ``reduce_dtype``, reduced and scattered to the devices, and returned in the dtype of the weight.
-    Call it layer by layer, where the weights are used (in the body of a scan over layers, with the specs of one layer).
-    Then no device holds all weights.
+    gradient is cast to ``reduce_dtype``, summed over the devices and scattered to them. Its result has the dtype of the
+    weight. Call ``gather`` in each layer, where the weights are used, so that no device holds all weights at once. In
+    the body of a scan over layers, pass the specs of one layer.
 
     The implementation depends on the current mesh: ``reshard`` for axes of type Explicit, collectives inside
-    ``shard_map``, and two constraints for axes of type Auto. On Auto axes, XLA reduces gradients in their own dtype
-    only, so pass ``reduce_dtype=dtype`` there, or create Explicit axes.
+    ``shard_map``, and two constraints for axes of type Auto. On Auto axes, XLA sums gradients only in their own dtype.
+    So pass ``reduce_dtype=dtype`` there, or create the mesh with Explicit axes.
 
     Args:
-      tree: the weights. Leaves that are not split over ``axes`` keep their dtype. In ``shard_map`` their gradients are
-        summed in ``reduce_dtype``. Elsewhere JAX sums them in the dtype of the operation that reads them: add a bias in
-        float32, or use ``make_train_step(sharding=)``, which sums them in float32.
+      tree: the weights. Leaves that are not split over ``axes`` keep their dtype. In ``shard_map``, the gradients of
+        these leaves are summed in ``reduce_dtype``. Elsewhere JAX sums them in the dtype of the operation that uses the
+        leaf. To sum them in float32, use the leaf in float32 (for example, add a bias in float32), or use
+        ``make_train_step(sharding=)``.
       specs: a ``PartitionSpec`` for each leaf, as :func:`fsdp_specs` returns them.
       dtype: the dtype in which weights are gathered.
       reduce_dtype: the dtype of the sum over devices: float32 or half. (float64 weights are summed in float64.)
-      axes: all axes of the mesh that split the batch. Weights are gathered and gradients are reduced over these. Write
-        ``("data", "fsdp")`` if each group of ``"fsdp"`` has a copy of the weights. Splits over other axes stay.
+      axes: all axes of the mesh that split the batch. Weights are gathered, and gradients summed, over these axes.
+        Write ``("data", "fsdp")`` if the weights are split over ``"fsdp"`` and copied along ``"data"``. Weights stay
+        split over all other axes.
 
     Raises:
-      ValueError: no mesh is set, or it lacks an axis; ``reduce_dtype`` is impossible on axes of type Auto; the specs
-        have another structure, or do not fit; a dtype is not floating, or cannot be reduced in; it is called in the
-        loss function of a ``make_train_step(sharding=)``, which already gathers; in ``shard_map``, an array axis is
-        split over one of ``axes`` and further over an axis outside of them, or ``check_vma=False`` is set.
+      ValueError: no mesh is set, or it lacks an axis; ``reduce_dtype`` differs from ``dtype`` on axes of type Auto; the
+        specs do not have the structure of ``tree``, or do not fit its shapes; a dtype is not floating, or gradients
+        cannot be summed in it; ``gather`` is called in the loss function of a ``make_train_step(sharding=)``, which
+        already gathers; in ``shard_map``, an entry of a spec lists another mesh axis after one of ``axes``, such as
+        ``("fsdp", "tensor")``, or ``check_vma=False`` is set.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     >>> with jax.set_mesh(mesh):

@@ -32,23 +32,24 @@ _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharding:
-    """The layout of a train state over devices, and the sum of its gradients.
+    """The layout of a train state over devices, and how gradients are summed.
 
     Pass one to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`.
 
     Attributes:
-      mesh: the devices. A batch is split over the axes ``"data"`` and ``"fsdp"``.
+      mesh: the mesh of devices. A batch is split over the axes ``"data"`` and ``"fsdp"`` that the mesh has.
       specs: a ``PartitionSpec`` for each param, as :func:`jaxmp.sharding.fsdp_specs` returns them.
-      reduce_dtype: the dtype in which gradients are summed over devices. Each device sums its part in float32.
-      reduce: ``"each"`` sums the gradients of each microbatch over devices; ``"once"`` sums the gradients of all
-        microbatches first. With ``"once"`` all weights are gathered once, before the first microbatch: less traffic,
-        more memory.
-      regather: whether the backward pass gathers the weights again, instead of keeping them from the forward pass.
+      reduce_dtype: the dtype in which gradients are summed over devices. Within a device, they are summed in float32.
+      reduce: when gradients are summed over devices. ``"each"`` does so after each microbatch. ``"once"`` does so once
+        per step, after the last microbatch, and gathers all weights once, before the first microbatch. ``"once"`` sends
+        fewer bytes and needs more memory.
+      regather: whether the backward pass gathers the weights again. If False, the gathered weights of the forward pass
+        are kept in memory.
 
     Raises:
       TypeError: ``mesh`` is not a mesh.
-      ValueError: the mesh has no axis for the batch, or such axes of several types; ``reduce_dtype`` is neither float32
-        nor half; ``reduce`` is neither ``"each"`` nor ``"once"``.
+      ValueError: the mesh has neither of the axes ``"data"`` and ``"fsdp"``, or their types differ; ``reduce_dtype`` is
+        neither float32 nor half; ``reduce`` is neither ``"each"`` nor ``"once"``.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> params = {"w": jnp.zeros((512, 512))}

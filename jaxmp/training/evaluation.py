@@ -25,8 +25,8 @@ def make_eval_step(
 ) -> EvalStep:
     """Return a jitted evaluation step, ``step(state, batch) -> metrics``.
 
-    It computes no gradients and does not change the state. ``metrics`` has ``loss`` (float32) and the metrics that the
-    loss function returns.
+    The step computes no gradients and does not change the state. ``metrics`` has ``loss`` (float32) and the metrics
+    that the loss function returns.
 
     Args:
       loss_fn: as for :func:`jaxmp.make_train_step`; the model state that it returns is ignored.

@@ -30,14 +30,14 @@ class TrainState(flax.struct.PyTreeNode):
     Attributes:
       step: the number of steps so far, including skipped ones, an int32 scalar.
       skipped: the number of skipped steps, an int32 scalar.
-      stuck: the number of skipped steps in a row with a loss scale that could not fall, an int32 scalar.
+      stuck: the number of steps in a row that were skipped and in which the loss scale could not fall, an int32 scalar.
       params: the params, in their param dtype.
       opt_state: the state of ``tx``, including the loss scale.
       model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
       ema_params: the float32 exponential moving average of the params, or None.
-      rng: the key that each step splits, or None.
-      apply_fn: the model's apply function, static.
-      tx: the optimizer, static.
+      rng: the PRNG key, which each step splits; None if there is none.
+      apply_fn: the model's apply function. It is static.
+      tx: the optimizer. It is static.
     """
 
     step: jax.Array
@@ -63,19 +63,19 @@ class TrainState(flax.struct.PyTreeNode):
         sharding: Sharding,
         **fields: Any,
     ) -> Self:
-        """Create a state directly on its devices, so that none ever holds all of it.
+        """Create a state in shards, so that no device ever holds the whole state.
 
         Args:
           make_params: a function that returns the params. It is traced, so its random numbers do not depend on the
             devices.
           tx: as for :meth:`create`.
-          sharding: the mesh and the specs of the params. The optimizer's leaves follow their params.
-          **fields: the other arguments of :meth:`create`. Arrays must be equal on all processes; they are replicated on
-            every device.
+          sharding: the mesh and the specs of the params. The optimizer's moments get the specs of their params.
+          **fields: the other arguments of :meth:`create`. Their arrays must be equal on all processes, and they are
+            copied to every device.
 
         Raises:
           TypeError: ``make_params`` is not a function.
-          ValueError: the specs have another structure than the params, or do not fit them.
+          ValueError: the specs do not have the structure of the params, or do not fit their shapes.
 
         >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
         >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
@@ -117,24 +117,24 @@ class TrainState(flax.struct.PyTreeNode):
         ema: bool = False,
         **fields: Any,
     ) -> Self:
-        """Create a fresh state.
+        """Create the state of a new run.
 
         Args:
-          params: the params. The state uses these arrays without a copy, and those of ``model_state`` and ``rng`` too.
-            A step that donates its state deletes them.
-          tx: an optimizer in :func:`jaxmp.loss_scaling`. An optimizer without it is wrapped with ``NoOpLossScale``,
+          params: the params. The state does not copy these arrays, nor those of ``model_state`` and ``rng``. A step
+            that donates its state deletes them.
+          tx: an optimizer that :func:`jaxmp.loss_scaling` wraps. Any other optimizer is wrapped with ``NoOpLossScale``,
             which only skips non-finite steps.
-          apply_fn: the model's apply function; stored for you, not used here.
+          apply_fn: the model's apply function. It is stored for your own use; jaxmp does not call it.
           model_state: variables that the loss function updates (batch statistics).
           rng: a PRNG key or an integer seed; None for loss functions without random numbers. Flax cannot save typed
-            keys: use ``jax.random.PRNGKey`` with ``flax.serialization.to_bytes``.
+            keys. If you save with ``flax.serialization.to_bytes``, pass a ``jax.random.PRNGKey``.
           ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
-          **fields: further fields of a subclass.
+          **fields: the additional fields of a subclass.
 
         Raises:
           TypeError: ``tx`` is not an optimizer.
-          ValueError: ``tx`` has several loss scales, or another transform than ``loss_scaling`` around
-            ``low_precision``; ``params`` are empty, or variables with other collections beside the params.
+          ValueError: ``tx`` has several loss scales; a transform other than ``loss_scaling`` wraps ``low_precision``;
+            ``params`` are empty; or ``params`` are Flax variables with other collections beside the params.
           RuntimeError: the params were donated to an earlier step.
         """
         tx = as_optimizer(tx)
@@ -162,13 +162,13 @@ class TrainState(flax.struct.PyTreeNode):
     def with_tx(self, tx: optax.GradientTransformation) -> Self:
         """Return this state with the same optimizer in another precision.
 
-        The optimizer's state and the loss scale are kept. The params keep their dtypes. To change these, first cast the
-        params: ``state.replace(params=policy.cast_to_param(state.params))``. Kahan's compensation is added to params
-        that are float32 then.
+        The optimizer's state and the loss scale are kept. The params keep their dtypes. To change their dtypes, first
+        cast them: ``state.replace(params=policy.cast_to_param(state.params))``. If a param is float32 by then, its
+        Kahan compensation is added to it.
 
         Raises:
           TypeError: ``tx`` is not an optimizer.
-          ValueError: the state of ``tx`` has another structure than the optimizer's state here.
+          ValueError: ``tx`` is another optimizer: its state does not have the structure of ``opt_state``.
           RuntimeError: the state was donated to an earlier step.
         """
         tx = as_optimizer(tx)
@@ -203,12 +203,13 @@ class TrainState(flax.struct.PyTreeNode):
         Compute them with :func:`jaxmp.value_and_grad`.
 
         If the step is skipped, the params, the optimizer's state (except the loss scale and its counters),
-        ``model_state`` and the moving average stay the same, bit for bit. Other ``changes`` are set in any case.
-        ``extra_args`` are passed to the optimizer's update (``{"value": loss}`` for
-        ``optax.contrib.reduce_on_plateau``).
+        ``model_state`` and the moving average stay the same, bit for bit. All other fields in ``changes`` are set even
+        then. ``extra_args`` are passed to the optimizer's update, for example ``{"value": loss}`` for
+        ``optax.contrib.reduce_on_plateau``.
 
         Raises:
-          ValueError: ``ema_decay`` without a moving average, or a ``model_state`` of another structure.
+          ValueError: ``ema_decay`` is set and the state has no moving average, or the new ``model_state`` has another
+            structure.
           RuntimeError: the state was donated to an earlier step.
         """
         require_not_deleted(self)

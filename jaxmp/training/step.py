@@ -61,43 +61,46 @@ def make_train_step(
     """Return a jitted train step, ``step(state, batch) -> (state, metrics)``.
 
     The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
-    loss scale, the counters and the rng change. The step is compiled once for equal shapes. The host waits for the
-    device only after a skipped step.
+    loss scale, the counters and the rng change. The step is compiled once for each set of shapes. The host waits for
+    the device only after a skipped step.
 
-    ``metrics`` has ``loss`` (the true loss, float32), ``grad_norm`` (of the true gradients), ``loss_scale`` (of this
-    step), ``skipped`` (bool), and the metrics that the loss function returns. The new state has the sharding of the old
-    one.
+    ``metrics`` has ``loss`` (without the loss scale, float32), ``grad_norm`` (without the loss scale), ``loss_scale``
+    (of this step), ``skipped`` (bool), and the metrics that the loss function returns. The new state has the same
+    sharding as the old state.
 
     Args:
-      loss_fn: ``loss_fn(params, model_state, batch, rng)`` returning ``(loss, new_model_state)`` or
-        ``(loss, new_model_state, metrics)``. The loss is a float32 scalar, ``metrics`` a dict.
-      policy: the policy for :func:`jaxmp.autocast` of the loss function, for a model without a policy. Only the compute
-        dtype is used: params, loss, model state and metrics keep their dtypes.
-      overrides: the overrides of the autocast.
-      accumulate_steps: microbatches per step. Gradients are summed in float32 and averaged, like loss and metrics. If
-        one microbatch is not finite, the step is skipped. Every n-th example goes into the same microbatch, so that a
-        batch split over devices does not move.
-      ema_decay: the decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
-      remat: the values that the backward pass recomputes: None or ``"none"``; ``"full"`` (all); ``"dots"`` (all but
-        products), ``"dots_no_batch"``; ``"float8"`` (all but operands of float8 products); or a policy of
-        ``jax.checkpoint_policies`` or its name.
-      donate: whether to reuse the memory of the state. The state that you pass is then deleted.
-      max_consecutive_skips: the run ends after this many skipped steps in a row with the loss scale at its minimum.
-      sharding: a :class:`jaxmp.sharding.Sharding`. State and batch move to its mesh. Each weight is gathered where the
-        loss reads it, in the dtype in which the loss reads it.
+      loss_fn: ``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, new_model_state)`` or ``(loss,
+        new_model_state, metrics)``. The loss is a float32 scalar, and ``metrics`` is a dict.
+      policy: a policy with which :func:`jaxmp.autocast` runs the loss function. Use it for a model that has no policy.
+        Only the compute dtype is used: params, loss, model state and metrics keep their dtypes.
+      overrides: the overrides of ``policy``, as for :func:`jaxmp.autocast`.
+      accumulate_steps: the number n of microbatches per step. Gradients are averaged over the microbatches in float32,
+        and so are the loss and the metrics. If the gradients of one microbatch are not finite, the whole step is
+        skipped. Every n-th example goes into the same microbatch. So no example moves to another device if the batch is
+        split over devices.
+      ema_decay: the decay of the moving average ``state.ema_params``. It needs ``TrainState.create(ema=True)``.
+      remat: the values that the backward pass recomputes: None or ``"none"`` (none); ``"full"`` (all); ``"dots"`` (all
+        except results of products); ``"dots_no_batch"`` (all except results of products without batch dimensions);
+        ``"float8"`` (all except operands of float8 products); or a policy of ``jax.checkpoint_policies`` or its name.
+      donate: whether the new state reuses the memory of the old one. The state that you pass is then deleted.
+      max_consecutive_skips: the number of skipped steps in a row that ends the run with an error. Only steps in which
+        the loss scale could not fall are counted.
+      sharding: a :class:`jaxmp.sharding.Sharding`. The state and the batch are placed on its mesh. Each weight is
+        gathered when the loss function uses it, in the dtype in which it is used (half under a half policy).
 
     Raises:
       ValueError: an argument is out of range, or contradicts another; the batch has no examples, or is not divisible by
-        ``accumulate_steps`` or the number of devices; an override matches nothing; only one of the state and the step
-        has a moving average; a metric has a reserved name; the model state changes its structure; ``sharding`` does not
-        fit; the gradient of a param cannot be summed in its ``reduce_dtype``.
+        ``accumulate_steps`` or the number of devices; an override matches nothing; ``ema_decay`` is set and the state
+        has no moving average, or the reverse; a metric has a reserved name, such as ``loss``; the structure of the
+        model state changes; ``sharding`` does not fit the state; the gradient of a param cannot be summed in the
+        ``reduce_dtype`` of ``sharding``.
       TypeError: the loss function has other parameters or results; the loss is float16 or not a scalar; the state is
         not a :class:`TrainState`.
       RuntimeError: the state was donated to an earlier step.
-      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. The error comes some steps late and names the
-        non-finite params; :func:`jaxmp.inspect.first_nonfinite` finds the operation.
+      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. The error is raised some steps later and names the
+        arrays that are not finite. To find the operation, use :func:`jaxmp.inspect.first_nonfinite`.
 
-    Warns once if the loss has float16 products and the optimizer has no loss scale.
+    The step warns once if the loss function has float16 products and the optimizer has no loss scale.
 
     >>> def loss_fn(params, model_state, batch, rng):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state

@@ -19,7 +19,7 @@ _LAG = 4  # steps after which a report is read if there are several processes
 
 
 class NonFiniteTrainingError(FloatingPointError):
-    """Too many steps in a row were not finite, with the loss scale at its minimum.
+    """Too many steps in a row were skipped, and the loss scale could not fall.
 
     The message names the arrays that are not finite. To find the operation that made the first infinity or NaN, call
     ``jaxmp.inspect.first_nonfinite(step)(state, error.batch)``.

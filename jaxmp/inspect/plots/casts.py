@@ -55,9 +55,9 @@ class _Position(NamedTuple):
 def casts(plan: CastPlan) -> Any:
     """Draw a plan of autocast as a coloured graph, from the top down.
 
-    A box contains consecutive operations of one scope and one dtype. In a large program, it contains operations of one
-    scope and several dtypes, and its colours show their shares. A red arrow changes the dtype. A red diamond shows the
-    number of casts that autocast adds, and their bytes. Weights, masks and indices are left out.
+    A box contains consecutive operations of one scope and one dtype. In a large program, a box contains operations of
+    one scope and several dtypes, and its colours show the share of each dtype. A red arrow is a change of dtype. A red
+    diamond shows the number of casts that autocast adds, and their bytes. Weights, masks and indices are not drawn.
 
     Args:
       plan: a plan of :func:`jaxmp.cast_plan`.

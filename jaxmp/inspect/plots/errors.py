@@ -28,9 +28,9 @@ _MARKS = (("forward", "forward", BLUE, "o"), ("backward", "gradient", RED, "D"))
 def errors(comparison: Comparison) -> Any:
     """Draw the relative errors of values and gradients, from the input down.
 
-    The program runs from top to bottom; the x axis is the relative L2 error. A dashed line marks the error of one
-    rounding to the half dtype. The lower panel has the gradients of the arguments. Errors of 0 have no mark, and errors
-    that are not finite are at the right border.
+    The program runs from top to bottom, and the x axis is the relative L2 error. A dashed line marks the error of one
+    rounding to the half dtype. The lower panel has the gradients of the arguments. Errors of 0 are not drawn. Errors
+    that are not finite are drawn at the right border.
 
     Args:
       comparison: a result of :func:`jaxmp.inspect.compare`.

@@ -44,23 +44,24 @@ class _Tensor(NamedTuple):
 def exponents(
     counted: Numerics | Statistics | Mapping[str, Statistics], dtype: Any = "float16", *, loss_scale: float = 1.0
 ) -> Any:
-    """Draw histograms of binary exponents, coloured by the values' fate.
+    """Draw histograms of binary exponents, coloured by the effect of a format.
 
-    A bar is the share of a tensor's values with one ``floor(log2|x|)``, in percent. Zeros have no bar. The shares
-    beside it are exactly those of :meth:`Statistics.under`. Below are the ranges of the formats.
+    A bar is the percentage of a tensor's values with the same ``floor(log2|x|)``. Its colour shows whether the format
+    keeps these values. Zeros have no bar. The shares beside a histogram are those of :meth:`Statistics.under`. The
+    lines below are the ranges of the formats.
 
     Args:
-      counted: the statistics of one tensor, a mapping from name to statistics, or a step, whose tensors are counted
-        together by kind.
-      dtype: the format that colours the bars, as for :meth:`Statistics.under`.
-      loss_scale: a power of two that multiplies the values (for a step, only the gradients). A grey line shows the
-        histogram without it.
+      counted: the :class:`Statistics` of one tensor, a mapping from name to statistics, or a :class:`Numerics`, whose
+        tensors are counted together by kind.
+      dtype: the format that decides the colours, as for :meth:`Statistics.under`.
+      loss_scale: a power of two that multiplies the values (of a :class:`Numerics`, only the gradients). A grey line
+        shows the histogram without it.
 
     Raises:
       ValueError: the dtype is unknown, or the loss scale is not a power of two.
       ModuleNotFoundError: matplotlib is not installed.
 
-    The picture is that of Micikevicius et al. 2018 (arXiv 1710.03740), figure 3.
+    The plot follows figure 3 of Micikevicius et al. 2018 (arXiv 1710.03740).
 
     >>> counted = jaxmp.inspect.numerics(lambda w, x: 1e-9 * jnp.sum(x @ w))(jnp.ones((4, 2)), jnp.ones((3, 4)))
     >>> exponents(counted.gradients[""]).get_suptitle()

@@ -46,10 +46,11 @@ class _Scale(NamedTuple):
 def memory(plans: Mapping[str, Memory]) -> Any:
     """Draw the memory of several plans, side by side, by kind and by dtype.
 
-    Bars are in MiB on one device, or in KiB if all are smaller than 10 MiB.
+    Bars show the memory of one device in MiB, or in KiB if all plans are smaller than 10 MiB.
 
     Args:
-      plans: results of :func:`jaxmp.inspect.memory` by name. The others are compared with the first.
+      plans: a mapping from name to a result of :func:`jaxmp.inspect.memory`. The first plan is the one with which the
+        others are compared.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.

@@ -20,15 +20,16 @@ _MAX_BORDERED = 60
 
 
 def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype: Any = "float16") -> Any:
-    """Draw a heat map of layer × step: the share of a tensor's values that underflow.
+    """Draw the share of values that underflow, as a heat map of layers and steps.
 
-    The left map shows the values that become 0 in a format under the step's loss scale. The right map shows values that
-    were already 0; in a float16 run these include values that vanished. Colours go from 0 (light) to 100 % (dark).
+    The left map shows the values that become 0 in a format under the step's loss scale. The right map shows the values
+    that were already 0. In a float16 run, these include values that became 0 during the computation. Colours go from 0
+    (light) to 100 % (dark).
 
     Args:
       run: a :class:`Watch`, or the folder of a run with ``--watch N``.
       kind: ``"activations"``, ``"activation_gradients"``, ``"gradients"`` or ``"updates"``.
-      dtype: the format; for a folder, it must be the format of its file.
+      dtype: the format. For a folder, it must be the format in its ``watch.jsonl``.
 
     Raises:
       ValueError: nothing was watched, or the folder's file has another format.
@@ -81,7 +82,7 @@ def loss_scale(run: str | Path | Iterable[Mapping[str, Any]]) -> Any:
 def training(run: str | Path, kind: str = "activation_gradients") -> Any:
     """Draw a run's folder in one picture: :func:`underflow` above :func:`loss_scale`.
 
-    ``jaxmp watch RUN --plot FILE`` writes it.
+    The command ``jaxmp watch RUN --plot FILE`` writes the same figure.
 
     Args:
       run: the folder of a run with ``--watch N``.

@@ -22,7 +22,7 @@ class Finding:
     """A problem with the precision of a program.
 
     Attributes:
-      kind: one of ``FINDERS``.
+      kind: the kind of the problem, one of ``FINDERS``.
       path: the modules and scopes, joined by ``/``; for params and other state, their names.
       source: the user's file and line; empty if JAX knows none.
       what: a sentence that describes the problem.

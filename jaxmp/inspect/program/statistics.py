@@ -34,14 +34,14 @@ _NAMES = dtypes.NAMES[1:]
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Counts and magnitudes of the values of a tensor; counts are exact.
+    """Exact counts of the values of a tensor, and their magnitudes.
 
     Attributes:
       count: the number of values.
       zeros: the number of zeros.
       below_normal: the number of values that are subnormal in the dtype, and so have fewer digits.
-      vanished: the number of nonzero values that are 0 in the dtype. It is 0 for the dtype of the computation, in which
-        vanished values cannot be told from other zeros.
+      vanished: the number of nonzero values that become 0 in the dtype. It is always 0 for the dtype of the
+        computation, where these values are already zeros.
       overflow: the number of infinite and NaN values.
       amax: the largest finite magnitude; 0 if there is none.
       amin: the smallest nonzero magnitude; 0 if there is none.
@@ -49,7 +49,7 @@ class Statistics:
       histogram: the number of finite nonzero values by ``floor(log2|x|)``.
       ratio: for updates, their norm divided by that of their weight; else None.
       dtype: the dtype of the counts.
-      by_turn: in loops, the statistics of each iteration (for nested loops in execution order); else None.
+      by_turn: in loops, the statistics of each iteration, in execution order; else None.
     """
 
     count: int
@@ -73,9 +73,9 @@ class Statistics:
     def under(self, dtype: Any, loss_scale: float = 1.0) -> Statistics:
         """Return the statistics of the values times ``loss_scale`` in another dtype.
 
-        Values are rounded to nearest, ties to even, and the counts are exact: ``zeros`` were 0 before, ``vanished``
-        become 0, and ``overflow`` are not finite after rounding. ``amax``, ``amin``, ``mean_abs`` and ``histogram`` are
-        those of the scaled values before rounding.
+        Values are rounded to nearest, ties to even, and the counts are exact. ``zeros`` counts values that were 0
+        before, ``vanished`` those that become 0, and ``overflow`` those that are not finite after rounding. ``amax``,
+        ``amin``, ``mean_abs`` and ``histogram`` are those of the scaled values before rounding.
 
         Args:
           dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, or an alias of these.
@@ -110,11 +110,11 @@ class Statistics:
     def lost(self, dtype: Any) -> int:
         """Return how many updates are below half an ulp of their weight in ``dtype``.
 
-        Adding them in that dtype changes nothing. The ulp is the distance from the weight, rounded to the dtype, to the
-        next larger number. Updates of 0 are included.
+        Such an update does not change its weight if it is added in that dtype. An ulp is the distance from the weight,
+        rounded to the dtype, to the next larger number. Updates of 0 are included.
 
         Raises:
-          ValueError: these are not updates, or the dtype is not one of :meth:`under`.
+          ValueError: these are not the statistics of updates, or :meth:`under` does not take the dtype.
         """
         if self._lost is None:
             raise ValueError("lost() is for updates, and these are not updates; use Numerics.updates with tx")

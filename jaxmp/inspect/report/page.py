@@ -22,10 +22,10 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
     """Write a page on a run as one HTML file that needs no network.
 
     Args:
-      run: the folder of a script's run, or of :func:`jaxmp.inspect.record`. A run of several seeds has a folder with
-        the folders ``seed0``, ``seed1``, … in it.
+      run: the folder of a script's run, or of :func:`jaxmp.inspect.record`. A run of several seeds is a folder with the
+        subfolders ``seed0``, ``seed1``, ….
       against: folders of runs to compare with, the float32 one first.
-      file: the page; by default ``report.html`` in the run's folder.
+      file: the path of the page; by default ``report.html`` in the run's folder.
 
     Returns:
       The path of the page.
