@@ -163,6 +163,7 @@ def test_the_picture_is_drawn_and_small(tmp_path):
 
 
 def test_the_progress_bar_shows_whole_fields_on_one_line_of_the_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal has no bar
     make = rich.console.Console
     for width in [80, 60, 200]:
         console = make(file=io.StringIO(), width=width, force_terminal=True)
