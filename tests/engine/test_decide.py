@@ -1,4 +1,4 @@
-"""Which values are half: each rule on the smallest program that shows it, in whatever order they are applied."""
+"""Decide which values are half: each rule on the smallest program that shows it, in whatever order they apply.
 
 from __future__ import annotations
 
