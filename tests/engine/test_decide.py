@@ -1,4 +1,4 @@
-"""Decide which values are half: each rule on the smallest program that shows it, in whatever order they apply.
+"""Decide which values are half: each rule on the smallest program that shows it, in whatever order they apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of NNX modules: overrides, choices of the author, nesting, and what is refused.
+"""Policies of NNX modules: overrides, choices of the author, nesting, and what is refused."""
 
 from __future__ import annotations
 
