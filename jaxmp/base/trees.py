@@ -139,7 +139,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 
     Raises:
       ValueError: the trees differ in structure.
-      TypeError: two leaves differ in shape, or the new one is complex and the old one is not.
+      TypeError: two leaves differ in shape, or the leaf of ``on_true`` is complex and that of ``on_false`` is not.
 
     >>> select_tree(jnp.array(False), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"]
     Array([0., 0.], dtype=float32)

@@ -63,8 +63,8 @@ class Audit(tables.Shown):
 
         Args:
           min_half_flops: the minimum of ``half_flops``; ignored without products.
-          allow: the findings that are not errors: a kind, or a list. The list has kinds, and pairs of a kind and a glob
-            on the path.
+          allow: the findings that are not errors: a kind, or a list. Each item of the list is a kind or a pair
+            ``(kind, glob)``, whose glob matches the path.
           max_bytes: the maximum memory at the peak.
 
         Raises:

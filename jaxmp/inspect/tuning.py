@@ -143,14 +143,14 @@ def tune(
     """Find the modules and operations that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
-    :func:`jaxmp.autocast` with ``policy``. It first tries each module alone in float32. It then makes the most helpful
-    modules float32 until the error is within the tolerance, and makes those that are not needed half again. At last it
-    tries single operations of the float32 modules. There are at most ``2 * len(rows) + 10`` evaluations, and each
+    :func:`jaxmp.autocast` with ``policy``. It first tries each module alone in float32. It then switches modules to
+    float32, the most helpful first, until the error is within the tolerance. Modules that turn out not to need float32
+    go back to half. Finally, it tries for each float32 module whether single operations are enough. There are at most ``2 * len(rows) + 10`` evaluations, and each
     compiles the function once.
 
     Args:
-      fun: a function that returns the loss, or a tuple whose first element is the loss. Or a train step; you then call
-        the result with the step's arguments.
+      fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train
+        step. Then call the function that ``tune`` returns with the step's arguments.
       policy: a half policy without overrides, such as ``"mixed_bfloat16"``.
       tolerance: the largest error to allow, relative to float32 (:class:`Tuned` defines the error). None means twice
         the ``floor``, which is the error if only the operands of products are half.

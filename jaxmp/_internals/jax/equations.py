@@ -25,8 +25,9 @@ class Bodies(NamedTuple):
     """The jaxprs in an equation, and the roles of its operands.
 
     ``kind`` is ``"call"`` (the operands and results are those of the body), ``"scan"``, ``"while"`` (condition, body)
-    or ``"cond"`` (the branches). The operands of a loop are in this order: ``consts`` of its condition, if any; those
-    of its body, up to ``start``; ``carry`` carried values; and the scanned arrays.
+    or ``"cond"`` (the branches). A loop's operands come in this order: the constants of its condition, if any
+    (``consts`` of them); the constants of its body, which end at the index ``start``; the carried values (``carry`` of
+    them); the scanned arrays.
     """
 
     kind: str

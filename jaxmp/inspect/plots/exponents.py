@@ -46,7 +46,8 @@ def exponents(
 ) -> Any:
     """Draw histograms of binary exponents, coloured by the effect of a format.
 
-    A bar is the percentage of a tensor's values with the same ``floor(log2|x|)``. Its colour shows whether the format
+    There is a bar for each value of ``floor(log2|x|)``. Its height is the percentage of the tensor's values with this
+    exponent. Its colour shows whether the format
     keeps these values. Zeros have no bar. The shares beside a histogram are those of :meth:`Statistics.under`. The
     lines below are the ranges of the formats.
 

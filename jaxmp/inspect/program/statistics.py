@@ -110,8 +110,8 @@ class Statistics:
     def lost(self, dtype: Any) -> int:
         """Return how many updates are below half an ulp of their weight in ``dtype``.
 
-        Such an update does not change its weight if it is added in that dtype. An ulp is the distance from the weight,
-        rounded to the dtype, to the next larger number. Updates of 0 are included.
+        Such an update does not change its weight if it is added in that dtype. Round the weight to the
+        dtype: an ulp is the distance from this number to the next larger one. Updates of 0 are included.
 
         Raises:
           ValueError: these are not the statistics of updates, or :meth:`under` does not take the dtype.
