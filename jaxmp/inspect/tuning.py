@@ -145,8 +145,8 @@ def tune(
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
     :func:`jaxmp.autocast` with ``policy``. It first tries each module alone in float32. It then switches modules to
     float32, the most helpful first, until the error is within the tolerance. Modules that turn out not to need float32
-    go back to half. Finally, it tries for each float32 module whether single operations are enough. There are at most ``2 * len(rows) + 10`` evaluations, and each
-    compiles the function once.
+    go back to half. Finally, it tries for each float32 module whether single operations are enough. There are at most
+    ``2 * len(rows) + 10`` evaluations, and each compiles the function once.
 
     Args:
       fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train
