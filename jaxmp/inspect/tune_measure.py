@@ -98,8 +98,7 @@ def candidates_of(plain: Callable[..., Any], args: Sequence[Any], half: Policy) 
                 by_name[row.primitive] += row.flops if row.primitive in PRODUCTS else 0
     if not flops:
         raise ValueError(
-            "tune needs half operations in modules or named scopes, got none; put jax.named_scope around the parts, or "
-            "pass an NNX model to its loss function: tune(loss_fn, policy)(model, batch)"
+            "tune needs half operations in modules or named scopes, got none; put jax.named_scope around the parts"
         )
     candidates = []
     for path in sorted(flops, key=lambda path: -path.count("/")):

@@ -93,6 +93,15 @@ def test_a_step_on_a_plain_nnx_model_is_audited_by_paths() -> None:
     }
 
 
+def test_a_train_step_of_a_plain_nnx_model_has_the_paths_of_its_modules() -> None:
+    model, x = Model(nnx.Rngs(0)), jnp.ones((2, 4))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+    step = jaxmp.nnx.make_train_step(loss_fn, policy="mixed_bfloat16")
+    forward = [row.path for row in compare(step)(model, optimizer, x).rows if row.phase == "forward"]
+    assert forward == [*PATHS, ""]
+    assert type(model) is Model and type(model.block) is Block
+
+
 def test_static_arguments_of_a_jitted_function_are_left_to_it() -> None:
     def fun(params: Any, times: int, batch: Any) -> Any:
         for _ in range(times):

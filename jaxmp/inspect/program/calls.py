@@ -54,7 +54,8 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
       RuntimeError: the state was donated to an earlier step.
     """
     if isinstance(fun, NNXTrainStep):
-        call = StepCall(fun.of_trees, state_of(*args[:2]), *args[2:])
+        model = [nnx_models.scoped_copy(arg) if nnx_models.is_module(arg) else arg for arg in args[:1]]
+        call = StepCall(fun.of_trees, state_of(*model, *args[1:2]), *args[2:])
     else:
         call = StepCall(fun, *args)
     call.step.require_state(call.state)

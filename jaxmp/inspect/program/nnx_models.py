@@ -53,6 +53,11 @@ def with_scopes(model: Any) -> Any:
     return model
 
 
+def scoped_copy(model: Any) -> Any:
+    """Return a copy of a model that shares its Variables, and whose modules put their calls in scopes."""
+    return with_scopes(nnx.clone(model, variables=False, graph=True))
+
+
 @functools.cache
 def _scoped(bare: Any, path: Path) -> Any:
     """Return a subclass of a module's class that puts its calls in a scope.
