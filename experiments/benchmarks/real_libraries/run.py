@@ -49,7 +49,6 @@ _AS_WRITTEN = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-_FILE = "real_libraries.json"
 Results = tuple[np.ndarray, np.ndarray]  # the value, and the gradient as one vector
 
 
@@ -141,7 +140,9 @@ def main(config: Config) -> dict[str, Any]:
     chosen = [
         program for program in chosen if not config.programs or any(part in program.name for part in config.programs)
     ]
-    rows = _rows_of(folder)
+    part = folder / "part.json"  # of a run that was stopped
+    setting = {"versions": environment()["versions"], "halves": list(config.halves)}
+    rows = _rows_of(part, setting)
     finished = {(row["library"], row["program"]) for row in rows}
     absent: set[str] = set()
     failures: dict[str, str] = {}
@@ -160,7 +161,7 @@ def main(config: Config) -> dict[str, Any]:
             print(f"{title}: {failures[title]}", flush=True)
             continue
         rows += measured
-        write_json(folder / _FILE, {"programs": rows})  # a run that is stopped can go on
+        write_json(part, {"setting": setting, "programs": rows})
         for row in measured:
             print(*_cells(row), f"({time.perf_counter() - started:.0f} s)", flush=True)
     notes = [f"not installed: {', '.join(sorted(absent))}"] if absent else []
@@ -168,15 +169,16 @@ def main(config: Config) -> dict[str, Any]:
     table = Table("Relative errors to float32", COLUMNS, [_cells(row) for row in rows], 2, tuple(notes))
     data = {"programs": rows, "not_installed": sorted(absent), "failed": failures}
     records.record(folder, "real_libraries", "Programs of real libraries", environment(), [table], data)
+    part.unlink(missing_ok=True)
     return data
 
 
-def _rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of an earlier run in this folder."""
-    file = folder / _FILE
-    if not file.is_file():
+def _rows_of(part: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a run that was stopped, if it had the same versions and half formats."""
+    stopped = json.loads(part.read_text()) if part.is_file() else {}
+    if stopped.get("setting") != setting:
         return []
-    rows: list[dict[str, Any]] = json.loads(file.read_text())["programs"]
+    rows: list[dict[str, Any]] = stopped["programs"]
     for row in rows:
         for way in ("autocast", "T", "N"):
             row[way] = [float(error) for error in row[way]]  # infinity is stored by its name

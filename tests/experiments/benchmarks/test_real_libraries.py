@@ -8,6 +8,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments.benchmarks.real_libraries import registry, run
 from experiments.benchmarks.real_libraries.simulated import half_everything, half_products
@@ -73,8 +74,32 @@ def test_the_table_has_programs_and_libraries_that_are_absent(monkeypatch, tmp_p
     assert "not installed: nobody-has-this" in (tmp_path / "run" / "real_libraries.md").read_text()
     assert json.loads((tmp_path / "run" / "real_libraries.json").read_text())["programs"] == [row]
 
-    monkeypatch.setattr(run, "measure", failing)  # a second run in the folder goes on from the first
-    assert run.main(run.Config(run_dir=tmp_path / "run"))["programs"] == [row]
+
+def test_a_stopped_run_goes_on_and_a_finished_one_begins_anew(monkeypatch, tmp_path):
+    two = [registry.Program("optax", name, lambda: None) for name in ("first", "second")]
+    measured = []
+
+    def measure(program, halves):
+        if program.name == "second" and not measured[1:]:
+            measured.append(program.name)
+            raise KeyboardInterrupt
+        measured.append(program.name)
+        errors = {way: [0.0, float("inf")] for way in ("autocast", "T", "N")}
+        row = {"library": program.library, "program": program.name, "half": "bfloat16", "half_share": 1.0}
+        return [{**row, **errors, "verdict": ""}]
+
+    monkeypatch.setattr(run, "FAMILIES", ())
+    monkeypatch.setattr(run, "PROGRAMS", two)
+    monkeypatch.setattr(run, "measure", measure)
+    config = run.Config(run_dir=tmp_path / "run", halves=("bfloat16",))
+    with pytest.raises(KeyboardInterrupt):
+        run.main(config)
+    result = run.main(config)
+    assert measured == ["first", "second", "second"]
+    assert [row["program"] for row in result["programs"]] == ["first", "second"]
+    assert result["programs"][0]["N"] == [0.0, float("inf")]
+    run.main(config)
+    assert measured[3:] == ["first", "second"]
 
 
 VERDICTS = {
