@@ -58,8 +58,9 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
     Raises:
       ValueError: the policy computes in float64, or in float16 on a TPU; an override has an unknown level, primitive or
         class (``UnknownOperationError``), or an override matched nothing in a call (``UnmatchedOverrideError``).
-      TypeError: ``fun`` is a Linen module, a class of modules, or not a function; a key of the overrides, or a pattern
-        of the PolicyMap, is a class of modules; or, in a call, an argument is a ShapeDtypeStruct.
+      TypeError: ``fun`` is a Linen module, a class of modules, or not a function; there is no policy; a key of the
+        overrides, or a pattern of the PolicyMap, is a class of modules; or, in a call, an argument is a
+        ShapeDtypeStruct.
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(jax.nn.relu(x @ w) @ w)
@@ -70,7 +71,7 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
     """
     if isinstance(fun, str) or policy is None:
         raise TypeError(
-            f"jaxmp.autocast wraps a function for a policy, got {printed(fun)}; write "
+            f"jaxmp.autocast wraps a function for a policy, got ({printed(fun)}, {printed(policy)}); write "
             "half = jaxmp.autocast(fun, 'mixed_bfloat16'), or use the context manager jaxmp.precision('float32')"
         )
     require_function(fun, "autocast")

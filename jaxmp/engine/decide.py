@@ -28,7 +28,7 @@ RAISERS = (raise_amplified, raise_cancelled, decide_loops)
 
 _FLOAT32 = np.dtype(np.float32)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
-_LINEAR = frozenset({"add", "sub", "mul", "div", "select_n"})
+_NOT_NONLINEAR = frozenset({"add", "sub", "mul", "div", "select_n"})  # they do not end a float32 region
 _CAST = "convert_element_type"
 
 
@@ -150,7 +150,7 @@ def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     starts = [
         operand
         for node in nodes
-        if node in heading and node.name not in _LINEAR
+        if node in heading and node.name not in _NOT_NONLINEAR
         for operand in node.inputs
         if operand.activation_of and _is_elementwise(node, operand)
     ]

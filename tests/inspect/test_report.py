@@ -65,6 +65,8 @@ def test_a_page_has_every_section_and_asks_no_network(recorded: Path) -> None:
     page = write_report(recorded)
     text = page.read_text()
     assert page == recorded / "report.html" and text.count("<svg") == 5 and "missing" not in text.split("<body>")[1]
+    assert "<th>policy</th><td><code>mixed_float16</code>" in text
+    assert "100.0 % of the products' FLOPs are in 16 bits or fewer." in text
     assert "<td>Dense</td>" in text and "dot_general" in text and "at the peak" in text and "jaxmp " in text
     assert "half &lt;b&gt;" in text and "half <b>" not in text
     assert all("www.w3.org" in url for url in re.findall(r"https?://[\w./-]+", text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -143,8 +144,9 @@ class NNXNet(nnx.Module):
 
 
 @SLOW
-def test_an_nnx_step_is_tuned():
-    model = jaxmp.nnx.apply_policy(NNXNet(nnx.Rngs(0)), "mixed_bfloat16")
+@pytest.mark.parametrize("put", [jaxmp.nnx.apply_policy, lambda model, policy: model], ids=["policy", "plain"])
+def test_an_nnx_step_is_tuned(put):
+    model = put(NNXNet(nnx.Rngs(0)), "mixed_bfloat16")
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
     step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
     tuned = tune(step, "mixed_bfloat16")(model, optimizer, X)
@@ -188,6 +190,12 @@ def test_a_loss_scale_that_overflows_is_lowered_first():
     state = jaxmp.TrainState.create(params=_params()[0], tx=tx)
     tuned = tune(jaxmp.make_train_step(step_loss), "mixed_float16")(state, X)
     assert tuned.overrides == {} and tuned.met and tuned.loss_scale < 2.0**24
+
+
+def test_a_result_with_few_products_in_half_says_so():
+    tuned = tune(_loss(None, None), "mixed_bfloat16")(_params(), X)
+    assert "few products" not in str(tuned)
+    assert "few products are left in half" in str(dataclasses.replace(tuned, half_flops=0.1))
 
 
 def test_wrong_arguments_raise():
