@@ -108,15 +108,15 @@ def mirrored(name: str) -> tuple[tuple[str, bool], ...]:
         return ((name, True),) if path.name.startswith("test_") else ()
     inside = path.relative_to(path.parts[0]) if path.parts[0] in ("jaxmp", ".ci") else path
     own = inside.parent if path.stem in ("__init__", "__main__") else inside.with_suffix("")
-    found = []
+    paired = []
     for place in (own, *own.parents):
         if place.parts not in ((), ("experiments",), ("experiments", "benchmarks")):
             tests = [
                 *Path("tests", place).rglob("test_*.py"),
                 *Path("tests", place.parent).glob(f"test_{place.name}*.py"),
             ]
-            found += [(str(test), place == own) for test in tests]
-    return tuple(found)
+            paired += [(str(test), place == own) for test in tests]
+    return tuple(paired)
 
 
 def near(changed: list[str], imports: Imports) -> dict[str, tuple[int, int]]:

@@ -99,11 +99,11 @@ def _changes(node: ast.AST, source: str) -> Iterator[tuple[int, int, str]]:
 
 def draw(root: Path, count: int, seed: int) -> list[Mutant]:
     """Return ``count`` mutants of the folders, drawn at random, with paths relative to ``root``."""
-    found = []
+    mutants = []
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*.py")):
-            found += [mutant._replace(file=str(Path(mutant.file).relative_to(root))) for mutant in sites(file)]
-    return random.Random(seed).sample(found, min(count, len(found)))
+            mutants += [mutant._replace(file=str(Path(mutant.file).relative_to(root))) for mutant in sites(file)]
+    return random.Random(seed).sample(mutants, min(count, len(mutants)))
 
 
 def tests_by_line(coverage_file: Path) -> dict[tuple[str, int], set[str]]:
@@ -199,10 +199,11 @@ def main() -> None:
         importlib.import_module(name)
 
     root = options.root.resolve()
+    before: dict[str, Any] = {}
     if options.mutants:
-        earlier = json.loads(options.mutants.read_text())["rows"]
-        drawn = [moved for row in earlier if (moved := _in(root, Mutant(*row["mutant"])))]
-        known = {Mutant(*row["mutant"]) for row in earlier if row["found"]}
+        before = json.loads(options.mutants.read_text())
+        drawn = [moved for row in before["rows"] if (moved := _in(root, Mutant(*row["mutant"])))]
+        known = {Mutant(*row["mutant"]) for row in before["rows"] if row["found"]}
     else:
         drawn, known = draw(root, options.count, options.seed), set()
     covering = tests_by_line(options.coverage)
@@ -210,25 +211,27 @@ def main() -> None:
 
     def row(mutant: Mutant) -> dict[str, object]:
         tests = sorted(covering.get((mutant.file, mutant.line), ()), key=lambda test: seconds.get(test, 9.0))
-        found = mutant in known
-        if not found and (quickest := tests[: options.tests]):
-            found = is_found(root, mutant, quickest)
-        if not found and (others := more_tests(mutant, tests[options.tests :], seconds, options.seconds)):
-            found = is_found(root, mutant, others)
-        print("found   " if found else "survives", f"{mutant.file}:{mutant.line}", mutant.after.strip(), flush=True)
-        return {"mutant": mutant, "covered": bool(tests), "found": found}
+        is_dead = mutant in known
+        if not is_dead and (quickest := tests[: options.tests]):
+            is_dead = is_found(root, mutant, quickest)
+        if not is_dead and (slower := more_tests(mutant, tests[options.tests :], seconds, options.seconds)):
+            is_dead = is_found(root, mutant, slower)
+        print("found   " if is_dead else "survives", f"{mutant.file}:{mutant.line}", mutant.after.strip(), flush=True)
+        return {"mutant": mutant, "covered": bool(tests), "found": is_dead}
 
     with ThreadPoolExecutor(2) as pool:
         rows = list(pool.map(row, drawn))
-    found = sum(bool(row["found"]) for row in rows)
-    options.out.write_text(json.dumps({"found": found, "of": len(rows), "rows": rows}, indent=1))
-    print(f"{found} of {len(rows)} mutants found")
+    count = sum(bool(row["found"]) for row in rows)
+    effort = {name: max(getattr(options, name), before.get(name, 0)) for name in ("tests", "seconds")}
+    options.out.write_text(json.dumps({"found": count, "of": len(rows), **effort, "rows": rows}, indent=1))
+    print(f"{count} of {len(rows)} mutants found")
     if options.record:
-        record(rows, options.seed)
+        tried = f"{effort['tests']} quickest tests, then with {effort['seconds']:g} seconds of the tests of its folder"
+        record(rows, tried, options.seed)
 
 
-def record(rows: list[dict[str, Any]], seed: int) -> None:
-    """Write the share found by folder into tests/README.md, and the survivors into a file beside this script."""
+def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
+    """Write the share found by folder into tests/README.md, and the survivors into a file."""
     all_by_folder, found_by_folder = collections.Counter(), collections.Counter()
     survivors = []
     for row in rows:
@@ -244,13 +247,13 @@ def record(rows: list[dict[str, Any]], seed: int) -> None:
     ]
     table = (
         f"Of {len(rows)} mutants (seed {seed}, {datetime.date.today()}) the tests found {len(rows) - len(survivors)}. "
-        "Each mutant was tried\nwith its 8 quickest tests, then with 12 seconds of the tests of its folder, not "
-        "with the whole suite. `tools/survivors.txt` lists the others.\n\n"
+        f"Each mutant was tried\nwith its {tried}, not with the whole suite. "
+        "`tools/survivors.txt` lists the others.\n\n"
         "| folder | found |\n|---|---:|\n" + "".join(cells)
     )
-    before, _, rest = README.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    text_before, _, old_block = README.read_text().partition(BEGIN)
+    _, _, text_after = old_block.partition(END)
+    README.write_text(f"{text_before}{BEGIN}\n{table}\n{END}{text_after}")
 
 
 def _in(root: Path, mutant: Mutant) -> Mutant | None:
