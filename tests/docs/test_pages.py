@@ -11,8 +11,8 @@ from places import ROOT
 
 DOCS = ROOT / "docs"
 
-#: Pages whose code another test runs: it needs the reader's program, or compares it with a peer.
-ELSEWHERE = ("coming_from.md", "saving.md", "sharding.md", "inspect.md", "autocast.md", "gradient_sums.md")
+#: Pages whose code another test runs.
+ELSEWHERE = ("coming_from.md", "saving.md", "sharding.md", "autocast.md")
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 PARTS = sorted({(page, block.tab) for page in PAGES if page not in ELSEWHERE for block in blocks(DOCS / page)})

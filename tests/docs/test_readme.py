@@ -34,18 +34,6 @@ def test_the_examples_of_the_readme_run_and_learn(readme):
         assert float(metrics["loss"]) < 0.1 and float(metrics["loss_scale"]) == 2.0**15 and not metrics["skipped"]
 
 
-def test_the_first_lines_of_the_inspect_page_run_after_the_readme_and_change_nothing(readme, capsys):
-    scope = dict(readme)
-    before = jax.tree.map(str, scope["state"])
-    capsys.readouterr()
-    with jax.numpy_dtype_promotion("standard"):
-        exec(blocks(ROOT / "docs" / "inspect.md")[0].code, scope)
-    shown = capsys.readouterr().out
-    assert "2 products" not in shown and shown.count("The error enters") == 3 and "\nNone\n" in shown
-    assert "No policy, region or autocast" not in shown and "worst: 0.00e+00" not in shown
-    assert jax.tree.map(str, scope["state"]) == before
-
-
 def test_the_first_pages_stay_short():
     assert README.stat().st_size <= 6144 and (ROOT / "CONTRIBUTING.md").stat().st_size <= 3000
     assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 40
