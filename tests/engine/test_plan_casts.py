@@ -242,7 +242,7 @@ def test_a_plan_names_what_is_float32():
 
 def test_the_page_has_the_names_of_all_patterns():
     page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
-    paragraph = page.partition("A name before a colon")[2].partition("\n\n")[0]
+    paragraph = page.partition("If the operation belongs to a known pattern")[2].partition("\n\n")[0]
     assert {*re.findall(r"`([a-z -]+)`", paragraph)} == {*PATTERNS}
 
 
