@@ -19,7 +19,11 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return specs of a state; the optimizer's leaves follow their params."""
+    """Return specs of a state in which the optimizer's leaves follow their params.
+
+    A leaf gets the spec of a param if its path ends in the param's path and it has the param's shape. All other leaves
+    are replicated.
+    """
     known = {
         (parts_of(path), tuple(leaf.shape)): spec
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), specs_in(specs), strict=True)
@@ -46,7 +50,7 @@ def is_train_state(tree: Any) -> bool:
 
 
 def text_of(spec: PartitionSpec) -> str:
-    """Return a spec as text, ``P('data', None)``."""
+    """Return a spec as text, such as ``P('data', None)``."""
     return f"P({', '.join(map(repr, spec))})"
 
 
@@ -56,7 +60,7 @@ def parts_of(path: Any) -> Path:
 
 
 def covers(pattern: str, path: Path) -> bool:
-    """Return whether a pattern matches a path or a part of it from the root."""
+    """Return whether a pattern matches a path or a path above it."""
     return any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
 
 
@@ -75,8 +79,8 @@ def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
     """Raise a ValueError if the mesh lacks an axis that ``argument`` names."""
     if missing := [name for name in names if name not in mesh.shape]:
         raise ValueError(
-            f"{argument} must be of the mesh, which has {', '.join(map(repr, mesh.shape)) or 'none'}, got "
-            f"{missing[0]!r}; make it with jax.make_mesh((…,), ({missing[0]!r}, …))"
+            f"{argument} must be in the mesh, which has the axes {', '.join(map(repr, mesh.shape)) or 'none'}, got "
+            f"{missing[0]!r}; create the mesh with jax.make_mesh((…,), ({missing[0]!r}, …))"
         )
 
 
@@ -103,14 +107,14 @@ def fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], me
     require_axes(mesh, names, f"the axes of {key!r}")
     if len(spec) > len(shape) or len(set(names)) < len(names):
         raise ValueError(
-            f"a spec must name an axis of the mesh only once, and have at most one entry per axis of the array, got "
+            f"a spec must name each mesh axis at most once, and have at most one entry per axis of the array, got "
             f"{text_of(spec)} for {name!r} of shape {shape}; change the spec of {key!r}"
         )
     for size, entry in zip(shape, spec, strict=False):
         parts = devices_in(entry, mesh)
         if size % parts:
             raise ValueError(
-                f"an axis must be divisible by its number of devices, got {size} over {parts} ({entry!r}) in "
+                f"an axis must be divisible by the devices that split it, got size {size} and {parts} ({entry!r}) in "
                 f"{name!r} of shape {shape}; change the spec of {key!r}"
             )
     return spec

@@ -139,7 +139,7 @@ def of_two_types():
     [
         (lambda: gather_of_a(mesh_of(), dtype="int8"), "must be floating, got int8"),
         (lambda: gather_of_a(mesh_of(), P(("fsdp", "tensor"))), "which has 'fsdp', got 'tensor'"),
-        (lambda: gather_of_a(mesh_of(data=4)), "axes must be of the mesh, which has 'data', got 'fsdp'"),
+        (lambda: gather_of_a(mesh_of(data=4)), "axes must be in the mesh, which has the axes 'data', got 'fsdp'"),
         (
             lambda: gather_of_a(mesh_of(AxisType.Auto)),
             "got reduce_dtype 'float32' for 'a' gathered in 'bfloat16'; create the mesh with axis_types=.*Explicit",

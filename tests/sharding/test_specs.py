@@ -92,6 +92,6 @@ def test_described_bytes_are_those_that_a_device_holds():
     assert {row.path: row.bytes for row in found.rows} == held
     assert found.bytes == sum(held.values())
     assert [row.path for row in found.replicated] == ["c"]
-    assert "12 in 1 leaves that each one holds whole" in str(found) and "P('fsdp', 'tensor')" in str(found)
+    assert "12 in 1 leaves that every device holds whole" in str(found) and "P('fsdp', 'tensor')" in str(found)
     with pytest.raises(ValueError, match="got none for 'a'"):
         sharding.describe({"a": shape(4)}, {"b": P()}, mesh_of())
