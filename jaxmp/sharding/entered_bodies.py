@@ -86,7 +86,7 @@ class EnteredBodies:
             return source.param, weight, jnp.moveaxis(tap, 1, 0)
         if self._is_scan or not source.is_alone:
             source.gathered()
-            source.gathers_again &= self._name == "jit"  # else each run of a body would gather it again
+            source.gathers_again &= self._name == "jit"  # other bodies would gather it again in each run
         return source.param
 
     def _body(self, body: Any, *args: Any) -> list[Any]:

@@ -133,8 +133,8 @@ class Description(tables.Shown):
         return tuple(row for row in self.rows if row.whole)
 
     def _shown(self) -> Any:
-        whole = f"{sum(row.bytes for row in self.replicated):,} in {len(self.replicated)} leaves"
-        title = f"{self.bytes:,} bytes on each device, including {whole} that every device holds whole"
+        replicated = f"{sum(row.bytes for row in self.replicated):,} in {len(self.replicated)} leaves"
+        title = f"{self.bytes:,} bytes on each device, including {replicated} that every device holds whole"
         cells = [(row.bytes, row.dtype, row.shape, row.spec, row.path) for row in self.rows]
         return title, ("bytes", "dtype", "shape", "spec", "leaf"), cells, ()
 

@@ -106,7 +106,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
 def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, _: str) -> Any:
     """Gather on axes of type Explicit.
 
-    JAX's type of the cotangent records that it is not yet summed over these axes, and ``reshard`` sums it.
+    In JAX, the type of the cotangent records that the devices have not yet summed it. ``reshard`` sums it.
     """
 
     @jax.custom_vjp

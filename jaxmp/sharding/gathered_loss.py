@@ -80,30 +80,30 @@ class Gathered:
         """Return whether a batch is split over more than one device."""
         return self.plan.devices > 1
 
-    def __call__(self, params: Any, *rest: Any) -> Any:
+    def __call__(self, params: Any, *other_args: Any) -> Any:
         """Return the results of the loss function."""
         if not self.is_split:
-            return self.loss_fn(params, *rest)
+            return self.loss_fn(params, *other_args)
         before: list[tuple[Any, Any]] = []
         if isinstance(params, GatheredParams):
             before = list(zip(params.weights, params.taps, strict=True))
             params = params.params
-        program, uses = self._uses(params, rest)
+        program, uses = self._uses(params, other_args)
         for use, (weight, tap) in zip(uses, before, strict=bool(before)):
             source = use.source
             source.half, source.tap, source.is_gathered, source.gathers_again = weight, tap, True, False
         next_use = iter(uses)
         leaves = [next(next_use) if _tree.is_float_array(leaf) else leaf for leaf in jax.tree.leaves(params)]
-        model_state = arrays_in(jax.tree.leaves(rest[:1]))
-        examples = arrays_in(jax.tree.leaves(rest[1:]))
+        model_state = arrays_in(jax.tree.leaves(other_args[:1]))
+        examples = arrays_in(jax.tree.leaves(other_args[1:]))
         values = [(value, True) for value in (*leaves, *model_state)] + [(value, False) for value in examples]
         jaxpr, consts = program.jaxpr
         results = _Rewriting(self.plan).results(jaxpr, consts, values)
         return program.unflatten(results_as_arrays(results, jaxpr))
 
-    def gather(self, params: Any, *rest: Any) -> GatheredParams:
+    def gather(self, params: Any, *other_args: Any) -> GatheredParams:
         """Gather all params once, for several calls of the loss."""
-        _, uses = self._uses(params, rest)
+        _, uses = self._uses(params, other_args)
         sources = [use.source for use in uses]
         weights = [self.plan.whole(source.param, source.spec, source.dtype) for source in sources]
         return GatheredParams(params, weights, [self.plan.zeros(source.param, source.spec) for source in sources])
@@ -122,11 +122,11 @@ class Gathered:
             leaves[n] += self.plan.reduced(parts, specs[n]).astype(leaves[n].dtype)
         return jax.tree.unflatten(tree, leaves)
 
-    def _uses(self, params: Any, rest: tuple[Any, ...]) -> tuple[TracedProgram, list[Use]]:
+    def _uses(self, params: Any, other_args: tuple[Any, ...]) -> tuple[TracedProgram, list[Use]]:
         """Trace the loss; return its program, and a use of each floating param."""
         require_specs(params, self.plan.specs)
         with while_tracing(self.plan):
-            program = TracedProgram(self.loss_fn, (params, *rest))
+            program = TracedProgram(self.loss_fn, (params, *other_args))
         jaxpr, _ = program.jaxpr
         product_halves = {np.dtype(name) for name in product_dtypes(jaxpr) if is_half(np.dtype(name))}
         uses = []

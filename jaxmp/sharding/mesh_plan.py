@@ -203,10 +203,10 @@ class Plan:
         The other axes keep their layout.
         """
         if self.is_explicit:
-            rest = without(jax.typeof(value).sharding.spec, self.axes)
+            entries = without(jax.typeof(value).sharding.spec, self.axes)
         else:
-            rest = [PartitionSpec.UNCONSTRAINED] * np.ndim(value)
-        return self.put(value, PartitionSpec(*rest[:dim], *self.rows, *rest[dim + 1 :]))
+            entries = [PartitionSpec.UNCONSTRAINED] * np.ndim(value)
+        return self.put(value, PartitionSpec(*entries[:dim], *self.rows, *entries[dim + 1 :]))
 
     def is_split(self, spec: PartitionSpec) -> bool:
         """Return whether ``spec`` splits an array over axes of the batch."""
@@ -250,11 +250,11 @@ class Plan:
     def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
         """Return the sum of ``parts`` (devices, …) over axis 0, in the layout ``spec``."""
         batch_axes = [tuple(name for name in as_tuple(entry) if name in self.axes) for entry in spec]
-        rest = tuple(name for name in self.axes if name not in axes_in_spec(spec))
+        unsplit_axes = tuple(name for name in self.axes if name not in axes_in_spec(spec))
 
         def reduce(parts: Any) -> Any:
             part = parts[0].astype(reduced_in(self.reduce_dtype, parts.dtype))
-            part = jax.lax.psum(part, rest) if rest else part
+            part = jax.lax.psum(part, unsplit_axes) if unsplit_axes else part
             for dim, names in enumerate(batch_axes):
                 if names:
                     part = jax.lax.psum_scatter(part, names, scatter_dimension=dim, tiled=True)
@@ -271,7 +271,7 @@ class Plan:
     def over_rows(self, fun: Callable[..., Any], dims: Sequence[int], args: Sequence[Any]) -> Any:
         """Apply ``fun`` on each device to its part of ``args``.
 
-        The arrays are split along ``dims``, an axis for each. The results of the devices are stacked to (devices, …).
+        Each array is split along its axis in ``dims``. The results of the devices are stacked to (devices, …).
         """
         split = (PartitionSpec(*[None] * dim, *self.rows) for dim in dims)
         specs = tuple(spec if np.ndim(arg) else PartitionSpec() for spec, arg in zip(split, args, strict=True))
@@ -312,7 +312,7 @@ def to_reduce_in(dtype: Any) -> np.dtype:
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
     """Return the dtype in which gradients of ``dtype`` are summed over devices.
 
-    It is ``reduce_dtype``, except that float32 stands for float64 if the gradients are float64.
+    It is ``reduce_dtype``. But if ``reduce_dtype`` is float32, float64 gradients are summed in float64.
     """
     return at_least_float32(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
 

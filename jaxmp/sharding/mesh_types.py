@@ -40,8 +40,8 @@ def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
 def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossFn:
     """Return ``loss_fn`` traced on Explicit axes, for a call on Auto axes.
 
-    In the traced types, the params, the model state and the rng are whole. The examples of the batch are split over
-    ``batch_axes``, if the number of examples is divisible by the number of devices.
+    The loss is traced for whole params, model state and rng. The examples of the batch are split over ``batch_axes``,
+    if the number of examples is divisible by the number of devices.
 
     Args:
       loss_fn: a loss function, as for :func:`jaxmp.make_train_step`.
@@ -69,7 +69,7 @@ def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossF
 
         args = params, model_state, batch, rng
         params, model_state, rng = (
-            jax.tree.map(lambda leaf: laid(leaf, PartitionSpec()), whole) for whole in (params, model_state, rng)
+            jax.tree.map(lambda leaf: laid(leaf, PartitionSpec()), tree) for tree in (params, model_state, rng)
         )
         with jax.sharding.use_abstract_mesh(around):
             program = TracedProgram(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))

@@ -32,10 +32,10 @@ def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
     def spec_of(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, Float8Blocks):
             codes = spec_of(path, leaf.codes)
-            whole = all(
+            is_divisible = all(
                 size % devices_in(entry, mesh) == 0 for size, entry in zip(leaf.scales.shape, codes, strict=False)
             )
-            scales: Any = codes if whole else PartitionSpec()
+            scales: Any = codes if is_divisible else PartitionSpec()
             return dataclasses.replace(leaf, codes=codes, scales=scales)
         parts = parts_of(path)
         ends = ((parts[start:], tuple(leaf.shape)) for start in range(len(parts) + 1))
@@ -149,5 +149,5 @@ def axes_in_spec(spec: PartitionSpec) -> list[str]:
 
 def without(spec: PartitionSpec, over: tuple[str, ...]) -> list[Any]:
     """Return the entries of a spec without the axes ``over``."""
-    rest = (tuple(name for name in as_tuple(entry) if name not in over) for entry in spec)
-    return [names[0] if len(names) == 1 else names or None for names in rest]
+    entries = (tuple(name for name in as_tuple(entry) if name not in over) for entry in spec)
+    return [names[0] if len(names) == 1 else names or None for names in entries]

@@ -31,7 +31,7 @@ def is_copying(eqn: Any) -> bool:
 
 
 def has_one_reader(jaxpr: Any, var: Any) -> bool:
-    """Return whether a weight has exactly one reader, which is an equation."""
+    """Return whether a weight has only one reader, and is not a result of the body."""
     readers = _readers(jaxpr, var)
     return len(readers) == 1 and readers[0][0] is not None
 
@@ -39,8 +39,8 @@ def has_one_reader(jaxpr: Any, var: Any) -> bool:
 def dtypes_read(jaxpr: Any, var: Any) -> set[Any]:
     """Return the dtypes in which equations read a weight, or rows of the weight.
 
-    The equations that count are those after all moves, casts and calls. None stands for a lookup whose dtype autocast
-    left unchanged. Such a lookup may be computed in any half dtype.
+    Moves, casts and calls are followed to the equations that read their results. None stands for a lookup whose dtype
+    autocast left unchanged. Such a lookup may be computed in any half dtype.
     """
     dtypes, results = _dtypes_and_results(jaxpr, var)
     return dtypes | {np.dtype(jaxpr.outvars[n].aval.dtype) for n in results}

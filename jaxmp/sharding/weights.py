@@ -19,7 +19,7 @@ from jaxmp.base.trees import is_float_array
 from jaxmp.sharding.mesh_plan import Plan
 
 RewrittenValue = tuple[Any, bool]
-"""An array or the use of a weight, and whether this value is common. (The use of a weight is always common.)"""
+"""An array or the use of a weight, and whether this value is common, see gathered_loss.py. (The use always is.)"""
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,9 +96,9 @@ class Use:
         """Return the cotangent of the weight from the cotangent of the moved weight."""
         if not self.moves:
             return cotangent
-        whole = jax.ShapeDtypeStruct(self.source.param.shape, cotangent.dtype)
+        weight_type = jax.ShapeDtypeStruct(self.source.param.shape, cotangent.dtype)
         moved = functools.partial(self.moved, is_named=False)  # JAX cannot transpose checkpoint_name
-        return jax.linear_transpose(moved, whole)(cotangent)[0]
+        return jax.linear_transpose(moved, weight_type)(cotangent)[0]
 
     def read(self, dtype: Any, shape: Sequence[int] | None = None) -> Any:
         """Return the weight as an array, broadcast to ``shape`` if that is not None.

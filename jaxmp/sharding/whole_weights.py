@@ -20,7 +20,7 @@ from jaxmp.sharding.weights import RewrittenValue, Use, weight_of
 
 _FLOAT32 = np.dtype(np.float32)
 LOOSE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
-# Classes of operations that sum the cotangents of operands in the operands' dtype. None: unknown primitives may do so.
+# Classes of operations that sum the cotangents of operands in the operands' dtype. Unknown primitives (None) may do so.
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
 # Classes of operations that may compute half weights in float32. The engine casts the operands of these classes too.
 _MAY_BE_WIDE = frozenset({Class.CLEAR, Class.WIDEST, Class.INFER, Class.POINTWISE, Class.ACCUMULATION})

@@ -1,4 +1,4 @@
-"""XLA programs: their instructions, with the modules and source lines."""
+"""Read XLA programs: their instructions, modules and source lines."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def dtype_name(dtype: str) -> str:
     if dtype == "pred":
         return "bool"
     kind = "bf" if dtype.startswith("bf") else dtype[0]
-    rest = dtype.removeprefix(kind)
+    size = dtype.removeprefix(kind)
     names = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
-    return names[kind] + re.sub(r"^(\d)(e)", r"\1_\2", rest)
+    return names[kind] + re.sub(r"^(\d)(e)", r"\1_\2", size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ class HloProgram:
     Attributes:
       computations: the instructions of each computation, by name.
       entry: the name of the computation that runs first.
-      aliases: the parameter into which a result is written, by the number of the result.
+      aliases: for the number of a result, the number of the parameter into which the result is written.
       partitions: the number of devices that run the program together.
 
     Raises:
@@ -212,13 +212,13 @@ class HloProgram:
                 computation = self.computations.setdefault(opening[2], {})
                 self.entry = opening[2] if opening[1] else self.entry
             elif computation is not None and (match := _INSTRUCTION.match(line)):
-                name, result, opcode, rest = match.groups()
+                name, result, opcode, arguments = match.groups()
                 if opcode == "fusion-start":  # newer XLAs split a fusion; fusion-done only renames the result
                     fused = self.computations[_CALLED.findall(line)[0]]
                     opcode, result = "fusion", [*fused.values()][-1].result
                 elif opcode == "fusion-done":
                     opcode = "bitcast"
-                operands = () if opcode == "constant" else _operands(rest)
+                operands = () if opcode == "constant" else _operands(arguments)
                 computation[name] = Instruction(name, opcode, result, operands, line)
 
     def inside(self, instruction: Instruction) -> list[tuple[str, Instruction]]:
@@ -312,15 +312,15 @@ def _facts(text: str) -> dict[str, int]:
     return {key: int(number) for key, number in _FACT.findall(text)}
 
 
-def _operands(rest: str) -> tuple[str, ...]:
+def _operands(text: str) -> tuple[str, ...]:
     """Return the names of the operands in the text of an instruction.
 
-    ``rest`` is the text after the opening parenthesis.
+    ``text`` begins after the opening parenthesis.
     """
     depth = 1
-    for position, character in enumerate(rest):
+    for position, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if depth == 0:
-            rest = rest[:position]
+            text = text[:position]
             break
-    return tuple(_OPERAND.findall(_NOT_NAMES.sub("", rest)))
+    return tuple(_OPERAND.findall(_NOT_NAMES.sub("", text)))

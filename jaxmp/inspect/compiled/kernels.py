@@ -169,8 +169,7 @@ def moved_bytes(program: HloProgram, computation: str, instruction: Instruction)
 def _read_bytes(known: dict[str, Instruction], instruction: Instruction, inside: list[Instruction]) -> dict[int, float]:
     """Return the bytes that a kernel reads of each operand.
 
-    A repeated operand counts once. If a fusion picks elements from an operand, only these elements
-    count.
+    A repeated operand counts once. If a fusion picks elements from an operand, only these elements count.
     """
     read: dict[int, float] = {}
     for number, name in enumerate(instruction.operands):

@@ -195,7 +195,7 @@ def _layers(boxes: Sequence[_Box]) -> list[int]:
 
 
 def _lanes(boxes: Sequence[_Box], layers: Sequence[int]) -> list[int]:
-    """Return the horizontal places of boxes.
+    """Return the horizontal place of each box.
 
     A box takes the free place nearest to the last box that it reads.
     """

@@ -47,7 +47,7 @@ def exponents(
     """Draw histograms of binary exponents, coloured by the effect of a format.
 
     There is a bar for each exponent ``floor(log2|x|)``. The height of a bar is the percentage of the tensor's values
-    with this exponent. Its colour shows whether the format keeps these values. Zeros have no bar. The shares beside a
+    with this exponent. The colour shows whether the format keeps these values. Zeros have no bar. The shares beside a
     histogram come from :meth:`Statistics.under`. The rows at the bottom show the ranges of the formats.
 
     Args:

@@ -86,7 +86,7 @@ def trace_of_call(
     """Return the trace of a call, for :func:`compiled_of`.
 
     Args:
-      fun: a train step, a function, or a jitted function (``jax.jit``, ``nnx.jit``), with its donation.
+      fun: a train step, a function, or a jitted function (``jax.jit``, ``nnx.jit``), whose donation is kept.
       args: the positional arguments of ``fun``, arrays or shapes. If they have a ``NamedSharding``, the program is
         compiled for a mesh with the same axes.
       device: None for the attached device, or a name in ``TARGETS``.

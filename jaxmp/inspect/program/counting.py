@@ -47,7 +47,8 @@ class Counts(NamedTuple):
     Attributes:
       counters: uint32 (…, n), the number of values for each exponent and range of mantissas, then the number of zeros,
         then the number of values that are not finite.
-      limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest nonzero one.
+      limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest nonzero
+        magnitude.
       mean: float32 (…), the mean of the magnitudes; values that are not finite count as 0.
     """
 
@@ -71,7 +72,7 @@ def counts_of(x: jax.Array) -> Counts:
 
 @jax.jit  # tensors of the same shape are traced once
 def _record(x: jax.Array) -> Counts:
-    """Count the values in one pass, and reduce their magnitudes in another.
+    """Count the values in one pass, and reduce their magnitudes in another pass.
 
     More passes would need more kernels, and so more time to compile.
     """
@@ -172,8 +173,8 @@ def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
     of a cotangent. The vector holds every number exactly.
     """
     integers, floats = [counts.counters, counts.limits, *movement[:1]], [counts.mean[..., None], *movement[1:]]
-    whole = jnp.concatenate(integers, -1)
-    parts = (whole & ((1 << _SPLIT) - 1), whole >> _SPLIT)
+    numbers = jnp.concatenate(integers, -1)
+    parts = (numbers & ((1 << _SPLIT) - 1), numbers >> _SPLIT)
     return jnp.concatenate([*(part.astype(jnp.float32) for part in parts), *floats], -1)
 
 
@@ -184,8 +185,8 @@ def unpacked(vector: np.ndarray) -> tuple[Any, ...]:
     """
     size = (vector.shape[-1] - (1 if vector.shape[-1] == SIZE else 3)) // 2
     low, high, floats = np.split(vector, [size, 2 * size], axis=-1)
-    whole = low.astype(np.uint32) + (high.astype(np.uint32) << _SPLIT)
-    counters, limits, lost = np.split(whole, [COUNTERS, COUNTERS + 2], axis=-1)
+    integers = low.astype(np.uint32) + (high.astype(np.uint32) << _SPLIT)
+    counters, limits, lost = np.split(integers, [COUNTERS, COUNTERS + 2], axis=-1)
     return Counts(counters, limits, floats[..., 0]), lost, floats[..., 1:]  # type: ignore[arg-type]
 
 

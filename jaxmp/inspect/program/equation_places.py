@@ -184,7 +184,7 @@ def is_whole(eqn: Any) -> bool:
 def is_whole_with_rules(eqn: Any) -> bool:
     """Return whether an equation is one operation in a program to differentiate.
 
-    Besides the equations of :func:`is_whole`, these are the functions with custom derivative rules, to keep the rules.
+    These are the equations of :func:`is_whole`, and functions with custom derivative rules, whose rules are kept.
     """
     return is_whole(eqn) or eqn.primitive.name.startswith("custom_")
 

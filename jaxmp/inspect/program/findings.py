@@ -79,7 +79,8 @@ def findings(audited: Audited) -> tuple[Finding, ...]:
         for where, what, remedy in find(audited):
             if isinstance(where, EquationPlace):
                 source = where.source
-                # JAX may move an equation out of a loop, and so out of its scope. Others of its line keep the scope.
+                # JAX may move an equation out of a loop, and so out of its scope. Then another equation of its line
+                # may still be in the scope.
                 path = where.path or (path_of_source.get(source, "") if source else "")
             else:
                 path, source = where

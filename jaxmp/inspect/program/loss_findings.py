@@ -12,7 +12,7 @@ from jaxmp.inspect.program.values import Value, computed_at, constant, leading_t
 _SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})
 _SCALING |= {"reshape", "transpose", "squeeze"}
 _SEED, _SCALED = 1, 2
-"""Bits that mark values: those that depend on a cotangent of the loss, and on a scaled cotangent of the loss."""
+"""Two bits: a value depends on a cotangent of the loss, and on such a cotangent times a loss scale."""
 
 
 def half_losses(audited: Audited) -> Faults:
@@ -48,7 +48,7 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
 
 
 def unscaled_float16(audited: Audited) -> Faults:
-    """Find float16 products of the backward pass without a loss scale.
+    """Find float16 products in a backward pass without a loss scale.
 
     If no argument is a loss scale, the cotangents show whether the program has a loss scale of its own.
     """

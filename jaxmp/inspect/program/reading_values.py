@@ -60,9 +60,9 @@ class _Loops(NamedTuple):
 
 
 class _TurnMaps(NamedTuple):
-    """The maps of iterations for operands that are read into, out of, or around a loop.
+    """The maps of iterations between a loop and its outside, and between iterations.
 
-    Each maps the iterations of a reader to the iterations of its operand.
+    Each map takes an iteration of a value, and returns the iterations of the operand that the value reads.
 
     Attributes:
       at_end: from outside the loop to the last iteration.

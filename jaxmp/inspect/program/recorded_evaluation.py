@@ -33,9 +33,10 @@ def evaluate_and_record(
 ) -> tuple[list[Any], Records]:
     """Return the results of an open jaxpr, and the records by equation key.
 
-    A record in the bodies of scans has a leading axis of iterations for each scan. Records of the iterations of a while
-    loop are merged. Records of a branch that was not taken are zeros. The results can be differentiated, because
-    ``checkpoint`` and custom derivative rules are kept. A function with such rules counts as one operation.
+    In the body of a scan, a record has a leading axis of iterations; in nested scans, one axis for each scan. Records
+    of the iterations of a while loop are merged. Records of a branch that was not taken are zeros. The results can be
+    differentiated, because ``checkpoint`` and custom derivative rules are kept. A function with such rules counts as
+    one operation.
 
     Args:
       jaxpr: an open jaxpr.

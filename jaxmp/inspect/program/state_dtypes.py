@@ -64,7 +64,7 @@ def strong_float64(audited: Audited) -> Faults:
 
 
 def _enters_float64(value: Value) -> bool:
-    """Return whether a value is strongly float64 but only its constant operands are."""
+    """Return whether a strong float64 value has no float64 operands but constants."""
     if value.dtype != np.float64 or getattr(value.aval, "weak_type", False):
         return False
     return all(operand.dtype != np.float64 or operand.name == "constant" for operand in value.inputs)

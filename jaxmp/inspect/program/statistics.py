@@ -182,7 +182,7 @@ def from_record(counts: Counts, dtype: Any, size: int, scale_exponent: int, turn
       dtype: the dtype of the values.
       size: the number of values in each record.
       scale_exponent: the binary logarithm of the scale.
-      turns: the number of iterations of each loop around.
+      turns: the number of iterations of each loop around the values, outermost first.
     """
     if turns:
         flat = [np.reshape(part, (-1, *np.shape(part)[len(turns) :])) for part in counts]

@@ -71,8 +71,8 @@ def step_through(
     each result: an array that is 0 if all elements are finite, or None for values that are not floating.
 
     A long scan runs as one program. ``visit`` is then called only for operations with a non-finite result in some
-    iteration, and gets no operands and results. In the iterations that ``wanted`` names, ``visit`` is called for all
-    operations, with operands and results.
+    iteration, and gets empty lists of operands and results. In the iterations that ``wanted`` names, ``visit`` is
+    called for all operations, with operands and results.
     """
     mesh = mesh_of((*consts, *args))
     stepping = _Stepping(visit, wanted, waits=mesh is not None)
@@ -285,7 +285,7 @@ def _unused_after(jaxpr: Any) -> list[list[Any]]:
 
 
 class Operation:
-    """An equation that equals all equations with its primitive, params and context."""
+    """An equation, equal to all equations with the same primitive, params and context."""
 
     def __init__(self, eqn: Any) -> None:
         self.eqn = eqn
@@ -333,7 +333,7 @@ def _finite_flag(value: Any) -> jax.Array:
 def _typed_as(aval: Any, value: Any) -> Any:
     """Return an array with the axis types of ``aval``.
 
-    ``jax.jit`` may have changed them.
+    ``jax.jit`` may have changed the axis types.
     """
     sharding = getattr(value, "sharding", None)
     wanted = getattr(getattr(aval, "sharding", None), "mesh", None)

@@ -119,7 +119,7 @@ def _after_all_turns(sums: _Sums, carries: list[Value], in_turn: _Sum | None, tu
 
 
 def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Value]) -> _Sums:
-    """Return a value as sums of a carry and terms.
+    """Return a value as the sum of a carry and terms, for each carry in the value.
 
     Carries whose rounding errors the value compensates are added to ``compensated``.
     """

@@ -149,7 +149,7 @@ def choice() -> str:
 def missing() -> str | None:
     """Return why this machine cannot compile for a GPU; None if it can.
 
-    The text includes the remedy. This is checked beforehand, because XLA ends the process if its assembler is missing.
+    The text includes the remedy. Call this before compiling, because XLA ends the process if its assembler is missing.
     """
     if not any(importlib.util.find_spec(name) for name in PLUGINS):
         return f"to compile for a GPU, JAX needs its CUDA plugin, which is not installed: {INSTALL}"
