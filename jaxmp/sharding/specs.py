@@ -114,8 +114,8 @@ def fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], me
         parts = devices_in(entry, mesh)
         if size % parts:
             raise ValueError(
-                f"an axis must be divisible by the devices that split it, got size {size} and {parts} ({entry!r}) in "
-                f"{name!r} of shape {shape}; change the spec of {key!r}"
+                f"an axis must be divisible by the devices that split it, got size {size} over {parts} devices of "
+                f"{entry!r} in {name!r} of shape {shape}; change the spec of {key!r}"
             )
     return spec
 

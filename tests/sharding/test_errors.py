@@ -96,7 +96,7 @@ def test_a_mesh_alone_is_no_sharding():
         ({"v": P()}, "none for 'w'; use jaxmp.sharding.fsdp_specs"),
         ({"w": P(), "v": P()}, "one for 'v', which is not in the tree"),
         ({"w": "fsdp"}, "got str for 'w'"),
-        ({"w": P("tensor")}, "has 'fsdp', got 'tensor'"),
+        ({"w": P("tensor")}, "has the axes 'fsdp', got 'tensor'"),
         ({"w": P(None, None, "fsdp")}, "one entry per axis"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_state_is_that_of_one_device_in_its_place():
     ("specs", "said"),
     [
         ({"w": P()}, "specs must have a PartitionSpec"),
-        ({**SPECS, "up": P("tensor")}, "which has 'fsdp', got 'tensor'"),
+        ({**SPECS, "up": P("tensor")}, "which has the axes 'fsdp', got 'tensor'"),
         ({**SPECS, "up": P("fsdp")}, r"got 3 over 4 \('fsdp'\) in 'up'"),
     ],
 )

@@ -37,7 +37,7 @@ def half_sums(audited: Audited) -> Faults:
 
 
 def _of_terms(count: int, dtype: str) -> str:
-    return f"of {count:,} terms in {dtype}, which can count only to {EXACT[dtype]:,}"
+    return f"of {count:,} terms in {dtype}, which counts exactly only to {EXACT[dtype]:,}"
 
 
 def terms(value: Value) -> int:
