@@ -56,23 +56,23 @@ def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossF
     parts = math.prod(mesh.shape[name] for name in split)
 
     def run(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        around = jax.sharding.get_abstract_mesh().update_axis_types(explicit)
+        explicit_mesh = jax.sharding.get_abstract_mesh().update_axis_types(explicit)
 
-        def laid(leaf: Any, spec: PartitionSpec) -> Any:
+        def traced_type(leaf: Any, spec: PartitionSpec) -> Any:
             if not is_array(leaf):
                 return leaf
-            return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(around, spec))
+            return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(explicit_mesh, spec))
 
-        def example(leaf: Any) -> Any:
+        def type_of_examples(leaf: Any) -> Any:
             divides = bool(split) and np.ndim(leaf) > 0 and np.shape(leaf)[0] % parts == 0
-            return laid(leaf, PartitionSpec(split) if divides else PartitionSpec())
+            return traced_type(leaf, PartitionSpec(split) if divides else PartitionSpec())
 
         args = params, model_state, batch, rng
         params, model_state, rng = (
-            jax.tree.map(lambda leaf: laid(leaf, PartitionSpec()), tree) for tree in (params, model_state, rng)
+            jax.tree.map(lambda leaf: traced_type(leaf, PartitionSpec()), tree) for tree in (params, model_state, rng)
         )
-        with jax.sharding.use_abstract_mesh(around):
-            program = TracedProgram(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
+        with jax.sharding.use_abstract_mesh(explicit_mesh):
+            program = TracedProgram(loss_fn, (params, model_state, jax.tree.map(type_of_examples, batch), rng))
         jaxpr, consts = program.jaxpr
         return program.unflatten(_evaluated(jaxpr, consts, arrays_in(jax.tree.leaves(args))))
 

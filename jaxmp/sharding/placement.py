@@ -23,9 +23,9 @@ def settled(state: Any) -> Any:
     ids: set[int] = set()
 
     def settle(leaf: Any) -> Any:
-        again = id(leaf) in ids
+        is_repeated = id(leaf) in ids
         ids.add(id(leaf))
-        leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=again)
+        leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=is_repeated)
         return leaf if home is None or isinstance(leaf, jax.core.Tracer) else at_home(leaf, home)
 
     return jax.tree.map(settle, state)
@@ -45,9 +45,9 @@ def each_once(state: Any) -> Any:
 
 def copied_if_seen(leaf: Any, ids: set[int]) -> Any:
     """Return ``leaf``, copied if its id is in ``ids``, and add its id to ``ids``."""
-    again = id(leaf) in ids and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    is_repeated = id(leaf) in ids and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     ids.add(id(leaf))
-    return jnp.copy(leaf) if again else leaf
+    return jnp.copy(leaf) if is_repeated else leaf
 
 
 def home_of(tree: Any) -> Any:

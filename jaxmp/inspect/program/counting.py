@@ -169,8 +169,8 @@ def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array
 def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
     """Return a record as one float32 vector.
 
-    ``movement`` has the results of :func:`distance_moved`, or is empty. Taps return a record as such a vector, in place
-    of a cotangent. The vector holds every number exactly.
+    ``movement`` has the results of :func:`distance_moved`, or is empty. A tap returns such a vector as the gradient of
+    its sink. The vector holds every number exactly.
     """
     integers, floats = [counts.counters, counts.limits, *movement[:1]], [counts.mean[..., None], *movement[1:]]
     numbers = jnp.concatenate(integers, -1)

@@ -57,7 +57,7 @@ def _weights(product: Value, left: int, right: int) -> list[int]:
 
 
 def _rank(marks: int) -> int:
-    """Return 2 if an operand depends on data, 0 if only on params, else 1."""
+    """Return 2 if an operand depends on data, else 0 if on params, else 1."""
     if marks & _DATA:
         return 2
     return 0 if marks & _WEIGHT else 1
