@@ -1,6 +1,7 @@
 """Gather weights in the bodies of calls, scans and branches.
 
-Weights that other equations read too, or that a scan reads whole in every iteration, are gathered earlier.
+A weight is gathered before the call, scan or branch if other equations read it too. It is also gathered before a scan
+that reads all of it in every iteration.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Rewrite = Callable[[Any, Sequence[Any], Sequence[RewrittenValue]], list[Rewritte
 
 
 def is_entered(eqn: Any) -> bool:
-    """Return whether weights are gathered in the bodies of an equation."""
+    """Return whether weights are gathered inside the bodies of an equation."""
     bodies = bodies_of(eqn)
     if bodies is None:
         return False
@@ -35,19 +36,19 @@ def is_entered(eqn: Any) -> bool:
 
 
 class EnteredBodies:
-    """A call, a scan or a branch with weights as arguments.
+    """A call, a scan or a branch whose arguments include weights.
 
     Args:
       rewrite: a function that returns the results of a body, given its jaxpr, constants and arguments.
       eqn: the equation.
-      bodies: its bodies.
-      operands: its operands.
+      bodies: the bodies of the equation.
+      operands: the operands of the equation.
     """
 
     def __init__(self, rewrite: Rewrite, eqn: Any, bodies: Bodies, operands: Sequence[RewrittenValue]) -> None:
         self._rewrite, self._eqn, self._bodies = rewrite, eqn, bodies
         self._name, self._is_scan = eqn.primitive.name, bodies.kind == "scan"
-        indices = int(bodies.kind == "cond")  # the index of a branch is a scalar, and so common
+        indices = int(bodies.kind == "cond")  # the index that selects a branch is a scalar, so it is common
         self._index, self._operands = operands[:indices], operands[indices:]
         self._carry = range(bodies.start, bodies.start + bodies.carry)
         are_common = [is_common for _, is_common in self._operands]
@@ -55,7 +56,7 @@ class EnteredBodies:
         self._uses = {n: value for n, (value, _) in enumerate(self._operands) if isinstance(value, Use)}
         self._any_use = next(iter(self._uses.values()), None)
         self._whole_stacks = {n for n, use in self._uses.items() if self._is_sliced(n) and _is_stack_whole(use)}
-        self._outer_sources = dict[Source, Source]()  # keyed by the sources inside the body
+        self._outer_sources = dict[Source, Source]()  # from the source of a weight inside a body to its source outside
         self._results_of_bodies = list[list[RewrittenValue]]()
 
     def results(self) -> list[RewrittenValue]:
@@ -71,7 +72,7 @@ class EnteredBodies:
         return self._is_scan and position >= self._carry.stop
 
     def _operand(self, position: int) -> Any:
-        """Return the operand of the rebuilt equation for a weight."""
+        """Return the rebuilt equation's operand for the weight at ``position``."""
         use = self._uses[position]
         source = use.source
         if position in self._carry:
@@ -85,7 +86,7 @@ class EnteredBodies:
             return source.param, weight, jnp.moveaxis(tap, 1, 0)
         if self._is_scan or not source.is_alone:
             source.gathered()
-            source.gathers_again &= self._name == "jit"  # otherwise each iteration and each remat would gather it again
+            source.gathers_again &= self._name == "jit"  # other bodies would gather it again in each run
         return source.param
 
     def _body(self, body: Any, *args: Any) -> list[Any]:
@@ -100,7 +101,7 @@ class EnteredBodies:
         return [end.source.param if isinstance(end, Use) else end for end, _ in ends]
 
     def _argument(self, position: int, arg: Any, jaxpr: Any) -> Any:
-        """Return the value of an argument of a body."""
+        """Return the value that the rewritten body reads for an argument."""
         if position in self._carry:
             return as_value(self._any_use, arg, self._are_common[position])[0] if self._any_use else arg
         if position not in self._uses:
@@ -115,7 +116,7 @@ class EnteredBodies:
     def _use_inside(self, position: int, arg: Any, jaxpr: Any) -> Use:
         """Return the use of a weight in a body.
 
-        The body gathers the weight, unless it was gathered before.
+        The body gathers the weight, unless the weight was gathered before the equation.
         """
         use = self._uses[position]
         source, is_sliced = use.source, self._is_sliced(position)
@@ -143,7 +144,7 @@ class EnteredBodies:
         return as_value(self._any_use, result, is_common) if self._any_use else (result, is_common)
 
     def _is_common_end(self, n: int) -> bool:
-        """Return whether a result of all bodies is common."""
+        """Return whether result ``n`` is common in all bodies."""
         return all(ends[n][1] for ends in self._results_of_bodies)
 
 

@@ -40,20 +40,22 @@ def fsdp_specs(
     min_size: int = 65_536,
     stacked: Iterable[str] | None = None,
 ) -> Any:
-    """Return for each param a spec that splits its largest divisible axis.
+    """Return a spec for each param, which splits the largest divisible axis.
 
-    A leaf is not split if it has fewer than ``min_size`` values, or no axis that the number of devices divides. Every
-    device then has the whole leaf in its own dtype, see :func:`gather`.
+    An axis is divisible if its size is a multiple of the number of devices along ``axis``. A leaf is not split if it
+    has no divisible axis, or fewer than ``min_size`` values. Every device then holds the whole leaf in the leaf's
+    dtype, see :func:`gather`.
 
     Args:
       shapes: the params as arrays or ShapeDtypeStructs (from ``jax.eval_shape``), or a whole :class:`jaxmp.TrainState`.
-        In a state, the optimizer's moments and the moving average of a param get the spec of the param. (They are
-        recognised by their path and shape.) All other leaves stay whole.
+        In a state, the optimizer's moments and the moving average of a param get the spec of the param. (Moments
+        and averages are recognised by their path and shape.) All other leaves stay whole.
       mesh: a ``Mesh`` or an ``AbstractMesh``.
       axis: the axis of the mesh to split over.
       rules: a mapping from pattern to spec, such as ``{"**/mlp/up": P("fsdp", "tensor")}``. A pattern covers everything
         that it matches and everything below it. The first match wins, as in :class:`jaxmp.PolicyMap`.
-      min_size: the minimum number of values of a split leaf; of a stacked leaf, only the values of one layer count.
+      min_size: the smallest number of values in a leaf that is split. In a stacked leaf, only the values of one layer
+        count.
       stacked: patterns of leaves that stack the params of several layers along axis 0, as ``nn.scan`` does. That axis
         is never split.
 
@@ -61,8 +63,8 @@ def fsdp_specs(
       A tree of ``PartitionSpec`` with the structure of ``shapes``.
 
     Raises:
-      ValueError: the mesh does not have the axis; a pattern matches nothing; a rule's spec has more axes than the leaf,
-        names an unknown mesh axis, names a mesh axis twice, or does not divide the leaf.
+      ValueError: the mesh does not have the axis; a pattern matches nothing; a rule's spec has more entries than the
+        leaf has axes, names an unknown mesh axis, names a mesh axis twice, or splits an axis that is not divisible.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
     >>> shapes = jax.eval_shape(lambda: {"kernel": jnp.ones((512, 1024)), "bias": jnp.ones(1024)})
@@ -95,7 +97,7 @@ def fsdp_specs(
 
 @dataclasses.dataclass(frozen=True)
 class ShardedLeaf:
-    """A leaf with its shape and spec, and its bytes on a device.
+    """A leaf with its shape and spec, and its bytes on one device.
 
     Attributes:
       path: the path of the leaf.
@@ -116,7 +118,7 @@ class ShardedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Description(tables.Shown):
-    """The bytes on each device, by leaf; ``str()`` gives a table, largest leaf first."""
+    """The bytes of each leaf on one device; ``str()`` returns a table of them."""
 
     rows: tuple[ShardedLeaf, ...]
 
@@ -131,8 +133,8 @@ class Description(tables.Shown):
         return tuple(row for row in self.rows if row.whole)
 
     def _shown(self) -> Any:
-        whole = f"{sum(row.bytes for row in self.replicated):,} in {len(self.replicated)} leaves"
-        title = f"{self.bytes:,} bytes a device, of them {whole} that each one holds whole"
+        replicated = f"{sum(row.bytes for row in self.replicated):,} in {len(self.replicated)} leaves"
+        title = f"{self.bytes:,} bytes on each device, including {replicated} that every device holds whole"
         cells = [(row.bytes, row.dtype, row.shape, row.spec, row.path) for row in self.rows]
         return title, ("bytes", "dtype", "shape", "spec", "leaf"), cells, ()
 
@@ -146,7 +148,7 @@ def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
       mesh: a ``Mesh`` or an ``AbstractMesh``.
 
     Raises:
-      ValueError: the specs do not have the structure of ``shapes``, or do not divide a leaf.
+      ValueError: the specs do not have the structure of ``shapes``, or split an axis that is not divisible.
 
     >>> mesh = jax.sharding.AbstractMesh((4,), ("fsdp",))
     >>> description = describe({"w": jax.ShapeDtypeStruct((64, 8), "float32")}, {"w": jax.P("fsdp")}, mesh)

@@ -27,13 +27,13 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     """Gather weights in ``dtype``; sum their gradients in ``reduce_dtype``.
 
     Each device casts its part of a weight to ``dtype``, and then the parts are gathered. In the backward pass, the
-    gradient is cast to ``reduce_dtype``, summed over the devices and scattered to them. Its result has the dtype of the
-    weight. Call ``gather`` in each layer, where the weights are used, so that no device holds all weights at once. In
-    the body of a scan over layers, pass the specs of one layer.
+    gradient is cast to ``reduce_dtype``, summed over the devices and scattered to them. The scattered gradient has the
+    dtype of the weight. Call ``gather`` in each layer, where the weights are used, so that no device holds all weights
+    at once. In the body of a scan over layers, pass the specs of one layer.
 
     The implementation depends on the current mesh: ``reshard`` for axes of type Explicit, collectives inside
-    ``shard_map``, and two constraints for axes of type Auto. On Auto axes, XLA sums gradients only in their own dtype.
-    So pass ``reduce_dtype=dtype`` there, or create the mesh with Explicit axes.
+    ``shard_map``, and two constraints for axes of type Auto. On Auto axes, XLA sums gradients only in the dtype in
+    which they are computed. So pass ``reduce_dtype=dtype`` there, or create the mesh with Explicit axes.
 
     Args:
       tree: the weights. Leaves that are not split over ``axes`` keep their dtype. In ``shard_map``, the gradients of
@@ -69,7 +69,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
         )
     if spread() is not None:
         raise ValueError(
-            "make_train_step(sharding=) already gathers weights, got gather in its loss function; remove one of the two"
+            "make_train_step(sharding=) already gathers weights, got gather in its loss function; remove gather"
         )
     axes, dtype, reduce_dtype = as_tuple(axes), canonical_dtype(dtype), to_reduce_in(reduce_dtype)
     require_axes(mesh, axes, "axes")
@@ -77,9 +77,9 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if len({types[name] for name in axes}) != 1:
         raise ValueError(
-            "the axes that weights are gathered over must have one type, got "
+            "the axes that weights are gathered over must all have the same type, got "
             f"{', '.join(f'{name!r} of type {types[name].name}' for name in axes) or 'none'}; create the mesh with "
-            "equal axis_types for them"
+            "equal axis_types for these axes"
         )
     if types[axes[0]] is AxisType.Manual and not shows_what_varies():
         raise ValueError(
@@ -95,7 +95,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
         if not _tree.is_float_array(leaf) or not (is_split or how is _collected):
             return leaf
         name = _tree.path_name(path)
-        if how is not _collected:  # there a leaf is one device's part
+        if how is not _collected:  # in shard_map, a leaf is one device's part
             fitting(spec, name, name, leaf.shape, mesh)
         half = dtype if is_split else np.dtype(leaf.dtype)
         return how(leaf, spec, axes, half, reduced_in(reduce_dtype, half), name)
@@ -106,7 +106,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
 def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, _: str) -> Any:
     """Gather on axes of type Explicit.
 
-    The type of the gradient shows that it is not yet reduced.
+    In JAX, the type of the cotangent records that the devices have not yet summed it. ``reshard`` sums it.
     """
 
     @jax.custom_vjp
@@ -124,7 +124,7 @@ def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
 
 def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, name: str) -> Any:
     """Gather inside shard_map."""
-    gathered_axes = []  # for each axis of the array
+    gathered_axes = []  # the mesh axes to gather over, for each axis of the array
     for entry in map(as_tuple, spec):
         axes = tuple(axis for axis in entry if axis in over)
         if entry[len(entry) - len(axes) :] != axes:
@@ -133,19 +133,19 @@ def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
                 f"and axes {over}; put {', '.join(axes)} last"
             )
         gathered_axes.append(axes)
-    rest = tuple(axis for axis in over if axis not in manual_axes(leaf))
+    replicated_axes = tuple(axis for axis in over if axis not in manual_axes(leaf))
 
     @jax.custom_vjp
     def whole(leaf: Any) -> Any:
         leaf = leaf.astype(dtype)
         for dim, axes in enumerate(gathered_axes):
             leaf = jax.lax.all_gather(leaf, axes, axis=dim, tiled=True) if axes else leaf
-        # Otherwise JAX first sums the gradient over them in the gradient's dtype.
-        return jax.lax.pcast(leaf, rest, to="varying") if rest else leaf
+        # Without pcast, JAX would first sum the gradient over these axes in the gradient's dtype.
+        return jax.lax.pcast(leaf, replicated_axes, to="varying") if replicated_axes else leaf
 
     def backward(nothing: None, cotangent: Any) -> tuple[Any]:
         cotangent = cotangent.astype(reduce_dtype)
-        cotangent = jax.lax.psum(cotangent, rest) if rest else cotangent
+        cotangent = jax.lax.psum(cotangent, replicated_axes) if replicated_axes else cotangent
         for dim, axes in enumerate(gathered_axes):
             if axes:
                 cotangent = jax.lax.psum_scatter(cotangent, axes, scatter_dimension=dim, tiled=True)
@@ -160,7 +160,7 @@ def _gathered_by_constraints(
 ) -> Any:
     """Gather on axes of type Auto, by two constraints.
 
-    With the second one alone XLA gathers some weights before it casts them.
+    With the second constraint alone, XLA gathers some weights before it casts them.
     """
     if reduce_dtype != dtype:
         raise ValueError(

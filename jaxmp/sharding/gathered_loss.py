@@ -1,7 +1,8 @@
 """Rewrite a loss so that it gathers each split weight where it is used.
 
-The loss is traced with whole params, after policies, adapters and autocast. Each param is gathered in the dtype in
-which the program reads it, in the innermost body that contains all its uses, such as the body of a scan over layers.
+The loss is traced with whole params. Policies, adapters and autocast are applied before the rewriting. Each param is
+gathered in the dtype in which the program reads it. This happens in the innermost body that contains all uses of the
+param, such as the body of a scan over layers.
 
 There are two kinds of values:
 
@@ -9,14 +10,15 @@ There are two kinds of values:
   computed only from these. A common floating value that depends on params is a *weight*.
 * All other values are activations.
 
-Each device computes its part of the gradient of a weight, from its own examples, in float32. The *tap* of a weight
-collects the parts of all uses: it is an array of zeros, and its cotangent has a part for each device. The sum is then
-reduced once, in the plan's dtype. (XLA alone would reduce each gradient in the dtype of its product.) Products of two
-activations may also sum over examples in their derivative. They sum in float32 and round once, as on one device.
+Each device computes its part of a weight's gradient from its own examples, in float32. The *tap* of a weight is an
+array of zeros that has a part for each device. The cotangent of the tap sums the gradients of all uses of the weight.
+This sum is then reduced over the devices once, in the plan's ``reduce_dtype``. (Without the tap, XLA would reduce the
+gradient of each use in the dtype of the product that uses the weight.) The derivative of a product of two activations
+may also sum over examples. Such a derivative is summed in float32 and rounded once, as on one device.
 
-The first axis of an activation that the devices divide is treated as the batch axis. If it is another axis, the numbers
-are the same, but it takes longer. All this works on axes of type Auto; ``mesh_types`` rebuilds a loss on Explicit axes
-for them.
+The batch axis of an activation is assumed to be its first axis that is divisible by the number of devices. If the batch
+is on another axis, the results are the same, but the step is slower. This module works on mesh axes of type Auto.
+``mesh_types`` rebuilds a loss that was written for Explicit axes so that it runs on Auto axes.
 """
 
 from __future__ import annotations
@@ -71,47 +73,47 @@ class Gathered:
 
     plan: Plan
     loss_fn: Callable[..., Any]
-    gathers_again: bool = True  # for the backward pass, not only where a body is recomputed
+    gathers_again: bool = True  # whether the backward pass gathers weights again, even without rematerialisation
 
     @property
     def is_split(self) -> bool:
         """Return whether a batch is split over more than one device."""
         return self.plan.devices > 1
 
-    def __call__(self, params: Any, *rest: Any) -> Any:
+    def __call__(self, params: Any, *other_args: Any) -> Any:
         """Return the results of the loss function."""
         if not self.is_split:
-            return self.loss_fn(params, *rest)
+            return self.loss_fn(params, *other_args)
         before: list[tuple[Any, Any]] = []
         if isinstance(params, GatheredParams):
             before = list(zip(params.weights, params.taps, strict=True))
             params = params.params
-        program, uses = self._uses(params, rest)
+        program, uses = self._uses(params, other_args)
         for use, (weight, tap) in zip(uses, before, strict=bool(before)):
             source = use.source
             source.half, source.tap, source.is_gathered, source.gathers_again = weight, tap, True, False
         next_use = iter(uses)
         leaves = [next(next_use) if _tree.is_float_array(leaf) else leaf for leaf in jax.tree.leaves(params)]
-        model_state = arrays_in(jax.tree.leaves(rest[:1]))
-        examples = arrays_in(jax.tree.leaves(rest[1:]))
+        model_state = arrays_in(jax.tree.leaves(other_args[:1]))
+        examples = arrays_in(jax.tree.leaves(other_args[1:]))
         values = [(value, True) for value in (*leaves, *model_state)] + [(value, False) for value in examples]
         jaxpr, consts = program.jaxpr
         results = _Rewriting(self.plan).results(jaxpr, consts, values)
         return program.unflatten(results_as_arrays(results, jaxpr))
 
-    def gather(self, params: Any, *rest: Any) -> GatheredParams:
-        """Gather all params, for several calls."""
-        _, uses = self._uses(params, rest)
+    def gather(self, params: Any, *other_args: Any) -> GatheredParams:
+        """Gather all params once, for several calls of the loss."""
+        _, uses = self._uses(params, other_args)
         sources = [use.source for use in uses]
         weights = [self.plan.whole(source.param, source.spec, source.dtype) for source in sources]
         return GatheredParams(params, weights, [self.plan.zeros(source.param, source.spec) for source in sources])
 
     def reduced(self, gradients: Any, taps: Any) -> Any:
-        """Return the gradients of params that were gathered before.
+        """Return the gradients of gathered params, reduced over the devices.
 
         Args:
           gradients: the cotangents of the params.
-          taps: the cotangents of the taps.
+          taps: the cotangents of the taps, which have a part for each device.
         """
         leaves, tree = jax.tree.flatten(gradients)
         specs = specs_in(self.plan.specs)
@@ -120,11 +122,11 @@ class Gathered:
             leaves[n] += self.plan.reduced(parts, specs[n]).astype(leaves[n].dtype)
         return jax.tree.unflatten(tree, leaves)
 
-    def _uses(self, params: Any, rest: tuple[Any, ...]) -> tuple[TracedProgram, list[Use]]:
-        """Trace the loss, and return its program and the floating params in it."""
+    def _uses(self, params: Any, other_args: tuple[Any, ...]) -> tuple[TracedProgram, list[Use]]:
+        """Trace the loss; return its program, and a use of each floating param."""
         require_specs(params, self.plan.specs)
         with while_tracing(self.plan):
-            program = TracedProgram(self.loss_fn, (params, *rest))
+            program = TracedProgram(self.loss_fn, (params, *other_args))
         jaxpr, _ = program.jaxpr
         product_halves = {np.dtype(name) for name in product_dtypes(jaxpr) if is_half(np.dtype(name))}
         uses = []
@@ -140,8 +142,9 @@ class Gathered:
     def _gathered_in(self, jaxpr: Any, var: Any, param: Any, spec: Any, product_halves: set[Any]) -> Any:
         """Return the dtype in which a param is gathered.
 
-        If all readers of a split param read it in the same half dtype, it is that dtype. Otherwise it is the param's
-        dtype.
+        A split param is gathered in half if all equations read it in the same half dtype. If these equations are only
+        lookups whose dtype autocast left unchanged, the half dtype of the program's products is taken. All other params
+        are gathered in their own dtype.
         """
         dtypes = dtypes_read(jaxpr, var) - {None} or product_halves
         if len(dtypes) == 1 and self.plan.is_split(spec):
@@ -158,7 +161,7 @@ class _Rewriting:
     plan: Plan
 
     def results(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[RewrittenValue]) -> list[RewrittenValue]:
-        """Return the results of a body; ``values`` are its arguments."""
+        """Return the results of a body for the arguments ``values``."""
 
         def equation(eqn: Any, operands: list[RewrittenValue]) -> list[RewrittenValue]:
             with in_place_of(eqn):
@@ -174,7 +177,7 @@ class _Rewriting:
         return interpreted(jaxpr, [(const, True) for const in consts], known, equation, lambda atom: (atom.val, True))
 
     def _is_rewritten(self, eqn: Any, operands: Sequence[RewrittenValue]) -> bool:
-        """Return whether an equation reads a weight or sums activations over examples."""
+        """Return whether an equation reads a weight, or may sum over examples."""
         if any(isinstance(value, Use) for value, _ in operands):
             return True
         if self.plan.reduce_dtype != _FLOAT32 or all(is_common for _, is_common in operands):
@@ -182,7 +185,7 @@ class _Rewriting:
         return _may_sum_examples(eqn, operands) or (is_entered(eqn) and _has_loose_products(eqn))
 
     def _rewritten(self, eqn: Any, operands: Sequence[RewrittenValue]) -> list[RewrittenValue]:
-        """Return the results of an equation that :meth:`_is_rewritten`."""
+        """Return the results of an equation for which :meth:`_is_rewritten` is true."""
         name = eqn.primitive.name
         uses = [(position, value) for position, (value, _) in enumerate(operands) if isinstance(value, Use)]
         if not uses:
@@ -221,7 +224,7 @@ class _Rewriting:
 def _may_sum_examples(eqn: Any, operands: Sequence[RewrittenValue]) -> bool:
     """Return whether the derivative of an equation may sum over examples.
 
-    This holds for half products of activations that :func:`_is_loose_product` describes.
+    It may if the equation is a loose product of two activations, see :func:`_is_loose_product`.
     """
     return _is_loose_product(eqn) and not any(is_common for _, is_common in operands[:2])
 
@@ -235,7 +238,10 @@ def _has_loose_products(eqn: Any) -> bool:
 
 
 def _is_loose_product(eqn: Any) -> bool:
-    """Return whether an equation is a half product without batch dimensions."""
+    """Return whether an equation is a loose product.
+
+    A loose product has a half operand and no batch dimensions, so its derivative may sum over examples in half.
+    """
     name = eqn.primitive.name
     if name not in LOOSE_PRODUCTS or not may_be_wide(eqn):
         return False
@@ -243,9 +249,9 @@ def _is_loose_product(eqn: Any) -> bool:
 
 
 def _computed_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Return the results of a product whose cotangents are summed in float32.
+    """Compute a product, and sum its operands' cotangents in float32.
 
-    The sums are then rounded.
+    The results and the sums are then rounded to their dtypes in the program.
     """
     results = computed_wide(eqn, arrays)
     return [result.astype(var.aval.dtype) for result, var in zip(results, eqn.outvars, strict=True)]
@@ -254,6 +260,6 @@ def _computed_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 def _is_scalar(value: Any) -> bool:
     """Return whether an array is a scalar, and not a PRNG key.
 
-    The draws from one key may differ between examples.
+    A scalar is the same for all examples. The draws from one PRNG key may differ between examples.
     """
     return not isinstance(value, Use) and np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)

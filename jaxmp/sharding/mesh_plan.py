@@ -34,15 +34,16 @@ _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 class Sharding:
     """The layout of a train state over devices, and how gradients are summed.
 
-    Pass one to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`.
+    Pass a sharding to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`.
 
     Attributes:
-      mesh: the mesh of devices. A batch is split over the axes ``"data"`` and ``"fsdp"`` that the mesh has.
+      mesh: the mesh of devices. It has an axis ``"data"``, an axis ``"fsdp"``, or both. A batch is split over
+        these axes.
       specs: a ``PartitionSpec`` for each param, as :func:`jaxmp.sharding.fsdp_specs` returns them.
       reduce_dtype: the dtype in which gradients are summed over devices. Within a device, they are summed in float32.
-      reduce: when gradients are summed over devices. ``"each"`` does so after each microbatch. ``"once"`` does so once
-        per step, after the last microbatch, and gathers all weights once, before the first microbatch. ``"once"`` sends
-        fewer bytes and needs more memory.
+      reduce: when gradients are summed over devices. ``"each"`` means after each microbatch. ``"once"`` means once per
+        step, after the last microbatch. All weights are then also gathered only once, before the first microbatch.
+        ``"once"`` sends fewer bytes than ``"each"`` and needs more memory.
       regather: whether the backward pass gathers the weights again. If False, the gathered weights of the forward pass
         are kept in memory.
 
@@ -84,7 +85,7 @@ class Plan:
     """The layout of a train step's params, and the dtype of gradient reductions.
 
     Raises:
-      ValueError: the mesh has no axis for the batch, or such axes of several types.
+      ValueError: the mesh has no axis for the batch, or its axes for the batch differ in type.
     """
 
     mesh: Mesh
@@ -113,7 +114,7 @@ class Plan:
 
     @functools.cached_property
     def devices(self) -> int:
-        """Return the number of parts of a batch."""
+        """Return the number of devices that a batch is split over."""
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
     @property
@@ -125,23 +126,23 @@ class Plan:
 
     @functools.cached_property
     def rows(self) -> PartitionSpec:
-        """Return the spec of an array whose axis 0 has a part for each device."""
+        """Return the spec of an array whose axis 0 is split over the devices."""
         return PartitionSpec(self.axes if len(self.axes) > 1 else self.axes[0])
 
     def set(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the mesh of the plan is the current one."""
+        """Return a context in which the mesh of the plan is the current mesh."""
         if not is_tracing() and not isinstance(self.mesh, jax.sharding.AbstractMesh):
             return jax.set_mesh(self.mesh)
         around: Mesh = jax.sharding.get_abstract_mesh()
         if (around.shape, around.axis_types) == (self.mesh.shape, self.mesh.axis_types):
-            return contextlib.nullcontext()  # the current mesh may name the device to compile for
+            return contextlib.nullcontext()  # keep the current mesh: it may name the device to compile for
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     def shardings(self, state: Any) -> Any:
         """Return the sharding of each leaf of a train state.
 
         Raises:
-          ValueError: the specs have another structure than the params, or do not fit them.
+          ValueError: the specs do not have the structure of the params, or do not fit their shapes.
         """
         require_specs(state.params, self.specs)
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs_in(self.specs), strict=True):
@@ -165,26 +166,23 @@ class Plan:
         def placed(path: Any, leaf: Any) -> Any:
             self._require_divided(path, leaf, microbatches)
             is_scalar = np.ndim(leaf) == 0
-            if isinstance(leaf, jax.core.Tracer):  # splits of other axes, such as a sequence's, stay
+            if isinstance(leaf, jax.core.Tracer):  # other axes, such as the sequence, keep their split
                 return self.put(leaf, PartitionSpec()) if is_scalar else self.by_rows(leaf)
             return moved_to(leaf, NamedSharding(self.mesh, PartitionSpec() if is_scalar else self.rows))
 
         return jax.tree.map_with_path(placed, batch)
 
     def _require_divided(self, path: Any, leaf: Any, microbatches: int) -> None:
-        """Raise a ValueError if the devices do not divide the examples of a leaf.
-
-        They must divide the examples of each microbatch.
-        """
+        """Raise a ValueError unless the devices divide each microbatch of a leaf."""
         if np.ndim(leaf) == 0:
             return
         examples, parts = np.shape(leaf)[0], self.devices * microbatches
         if examples and examples % parts == 0:
             return
-        times = f" for each of {microbatches} microbatches" if microbatches > 1 else ""
+        times = f" times {microbatches} microbatches" if microbatches > 1 else ""
         entry = f" in batch entry {_tree.path_name(path)!r}" if path else ""
         raise ValueError(
-            f"the {self.devices} devices of {', '.join(map(repr, self.axes))} must divide the batch{times}, got "
+            f"a batch must be divisible by {self.devices} devices of {', '.join(map(repr, self.axes))}{times}, got "
             f"{examples} examples{entry}; use e.g. a batch of {parts * (examples // parts + 1)}"
         )
 
@@ -195,20 +193,20 @@ class Plan:
     def gathered(self, spec: PartitionSpec) -> PartitionSpec:
         """Return the spec of a gathered param.
 
-        It is split only over axes that do not split the batch.
+        A gathered param is split only over axes that do not split the batch.
         """
         return PartitionSpec(*without(spec, self.axes))
 
     def by_rows(self, value: Any, dim: int = 0) -> Any:
         """Return ``value`` with axis ``dim`` split over the devices.
 
-        The layout of the other axes stays.
+        The other axes keep their layout.
         """
         if self.is_explicit:
-            rest = without(jax.typeof(value).sharding.spec, self.axes)
+            entries = without(jax.typeof(value).sharding.spec, self.axes)
         else:
-            rest = [PartitionSpec.UNCONSTRAINED] * np.ndim(value)
-        return self.put(value, PartitionSpec(*rest[:dim], *self.rows, *rest[dim + 1 :]))
+            entries = [PartitionSpec.UNCONSTRAINED] * np.ndim(value)
+        return self.put(value, PartitionSpec(*entries[:dim], *self.rows, *entries[dim + 1 :]))
 
     def is_split(self, spec: PartitionSpec) -> bool:
         """Return whether ``spec`` splits an array over axes of the batch."""
@@ -219,7 +217,7 @@ class Plan:
         param = jax.lax.stop_gradient(param)
         if not self.is_split(spec):
             return param.astype(dtype)
-        # With only the second constraint, XLA gathers some weights before it casts them.
+        # With the second constraint alone, XLA gathers some weights before it casts them.
         return self.put(self.put(param.astype(dtype), spec), self.gathered(spec))
 
     def tap(self, param: Any, spec: PartitionSpec) -> Any:
@@ -243,26 +241,26 @@ class Plan:
         return self.of_parts(jnp.zeros((self.devices, *param.shape), at_least_float32(param.dtype)), spec)
 
     def of_parts(self, parts: Any, spec: PartitionSpec) -> Any:
-        """Return the parts (devices, …) of a gradient, one on each device.
+        """Return the parts (devices, …) of a gradient, with one part on each device.
 
-        The other axes have the layout of the gathered param with ``spec``.
+        The axes after the first have the layout of the gathered param.
         """
         return self.put(parts, PartitionSpec(*self.rows, *self.gathered(spec)))
 
     def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
-        """Return the sum of parts over axis 0, one per device, in the layout ``spec``."""
+        """Return the sum of ``parts`` (devices, …) over axis 0, in the layout ``spec``."""
         batch_axes = [tuple(name for name in as_tuple(entry) if name in self.axes) for entry in spec]
-        rest = tuple(name for name in self.axes if name not in axes_in_spec(spec))
+        unsplit_axes = tuple(name for name in self.axes if name not in axes_in_spec(spec))
 
         def reduce(parts: Any) -> Any:
             part = parts[0].astype(reduced_in(self.reduce_dtype, parts.dtype))
-            part = jax.lax.psum(part, rest) if rest else part
+            part = jax.lax.psum(part, unsplit_axes) if unsplit_axes else part
             for dim, names in enumerate(batch_axes):
                 if names:
                     part = jax.lax.psum_scatter(part, names, scatter_dimension=dim, tiled=True)
             return part
 
-        # By hand over all axes; otherwise XLA first gathers the parts over axes that do not split the batch.
+        # shard_map covers all axes. Otherwise XLA first gathers the parts over axes that do not split the batch.
         others = self.gathered(spec)
         out = PartitionSpec(
             *((*as_tuple(other), *names) or None for other, names in zip(others, batch_axes, strict=True))
@@ -271,9 +269,9 @@ class Plan:
         return jax.shard_map(reduce, in_specs=at, out_specs=out, axis_names=names, check_vma=False)(self.put(parts, at))
 
     def over_rows(self, fun: Callable[..., Any], dims: Sequence[int], args: Sequence[Any]) -> Any:
-        """Apply ``fun`` to the part of each device; ``args`` are split along ``dims``.
+        """Apply ``fun`` on each device to its part of ``args``.
 
-        The result has the shape (devices, …).
+        Each array is split along its axis in ``dims``. The results of the devices are stacked to (devices, …).
         """
         split = (PartitionSpec(*[None] * dim, *self.rows) for dim in dims)
         specs = tuple(spec if np.ndim(arg) else PartitionSpec() for spec, arg in zip(split, args, strict=True))
@@ -284,24 +282,24 @@ class Plan:
     # --- for losses that sum over rows themselves ---
 
     def parts(self, array: Any) -> Any:
-        """Return ``array`` (rows, …) as (devices, rows of each, …)."""
+        """Return ``array`` (rows, …) as (devices, rows per device, …)."""
         shape = (self.devices, array.shape[0] // self.devices, *array.shape[1:])
         return self.put(array.reshape(shape), self.rows)
 
     def copies(self, weight: Any) -> Any:
         """Return copies (devices, …) of ``weight``, one for each device.
 
-        Their cotangents are reduced together with those of the weight's other uses.
+        The cotangents of the copies are reduced together with those of the weight's other uses.
         """
         with jax.named_scope(COPIES):
             return jax.lax.broadcast_in_dim(weight, (self.devices, *weight.shape), range(1, weight.ndim + 1))
 
 
 def to_reduce_in(dtype: Any) -> np.dtype:
-    """Return the dtype of sums over devices.
+    """Return ``dtype`` as the dtype of sums over devices.
 
     Raises:
-      ValueError: it is neither float32 nor half.
+      ValueError: ``dtype`` is neither float32 nor half.
     """
     checked = canonical_dtype(dtype)
     if checked not in _REDUCES:
@@ -312,18 +310,21 @@ def to_reduce_in(dtype: Any) -> np.dtype:
 
 
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
-    """Return the dtype in which gradients of ``dtype`` are reduced: at least float32."""
+    """Return the dtype in which gradients of ``dtype`` are summed over devices.
+
+    It is ``reduce_dtype``. But if ``reduce_dtype`` is float32, float64 gradients are summed in float64.
+    """
     return at_least_float32(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
 
 
 def on_auto_axes(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
-    """Return ``fun`` so that it runs on axes of type Auto.
+    """Return ``fun`` wrapped so that it runs on mesh axes of type Auto.
 
-    The axes of the current mesh may have any types.
+    The axes of the current mesh may have any type.
 
     Args:
       fun: a function of arrays.
-      out: the spec of its results, or a tree of specs.
+      out: the spec of the results of ``fun``, or a tree of specs.
     """
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return fun

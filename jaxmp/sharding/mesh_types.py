@@ -1,9 +1,9 @@
 """Trace a loss on Explicit mesh axes, and run its program on Auto axes.
 
-On axes of type Explicit, JAX checks the sharding of each array, and the author may have to state it (``out_sharding=``,
-``reshard``, ``auto_axes``). Generated programs, such as derivatives, have no author who could do this. So a loss is
-traced on Explicit axes, and its program is then rebuilt on axes of type Auto. The rebuilt program has a constraint for
-each sharding that the author stated.
+On axes of type Explicit, JAX checks the sharding of each array. The author of a loss may have to state shardings
+(``out_sharding=``, ``reshard``, ``auto_axes``). Generated programs, such as derivatives, have no author who could state
+them. So a loss is traced on Explicit axes, and its program is then rebuilt on axes of type Auto. The rebuilt program
+has a constraint for each sharding that the author stated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHARDING_PARAMS = ("out_sharding", "sharding")
 
 
 def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
-    """Return the mesh with Explicit axes of an array of ``tree``, or None."""
+    """Return a mesh with Explicit axes that an array of ``tree`` is on, or None."""
     for leaf in jax.tree.leaves(tree):
         mesh: jax.sharding.AbstractMesh = jax.typeof(leaf).sharding.mesh
         if mesh.explicit_axes:
@@ -40,8 +40,8 @@ def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
 def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossFn:
     """Return ``loss_fn`` traced on Explicit axes, for a call on Auto axes.
 
-    In their types, the params, the model state and the rng are whole, and the examples of the batch are split over
-    ``batch_axes`` if they are divisible.
+    The loss is traced for whole params, model state and rng. The examples of the batch are split over ``batch_axes``,
+    if the number of examples is divisible by the number of devices.
 
     Args:
       loss_fn: a loss function, as for :func:`jaxmp.make_train_step`.
@@ -56,23 +56,23 @@ def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossF
     parts = math.prod(mesh.shape[name] for name in split)
 
     def run(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        around = jax.sharding.get_abstract_mesh().update_axis_types(explicit)
+        explicit_mesh = jax.sharding.get_abstract_mesh().update_axis_types(explicit)
 
-        def laid(leaf: Any, spec: PartitionSpec) -> Any:
+        def traced_type(leaf: Any, spec: PartitionSpec) -> Any:
             if not is_array(leaf):
                 return leaf
-            return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(around, spec))
+            return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(explicit_mesh, spec))
 
-        def example(leaf: Any) -> Any:
+        def type_of_examples(leaf: Any) -> Any:
             divides = bool(split) and np.ndim(leaf) > 0 and np.shape(leaf)[0] % parts == 0
-            return laid(leaf, PartitionSpec(split) if divides else PartitionSpec())
+            return traced_type(leaf, PartitionSpec(split) if divides else PartitionSpec())
 
         args = params, model_state, batch, rng
         params, model_state, rng = (
-            jax.tree.map(lambda leaf: laid(leaf, PartitionSpec()), whole) for whole in (params, model_state, rng)
+            jax.tree.map(lambda leaf: traced_type(leaf, PartitionSpec()), tree) for tree in (params, model_state, rng)
         )
-        with jax.sharding.use_abstract_mesh(around):
-            program = TracedProgram(loss_fn, (params, model_state, jax.tree.map(example, batch), rng))
+        with jax.sharding.use_abstract_mesh(explicit_mesh):
+            program = TracedProgram(loss_fn, (params, model_state, jax.tree.map(type_of_examples, batch), rng))
         jaxpr, consts = program.jaxpr
         return program.unflatten(_evaluated(jaxpr, consts, arrays_in(jax.tree.leaves(args))))
 
@@ -80,7 +80,7 @@ def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossF
 
 
 def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate on Auto axes an open jaxpr that was traced on Explicit ones."""
+    """Evaluate on Auto axes an open jaxpr that was traced on Explicit axes."""
 
     def equation(eqn: Any, operands: list[Any]) -> list[Any]:
         with in_place_of(eqn):
@@ -92,7 +92,7 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[A
 def _rebound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Bind an equation on Auto axes.
 
-    The current mesh must be that of the equation's context.
+    The current mesh must be the mesh that the equation was traced on.
     """
     traced_on = jax.sharding.get_abstract_mesh()
     if not traced_on.explicit_axes:
@@ -110,7 +110,7 @@ def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]
         return _bind_without_types(eqn, operands)
     if name == "shard_map":
         eqn = eqn.replace(params={**params, "mesh": _on_auto(params["mesh"])})
-    # Custom derivative rules have the types of the loss.
+    # Custom derivative rules are traced on the Explicit axes of the loss.
     rule = RuleEvaluation(
         lambda body, args, _: _evaluated(*body, args), functools.partial(jax.sharding.use_abstract_mesh, traced_on)
     )
@@ -155,7 +155,7 @@ def _evaluated_body(body: Any, *args: Any) -> list[Any]:
 
 
 def _on_auto(mesh: Any) -> Any:
-    """Return ``mesh`` with Auto axes in place of Explicit ones."""
+    """Return ``mesh`` with Auto axes in place of Explicit axes."""
     return mesh.update(axis_types=tuple(AxisType.Auto if t is AxisType.Explicit else t for t in mesh.axis_types))
 
 
@@ -167,7 +167,7 @@ def _untyped(const: Any) -> Any:
 
 
 def _placed(value: Any, sharding: NamedSharding) -> Any:
-    """Constrain ``value`` to ``sharding``, if it names axes that were Explicit."""
+    """Constrain ``value`` to ``sharding``, if ``sharding`` names Explicit axes."""
     if not _names_explicit_axes(sharding):
         return value
     return jax.lax.with_sharding_constraint(value, PartitionSpec(*sharding.spec))

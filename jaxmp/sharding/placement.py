@@ -14,27 +14,27 @@ from jaxmp.base import trees as _tree
 
 
 def settled(state: Any) -> Any:
-    """Return ``state`` in the form of a state that a step returns.
+    """Return ``state`` in the form in which a step returns a state.
 
-    All steps then share one compilation. The arrays are strongly typed and on the devices of the params. Each array
-    occurs once, because a buffer can be donated only once.
+    The first step and all later steps then share one compilation. The arrays are strongly typed and on the devices of
+    the params. Each array occurs once, because a buffer can be donated only once.
     """
     home = home_of(state.params)
     ids: set[int] = set()
 
     def settle(leaf: Any) -> Any:
-        again = id(leaf) in ids
+        is_repeated = id(leaf) in ids
         ids.add(id(leaf))
-        leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=again)
+        leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=is_repeated)
         return leaf if home is None or isinstance(leaf, jax.core.Tracer) else at_home(leaf, home)
 
     return jax.tree.map(settle, state)
 
 
 def each_once(state: Any) -> Any:
-    """Return ``state`` with each array in it only once.
+    """Return ``state`` so that each array occurs in it only once.
 
-    Arrays that occur again, such as those of a target network, are copied.
+    Repeated arrays, such as those of a target network, are copied.
     """
     leaves, structure = jax.tree.flatten(state)
     if len({*map(id, leaves)}) == len(leaves):  # the usual case
@@ -44,16 +44,17 @@ def each_once(state: Any) -> Any:
 
 
 def copied_if_seen(leaf: Any, ids: set[int]) -> Any:
-    """Return a copy of an array whose id is in ``ids``, else ``leaf``; add the id."""
-    again = id(leaf) in ids and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    """Return ``leaf``, copied if its id is in ``ids``, and add its id to ``ids``."""
+    is_repeated = id(leaf) in ids and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     ids.add(id(leaf))
-    return jnp.copy(leaf) if again else leaf
+    return jnp.copy(leaf) if is_repeated else leaf
 
 
 def home_of(tree: Any) -> Any:
     """Return the sharding for uncommitted arrays, or None.
 
-    It replicates over the mesh of ``tree``. Without a mesh, it is that of a committed array.
+    The sharding replicates over the mesh of ``tree``. If no array of ``tree`` is on a mesh, it is the sharding of a
+    committed array. It is None if no array is committed.
     """
     shardings = [leaf.sharding for leaf in jax.tree.leaves(tree) if is_put(leaf)]
     for sharding in shardings:
@@ -63,7 +64,7 @@ def home_of(tree: Any) -> Any:
 
 
 def at_home(leaf: Any, home: Any) -> jax.Array:
-    """Return ``leaf``, moved to ``home`` if it is uncommitted."""
+    """Return ``leaf``, moved to ``home`` if ``leaf`` is uncommitted."""
     if is_put(leaf):
         return leaf
     return jax.device_put(leaf, home) if home.is_fully_addressable else _copier_to_all_devices(home)(leaf)
@@ -71,7 +72,7 @@ def at_home(leaf: Any, home: Any) -> jax.Array:
 
 @functools.cache
 def _copier_to_all_devices(home: Any) -> Any:
-    """Return a function that copies a process's array (or random key) to all devices."""
+    """Return a function that copies an array or a random key to all devices."""
     return jax.jit(lambda leaf: leaf, out_shardings=home)
 
 
@@ -79,7 +80,7 @@ def placed_by_specs(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
     """Return ``leaf`` in the layout of a step's specs.
 
     Raises:
-      ValueError: it is committed to another layout.
+      ValueError: ``leaf`` is committed to another layout.
     """
     if is_put(leaf) and not _lies(leaf, wanted):
         raise ValueError(

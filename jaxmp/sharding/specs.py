@@ -19,7 +19,11 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return specs of a state; the optimizer's leaves follow their params."""
+    """Return specs of a state in which the optimizer's leaves follow their params.
+
+    A leaf gets the spec of a param if its path ends in the param's path and it has the param's shape. All other leaves
+    are replicated.
+    """
     known = {
         (parts_of(path), tuple(leaf.shape)): spec
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), specs_in(specs), strict=True)
@@ -28,10 +32,10 @@ def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
     def spec_of(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, Float8Blocks):
             codes = spec_of(path, leaf.codes)
-            whole = all(
+            is_divisible = all(
                 size % devices_in(entry, mesh) == 0 for size, entry in zip(leaf.scales.shape, codes, strict=False)
             )
-            scales: Any = codes if whole else PartitionSpec()
+            scales: Any = codes if is_divisible else PartitionSpec()
             return dataclasses.replace(leaf, codes=codes, scales=scales)
         parts = parts_of(path)
         ends = ((parts[start:], tuple(leaf.shape)) for start in range(len(parts) + 1))
@@ -46,7 +50,7 @@ def is_train_state(tree: Any) -> bool:
 
 
 def text_of(spec: PartitionSpec) -> str:
-    """Return a spec as text, ``P('data', None)``."""
+    """Return a spec as text, such as ``P('data', None)``."""
     return f"P({', '.join(map(repr, spec))})"
 
 
@@ -56,7 +60,7 @@ def parts_of(path: Any) -> Path:
 
 
 def covers(pattern: str, path: Path) -> bool:
-    """Return whether a pattern matches a path or a part of it from the root."""
+    """Return whether a pattern matches a path or a path above it."""
     return any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
 
 
@@ -75,8 +79,8 @@ def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
     """Raise a ValueError if the mesh lacks an axis that ``argument`` names."""
     if missing := [name for name in names if name not in mesh.shape]:
         raise ValueError(
-            f"{argument} must be of the mesh, which has {', '.join(map(repr, mesh.shape)) or 'none'}, got "
-            f"{missing[0]!r}; make it with jax.make_mesh((…,), ({missing[0]!r}, …))"
+            f"{argument} must be in the mesh, which has the axes {', '.join(map(repr, mesh.shape)) or 'none'}, got "
+            f"{missing[0]!r}; create the mesh with jax.make_mesh((…,), ({missing[0]!r}, …))"
         )
 
 
@@ -103,15 +107,15 @@ def fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], me
     require_axes(mesh, names, f"the axes of {key!r}")
     if len(spec) > len(shape) or len(set(names)) < len(names):
         raise ValueError(
-            f"a spec must name an axis of the mesh only once, and have at most one entry per axis of the array, got "
+            f"a spec must name each mesh axis at most once, and have at most one entry per axis of the array, got "
             f"{text_of(spec)} for {name!r} of shape {shape}; change the spec of {key!r}"
         )
     for size, entry in zip(shape, spec, strict=False):
         parts = devices_in(entry, mesh)
         if size % parts:
             raise ValueError(
-                f"an axis must be divisible by its number of devices, got {size} over {parts} ({entry!r}) in "
-                f"{name!r} of shape {shape}; change the spec of {key!r}"
+                f"an axis must be divisible by the devices that split it, got size {size} over {parts} devices of "
+                f"{entry!r} in {name!r} of shape {shape}; change the spec of {key!r}"
             )
     return spec
 
@@ -145,5 +149,5 @@ def axes_in_spec(spec: PartitionSpec) -> list[str]:
 
 def without(spec: PartitionSpec, over: tuple[str, ...]) -> list[Any]:
     """Return the entries of a spec without the axes ``over``."""
-    rest = (tuple(name for name in as_tuple(entry) if name not in over) for entry in spec)
-    return [names[0] if len(names) == 1 else names or None for names in rest]
+    entries = (tuple(name for name in as_tuple(entry) if name not in over) for entry in spec)
+    return [names[0] if len(names) == 1 else names or None for names in entries]

@@ -29,14 +29,14 @@ _BY_ROWS = frozenset({("dot_general", 0), ("dot_general", 1), ("gather", 0), ("c
 
 
 def goes_by_rows(eqn: Any, position: int) -> bool:
-    """Return whether :func:`product_by_rows` takes a weight at this position."""
+    """Return whether :func:`product_by_rows` takes a weight at ``position``."""
     return (eqn.primitive.name, position) in _BY_ROWS
 
 
 def product_by_rows(eqn: Any, position: int, use: Use, values: Sequence[Any]) -> Any:
     """Return a product or a lookup whose weight gradient is summed by rows.
 
-    Each device sums the gradient over its own rows.
+    In the backward pass, each device sums the weight's gradient over its own rows of the batch.
     """
     operands = [value for n, value in enumerate(values) if n != position]
     return _RowProduct(eqn, position, use).result(operands)
@@ -85,13 +85,13 @@ class _RowProduct:
         return bind_equation(self.eqn, all_operands, params)[0]
 
     def _computed(self, half: Any, operands: Sequence[Any]) -> Any:
-        # Lookups are in half.
+        # A lookup selects rows of the gathered weight, and casts only these rows.
         dtype = half.dtype if self._is_lookup else self.eqn.invars[self.position].aval.dtype
         weight = self.use.cast(self.use.moved(half), dtype)
         return self._bind(weight, operands, self.eqn.params).astype(self.eqn.outvars[0].aval.dtype)
 
     def _gradient(self, dims: tuple[int, int] | None, cotangent: Any, operands: Sequence[Any]) -> Any:
-        """Return the gradient of the param, or of the tap if devices divide the rows."""
+        """Return the gradient of the tap, or of the param if the rows are not split."""
         source, plan = self.use.source, self.use.source.plan
         if dims is None:  # one sum over the rows of all devices
             of_weight = self._cotangent_of_weight(True, cotangent, *operands)
@@ -100,9 +100,9 @@ class _RowProduct:
         return plan.of_parts(plan.over_rows(of_rows, dims, (cotangent, *operands)), source.spec)
 
     def _cotangent_of_weight(self, is_whole: bool, cotangent: Any, *operands: Any) -> Any:
-        """Return the cotangent of the weight from these rows.
+        """Return the cotangent of the weight, summed over the rows of ``operands``.
 
-        With ``is_whole``, these are the rows of all devices.
+        With ``is_whole``, ``operands`` have the rows of all devices.
         """
         aval, source = self.eqn.invars[self.position].aval, self.use.source
         dtype = source.sum_dtype if self._is_lookup else aval.dtype
@@ -113,7 +113,7 @@ class _RowProduct:
         return self.use.moved_back(_summed_in(source.sum_dtype, lambda part: pull(part)[0], cotangent, is_whole))
 
     def _cotangents_of_operands(self, half: Any, operands: Sequence[Any], cotangent: Any) -> list[Any]:
-        """Return the cotangents of the other operands; None if they are not floating."""
+        """Return the other operands' cotangents, or None for those not floating."""
         floats = [n for n, value in enumerate(operands) if _tree.is_float_array(value)]
 
         def of_floats(*values: Any) -> Any:
@@ -131,8 +131,8 @@ class _RowProduct:
 def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | None:
     """Return a float8 product whose weight gradient is summed by rows.
 
-    Each device sums its own rows in float32. Return None if both operands are weights, or if the devices divide no
-    axis.
+    In the backward pass, each device sums over its own rows in float32. Return None if both operands are weights, or if
+    the devices divide no axis of the other operand.
     """
     product = next(inner for inner in equations(eqn.params["call_jaxpr"]) if inner.primitive.name == "dot_general")
     sides = [side for side in (0, 1) if isinstance(values[3 * side], Use)]
@@ -157,7 +157,7 @@ def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | No
         return result
 
     def backward(factor: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
-        # The other operand's gradient quantises it too; XLA does this once.
+        # The other operand's gradient quantises the cotangent too. XLA merges the two.
         of_result = (cotangent, factor[1]) if is_exact else float8_product.quantised(cotangent, recipe.gradient)[1:]
         parts = source.plan.over_rows(of_rows, (dims[0], 0, dims[1], 0), (*of_result, *factor))
         return cotangent, source.plan.of_parts(parts, source.spec), None, None
@@ -172,7 +172,7 @@ def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable
 
     Args:
       product: the equation of the product.
-      side: the position of the weight among its operands.
+      side: the position of the weight among the product's operands.
       use: the use of the weight.
       recipe: the float8 recipe.
     """
@@ -199,9 +199,10 @@ def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable
 
 
 def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
-    """Return the axis of the batch in the result and in the other operand.
+    """Return the batch axis in the result and in the operand that is not the weight.
 
-    The other operand is the one that is not a weight. Return None if the devices divide no such axis.
+    It is the first axis that the result shares with this operand and that the devices divide. Return None if there is
+    no such axis.
     """
     name, params = eqn.primitive.name, eqn.params
     shape = eqn.invars[1 - position].aval.shape
@@ -225,9 +226,9 @@ def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
 
 
 def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
-    """Return a product over several axes as a matrix product.
+    """Compute a product that sums over several axes as a matrix product.
 
-    On a CPU, XLA has no other products of half operands with float32 results.
+    On a CPU, XLA multiplies half operands to a float32 result only in matrix products.
     """
     matrices, shape = [], list[int]()
     for value, summed in zip(operands, eqn.params["dimension_numbers"][0], strict=True):
@@ -241,9 +242,9 @@ def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
 def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, is_whole: bool = False) -> Any:
     """Return ``fun(cotangent)`` in ``dtype``.
 
-    ``fun`` is the transpose of a product of half operands. Matrix products in it have results in ``dtype``.
-    Convolutions have half results, because cuDNN has no others. Convolutions over the rows of all devices
-    (``is_whole``), which XLA splits, are computed in ``dtype``.
+    ``fun`` is the transpose of a product of half operands. Its matrix products have results in ``dtype``. Its
+    convolutions have half results, because cuDNN offers no others. With ``is_whole``, a convolution sums over the rows
+    of all devices, and XLA splits it. It is then computed in ``dtype``.
     """
     jaxpr, consts = opened(jax.make_jaxpr(fun)(cotangent))
 
@@ -263,7 +264,7 @@ def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, is_whol
 
 
 def may_be_wide(eqn: Any) -> bool:
-    """Return whether :func:`computed_wide` takes an equation with half operands."""
+    """Return whether an equation has a half operand that can be widened."""
     has_half = any(is_half(getattr(atom.aval, "dtype", np.int32)) for atom in eqn.invars)
     return has_half and not names_a_dtype(eqn)
 
@@ -271,8 +272,8 @@ def may_be_wide(eqn: Any) -> bool:
 def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Return the float32 results of an equation of half operands.
 
-    Cotangents are summed in float32. A product is computed in half, and the products of its derivative have float32
-    results.
+    Cotangents are summed in float32. A product itself is still computed in half, but the products of its derivative
+    have float32 results.
     """
     avals, name = [atom.aval for atom in eqn.invars], eqn.primitive.name
     dtypes = [at_least_float32(aval.dtype) for aval in avals]

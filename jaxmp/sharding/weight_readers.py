@@ -18,7 +18,7 @@ _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "b
 def only_moves_or_casts(eqn: Any) -> bool:
     """Return whether an equation only moves or casts its operand.
 
-    An equation of ``Plan.copies`` does not count.
+    An equation of ``Plan.copies`` does not count as a move.
     """
     if eqn.primitive.name == "convert_element_type":
         return bool(jnp.issubdtype(eqn.params["new_dtype"], jnp.floating))
@@ -31,15 +31,16 @@ def is_copying(eqn: Any) -> bool:
 
 
 def has_one_reader(jaxpr: Any, var: Any) -> bool:
-    """Return whether one equation reads a weight, and the body does not return it."""
+    """Return whether a weight has only one reader, and is not a result of the body."""
     readers = _readers(jaxpr, var)
     return len(readers) == 1 and readers[0][0] is not None
 
 
 def dtypes_read(jaxpr: Any, var: Any) -> set[Any]:
-    """Return the dtypes in which a weight, or rows of it, is read behind all moves.
+    """Return the dtypes in which equations read a weight, or rows of the weight.
 
-    None among them means rows that autocast left in their dtype: a lookup in half is enough for these.
+    Moves, casts and calls are followed to the equations that read their results. None stands for a lookup whose dtype
+    autocast left unchanged. Such a lookup may be computed in any half dtype.
     """
     dtypes, results = _dtypes_and_results(jaxpr, var)
     return dtypes | {np.dtype(jaxpr.outvars[n].aval.dtype) for n in results}
@@ -48,7 +49,7 @@ def dtypes_read(jaxpr: Any, var: Any) -> set[Any]:
 def _dtypes_and_results(jaxpr: Any, var: Any, scopes: Names = ()) -> tuple[set[Any], set[int]]:
     """Return the dtypes in which a body reads a weight.
 
-    Also return the positions of results that are the weight.
+    Also return the positions of the body's results that are the weight itself.
     """
     dtypes, results = set[Any](), set[int]()
     for eqn, position in _readers(jaxpr, var):
@@ -67,7 +68,7 @@ def _dtypes_and_results(jaxpr: Any, var: Any, scopes: Names = ()) -> tuple[set[A
 def _read_by(eqn: Any, position: int, scopes: Names) -> tuple[set[Any], list[Any]]:
     """Return the dtypes in which an equation reads a weight.
 
-    Also return the results whose readers count in its place.
+    Also return the results of the equation whose readers count in place of the equation.
     """
     is_lookup = eqn.primitive.name == "gather" and position == 0
     if is_lookup and DECIDED in scopes and region_of(scopes).level is None:
@@ -84,9 +85,10 @@ def _read_by(eqn: Any, position: int, scopes: Names) -> tuple[set[Any], list[Any
 
 
 def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
-    """Return the equations that read a weight behind its moves.
+    """Return the equations that read a weight after all its moves and casts.
 
-    Each comes with the position of the operand. A result of the body is listed with None in place of an equation.
+    Each equation comes with the position of the weight among its operands. If the body returns the weight, the list has
+    None in place of an equation, and the position of the result.
     """
     moved, readers = {var}, list[tuple[Any, int]]()
     for eqn in jaxpr.eqns:
@@ -106,6 +108,6 @@ def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
 def _enters_scan(bodies: Bodies, position: int) -> bool:
     """Return whether an operand enters a scan, but not as part of its carry.
 
-    It is then the same in all iterations, or sliced by them.
+    Such an operand is the same in all iterations, or each iteration reads a slice of it.
     """
     return bodies.kind == "scan" and not bodies.start <= position < bodies.start + bodies.carry

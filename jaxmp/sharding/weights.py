@@ -19,7 +19,7 @@ from jaxmp.base.trees import is_float_array
 from jaxmp.sharding.mesh_plan import Plan
 
 RewrittenValue = tuple[Any, bool]
-"""An array or the use of a weight, and whether it is common. (A use always is.)"""
+"""An array or the use of a weight, and whether this value is common, see gathered_loss.py. (The use always is.)"""
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,10 +32,10 @@ class Source:
     spec: PartitionSpec
     dtype: np.dtype  # of the gathered weight
     is_alone: bool  # whether only one equation of the body reads it
-    gathers_again: bool  # whether the backward pass gathers it again, because the gathered weight is freed
+    gathers_again: bool  # whether the gathered weight is freed, and the backward pass gathers it again
     is_gathered: bool = False  # whether it was gathered before the call of the loss
     is_computed: bool = False  # whether the loss computes it from weights
-    half: Any = None
+    half: Any = None  # the gathered weight, once it is gathered
     tap: Any = None
     _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
 
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def sum_dtype(self) -> np.dtype:
-        """Return the dtype in which its cotangents are summed."""
+        """Return the dtype in which the cotangents of the param are summed."""
         return at_least_float32(self.param.dtype)
 
 
@@ -67,11 +67,11 @@ class Use:
     """A weight with the moves and casts between it and a variable of the program."""
 
     source: Source
-    moves: tuple[tuple[Any, int], ...] = ()  # equations and positions of their results
-    rounded: np.dtype | None = None
+    moves: tuple[tuple[Any, int], ...] = ()  # each equation, with the position of the moved weight in its results
+    rounded: np.dtype | None = None  # the narrowest dtype that the author casts the weight to
 
     def followed(self, eqn: Any) -> list[Use]:
-        """Return the results of an equation that only moves the weight."""
+        """Return the results of an equation that only moves or casts the weight."""
         if eqn.primitive.name == "convert_element_type":
             new = np.dtype(eqn.params["new_dtype"])
             is_rounding = new.itemsize < (self.rounded or self.source.sum_dtype).itemsize
@@ -81,7 +81,7 @@ class Use:
     def moved(self, value: Any, is_named: bool = True) -> Any:
         """Return ``value`` after the moves of the weight.
 
-        Without ``is_named``, ``checkpoint_name`` is skipped.
+        If ``is_named`` is false, ``checkpoint_name`` is skipped.
         """
         for eqn, number in self.moves:
             if is_named or eqn.primitive.name != "name":
@@ -93,15 +93,18 @@ class Use:
         return (value if self.rounded is None else value.astype(self.rounded)).astype(dtype)
 
     def moved_back(self, cotangent: Any) -> Any:
-        """Return the cotangent of the weight, given that of the moved weight."""
+        """Return the cotangent of the weight from the cotangent of the moved weight."""
         if not self.moves:
             return cotangent
-        whole = jax.ShapeDtypeStruct(self.source.param.shape, cotangent.dtype)
-        moved = functools.partial(self.moved, is_named=False)  # JAX cannot transpose a name
-        return jax.linear_transpose(moved, whole)(cotangent)[0]
+        weight_type = jax.ShapeDtypeStruct(self.source.param.shape, cotangent.dtype)
+        moved = functools.partial(self.moved, is_named=False)  # JAX cannot transpose checkpoint_name
+        return jax.linear_transpose(moved, weight_type)(cotangent)[0]
 
     def read(self, dtype: Any, shape: Sequence[int] | None = None) -> Any:
-        """Return the array; its gradient arrives whole, and each device keeps its part."""
+        """Return the weight as an array, broadcast to ``shape`` if that is not None.
+
+        The weight's gradient is computed whole, and each device keeps its part.
+        """
         source, half = self.source, self.source.gathered()[0]
         plan, spec, param = source.plan, source.spec, source.param
 
@@ -110,7 +113,7 @@ class Use:
             return self.cast(half, source.sum_dtype)  # a wide result keeps cotangents exact
 
         def backward(_: None, cotangent: Any) -> tuple[Any, None]:
-            # XLA reduces the cotangent of a computed weight when it reaches a split one.
+            # XLA reduces the cotangent of a computed weight when the cotangent reaches a split param.
             cotangent = cotangent if source.is_computed else plan.put(cotangent, spec)
             return cotangent.astype(param.dtype), None
 
@@ -136,13 +139,13 @@ class Use:
 
 
 def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
-    """Return a value that is computed from weights as a float32 weight.
+    """Return a float32 weight for a value that is computed from weights.
 
-    So its cotangents are summed in float32.
+    The cotangents of the value are then summed in float32.
 
     Args:
-      origin: one of those weights.
-      value: the array.
+      origin: the source of one of these weights.
+      value: the value.
       dtype: the dtype of the value in the program.
     """
     value = value.astype(at_least_float32(value.dtype))
@@ -151,9 +154,9 @@ def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
 
 
 def as_value(use: Use, array: Any, is_common: bool) -> RewrittenValue:
-    """Return an array that was computed from a weight.
+    """Return an array that was computed from a weight, as a rewritten value.
 
-    If it is common and floating, it is a weight again.
+    If the array is common and floating, it is a weight again.
     """
     is_weight = is_common and is_float_array(array)
     return (weight_of(use.source, array, array.dtype), True) if is_weight else (array, is_common)
@@ -168,5 +171,5 @@ def results_as_arrays(values: Sequence[RewrittenValue], jaxpr: Any) -> list[Any]
 
 
 def anywhere(params: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters without the sharding of the result."""
+    """Return an equation's parameters without the sharding of the result."""
     return {name: None if name in ("sharding", "out_sharding") else value for name, value in params.items()}

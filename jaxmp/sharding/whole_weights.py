@@ -1,4 +1,4 @@
-"""Equations that read a whole weight: neither products by rows nor moves."""
+"""Compute the equations of weights that are neither products by rows nor moves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxmp.sharding.weights import RewrittenValue, Use, weight_of
 
 _FLOAT32 = np.dtype(np.float32)
 LOOSE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
-# Classes of operations that sum the cotangents of operands in the operands' dtype. (Unknown primitives may do so.)
+# Classes of operations that sum the cotangents of operands in the operands' dtype. Unknown primitives (None) may do so.
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
-# Classes that compute half weights in float32: the engine casts their operands too.
+# Classes of operations that may compute half weights in float32. The engine casts the operands of these classes too.
 _MAY_BE_WIDE = frozenset({Class.CLEAR, Class.WIDEST, Class.INFER, Class.POINTWISE, Class.ACCUMULATION})
 _FILLS = frozenset({"pad"})  # the cotangent of the fill value is a sum
-_ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # its operands, not their cotangents
+_ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # these sum operands, not cotangents
 
 
 def computed_whole(
@@ -35,8 +35,8 @@ def computed_whole(
 
     Args:
       eqn: the equation.
-      operands: its operands.
-      uses: the weights among them, by their positions.
+      operands: the operands of the equation.
+      uses: the weights among the operands, with their positions.
 
     Raises:
       ValueError: the equation would sum the gradient of a weight in half.
@@ -68,7 +68,7 @@ def _is_widened(eqn: Any, are_all_common: bool) -> bool:
 
 
 def read_whole(use: Use, eqn: Any, position: int, is_wide: bool = False) -> Any:
-    """Return a weight for an equation that takes all of it."""
+    """Return a weight as the operand of an equation that reads all of it."""
     aval, shapes = eqn.invars[position].aval, [var.aval.shape for var in eqn.outvars]
     repeats = eqn.primitive.name in BROADCAST and aval.shape != shapes[0]
     return use.read(at_least_float32(aval.dtype) if is_wide else aval.dtype, shapes[0] if repeats else None)

@@ -183,12 +183,12 @@ def test_what_does_not_fit_is_refused():
         (
             (WEIGHTS, X),
             {"device": "h200", "topology": "8 GPUs"},
-            r"slices × hosts × GPUs of each host, .* got '8 GPUs'; write '1x1x8' for one host of eight",
+            r"slices × hosts × GPUs per host, .* got '8 GPUs'; write '1x1x8' for one host of eight GPUs",
         ),
         (
             (1.0, 2.0),  # on no mesh
             {"topology": "0x1x8"},
-            r"GPUs of each host, 1 or more of each, .* got '0x1x8'; write '1x1x8' for one host of eight",
+            r"GPUs per host, 1 or more of each .* got '0x1x8'; write '1x1x8' for one host of eight GPUs",
         ),
     ):
         for tool in (memory, audit):
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_refused():
 
 @compiles
 def test_a_topology_that_does_not_fit_the_mesh_is_refused():
-    fits = r"must have the GPUs of the mesh, got '1x2x2' of 4 and a mesh of 8 \(fsdp=8\); make one fit the other"
+    fits = r"must have as many GPUs as the mesh, got '1x2x2' with 4 and a mesh with 8 \(fsdp=8\); change one of them"
     with pytest.raises(ValueError, match=fits):
         memory(loss, device="h200", topology="1x2x2")(WEIGHTS, X)
 

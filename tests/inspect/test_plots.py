@@ -132,7 +132,7 @@ def test_each_picture_says_what_it_needs(watched, tmp_path):
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no {FILE}: train with e\.g\. --watch 100"):
         plots.underflow(tmp_path)
     (tmp_path / FILE).write_text(line(2, watched.steps[2], {}))
-    with pytest.raises(ValueError, match="has counts for float16, got dtype='bfloat16'; use that dtype, or a"):
+    with pytest.raises(ValueError, match="has counts for float16, got dtype='bfloat16'; use that dtype, or a Watch"):
         plots.underflow(tmp_path, dtype="bfloat16")
     with pytest.raises(ValueError, match="a timeline needs a step, but there is none yet; wait for the first step"):
         plots.loss_scale([])

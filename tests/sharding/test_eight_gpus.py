@@ -167,7 +167,9 @@ class TestGatherForEightGPUs:
 
     def test_a_topology_that_does_not_fit_is_refused(self, step_and_shapes):
         step, args = step_and_shapes
-        with pytest.raises(ValueError, match=r"must have the GPUs of the mesh, got '1x1x4' of 4 and a mesh of 8"):
+        with pytest.raises(
+            ValueError, match=r"must have as many GPUs as the mesh, got '1x1x4' with 4 and a mesh with 8"
+        ):
             compiling.compiled(step, args, "h200", "1x1x4")
-        with pytest.raises(ValueError, match=r"slices × hosts × GPUs of each host, .* got '8'"):
+        with pytest.raises(ValueError, match=r"slices × hosts × GPUs per host, .* got '8'"):
             compiling.compiled(step, args, "h200", "8")

@@ -96,7 +96,7 @@ def test_a_mesh_alone_is_no_sharding():
         ({"v": P()}, "none for 'w'; use jaxmp.sharding.fsdp_specs"),
         ({"w": P(), "v": P()}, "one for 'v', which is not in the tree"),
         ({"w": "fsdp"}, "got str for 'w'"),
-        ({"w": P("tensor")}, "has 'fsdp', got 'tensor'"),
+        ({"w": P("tensor")}, "has the axes 'fsdp', got 'tensor'"),
         ({"w": P(None, None, "fsdp")}, "one entry per axis"),
     ],
 )
@@ -106,12 +106,10 @@ def test_specs_that_do_not_fit_are_named(specs, said):
 
 
 def test_a_batch_that_does_not_divide_is_told_one_that_does():
-    for size, said in ((6, r"4 devices of 'fsdp' must divide the batch, got 6 .* a batch of 8"), (0, "a batch of 4")):
+    for size, said in ((6, r"divisible by 4 devices of 'fsdp', got 6 .* a batch of 8"), (0, "a batch of 4")):
         with pytest.raises(ValueError, match=said):
             step_of()(a_state(), np.ones((size, WIDTH), np.float32))
-    with pytest.raises(
-        ValueError, match=r"each of 2 microbatches, got 12 examples in batch entry 'x'; .* a batch of 16"
-    ):
+    with pytest.raises(ValueError, match=r"times 2 microbatches, got 12 examples in batch entry 'x'; .* a batch of 16"):
         step_of(accumulate_steps=2)(a_state(), {"x": np.ones((12, WIDTH), np.float32)})
 
 

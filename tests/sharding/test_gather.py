@@ -138,14 +138,17 @@ def of_two_types():
     ("call", "said"),
     [
         (lambda: gather_of_a(mesh_of(), dtype="int8"), "must be floating, got int8"),
-        (lambda: gather_of_a(mesh_of(), P(("fsdp", "tensor"))), "which has 'fsdp', got 'tensor'"),
-        (lambda: gather_of_a(mesh_of(data=4)), "axes must be of the mesh, which has 'data', got 'fsdp'"),
+        (lambda: gather_of_a(mesh_of(), P(("fsdp", "tensor"))), "which has the axes 'fsdp', got 'tensor'"),
+        (lambda: gather_of_a(mesh_of(data=4)), "axes must be in the mesh, which has the axes 'data', got 'fsdp'"),
         (
             lambda: gather_of_a(mesh_of(AxisType.Auto)),
             "got reduce_dtype 'float32' for 'a' gathered in 'bfloat16'; create the mesh with axis_types=.*Explicit",
         ),
-        (lambda: gather_of_a(of_two_types(), axes=("data", "fsdp")), "have one type, got 'data' of type Auto, 'fsdp'"),
-        (lambda: gather_of_a(mesh_of(), axes=()), "have one type, got none"),
+        (
+            lambda: gather_of_a(of_two_types(), axes=("data", "fsdp")),
+            "have the same type, got 'data' of type Auto, 'fsdp'",
+        ),
+        (lambda: gather_of_a(mesh_of(), axes=()), "have the same type, got none"),
         (lambda: gather_of_a(mesh_of(), reduce_dtype="float64"), "half dtype, got .*'float64'; write"),
         (lambda: sharding.gather({"a": jnp.ones(4)}, {"a": P("fsdp")}, "bfloat16"), "needs a mesh, and none is set"),
         (lambda: in_shard_map(mesh_of(AxisType.Auto), check_vma=False), "check_vma=False.* hides this; remove"),

@@ -66,11 +66,11 @@ def test_optimizer_and_average_follow_the_params():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"axis": "data"}, "which has 'fsdp', got 'data'"),
+        ({"axis": "data"}, "which has the axes 'fsdp', got 'data'"),
         ({"rules": {"**/kernal": P()}}, r"'\*\*/kernal' matches no leaf; the nearest paths: .*kernel"),
         ({"rules": {"type:Dense": P()}}, "must be a path, got 'type:Dense'"),
-        ({"rules": {"**/kernel": P("fsdp", "fsdp")}}, "an axis of the mesh only once"),
-        ({"rules": {"**/kernel": P("fsdp")}}, r"got 6 over 4 \('fsdp'\) in 'dense/kernel'"),
+        ({"rules": {"**/kernel": P("fsdp", "fsdp")}}, "each mesh axis at most once"),
+        ({"rules": {"**/kernel": P("fsdp")}}, r"got size 6 over 4 devices of 'fsdp' in 'dense/kernel'"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, said):
@@ -92,6 +92,6 @@ def test_described_bytes_are_those_that_a_device_holds():
     assert {row.path: row.bytes for row in found.rows} == held
     assert found.bytes == sum(held.values())
     assert [row.path for row in found.replicated] == ["c"]
-    assert "12 in 1 leaves that each one holds whole" in str(found) and "P('fsdp', 'tensor')" in str(found)
+    assert "12 in 1 leaves that every device holds whole" in str(found) and "P('fsdp', 'tensor')" in str(found)
     with pytest.raises(ValueError, match="got none for 'a'"):
         sharding.describe({"a": shape(4)}, {"b": P()}, mesh_of())

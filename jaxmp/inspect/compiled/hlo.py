@@ -1,4 +1,4 @@
-"""XLA programs: their instructions, with modules and source lines."""
+"""Read XLA programs: their instructions, modules and source lines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _JAX_SCOPES |= {"closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "cu
 
 
 class Array(NamedTuple):
-    """An array in XLA's notation: its dtype by XLA's name, and its sizes."""
+    """An array in XLA's notation: XLA's name of its dtype, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Return its size in bytes; raise a KeyError if the dtype is unknown."""
+        """Return the size in bytes; raise a KeyError if the dtype is unknown."""
         return BYTES[self.dtype] * math.prod(self.shape)
 
 
@@ -83,9 +83,9 @@ def dtype_name(dtype: str) -> str:
     if dtype == "pred":
         return "bool"
     kind = "bf" if dtype.startswith("bf") else dtype[0]
-    rest = dtype.removeprefix(kind)
+    size = dtype.removeprefix(kind)
     names = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
-    return names[kind] + re.sub(r"^(\d)(e)", r"\1_\2", rest)
+    return names[kind] + re.sub(r"^(\d)(e)", r"\1_\2", size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +115,17 @@ class Instruction:
 
     @property
     def index(self) -> int | None:
-        """Return the number of the element that is read from a tuple; None for other instructions."""
+        """Return which element of a tuple is read; None for other instructions."""
         return _number_in(self.text, _INDEX)
 
     @property
     def trips(self) -> int | None:
-        """Return the number of iterations of a loop; None if it is unknown."""
+        """Return the number of iterations of a loop; None if the number is unknown."""
         return _number_in(self.text, _TRIPS)
 
     @property
     def target(self) -> str:
-        """Return the function of a library that a custom call runs; empty for other instructions."""
+        """Return the library function of a custom call; empty for other instructions."""
         match = _TARGET.search(self.text)
         return match[1] if match else ""
 
@@ -140,7 +140,7 @@ class Instruction:
 
     @property
     def path(self) -> str:
-        """Return the names of modules and scopes around it, joined by ``/``."""
+        """Return the modules and scopes around the instruction, joined by ``/``."""
         return path_in_name(self.op_name)
 
 
@@ -169,13 +169,15 @@ def path_in_name(op_name: str) -> str:
 
 
 class HloProgram:
-    """A program of XLA, from the text of its HLO, optimised or as it was lowered.
+    """An XLA program, read from the text of its HLO.
+
+    The text may be that of the lowered or of the optimised program.
 
     Attributes:
       computations: the instructions of each computation, by name.
       entry: the name of the computation that runs first.
-      aliases: the parameter into which a result is written, by the number of the result.
-      partitions: the number of devices that run it together.
+      aliases: for the number of a result, the number of the parameter into which the result is written.
+      partitions: the number of devices that run the program together.
 
     Raises:
       ValueError: the text has no entry.
@@ -210,13 +212,13 @@ class HloProgram:
                 computation = self.computations.setdefault(opening[2], {})
                 self.entry = opening[2] if opening[1] else self.entry
             elif computation is not None and (match := _INSTRUCTION.match(line)):
-                name, result, opcode, rest = match.groups()
-                if opcode == "fusion-start":  # newer XLAs split a fusion, and its end only renames the result
+                name, result, opcode, arguments = match.groups()
+                if opcode == "fusion-start":  # newer XLAs split a fusion; fusion-done only renames the result
                     fused = self.computations[_CALLED.findall(line)[0]]
                     opcode, result = "fusion", [*fused.values()][-1].result
                 elif opcode == "fusion-done":
                     opcode = "bitcast"
-                operands = () if opcode == "constant" else _operands(rest)
+                operands = () if opcode == "constant" else _operands(arguments)
                 computation[name] = Instruction(name, opcode, result, operands, line)
 
     def inside(self, instruction: Instruction) -> list[tuple[str, Instruction]]:
@@ -230,8 +232,8 @@ class HloProgram:
     def made_by(self, instruction: Instruction) -> Instruction:
         """Return the instruction that names a kernel.
 
-        Usually it is the kernel itself. For a fusion without a name from JAX, it is the last instruction inside that
-        has one.
+        Usually it is the instruction of the kernel itself. For a fusion without a name from JAX, it is the last
+        instruction inside the fusion that has such a name.
         """
         if instruction.op_name or instruction.opcode != "fusion":
             return instruction
@@ -247,7 +249,7 @@ class HloProgram:
         """
         match = re.search(r"stack_frame_id=(\d+)", instruction.text)
         frames = self._frames.get("StackFrames", {})
-        # Some versions print parents that are too high by one. The first frame has no parent, and 0 means none.
+        # Some versions of XLA print parent numbers that are too high by one, even for frame 1, which has no parent.
         shift = "parent_frame_id=1" in frames.get(1, "")
         number, lines = int(match[1]) if match else 0, list[tuple[str, int]]()
         while number in frames and len(lines) < len(frames):
@@ -286,7 +288,7 @@ class HloProgram:
                 stack += [(body, times_of_bodies) for body in self.bodies(instruction)]
 
     def joined(self, computation: str, instruction: Instruction) -> list[Array]:
-        """Return the arrays of its result, or those that it concatenates."""
+        """Return the arrays of an instruction's result, or those that it concatenates."""
         inside = self.inside(instruction) if instruction.opcode == "fusion" else [(computation, instruction)]
         body, last = inside[-1]
         if last.opcode != "concatenate":
@@ -301,7 +303,7 @@ class HloProgram:
 
 
 def is_end(opcode: str) -> bool:
-    """Return whether an instruction only waits for an earlier one."""
+    """Return whether an instruction only waits for an earlier instruction."""
     return opcode.endswith("-done") or opcode == "async-update"
 
 
@@ -310,15 +312,15 @@ def _facts(text: str) -> dict[str, int]:
     return {key: int(number) for key, number in _FACT.findall(text)}
 
 
-def _operands(rest: str) -> tuple[str, ...]:
+def _operands(text: str) -> tuple[str, ...]:
     """Return the names of the operands in the text of an instruction.
 
-    ``rest`` is the text after the opening parenthesis.
+    ``text`` begins after the opening parenthesis.
     """
     depth = 1
-    for position, character in enumerate(rest):
+    for position, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if depth == 0:
-            rest = rest[:position]
+            text = text[:position]
             break
-    return tuple(_OPERAND.findall(_NOT_NAMES.sub("", rest)))
+    return tuple(_OPERAND.findall(_NOT_NAMES.sub("", text)))

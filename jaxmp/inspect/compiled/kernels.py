@@ -24,7 +24,7 @@ class KernelProduct:
       kind: ``"dot"``, ``"convolution"`` or ``"attention"``.
       dtype: the operands' dtype; ``"tensorfloat32"`` if float32 operands may be rounded to it.
       flops: the FLOPs of one execution; a multiply-add is 2. For causal attention half of the scores are counted,
-        because its kernels skip the others.
+        because its kernels skip the other half.
     """
 
     kind: str
@@ -51,7 +51,7 @@ def products_of(
 ) -> list[KernelProduct]:
     """Return the products of a kernel, also those in a fusion.
 
-    With ``masked``, half of the scores of a causal attention are counted.
+    With ``masked``, only half of the scores of a causal attention are counted.
     """
     if instruction.opcode == "fusion":
         inside = program.inside(instruction)
@@ -88,9 +88,10 @@ def _dot_flops(instruction: Instruction, operands: list[Array]) -> int:
 
 
 def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:
-    """Return the FLOPs of a convolution, or of its derivatives in cuDNN.
+    """Return the FLOPs of a convolution, or of a derivative in cuDNN.
 
-    Each element of the forward result is a sum over the kernel's elements of one output feature.
+    A derivative has the FLOPs of the forward convolution. Each element of the forward result is a sum over the kernel's
+    elements of one output feature.
     """
     text = instruction.text
     outputs, kernel = instruction.arrays[0].shape, operands[1].shape
@@ -106,7 +107,7 @@ def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:
 
 
 def written_into(program: HloProgram, computation: str, instruction: Instruction) -> dict[int, tuple[int, float]]:
-    """Return the results that are written into an operand.
+    """Return which results of a kernel are written into which operands.
 
     Returns:
       A dict from the number of the result to the number of the operand and the bytes that change.
@@ -150,7 +151,7 @@ def _behind_bitcasts(known: dict[str, Instruction], name: str) -> Instruction:
 def moved_bytes(program: HloProgram, computation: str, instruction: Instruction) -> float:
     """Return the bytes that a kernel reads and writes.
 
-    If it reads or writes only some elements of an operand, only these are counted.
+    If the kernel reads or writes only some elements of an operand, only these are counted.
     """
     inside = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else []
     read = _read_bytes(program.computations[computation], instruction, inside)
@@ -161,14 +162,14 @@ def moved_bytes(program: HloProgram, computation: str, instruction: Instruction)
             if operand in read:
                 read[operand], written[result] = changed, changed
     elif len(written) > 1 and re.search(r"\b[su]8\[\d*\]\S*\)$", instruction.result):
-        written.pop()  # the workspace of a library
+        written.pop()  # the workspace of a library call
     return sum(read.values()) + sum(written)
 
 
 def _read_bytes(known: dict[str, Instruction], instruction: Instruction, inside: list[Instruction]) -> dict[int, float]:
     """Return the bytes that a kernel reads of each operand.
 
-    A repeated operand counts once. If a fusion picks elements from an operand, only these count.
+    A repeated operand counts once. If a fusion picks elements from an operand, only these elements count.
     """
     read: dict[int, float] = {}
     for number, name in enumerate(instruction.operands):

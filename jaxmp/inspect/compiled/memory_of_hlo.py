@@ -14,14 +14,14 @@ _BODY = re.compile(r"body=%?([\w.$-]+)")
 
 @dataclasses.dataclass
 class Buffer:
-    """A result, or one array of a tuple, that lives from one instruction to another.
+    """The memory of a result, or of one array of a tuple.
 
     Attributes:
-      bytes: its size.
-      array: its dtype and shape.
-      maker: the instruction that computes it, or the loop that writes into the buffer.
-      last: the last instruction that reads it, or the maker.
-      start, end: the first and the last instruction of the schedule during which it exists.
+      bytes: the size of the buffer.
+      array: the dtype and shape of the array in it.
+      maker: the instruction that computes the array, or the loop that writes into the buffer.
+      last: the last instruction that reads the array, or the maker if nothing reads it.
+      start, end: the positions in the schedule of the first and last instruction during which the buffer exists.
     """
 
     bytes: float
@@ -39,12 +39,13 @@ _Results = dict[str, list[Buffer | None]]
 def buffers_at_peak(program: HloProgram, computation: str = "") -> list[Buffer]:
     """Return the buffers at the memory peak, largest first.
 
-    This is an estimate, because XLA has its own rules to pack buffers. Parameters, results that are written into them,
-    and constants are not counted. An elementwise kernel reuses the buffer of an operand that nothing reads later.
+    This is an estimate, because XLA has its own rules to pack buffers. Parameters, results that are written into
+    parameters, and constants are not counted. An elementwise kernel is assumed to reuse the buffer of an operand that
+    nothing reads later.
 
     Args:
       program: a scheduled program, as XLA compiles for GPUs.
-      computation: the computation to look at; its entry by default.
+      computation: the name of the computation; by default, the entry of the program.
     """
     computation = computation or program.entry
     instructions = list(program.computations[computation].values())
@@ -69,7 +70,7 @@ def buffers_at_peak(program: HloProgram, computation: str = "") -> list[Buffer]:
 
 
 def _add_buffers(program: HloProgram, instruction: Instruction, position: int, results: _Results) -> list[Buffer]:
-    """Add the buffers of an instruction to ``results``, and return the new ones."""
+    """Add the buffers of an instruction to ``results``, and return the new buffers."""
     read = [buffer for name in instruction.operands for buffer in results.get(name, [])]
     for buffer in read:
         if buffer is not None:
@@ -96,7 +97,7 @@ def _add_buffers(program: HloProgram, instruction: Instruction, position: int, r
 
 
 def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
-    """Return whether the iterations of a loop change an element of its carry."""
+    """Return whether the iterations of a loop change element ``number`` of its carry."""
     match = _BODY.search(loop.text)
     body = program.computations[match[1]] if match else {}
     (*_, root) = body.values()
@@ -110,11 +111,11 @@ def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
 
 
 def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:
-    """End buffers one instruction early if a loop fusion can reuse them.
+    """End buffers one instruction early if a kernel writes its result into them.
 
-    The fusion writes its result into such a buffer. XLA reuses buffers that the fusion reads directly, but no buffer
-    of an instruction with several results, such as a cuBLAS product. An in-place update, and a product that adds to an
-    operand, always reuse the buffer.
+    A loop fusion reuses a buffer that it reads directly, but no buffer of an instruction with several results, such as
+    a cuBLAS product. A kernel that updates an operand in place, and a product that adds to an operand, always reuse the
+    buffer of this operand.
     """
     instructions = list(program.computations[computation].values())
     positions = {instruction.name: position for position, instruction in enumerate(instructions)}

@@ -1,8 +1,8 @@
 """Pictures of the results of :mod:`jaxmp.inspect`, and of the plan of autocast.
 
-Each function returns a ``matplotlib.figure.Figure``, which needs no display. ``.savefig(file)`` writes it, and a
-notebook shows it. Its title states the result. matplotlib is imported when a function is called; if it is not
-installed, the functions raise ModuleNotFoundError.
+Each function returns a ``matplotlib.figure.Figure``, which needs no display. ``.savefig(file)`` writes the figure, and
+a notebook shows it. The title of the figure states the result. matplotlib is imported when a function is called; if
+matplotlib is not installed, the functions raise ModuleNotFoundError.
 """
 
 from jaxmp.inspect.plots.casts import casts

@@ -1,6 +1,7 @@
 """Draw a plan of autocast as a graph of coloured boxes.
 
-1. Consecutive operations of one scope and one dtype form a box (`_boxes`). Scopes are shortened until there are few.
+1. Consecutive operations of one scope and one dtype form a box (`_boxes`). Scopes are shortened until there are few
+   boxes.
 2. Each box is placed below the boxes that it reads (`_positions`). A long graph continues in the next column.
 3. Boxes, arrows and casts are drawn.
 """
@@ -38,7 +39,7 @@ _WORDS = {
 
 
 class _Box(NamedTuple):
-    """Consecutive operations of one scope; of one dtype if ``dtype`` is set."""
+    """Consecutive operations of one scope, and of one dtype if ``dtype`` is not empty."""
 
     path: str
     dtype: str
@@ -57,10 +58,10 @@ def casts(plan: CastPlan) -> Any:
 
     A box contains consecutive operations of one scope and one dtype. In a large program, a box contains operations of
     one scope and several dtypes, and its colours show the share of each dtype. A red arrow is a change of dtype. A red
-    diamond shows the number of casts that autocast adds, and their bytes. Weights, masks and indices are not drawn.
+    diamond marks casts that autocast adds, with their number and their bytes. Weights, masks and indices are not drawn.
 
     Args:
-      plan: a plan of :func:`jaxmp.cast_plan`.
+      plan: a result of :func:`jaxmp.cast_plan`.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
@@ -95,9 +96,10 @@ def _summary(plan: CastPlan) -> str:
 
 
 def _dtype_of(row: Operation) -> str:
-    """Return the widest floating dtype of an operation; empty without one.
+    """Return the widest floating dtype of an operation's operands.
 
-    An operation that moves data has the dtype of its result.
+    For an operation that only moves data, or that has no floating operand, return the widest floating dtype of its
+    results. Return ``""`` if the operation has no floating dtype.
     """
     results = row.result.split(", ")
     names = [name for name in (results if row.cls == "clear" else row.operands) if "float" in name]
@@ -110,9 +112,10 @@ def _width_and_name(dtype: str) -> tuple[int, str]:
 
 
 def _boxes(rows: Sequence[Operation]) -> list[_Box]:
-    """Group operations as finely as can be read.
+    """Group operations into as many boxes as are readable.
 
-    They are first grouped by path and dtype, then only by path, with shorter and shorter paths.
+    Operations are grouped by path and dtype, with shorter and shorter paths until there are few groups. If there are
+    still too many groups, operations are grouped only by path, again with shorter and shorter paths.
     """
     numbers = _numbers_of_drawn(rows)
     deepest = max((rows[n].path.count("/") + 1 for n in numbers), default=1)
@@ -127,7 +130,7 @@ def _boxes(rows: Sequence[Operation]) -> list[_Box]:
 def _numbers_of_drawn(rows: Sequence[Operation]) -> list[int]:
     """Return the numbers of the operations to draw.
 
-    They are floating and have no body. Operations that only move weights are left out.
+    These operations are floating and have no body. Operations that only move weights are left out.
     """
     drawn: list[int] = []
     for n, row in enumerate(rows):
@@ -162,7 +165,7 @@ def _boxes_of(rows: Sequence[Operation], groups: Sequence[_Group]) -> list[_Box]
 def _positions(boxes: Sequence[_Box]) -> tuple[list[_Position], int]:
     """Return the positions of boxes, and the height of a column.
 
-    A box is below the boxes that it reads, directly below if that place is free.
+    A box is below the boxes that it reads. It is directly below the last of these boxes if that place is free.
     """
     layers = _layers(boxes)
     lanes = _lanes(boxes, layers)
@@ -185,14 +188,14 @@ def _layers(boxes: Sequence[_Box]) -> list[int]:
     for box in boxes:
         layers.append(1 + max((layers[n] for n in box.reads), default=-1))
     for number, box in enumerate(boxes):
-        if not box.reads:  # is placed just above its first reader, not at the top
+        if not box.reads:  # the box is placed just above its first reader, not at the top
             readers = [layers[m] for m, other in enumerate(boxes) if number in other.reads]
             layers[number] = max(0, min(readers, default=0) - 1)
     return layers
 
 
 def _lanes(boxes: Sequence[_Box], layers: Sequence[int]) -> list[int]:
-    """Return the horizontal places of boxes.
+    """Return the horizontal place of each box.
 
     A box takes the free place nearest to the last box that it reads.
     """
@@ -210,7 +213,7 @@ def _lanes(boxes: Sequence[_Box], layers: Sequence[int]) -> list[int]:
 def _draw_arrows(axes: Any, number: int, boxes: Sequence[_Box], positions: Sequence[_Position]) -> None:
     """Draw the arrows to a box.
 
-    Boxes of other columns are shown by their numbers.
+    Boxes in other columns are shown only by their numbers.
     """
     to = positions[number]
     in_other_columns = []
@@ -221,7 +224,7 @@ def _draw_arrows(axes: Any, number: int, boxes: Sequence[_Box], positions: Seque
             continue
         dtypes = boxes[source].dtype, boxes[number].dtype
         is_cast = all(dtypes) and dtypes[0] != dtypes[1]
-        is_hidden = to.y - start.y > 1 and start.x == to.x  # the arrow goes around the boxes between
+        is_hidden = to.y - start.y > 1 and start.x == to.x  # the arrow goes around the boxes in between
         look: dict[str, Any] = {
             "color": _CAST if is_cast else _ARROW,
             "linewidth": 1.6 if is_cast else 0.9,
@@ -286,7 +289,7 @@ def _draw_casts(axes: Any, box: _Box, position: _Position) -> None:
 def _contents(box: _Box) -> str:
     """Name the computations of a box.
 
-    Products come first, then groups that stay float32 or the other primitives.
+    Products come first. Then come the patterns that stay float32, or all other primitives if there are no patterns.
     """
     counts = collections.Counter(_WORDS.get(row.primitive, row.primitive) for row in box.rows if row.cls != "clear")
     products = [name for name in counts if name in ("product", "convolution")]

@@ -79,7 +79,7 @@ def short_path(path: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as text; it is 0% or 100% only if that is exact."""
+    """Return a share as text, which is 0% or 100% only if the share is exactly that."""
     if share in (0, 1):
         return f"{share:.0%}"
     if share < 0.001:

@@ -1,4 +1,4 @@
-"""The relative errors of a comparison, scope by scope."""
+"""Draw the relative errors of a comparison, scope by scope."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxmp.inspect.plots.drawing import (
 )
 
 _MARKS = (("forward", "forward", BLUE, "o"), ("backward", "gradient", RED, "D"))
-"""Phase, label, colour and marker."""
+"""The phase, label, colour and marker of each line."""
 
 
 def errors(comparison: Comparison) -> Any:
@@ -80,7 +80,9 @@ def _draw_errors(axes: Any, comparison: Comparison, paths: Sequence[str], high: 
     for phase, label, color, marker in _MARKS:
         rows = [row for row in comparison.rows if row.phase == phase and row.path in paths and row.relative_error]
         y = [paths.index(row.path) for row in rows]
-        x = [row.relative_error if row.relative_error < high else high for row in rows]  # NaN stands at the border, too
+        x = [
+            row.relative_error if row.relative_error < high else high for row in rows
+        ]  # NaN is drawn at the border, too
         if rows:
             linestyle = "-" if is_connected else "none"
             axes.plot(

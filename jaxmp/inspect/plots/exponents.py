@@ -46,17 +46,16 @@ def exponents(
 ) -> Any:
     """Draw histograms of binary exponents, coloured by the effect of a format.
 
-    There is a bar for each value of ``floor(log2|x|)``. Its height is the percentage of the tensor's values with this
-    exponent. Its colour shows whether the format
-    keeps these values. Zeros have no bar. The shares beside a histogram are those of :meth:`Statistics.under`. The
-    lines below are the ranges of the formats.
+    There is a bar for each exponent ``floor(log2|x|)``. The height of a bar is the percentage of the tensor's values
+    with this exponent. The colour shows whether the format keeps these values. Zeros have no bar. The shares beside a
+    histogram come from :meth:`Statistics.under`. The rows at the bottom show the ranges of the formats.
 
     Args:
       counted: the :class:`Statistics` of one tensor, a mapping from name to statistics, or a :class:`Numerics`, whose
         tensors are counted together by kind.
       dtype: the format that decides the colours, as for :meth:`Statistics.under`.
       loss_scale: a power of two that multiplies the values (of a :class:`Numerics`, only the gradients). A grey line
-        shows the histogram without it.
+        shows the histogram without the loss scale.
 
     Raises:
       ValueError: the dtype is unknown, or the loss scale is not a power of two.

@@ -49,8 +49,8 @@ def memory(plans: Mapping[str, Memory]) -> Any:
     Bars show the memory of one device in MiB, or in KiB if all plans are smaller than 10 MiB.
 
     Args:
-      plans: a mapping from name to a result of :func:`jaxmp.inspect.memory`. The first plan is the one with which the
-        others are compared.
+      plans: a mapping from name to a result of :func:`jaxmp.inspect.memory`. The other plans are compared with the
+        first plan.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
@@ -96,7 +96,7 @@ def _draw_bars(axes: Any, sizes: Sequence[Mapping[str, int]], colors: Mapping[st
     starts = np.zeros(len(sizes))
     for part, color in colors.items():
         widths = np.array([plan_sizes.get(part, 0) for plan_sizes in sizes])
-        label = part if widths.max() > 0.003 * scale.most else None  # the legend has no parts that cannot be seen
+        label = part if widths.max() > 0.003 * scale.most else None  # the legend names only visible parts
         axes.barh(
             range(len(sizes)), widths / scale.bytes, left=starts / scale.bytes, height=0.66, color=color, label=label,
             linewidth=0,

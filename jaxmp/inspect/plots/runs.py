@@ -50,8 +50,8 @@ def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype
     _require_watched(rows)
     if rows[0]["dtype"] != name:
         raise ValueError(
-            f"the file of {run} has counts for {rows[0]['dtype']}, got dtype={name!r}; use that dtype, or a Watch, "
-            "which has the histograms"
+            f"the file of {run} has counts for {rows[0]['dtype']}, got dtype={name!r}; use that dtype, or a Watch "
+            "object, which has counts for all dtypes"
         )
     page = figure(9.5, heat_height(rows, kind))
     draw_heat(page, rows, kind)

@@ -1,4 +1,4 @@
-"""The values at the borders of modules and named scopes."""
+"""Find the values that enter or leave modules and named scopes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxmp.inspect.program.values import Value, leading_to
 
 
 class AtBorder(NamedTuple):
-    """A floating value at the border of a module or a named scope.
+    """A floating value that enters or leaves a module or a named scope.
 
     Attributes:
-      key: the key of the equation that computes it.
-      position: its position among the results.
-      path: the scope. If nested scopes return the same value, each has an ``AtBorder``.
+      key: the key of the equation that computes the value.
+      position: the position of the value among the results of the equation.
+      path: the path of the scope. If nested scopes return the same value, there is an ``AtBorder`` for each scope.
       turns: as in :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
     """
 
@@ -31,15 +31,16 @@ class AtBorder(NamedTuple):
 def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     """Return the values that are computed in a scope and used outside of it.
 
-    They are in program order. ``jit`` and ``checkpoint`` are not borders: a value belongs to the equation that computes
-    it. The result of a loop or a branch belongs to the loop, and inside of the body to another equation. The condition
-    of a while loop is left out, and so are bodies that are evaluated as one operation, see
+    The values are in program order. ``jit`` and ``checkpoint`` are not scopes: a value belongs to the equation in their
+    bodies that computes it. The result of a loop or a conditional belongs to the equation of that loop or conditional.
+    (Inside the body, it is another value, which belongs to an equation of the body.) Two kinds of values are left out:
+    those in the condition of a while loop, and those in bodies that are evaluated as one operation, see
     :func:`jaxmp.inspect.program.equation_places.is_whole_with_rules`.
 
     Args:
       jaxpr: an open jaxpr.
-      roots: for each result of the program, whether it counts (None: all). Values on which no such result depends, for
-        example new statistics, are left out.
+      roots: for each result of the program, whether it counts (None: all results count). Values on which no counted
+        result depends, for example new statistics, are left out.
     """
     return [
         AtBorder(place.key, position, path, place.turns)
@@ -51,8 +52,8 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
 def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     """Return the values that a scope reads and outer code computes.
 
-    Each has the path of the code that computes it. Values that a scope returns are left out: :func:`returned` has
-    them. The arguments are those of :func:`returned`.
+    Each value has the path of the code that computes it. Values that a scope returns are left out, because
+    :func:`returned` has them. The arguments are those of :func:`returned`.
     """
     values = []
     for place, position, readers in _read_floats(jaxpr, roots):
@@ -63,9 +64,9 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
 
 
 def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[Names]]]:
-    """Yield the floating values on which a root depends, and their readers' scopes.
+    """Yield the floating values on which counted results depend, in program order.
 
-    They are in program order.
+    Each value comes as its equation, its position among the results of the equation, and the scopes of its readers.
     """
     values = values_of(jaxpr, [None] * len(jaxpr.constvars), is_whole_with_rules)
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]

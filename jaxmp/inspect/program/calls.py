@@ -20,11 +20,11 @@ from jaxmp.training.state import TrainState
 from jaxmp.training.step import TrainStep
 
 AS_WRITTEN = {"xla_allow_excess_precision": False}
-"""Compiler options that keep XLA from removing a rounding to half."""
+"""Compiler options under which XLA keeps every rounding to half precision."""
 
 
 class StepCall(NamedTuple):
-    """A call of a train step: the step of trees, its state and its batch."""
+    """A call of a train step: the step as a function of pytrees, its state and its batch."""
 
     step: TrainStep
     state: TrainState
@@ -50,7 +50,7 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
     """Return a call of the train step ``fun``.
 
     Raises:
-      TypeError: the arguments are not those of a step.
+      TypeError: the arguments are not those of a train step.
       RuntimeError: the state was donated to an earlier step.
     """
     if isinstance(fun, NNXTrainStep):
@@ -74,9 +74,9 @@ def require_own_settings(**settings: Any) -> None:
 
 
 def named(args: Any) -> Any:
-    """Make the modules of NNX models among the arguments put their calls in scopes.
+    """Return ``args``, with NNX models changed so that their module calls have scopes.
 
-    No other code may use the arguments.
+    The models are changed in place, so no other code may use them.
     """
     is_model = nnx_models.is_module
     return jax.tree.map(lambda node: nnx_models.with_scopes(node) if is_model(node) else node, args, is_leaf=is_model)
@@ -85,7 +85,7 @@ def named(args: Any) -> Any:
 def names_of_arguments(fun: Any) -> list[str]:
     """Return the names of a function's positional arguments.
 
-    The list is empty if the signature is unknown, such as that of a function written in C.
+    The list is empty if the signature is unknown, for example because the function is written in C.
     """
     try:
         parameters = inspect.signature(fun).parameters.values()
@@ -121,7 +121,7 @@ def _name_or_number(fun: Any, args: Sequence[Any]) -> list[str]:
 def differentiated(args: Sequence[Any]) -> list[int]:
     """Return the numbers of the arrays to differentiate with respect to.
 
-    These are the floating arrays of the first argument that has any.
+    These are all floating or complex arrays of the first argument that has such arrays.
     """
     leaves = jax.tree.leaves_with_path(tuple(args))
     floats = [(n, path[0].idx) for n, (path, leaf) in enumerate(leaves) if is_inexact(leaf)]
@@ -129,7 +129,7 @@ def differentiated(args: Sequence[Any]) -> list[int]:
 
 
 def with_leaves(leaves: Sequence[Any], numbers: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """Return leaves of which those with the given numbers are replaced."""
+    """Return ``leaves`` with the ``new`` leaves at the positions ``numbers``."""
     replaced = list(leaves)
     for number, leaf in zip(numbers, new, strict=True):
         replaced[number] = leaf
@@ -144,7 +144,7 @@ def is_inexact(value: Any) -> bool:
 def loss_and_rest(result: Any) -> tuple[Any, list[Any]]:
     """Return the loss and the other results of a function.
 
-    The loss is the only result, or the first one of a tuple.
+    The loss is the only result, or the first element of a tuple.
 
     Raises:
       TypeError: the loss is not a floating scalar.

@@ -10,7 +10,7 @@ from jaxmp.inspect.program.values import JOIN, TURN, Value, constant, origins
 def round_trips(audited: Audited) -> Faults:
     """Find half values that are cast to a wider dtype and back.
 
-    Between the two casts, elements are only moved.
+    Between the two casts, the values are only moved, not computed with.
     """
     forward_casts = {
         (value.at.path, value.at.source, value.inputs[0].dtype, value.dtype)
@@ -28,11 +28,12 @@ def round_trips(audited: Audited) -> Faults:
             continue
         widened = _casts_to_wider(value)
         if not widened or all(map(is_derivative, (value, *widened))) or _joins_modules(value, widened):
-            # If a bias was added or an axis summed in float32, the derivatives of the two casts are adjacent.
+            # If float32 code adds a bias or sums an axis between two casts, the derivatives of the casts are adjacent.
             continue
         half, wide = value.dtype.name, value.inputs[0].dtype.name
         what = f"{half} → {wide} → {half} with nothing between that needs {wide}"
-        yield Fault(value.at, what, "remove both casts, or give the first of two models a half output dtype")
+        remedy = "remove both casts; between two models, give the first model a half output dtype"
+        yield Fault(value.at, what, remedy)
 
 
 def _narrows(value: Value) -> bool:
@@ -43,9 +44,9 @@ def _narrows(value: Value) -> bool:
 
 
 def _casts_to_wider(narrowed: Value) -> list[Value]:
-    """Return the casts from the same half dtype that a cast to half undoes.
+    """Return the casts from half to a wider dtype that ``narrowed`` undoes.
 
-    The list is empty if the cast rounds any other value.
+    The list is empty if ``narrowed`` also rounds a value that was not cast from the same half dtype.
     """
 
     def goes_on(value: Value) -> bool:
@@ -59,9 +60,9 @@ def _casts_to_wider(narrowed: Value) -> list[Value]:
 
 
 def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
-    """Return whether modules under a policy each cast a carry that they share.
+    """Return whether modules under a policy cast a carry that they share.
 
-    A carry has one dtype, so neither module can omit its cast.
+    The carry has only one dtype, so no module can omit its cast.
     """
     if DECIDED not in narrowed.at.names:
         return False
@@ -92,7 +93,7 @@ def casts_in_loops(audited: Audited) -> Faults:
 def _is_invariant(value: Value) -> bool:
     """Return whether a cast in a loop gets its operand from outside of the loop.
 
-    Moves of the operand inside of the loop are allowed. A constant does not count.
+    The operand may be moved inside of the loop. Casts of constants do not count.
     """
     loop = value.loops[-1]
 

@@ -27,8 +27,8 @@ def float32_gathers(audited: Audited) -> Faults:
 def activation_gathers(audited: Audited) -> Faults:
     """Find activations that are gathered in place of weights."""
     remedy = (
-        "gather the weights (jaxmp.sharding.gather), and keep activations split along the batch, on axes of type Auto "
-        "by jax.lax.with_sharding_constraint"
+        "gather the weights (jaxmp.sharding.gather), and keep activations split along the batch (on mesh axes of type "
+        "Auto with jax.lax.with_sharding_constraint)"
     )
     for sent in _sent(audited, "all-gather"):
         if sent.others > _LARGE:
@@ -36,10 +36,10 @@ def activation_gathers(audited: Audited) -> Faults:
 
 
 def gradient_all_reduces(audited: Audited) -> Faults:
-    """Find gradients of split weights that every device sums whole."""
+    """Find gradients of split weights whose whole sum every device receives."""
     remedy = (
         "gather the weights with jaxmp.sharding.gather, which reduces and scatters their gradients at once; if a loop "
-        "uses them, gather outside of the loop"
+        "uses the weights, gather them outside of the loop"
     )
     for sent in _sent(audited, "all-reduce"):
         if sent.split > _LARGE:
@@ -48,7 +48,7 @@ def gradient_all_reduces(audited: Audited) -> Faults:
 
 
 def _sent(audited: Audited, kind: str) -> Iterator[Sent]:
-    """Yield the collectives of a kind, none on a CPU."""
+    """Yield the collectives of a kind, but none on a CPU."""
     if not audited.on_cpu:
         for sent in audited.sent:
             if sent.row.kind == kind:

@@ -20,11 +20,11 @@ from jaxmp.training.step import TrainStep
 
 
 def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return a function with ``trace``, and the arguments to call it with.
+    """Return a function with a ``trace`` method, and the arguments for it.
 
-    The arguments are arrays or shapes. Arguments of an unjitted function that are not arrays stay Python values, and so
-    do static arguments of a jitted function. NNX modules among the arguments of an unjitted function put their calls in
-    scopes.
+    The returned arguments are arrays and shapes. All other arguments of an unjitted function, and the static arguments
+    of a jitted function, are fixed inside the returned function as Python values. In an unjitted function, the module
+    calls of NNX models among the arguments have named scopes.
     """
     if isinstance(fun, NNXTrainStep):
         fun, args = fun.of_trees, (state_of(*args[:2]), *args[2:])
@@ -48,7 +48,7 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
 
 
 def _with_static_arguments(jitted: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return a jitted function of only the arrays, and the arrays."""
+    """Fix the static arguments of a jitted function; return it and its other arguments."""
     static = {}
     for number in static_arguments(jitted):
         if -len(args) <= number < len(args):
@@ -60,7 +60,7 @@ def _with_static_arguments(jitted: Any, args: Sequence[Any]) -> tuple[Any, tuple
 
 
 class _WithStaticArguments:
-    """A jitted function with its static arguments, by their numbers."""
+    """A jitted function whose static arguments are fixed, by their numbers."""
 
     def __init__(self, fun: Any, static: Mapping[int, Any]) -> None:
         self.fun, self.static = fun, static
@@ -86,16 +86,16 @@ def trace_of_call(
     """Return the trace of a call, for :func:`compiled_of`.
 
     Args:
-      fun: a train step, a function, or a jitted function (``jax.jit``, ``nnx.jit``), with its donation.
-      args: its positional arguments, arrays or shapes. With a ``NamedSharding``, they are compiled for a mesh with the
-        same axes.
-      device: None for the attached one, or a name in ``TARGETS``.
+      fun: a train step, a function, or a jitted function (``jax.jit``, ``nnx.jit``), whose donation is kept.
+      args: the positional arguments of ``fun``, arrays or shapes. If they have a ``NamedSharding``, the program is
+        compiled for a mesh with the same axes.
+      device: None for the attached device, or a name in ``TARGETS``.
       compiles: whether the trace will be compiled. If not, the packages that compile are not needed.
-      topology: the topology of a mesh of such devices, ``"1x2x4"`` for two hosts of four; None for one host.
+      topology: the topology of the mesh, such as ``"1x2x4"`` for two hosts with four GPUs each; None for one host.
 
     Raises:
       ValueError: the device is unknown; the topology does not fit the mesh.
-      ModuleNotFoundError: the packages that compile for it are missing.
+      ModuleNotFoundError: the packages that compile for the device are missing.
     """
     jitted, args = call_of(fun, args)
     mesh = targets.mesh_of(args)
@@ -136,7 +136,7 @@ def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
     else:
         with targets.with_cudnn(targets.target_of(device).cudnn):
             program = trace.lower(lowering_platforms=("cuda",)).compile(compiler_options=targets.COMPILER_OPTIONS)
-    inner: jax.stages.Compiled = getattr(program, "compiled", program)  # nnx.jit wraps it
+    inner: jax.stages.Compiled = getattr(program, "compiled", program)  # nnx.jit wraps the compiled program
     return inner
 
 

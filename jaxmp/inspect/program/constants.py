@@ -12,9 +12,9 @@ from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults, rounde
 from jaxmp.inspect.program.values import Value, constant, is_move_or_cast, is_zero, origins
 
 _POLES = {"div": 1, "log": 0, "log2": 0, "sqrt": 0, "rsqrt": 0}
-"""Operations that need an epsilon against 0, and the operand to which it is added; roots need it in derivatives."""
+"""Operations with a pole at 0 (``sqrt`` in its derivative), and the position of the operand that needs an epsilon."""
 _BOUNDS = frozenset({"max", "min", "clamp", "reduce_max", "reduce_min"})
-"""Moves that compare a constant with other operands, and may not return it."""
+"""Moves whose result need not contain a constant operand, because they compare it with other operands."""
 
 
 def vanishing_constants(audited: Audited) -> Faults:
@@ -33,8 +33,8 @@ def vanishing_constants(audited: Audited) -> Faults:
         if value.name not in _POLES:
             continue
         for source in origins(value.inputs[_POLES[value.name]], is_move_or_cast):
-            # JAX rounds a literal during tracing, and nobody writes 0 there. (An optimizer's eps_root may be 0, but is
-            # not in float16.)
+            # JAX rounds literals during tracing. A literal 0 was an epsilon, because nobody adds 0 on purpose. (An
+            # optimizer's eps_root may be 0, but it is not float16.)
             if source.name == "add" and source.dtype == np.float16 and any(map(is_zero, source.inputs)):
                 what = f"0 is added before {value.name}: an epsilon that is 0 in float16"
                 yield Fault(source.at, what, remedy)
@@ -51,7 +51,7 @@ def overflowing_constants(audited: Audited) -> Faults:
 def inexact_integers(audited: Audited) -> Faults:
     """Find integers that are too large for a half dtype to represent exactly.
 
-    They come from an iota, or from a constant array of integers.
+    The integers come from an iota, or from a constant array of integers.
     """
     for value in audited.values.all:
         if not value.is_half:
@@ -68,7 +68,7 @@ def inexact_integers(audited: Audited) -> Faults:
 def _largest_integer(value: Value) -> int:
     """Return the largest integer of an iota or a constant array of integers.
 
-    It is 0 for other values, and for a constant that the half dtype represents exactly.
+    Return 0 for other values, and for a constant that the half dtype represents exactly.
     """
     source = value
     if value.is_cast and not value.inputs[0].is_half:

@@ -21,32 +21,35 @@ LOWEST = -149
 EXPONENTS = 277
 MANTISSA = 23
 _INFINITE = 0x7F800000
-# The fractions at which a format rounds to the next power of two: 1 - 2^-k, with k the remaining mantissa bits of a
-# subnormal number, or one more than the mantissa bits at the largest exponent. float8_e4m3fn, whose last mantissa is
-# NaN, overflows above 0.8125. Ties go to the even neighbour, so all borders except the last are inclusive.
+# The fractions from which a format rounds up to the next power of two: 1 - 2^-k. Below the smallest normal number, k
+# is the number of mantissa bits. At the largest exponent, k is one more. float8_e4m3fn, whose last mantissa is NaN,
+# instead overflows above 0.8125. Ties go to the even neighbour, so a fraction of exactly 1 - 2^-k rounds up, but 0.8125
+# does not overflow. The first entry separates half the smallest subnormal, which rounds to 0, from larger numbers.
 _BORDERS = (1, *(round((1 - 2.0**-k) * 2**MANTISSA) for k in (2, 3, 7, 8, 10, 11, 23)))
 _ABOVE_E4M3 = round(0.8125 * 2**MANTISSA) + 1
 STARTS = tuple(sorted({0, *_BORDERS, _ABOVE_E4M3}))
-"""The first mantissa of each range of mantissas that is counted."""
+"""The ranges of mantissas that are counted, each by its first mantissa."""
 CLASSES = len(STARTS)
 BINS = EXPONENTS * CLASSES
 ZERO, NOT_FINITE = BINS, BINS + 1
 COUNTERS = BINS + 2
 _COPIES = 256  # the number of copies of the counters on a GPU, so that threads wait less for each other
 SIZE = 2 * (COUNTERS + 2) + 1
-"""The number of float32 values of a record in the form of a cotangent."""
-_SPLIT = 12  # bits: each part of a count is a float32 integer below 2^24
+"""The number of float32 values in a vector of :func:`packed`, without ``movement``."""
+_SPLIT = 12  # the low bits of a count; the low and the high bits are each below 2^24, so float32 holds them
 
 
 class Counts(NamedTuple):
-    """The counts of an array on the device.
+    """A record of the values of an array, on the device.
 
-    An empty record is zeros. Leading axes are loops.
+    The record of an empty array is zeros. In loops, a record has a leading axis of iterations for each loop.
 
     Attributes:
-      counters: uint32 (…, n), by exponent and range of the mantissa, then zeros, then values that are not finite.
-      limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest nonzero one.
-      mean: float32 (…), the mean of the magnitudes, with 0 for values that are not finite.
+      counters: uint32 (…, n), the number of values for each exponent and range of mantissas, then the number of zeros,
+        then the number of values that are not finite.
+      limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest nonzero
+        magnitude.
+      mean: float32 (…), the mean of the magnitudes; values that are not finite count as 0.
     """
 
     counters: jax.Array
@@ -54,7 +57,7 @@ class Counts(NamedTuple):
     mean: jax.Array
 
     def added(self, other: Counts) -> Counts:
-        """Return the record of two arrays; the mean is the sum of theirs."""
+        """Return the record of both arrays, whose ``mean`` is the sum of their means."""
         limits = jnp.maximum(self.limits, other.limits)
         return Counts(self.counters + other.counters, limits, self.mean + other.mean)
 
@@ -62,16 +65,16 @@ class Counts(NamedTuple):
 def counts_of(x: jax.Array) -> Counts:
     """Return the record of a floating array.
 
-    float64 is rounded to float32; other formats are exact.
+    float64 values are first rounded to float32. Values in other formats are counted exactly.
     """
     return _record(lax.stop_gradient(x))
 
 
 @jax.jit  # tensors of the same shape are traced once
 def _record(x: jax.Array) -> Counts:
-    """Count the values in one pass, and reduce their magnitudes in another.
+    """Count the values in one pass, and reduce their magnitudes in another pass.
 
-    More passes would be more kernels, and the compiler generates code for every kernel.
+    More passes would need more kernels, and so more time to compile.
     """
     magnitude = _magnitude(x).reshape(-1)
     exponent, fraction = _exponents_and_mantissas(magnitude)
@@ -82,7 +85,7 @@ def _record(x: jax.Array) -> Counts:
     counters = lax.platform_dependent(
         index, cpu=functools.partial(_counted, 1), default=functools.partial(_counted, copies)
     )
-    # Separate sums of magnitudes below 1 and of the others: neither overflows, and small values are not lost.
+    # Magnitudes below 1 are summed separately, so that neither sum overflows and small values are not lost.
     finite = jnp.where(magnitude < _INFINITE, magnitude, 0)
     value = lax.bitcast_convert_type(finite, jnp.float32)
     limits = finite, jnp.where(finite > 0, ~finite, 0)
@@ -94,9 +97,9 @@ def _record(x: jax.Array) -> Counts:
 
 
 def _counted(copies: int, index: jax.Array) -> jax.Array:
-    """Return how often each of ``COUNTERS`` numbers occurs.
+    """Return how often each number below ``COUNTERS`` occurs in ``index``.
 
-    Copies of a counter are adjacent, so that one memory transaction covers them.
+    The copies of a counter are adjacent, so that one memory transaction covers them.
     """
     spread = index if copies == 1 else index * copies + jnp.arange(index.size) % copies
     counters = jnp.zeros(copies * COUNTERS, jnp.uint32).at[spread].add(jnp.uint32(1), mode="promise_in_bounds")
@@ -106,7 +109,7 @@ def _counted(copies: int, index: jax.Array) -> jax.Array:
 def _reduced(maxima: Sequence[jax.Array], counts: Sequence[jax.Array], sums: Sequence[jax.Array]) -> Any:
     """Return the maxima, the counts and the sums of vectors, in one pass.
 
-    The rounding errors of the sums are summed too, because a plain sum of a million numbers would lose the last ones.
+    The rounding errors of the sums are summed too, because they would add up over a million numbers.
     """
     first, then = len(maxima), len(maxima) + len(counts)
 
@@ -135,7 +138,7 @@ def _two_sum(left: Any, left_error: Any, right: Any, right_error: Any) -> tuple[
 def _magnitude(x: jax.Array) -> jax.Array:
     """Return the bits of ``|x|`` as a float32.
 
-    They are read without arithmetic, because devices flush subnormals and keep excess precision.
+    The bits are read without arithmetic, because arithmetic may flush subnormals or keep excess precision.
     """
     if x.dtype == jnp.float32:
         bits = lax.bitcast_convert_type(x, jnp.uint32)
@@ -154,7 +157,7 @@ def _magnitude(x: jax.Array) -> jax.Array:
 def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return binary exponents (int32) and mantissas.
 
-    A mantissa has the 23 bits after the leading one. 0 counts as 2^-150.
+    A mantissa is the 23 bits after the leading 1. A magnitude of 0 has the exponent -150.
     """
     leading = lax.clz(magnitude)
     below = magnitude < 1 << MANTISSA
@@ -166,24 +169,24 @@ def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array
 def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
     """Return a record as one float32 vector.
 
-    ``movement`` is the results of :func:`distance_moved`, if there are any. A cotangent is such a vector.
-    Every number is exact.
+    ``movement`` has the results of :func:`distance_moved`, or is empty. A tap returns such a vector as the gradient of
+    its sink. The vector holds every number exactly.
     """
     integers, floats = [counts.counters, counts.limits, *movement[:1]], [counts.mean[..., None], *movement[1:]]
-    whole = jnp.concatenate(integers, -1)
-    parts = (whole & ((1 << _SPLIT) - 1), whole >> _SPLIT)
+    numbers = jnp.concatenate(integers, -1)
+    parts = (numbers & ((1 << _SPLIT) - 1), numbers >> _SPLIT)
     return jnp.concatenate([*(part.astype(jnp.float32) for part in parts), *floats], -1)
 
 
 def unpacked(vector: np.ndarray) -> tuple[Any, ...]:
     """Return the arguments of :func:`packed` from vectors on the host.
 
-    The axes before the last are kept.
+    The vectors are the last axis; the axes before it are kept.
     """
     size = (vector.shape[-1] - (1 if vector.shape[-1] == SIZE else 3)) // 2
     low, high, floats = np.split(vector, [size, 2 * size], axis=-1)
-    whole = low.astype(np.uint32) + (high.astype(np.uint32) << _SPLIT)
-    counters, limits, lost = np.split(whole, [COUNTERS, COUNTERS + 2], axis=-1)
+    integers = low.astype(np.uint32) + (high.astype(np.uint32) << _SPLIT)
+    counters, limits, lost = np.split(integers, [COUNTERS, COUNTERS + 2], axis=-1)
     return Counts(counters, limits, floats[..., 0]), lost, floats[..., 1:]  # type: ignore[arg-type]
 
 
@@ -192,9 +195,9 @@ def distance_moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
     """Return how far updates move their weights.
 
     Returns:
-      For each format of ``NAMES``, the number of updates (uint32) below half the distance from their weight to the next
-      number. The weight is first rounded to the format; if it overflows, nothing is lost. Then the norms of the update
-      and the weight.
+      First, for each format of ``NAMES``, the number of updates (uint32) that are too small to change their weight.
+      Such an update is below half the distance from its weight, rounded to the format, to the next number. Updates of
+      weights that overflow in the format are not counted. Second, the norms of the update and of the weight (float32).
     """
     update, weight = update.reshape(-1), weight.reshape(-1)
     step, (size, fraction) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))
@@ -241,6 +244,6 @@ def layout_of(name: str) -> Layout:
 def start_of_ones(count: int) -> int | None:
     """Return the smallest mantissa with ``count`` leading ones.
 
-    It is None if a float32 has fewer bits.
+    Return None if a float32 has fewer mantissa bits than ``count``.
     """
     return round((1 - 2.0**-count) * 2**MANTISSA) if count <= MANTISSA else None

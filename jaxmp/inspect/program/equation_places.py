@@ -18,10 +18,10 @@ from jaxmp._internals.jax.walk import interpreted
 from jaxmp.nnx import run as nnx_run
 
 Key = tuple[int, ...]
-"""The place of an equation: the numbers of the equations and bodies around it, and its number in its body."""
+"""The place of an equation: the numbers of the equations and bodies around it, then its own number in its body."""
 
 CALL_SCOPE = "jaxmp.call:"
-"""The prefix of the scope around each call of a module, which distinguishes the calls."""
+"""The prefix of the scope around each call of a module. A number after it distinguishes the calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -32,11 +32,12 @@ class EquationPlace:
       key: its place as numbers; keys sort in program order.
       eqn: the equation.
       names: the scopes around it, including jaxmp's marks.
-      source: the user's file and line, ``"package/module.py:12"``, or a library's line if JAX does not know the caller
-        (under checkpoint); empty if it knows none.
+      source: the user's file and line, such as ``"package/module.py:12"``. If JAX does not know the user's line (under
+        ``checkpoint``), it is a line of a library, and it is empty if JAX knows no line.
       phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, or recomputed for it) or ``"update"`` (computed
         from gradients).
-      turns: the number of iterations of each loop around it, outermost first; None if it is unknown before the run.
+      turns: the number of iterations of each loop around it, outermost first; None for a while loop, whose number of
+        iterations is unknown before the run.
       bodies: the bodies of the equation; None for a single operation.
     """
 
@@ -50,12 +51,12 @@ class EquationPlace:
 
     @property
     def path(self) -> str:
-        """Return the names of modules and scopes around it, joined by ``/``."""
+        """Return the names of modules and scopes around the equation, joined by ``/``."""
         return path_in(self.names)
 
     @property
     def count(self) -> int | None:
-        """Return the number of its executions; None if that is unknown before the run."""
+        """Return how often the equation runs; None if that is unknown before the run."""
         turns = [turn for turn in self.turns if turn is not None]
         return math.prod(turns) if len(turns) == len(self.turns) else None
 
@@ -98,7 +99,7 @@ def equation_places(jaxpr: Any) -> list[EquationPlace]:
 
     An equation with bodies comes before the equations in them. The bodies of ``jit``, ``checkpoint``, loops, branches
     and functions with custom derivative rules are included. The equations of a derivative rule are included if the
-    function is differentiated.
+    program differentiates the function.
     """
     opened, _ = equations.opened(jaxpr)
     collected: list[EquationPlace] = []
@@ -119,7 +120,8 @@ class _Around(NamedTuple):
 def _collect(jaxpr: Any, around: _Around, inputs: Sequence[bool], collected: list[EquationPlace]) -> list[bool]:
     """Collect the places of a body.
 
-    ``inputs`` tells which inputs of the body are computed from gradients, and the returned list which of its results.
+    ``inputs`` tells which inputs of the body are computed from gradients. The returned list tells the same for its
+    results.
     """
     numbers = itertools.count()
 
@@ -164,7 +166,7 @@ def _collect_bodies(
         turns = (*place.turns, *turns_of(place.eqn))
         inside = _Around((*place.key, index), place.names, place.source, place.phase, turns)
         if is_call and place.phase != "backward":
-            # A jitted train step is not an update as a whole: its operands and results count one by one.
+            # A call that reads gradients is not an update as a whole. The phases of its equations are found one by one.
             results = _collect(body, inside._replace(phase=phase_around), operands, collected)
             continue
         from_body = _collect(body, inside, [False] * len(body.invars), collected)
@@ -180,9 +182,9 @@ def is_whole(eqn: Any) -> bool:
 
 
 def is_whole_with_rules(eqn: Any) -> bool:
-    """Return whether an equation with bodies is one operation in a program to be differentiated.
+    """Return whether an equation is one operation in a program to differentiate.
 
-    A function with custom derivative rules is.
+    These are the equations of :func:`is_whole`, and functions with custom derivative rules, whose rules are kept.
     """
     return is_whole(eqn) or eqn.primitive.name.startswith("custom_")
 
@@ -198,8 +200,8 @@ def paths_left(names: Names, readers: Iterable[Names]) -> list[str]:
     """Return the modules and named scopes that return a value, the innermost first.
 
     Args:
-      names: the scopes in which it is computed.
-      readers: the scopes of each equation that reads it.
+      names: the scopes in which the value is computed.
+      readers: the scopes of each equation that reads the value.
     """
     shared = min((_count_shared_scopes(names, reader) for reader in readers), default=len(names))
     return [path_in(names[:stop]) for stop in range(len(names), shared, -1) if _is_left(names, stop)]
@@ -216,14 +218,14 @@ def enters_scope(names: Names, reader: Names) -> bool:
 def _is_left(names: Names, stop: int) -> bool:
     """Return whether leaving ``names[stop - 1]`` leaves a module or a named scope.
 
-    A module has a scope for its name, and in it one for each call. Only the inner one counts.
+    A module has a scope for its name, which contains a scope for each call. Only the scope of the call counts.
     """
     scope, inner = names[stop - 1], names[stop : stop + 1]
     return scope.startswith(CALL_SCOPE) or (_is_named(scope) and not any(name.startswith(CALL_SCOPE) for name in inner))
 
 
 def _count_shared_scopes(names: Names, others: Names) -> int:
-    """Return how many scopes two places share."""
+    """Return how many of their outermost scopes two places share."""
     count = 0
     while count < min(len(names), len(others)) and names[count] == others[count]:
         count += 1

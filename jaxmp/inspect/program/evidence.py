@@ -1,4 +1,4 @@
-"""The facts about a program and its call that the finders use."""
+"""The facts about a program and its call that the finders of an audit use."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ def rounded_to(dtype: np.dtype, numbers: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """The arrays that devices send in one kind of collective.
+    """The arrays that devices send in equal collective operations.
 
     Attributes:
-      row: the operations.
-      weights: the bytes of weights, recognised by the size of an argument other than the batch, or of one layer of it.
+      row: the operations, as :func:`jaxmp.inspect.collectives` reports them.
+      weights: the bytes of weights. An array counts as a weight if it has the size of an argument other than the batch,
+        or of one layer of such an argument.
       others: the bytes of other arrays.
       split: the bytes of weights that are split over the axes of the operations.
     """
@@ -64,10 +65,10 @@ class Audited:
     Attributes:
       values: the values of the program.
       products: each product's value, and its row in the audit.
-      arguments: the arrays among the arguments with their kinds, as in :func:`jaxmp.inspect.memory` or ``"unknown"``.
+      arguments: the arrays among the arguments, with the kinds of :func:`jaxmp.inspect.memory` or ``"unknown"``.
       weights: a function that returns which operands of a product may be its weight (see weight_operands.py).
       policy: the declared policy, or None.
-      is_loss_scaled: whether a loss scale among the arguments scales; None if there is none.
+      is_loss_scaled: whether an argument has a loss scale other than ``NoOpLossScale``; None without any loss scale.
       repeated: a function that returns whether the compiled program repeats a cast in a loop; None if nothing was
         compiled.
       on_cpu: whether the program is for a CPU.
@@ -92,8 +93,8 @@ class Audited:
     def policies_of(self, path: tuple[str, ...]) -> list[Any]:
         """Return the declared policies for a path.
 
-        The first names of the path may be scopes around the model. For a PolicyMap these are the policies of matching
-        overrides, or its default.
+        The path may begin with scopes around the model. For a PolicyMap, return the policies of all matching overrides,
+        or the policy of its root if no override matches.
         """
         if self.policy is None:
             return []

@@ -8,7 +8,7 @@ from jaxmp.inspect.program.values import Value, is_move_or_cast, origins
 
 _EXPONENTIAL = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "pow", "cumlogsumexp"})
 _OF_VARIANCE = frozenset({"add", "sub", "mul", "div", "max", "min", "convert_element_type", "abs", "neg"})
-"""Operations between the sum of squares of a variance and its root."""
+"""Operations that may lie between the sum of squares of a variance and the root of the variance."""
 
 
 def half_exponentials(audited: Audited) -> Faults:
@@ -51,7 +51,7 @@ def _is_square(value: Value) -> bool:
 def _variance(root: Value) -> list[Value]:
     """Return the operations of a variance, from the squares to the root.
 
-    The list is empty if the root is not that of a variance.
+    The list is empty if ``root`` is not the root of a variance.
     """
     between = list[Value]()
 

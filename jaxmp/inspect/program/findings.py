@@ -23,7 +23,7 @@ class Finding:
 
     Attributes:
       kind: the kind of the problem, one of ``FINDERS``.
-      path: the modules and scopes, joined by ``/``; for params and other state, their names.
+      path: the modules and scopes, joined by ``/``; for params and other state, the names along their path.
       source: the user's file and line; empty if JAX knows none.
       what: a sentence that describes the problem.
       remedy: a sentence with the remedy.
@@ -66,9 +66,9 @@ FINDERS: dict[str, Callable[[Audited], Faults]] = {
 
 
 def findings(audited: Audited) -> tuple[Finding, ...]:
-    """Return all findings by kind, in program order.
+    """Return all findings, sorted by kind and then in program order.
 
-    There is one finding for each kind, path and source.
+    If several findings share their kind, path and source, only the first is returned.
     """
     path_of_source: dict[str, str] = {}
     for place in audited.values.places.values():
@@ -79,7 +79,8 @@ def findings(audited: Audited) -> tuple[Finding, ...]:
         for where, what, remedy in find(audited):
             if isinstance(where, EquationPlace):
                 source = where.source
-                # JAX moves equations out of loops, and so out of their scopes.
+                # JAX may move an equation out of a loop, and so out of its scope. Then another equation of its line
+                # may still be in the scope.
                 path = where.path or (path_of_source.get(source, "") if source else "")
             else:
                 path, source = where

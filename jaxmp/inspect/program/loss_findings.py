@@ -1,4 +1,4 @@
-"""The findings of half losses, and of float16 gradients without a loss scale."""
+"""Find half losses, and float16 gradients without a loss scale."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxmp.inspect.program.values import Value, computed_at, constant, leading_t
 _SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})
 _SCALING |= {"reshape", "transpose", "squeeze"}
 _SEED, _SCALED = 1, 2
-"""Marks for values that depend on a cotangent of the loss, and on a cotangent that a loss scale multiplies."""
+"""Two bits: a value depends on a cotangent of the loss, and on such a cotangent times a loss scale."""
 
 
 def half_losses(audited: Audited) -> Faults:
     """Find a half loss.
 
-    A loss is the only scalar among the results, or a scalar that is differentiated.
+    A loss is either the only floating scalar among the results, or a scalar that is differentiated.
     """
     remedy = "compute the loss in float32: cast the model's results before it"
     scalars = [value for value in audited.values.results if value.is_float and not value.shape]
@@ -33,7 +33,7 @@ def half_losses(audited: Audited) -> Faults:
 def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
     """Yield the scalars of the forward pass that are differentiated.
 
-    Differentiation begins at their source line.
+    A scalar counts if differentiation begins at its source line.
     """
     starts = set[tuple[str, str]]()
     for seed in _seeds(audited):
@@ -48,7 +48,7 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
 
 
 def unscaled_float16(audited: Audited) -> Faults:
-    """Find float16 products of the backward pass without a loss scale.
+    """Find float16 products in a backward pass without a loss scale.
 
     If no argument is a loss scale, the cotangents show whether the program has a loss scale of its own.
     """
@@ -71,7 +71,7 @@ def unscaled_float16(audited: Audited) -> Faults:
 
 
 def _marks_of_scaling(audited: Audited) -> dict[Value, int]:
-    """Mark the values that come from a cotangent of the loss, and from a scaled one."""
+    """Mark the values that depend on a cotangent of the loss, scaled or not."""
     marks = {}
     for seed in _seeds(audited):
         marks[seed] = _SEED | _SCALED if _is_loss_scale(seed, audited) else _SEED
@@ -83,7 +83,7 @@ def _marks_of_scaling(audited: Audited) -> dict[Value, int]:
 
 
 def _seeds(audited: Audited) -> list[Value]:
-    """Return the cotangents that are multiples of the first one, which is 1."""
+    """Return the multiples of the loss's cotangent, which is 1."""
     seeds: dict[Value, None] = {}
     for value in audited.values.all:
         if value.place is None or value.place.phase != "backward" or value.name not in _SCALING:

@@ -1,4 +1,4 @@
-"""NNX models, split into arrays, or with the paths of their modules as scopes."""
+"""Split NNX models into arrays, and put their module calls in named scopes."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ class _Model:
 
 
 def split_model(model: Any) -> tuple[Any, Any]:
-    """Return a model without its arrays, and the arrays: its Params, and all others."""
+    """Return a model without its arrays, and its arrays: (Params, all others)."""
     graphdef, *parts = nnx.split(model, nnx.Param, ..., graph=True)
     return _Model(graphdef), tuple(map(nnx.as_pure, parts))
 
 
 def with_scopes(model: Any) -> Any:
-    """Make the modules of a model put their calls in scopes, and return the model.
+    """Change a model so that each call of a module is in a named scope; return it.
 
-    No other code may use the model. The root has no scope. Modules under a policy already name their calls.
+    The model is changed in place, so no other code may use it. The root module gets no scope. Modules under a policy
+    are not changed, because their calls already have scopes.
     """
     for path, module in nnx.iter_modules(model):
         if path and callable(module) and decision_of(module) is None:
@@ -54,7 +55,10 @@ def with_scopes(model: Any) -> Any:
 
 
 def scoped_copy(model: Any) -> Any:
-    """Return a copy of a model that shares its Variables, and whose modules put their calls in scopes."""
+    """Return a copy of a model in which each module call is in a named scope.
+
+    The copy shares its Variables with the model.
+    """
     return with_scopes(nnx.clone(model, variables=False, graph=True))
 
 

@@ -17,9 +17,9 @@ _FLOAT32_LEVELS = frozenset({"float32", "tensorfloat32"})
 
 
 def float32_products(audited: Audited) -> Faults:
-    """Find float32 products under a half policy that the author did not ask for.
+    """Find unintended float32 products under a half policy.
 
-    A region, an override or a ``precision`` asks for float32.
+    A float32 product is intended if a float32 region, an override or a ``precision`` asks for it.
     """
     mixed = {(value.at.path, value.at.source) for value, product in audited.products if _is_mixed(product)}
     for value, product in audited.products:
@@ -48,9 +48,9 @@ def _promotions(product: Value) -> str:
 
 
 def _half_source(value: Value) -> Value:
-    """Return the half value behind the moves and casts of a value.
+    """Return the half value from which a value is moved and cast.
 
-    If there is none, return the value where the moves and casts begin.
+    If there is no half value, return the value before all moves and casts.
     """
     while is_move_or_cast(value) and len(value.inputs) == 1:
         value = value.inputs[0]
@@ -74,7 +74,7 @@ def mixed_products(audited: Audited) -> Faults:
 def _is_mixed(product: Any) -> bool:
     """Return whether the operands of a product have two dtypes.
 
-    Two float8 dtypes are not mixed: one is for values, the other for gradients.
+    Two float8 dtypes do not count as mixed, because one is for values and the other for gradients.
     """
     dtypes = [np.dtype(name) for name in product.operands]
     if len(set(dtypes)) == 1 or not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
@@ -85,7 +85,7 @@ def _is_mixed(product: Any) -> bool:
 def unaligned_products(audited: Audited) -> Faults:
     """Find half products with a dimension that is not a multiple of 16 bytes.
 
-    Products of less than 1 % of the FLOPs are left out.
+    Products with less than 1 % of the FLOPs are left out.
     """
     total = sum(work(product) for _, product in audited.products)
     for value, product in audited.products:
@@ -102,7 +102,7 @@ def unaligned_products(audited: Audited) -> Faults:
 
 
 def compiled_otherwise(audited: Audited) -> Faults:
-    """Find half products that the compiler made wider."""
+    """Find half products that the compiled program computes in a wider dtype."""
     for value, product in audited.products:
         written = max(np.dtype(name).itemsize for name in product.operands)
         if audited.on_cpu or product.ran is None or written > 2 or np.dtype(product.ran).itemsize <= written:
@@ -117,7 +117,7 @@ def compiled_otherwise(audited: Audited) -> Faults:
 def work(product: Any) -> int:
     """Return the FLOPs of all executions of a product.
 
-    If their number is unknown, one counts.
+    If the number of executions is unknown, return the FLOPs of one execution.
     """
     return int(product.flops * (product.count or 1))
 
@@ -143,7 +143,7 @@ def _asks_for_float32(place: EquationPlace) -> bool:
 
 
 def _half_of(audited: Audited, place: EquationPlace) -> str | None:
-    """Return the policy's half dtype at a place, or None."""
+    """Return the half compute dtype of the policy at an equation, or None."""
     if audited.policy is None:
         half = region_of(place.names).half
         return None if half is None else half.name

@@ -36,9 +36,9 @@ def values_of(jaxpr: Any, consts: Sequence[Any] = (), is_whole: Callable[[Any], 
     """Return the values of a program.
 
     Args:
-      jaxpr: open or closed.
-      consts: the constants of an open one.
-      is_whole: whether an equation with bodies counts as one operation.
+      jaxpr: an open or closed jaxpr.
+      consts: the constants of an open jaxpr.
+      is_whole: a function that returns whether an equation with bodies counts as one operation.
     """
     jaxpr, closed_consts = opened(jaxpr)
     reader = _Reader({place.key: place for place in equation_places(jaxpr)}, is_whole)
@@ -48,7 +48,7 @@ def values_of(jaxpr: Any, consts: Sequence[Any] = (), is_whole: Callable[[Any], 
 
 
 def same_turn(turns: Turns) -> list[Turns]:
-    """Map iterations to themselves, for an operand in the same loops."""
+    """Return the same iterations, for an operand in the same loops as its reader."""
     return [turns]
 
 
@@ -60,14 +60,16 @@ class _Loops(NamedTuple):
 
 
 class _TurnMaps(NamedTuple):
-    """The maps of iterations for values that are read across the border of a loop.
+    """The maps of iterations between a loop and its outside, and between iterations.
+
+    Each map takes an iteration of a value, and returns the iterations of the operand that the value reads.
 
     Attributes:
-      at_end: from outside to the last iteration.
-      in_all: from outside to every iteration.
-      outside: from an iteration to outside.
-      at_start: from the first iteration to outside; no value for other iterations.
-      before: from each iteration to the one before it; no value for the first iteration.
+      at_end: from outside the loop to the last iteration.
+      in_all: from outside the loop to all iterations.
+      outside: from an iteration to outside the loop.
+      at_start: from the first iteration to outside the loop; from other iterations to nothing.
+      before: from each iteration to the iteration before it; from the first iteration to nothing.
     """
 
     at_end: TurnMap
@@ -103,7 +105,7 @@ def _literal(atom: Any) -> Value:
 
 
 class _Reader:
-    """Collects the values of a program, body by body."""
+    """A reader that collects the values of a program, body by body."""
 
     def __init__(self, places: dict[Key, EquationPlace], is_whole: Callable[[Any], bool]) -> None:
         self.places = places
@@ -206,10 +208,10 @@ class _Reader:
         around: _Loops,
     ) -> Iterator[Value]:
         """Add the last carry of a loop and the arrays that a scan stacks."""
-        may_not_turn = bodies.kind == "while" or not place.eqn.params["length"]
+        may_not_run = bodies.kind == "while" or not place.eqn.params["length"]
         for n, value in enumerate(results):
             if n >= bodies.carry:
                 yield self.result(place, TURNS, n, [(1, value, maps.in_all)], around)
                 continue
-            reads: list[Read] = [(0, init[n], same_turn)] if may_not_turn else []
+            reads: list[Read] = [(0, init[n], same_turn)] if may_not_run else []
             yield self.result(place, JOIN, n, [*reads, (1, value, maps.at_end)], around)

@@ -1,4 +1,4 @@
-"""The evaluation of a program that records the results of its equations.
+"""Evaluate a program, and record the results of its equations.
 
 Equations in loops and branches are recorded too.
 """
@@ -33,17 +33,19 @@ def evaluate_and_record(
 ) -> tuple[list[Any], Records]:
     """Return the results of an open jaxpr, and the records by equation key.
 
-    Records in the body of a scan have a leading axis of iterations, and one more for each scan around. Records of a
-    while loop are merged. Records of a branch that was not taken are zeros. The results can be differentiated: a
-    function with custom derivative rules is one operation, and ``checkpoint`` stays.
+    In the body of a scan, a record has a leading axis of iterations; in nested scans, one axis for each scan. Records
+    of the iterations of a while loop are merged. Records of a branch that was not taken are zeros. The results can be
+    differentiated, because ``checkpoint`` and custom derivative rules are kept. A function with such rules counts as
+    one operation.
 
     Args:
       jaxpr: an open jaxpr.
-      consts: its constants.
-      args: its arguments.
-      taps: its method ``at`` is called for each operation; a loop or a branch also counts as one.
-      sinks: pytrees of arrays for ``taps.at``, by key, with the leading axes of the records of that place; places in
-        while loops have none.
+      consts: the constants of the jaxpr.
+      args: the arguments of the jaxpr.
+      taps: an object whose method ``at`` is called for each operation. A loop or a conditional also counts as an
+        operation.
+      sinks: pytrees of arrays for ``taps.at``, by equation key. They have the leading axes of the equation's records.
+        Equations in while loops have no sinks.
     """
     results, records = _RecordedEvaluation(taps).body(jaxpr, consts, args, (), dict(sinks or {}))
     for n, var in enumerate(jaxpr.outvars):
@@ -94,7 +96,7 @@ class _RecordedEvaluation:
     ) -> tuple[list[Any], Records]:
         """Evaluate an equation whose bodies return records.
 
-        The equation is rebuilt. Its bodies also take the sinks.
+        The equation is rebuilt so that its bodies also take the sinks.
         """
         inside = {place: value for place, value in sinks.items() if place[: len(key)] == key != place}
         sinks_inside, tree = jax.tree.flatten(inside)

@@ -1,4 +1,4 @@
-"""Find state in the wrong dtype, and float64."""
+"""Find state in the wrong dtype, and float64 values."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def strong_float64(audited: Audited) -> Faults:
         if not _enters_float64(value):
             continue
         phase = value.place.phase if value.place else "forward"
-        if phase == "backward" and "forward" in phases:  # the derivative of a cast back
+        if phase == "backward" and "forward" in phases:  # the derivative of the cast back from float64
             continue
         phases.add(phase)
         yield Fault(
             computed_at(value),
             "float64 in a program with half products",
-            "use float32, and do not combine arrays of the program with strong float64 (np.float64, astype)",
+            "use float32, and do not combine arrays of the program with strongly typed float64 (np.float64, astype)",
         )
 
 
 def _enters_float64(value: Value) -> bool:
-    """Return whether a value is strongly float64 and does not depend on such a value."""
+    """Return whether a strong float64 value has no float64 operands but constants."""
     if value.dtype != np.float64 or getattr(value.aval, "weak_type", False):
         return False
     return all(operand.dtype != np.float64 or operand.name == "constant" for operand in value.inputs)

@@ -40,15 +40,15 @@ class Statistics:
       count: the number of values.
       zeros: the number of zeros.
       below_normal: the number of values that are subnormal in the dtype, and so have fewer digits.
-      vanished: the number of nonzero values that become 0 in the dtype. It is always 0 for the dtype of the
-        computation, where these values are already zeros.
+      vanished: the number of nonzero values that become 0 in the dtype. It is always 0 if this is the dtype of the
+        computation, because such values are already zeros there.
       overflow: the number of infinite and NaN values.
       amax: the largest finite magnitude; 0 if there is none.
       amin: the smallest nonzero magnitude; 0 if there is none.
       mean_abs: the mean of the finite magnitudes, in float32; 0 if there is none.
       histogram: the number of finite nonzero values by ``floor(log2|x|)``.
-      ratio: for updates, their norm divided by that of their weight; else None.
-      dtype: the dtype of the counts.
+      ratio: for updates, the norm of the update divided by the norm of its weight; else None.
+      dtype: the dtype for which the values are counted.
       by_turn: in loops, the statistics of each iteration, in execution order; else None.
     """
 
@@ -66,8 +66,8 @@ class Statistics:
     by_turn: tuple[Statistics, ...] | None = None
     _fine: np.ndarray = dataclasses.field(
         default_factory=lambda: np.zeros((0, CLASSES), np.int64), repr=False, compare=False
-    )  # by exponent and mantissa
-    _first: int = dataclasses.field(default=LOWEST, repr=False, compare=False)  # the exponent of its first row
+    )  # counts by exponent and mantissa
+    _first: int = dataclasses.field(default=LOWEST, repr=False, compare=False)  # the exponent of the first row of _fine
     _lost: Mapping[str, int] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def under(self, dtype: Any, loss_scale: float = 1.0) -> Statistics:
@@ -110,11 +110,11 @@ class Statistics:
     def lost(self, dtype: Any) -> int:
         """Return how many updates are below half an ulp of their weight in ``dtype``.
 
-        Such an update does not change its weight if it is added in that dtype. Round the weight to the
-        dtype: an ulp is the distance from this number to the next larger one. Updates of 0 are included.
+        Such an update does not change its weight if it is added in ``dtype``. An ulp is the distance from the weight,
+        rounded to ``dtype``, to the next larger number in ``dtype``. Updates of 0 are included.
 
         Raises:
-          ValueError: these are not the statistics of updates, or :meth:`under` does not take the dtype.
+          ValueError: these are not the statistics of updates, or values are not counted for the dtype.
         """
         if self._lost is None:
             raise ValueError("lost() is for updates, and these are not updates; use Numerics.updates with tx")
@@ -123,9 +123,9 @@ class Statistics:
 
 @functools.lru_cache(4096)
 def _fates(name: str, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the counts that vanish, become subnormal, and overflow in a format.
+    """Return which values vanish, become subnormal, or overflow in a format.
 
-    They are of ``rows`` exponents from ``first`` on.
+    Each array has a row for each of ``rows`` exponents from ``first`` on, and a column for each range of mantissas.
     """
     layout = layout_of(name)
     smallest = layout.min_exponent - layout.mantissa_bits
@@ -154,13 +154,13 @@ def exponent_of(loss_scale: Any) -> int:
     """Return the binary logarithm of a loss scale.
 
     Raises:
-      ValueError: it is not a power of two.
+      ValueError: the loss scale is not a power of two.
     """
     scale = float(loss_scale)
     fraction, exponent = math.frexp(scale)
     if fraction != 0.5:
         raise ValueError(
-            f"loss_scale must be a power of two here, which is exact, got {scale:g}; use "
+            f"loss_scale must be a power of two here, so that scaling is exact, got {scale:g}; use "
             f"{2.0 ** round(math.log2(scale)) if 0 < scale < math.inf else 1.0:g}"
         )
     return exponent - 1
@@ -182,7 +182,7 @@ def from_record(counts: Counts, dtype: Any, size: int, scale_exponent: int, turn
       dtype: the dtype of the values.
       size: the number of values in each record.
       scale_exponent: the binary logarithm of the scale.
-      turns: the number of iterations of each loop around.
+      turns: the number of iterations of each loop around the values, outermost first.
     """
     if turns:
         flat = [np.reshape(part, (-1, *np.shape(part)[len(turns) :])) for part in counts]
@@ -222,7 +222,7 @@ def _float(bits: int) -> float:
 def merged_statistics(parts: Sequence[Statistics]) -> Statistics:
     """Merge the statistics of several tensors.
 
-    If all have the same number of iterations, they are also merged iteration by iteration.
+    If all parts have the same number of iterations, they are also merged iteration by iteration.
     """
     if len(parts) == 1:
         return parts[0]

@@ -1,4 +1,4 @@
-"""The run of a program one equation at a time, with flags for finite results.
+"""Run a program one equation at a time, with flags for finite results.
 
 Each floating result has a flag that tells whether it is finite.
 
@@ -6,9 +6,9 @@ Each equation is compiled separately, and equal equations share a compiled progr
 compile time. In one program with the flags of all equations, XLA would recompute long chains of operations for each
 flag.
 
-A long scan without loops or branches in its body runs as one program, with the flags of all equations in all
-iterations, because separate calls from the host would take most of the time. Barriers between its equations keep XLA
-from fusing them.
+A long scan without loops or branches in its body runs as one program, because separate calls from the host would take
+most of the time. This program returns the flags of all equations in all iterations. Barriers between its equations keep
+XLA from fusing them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxmp.inspect.program.equation_places import Key, is_whole
 from jaxmp.inspect.program.targets import mesh_of
 
 _LONG = 64
-"""The minimum length of a scan that runs as one program; for a shorter scan, compiling takes longer than the calls."""
+"""The minimum length of a scan that runs as one program. Compiling a shorter scan takes longer than separate calls."""
 
 
 class Moment(NamedTuple):
@@ -42,8 +42,8 @@ class Moment(NamedTuple):
 
     Attributes:
       key: as in :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
-      turns: the index into the inputs of each scan around it, outermost first.
-      while_turn: the iteration of the innermost while loop; -1 outside of one.
+      turns: the iteration of each scan around it, as an index into the inputs of the scan, outermost first.
+      while_turn: the iteration of the innermost while loop around it; -1 outside of while loops.
     """
 
     key: Key = ()
@@ -51,15 +51,15 @@ class Moment(NamedTuple):
     while_turn: int = -1
 
     def inside(self, number: int) -> Moment:
-        """Return the moment of a body or of an equation in it."""
+        """Return the moment of body ``number``, or of equation ``number`` in a body."""
         return self._replace(key=(*self.key, number))
 
 
 Visit = Callable[[Moment, Any, list[Any], list[Any], list[Any]], None]
 At = tuple[Key, tuple[int, ...]]
-"""The key of an equation, and its iteration of each scan around."""
+"""The key of an equation, and the iteration of each scan around it."""
 Branches = dict[At, set[int]]
-"""The branches that each conditional took, by its key and iterations; several only in a while loop."""
+"""The branches that each conditional took, by its key and iterations. In a while loop, it may take several."""
 
 
 def step_through(
@@ -70,8 +70,9 @@ def step_through(
     After each operation, ``visit`` is called with the moment, the equation, its operands, its results, and a flag for
     each result: an array that is 0 if all elements are finite, or None for values that are not floating.
 
-    A long scan runs as one program. For its operations that fail in some iteration, ``visit`` gets no operands and
-    results. In the iterations that ``wanted`` names, it is called for all operations, with operands and results.
+    A long scan runs as one program. ``visit`` is then called only for operations with a non-finite result in some
+    iteration, and gets empty lists of operands and results. In the iterations that ``wanted`` names, ``visit`` is
+    called for all operations, with operands and results.
     """
     mesh = mesh_of((*consts, *args))
     stepping = _Stepping(visit, wanted, waits=mesh is not None)
@@ -124,7 +125,7 @@ class _Stepping:
             self.compiled[moment.key] = compiled_operation(Operation(eqn))
         typed = [_typed_as(atom.aval, operand) for atom, operand in zip(eqn.invars, operands, strict=True)]
         results, flags = self.compiled[moment.key](*typed)
-        if self.waits:  # collectives of programs in flight may wait for each other's threads on a CPU
+        if self.waits:  # on a CPU, collectives of two programs in flight may wait for each other's threads
             jax.block_until_ready((results, flags))
         self.visit(moment, eqn, operands, results, flags)
         return results
@@ -200,7 +201,7 @@ def _turns_in_order(scan: Any) -> range:
 class _FlaggedScan:
     """A scan as one compiled program that also returns flags.
 
-    It returns the flags of all equations in all iterations.
+    The program returns the flags of all equations in all iterations.
 
     Attributes:
       operations: the equations of an iteration, each with its key in the body.
@@ -284,7 +285,7 @@ def _unused_after(jaxpr: Any) -> list[list[Any]]:
 
 
 class Operation:
-    """An equation that equals others of the same primitive, params and context."""
+    """An equation, equal to all equations with the same primitive, params and context."""
 
     def __init__(self, eqn: Any) -> None:
         self.eqn = eqn
@@ -332,7 +333,7 @@ def _finite_flag(value: Any) -> jax.Array:
 def _typed_as(aval: Any, value: Any) -> Any:
     """Return an array with the axis types of ``aval``.
 
-    ``jax.jit`` may have changed them.
+    ``jax.jit`` may have changed the axis types.
     """
     sharding = getattr(value, "sharding", None)
     wanted = getattr(getattr(aval, "sharding", None), "mesh", None)

@@ -1,4 +1,4 @@
-"""The findings of half sums with more terms than half can count.
+"""Find half sums with more terms than their dtype can count.
 
 A sum is one operation, or the carry of a loop.
 """
@@ -17,17 +17,17 @@ from jaxmp.inspect.program.values import JOIN, TURN, TURNS, Value, Values, is_mo
 _SCATTERS = frozenset({"scatter-add", "scatter-sub"})
 _WRITES = frozenset({"dynamic_update_slice", "scatter"}) | _SCATTERS
 _REMEDY = "sum in float32: cast before, or pass dtype=jnp.float32"
-_CARRIED = "carry the sum in float32; if it is the gradient of a loop-invariant array, cast that inside the loop"
+_CARRIED = "carry the sum in float32; if it is the gradient of a loop-invariant array, cast that array inside the loop"
 
 
 def half_sums(audited: Audited) -> Faults:
-    """Find sums of one operation, and sums that a loop carries."""
+    """Find half sums of one operation, and half sums that a loop carries."""
     operands = set(audited.values.results)
     for value in audited.values.all:
         operands.update(value.inputs)
     for value in audited.values.all:
         if not value.is_half or not value.place or not (value.reader or value in operands):
-            continue  # the derivative of a maximum counts ties, even if nothing reads the count
+            continue  # an unread sum does no harm, such as the count of ties in the derivative of a maximum
         count, dtype = terms(value), value.dtype.name
         if count > EXACT[dtype]:
             yield Fault(value.place, f"{value.name} {_of_terms(count, dtype)}", _REMEDY)
@@ -37,7 +37,7 @@ def half_sums(audited: Audited) -> Faults:
 
 
 def _of_terms(count: int, dtype: str) -> str:
-    return f"of {count:,} terms in {dtype}, which counts to {EXACT[dtype]:,}"
+    return f"of {count:,} terms in {dtype}, which counts exactly only to {EXACT[dtype]:,}"
 
 
 def terms(value: Value) -> int:
@@ -81,11 +81,12 @@ _Sums = Mapping[Value, _Sum]
 
 
 def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
-    """Yield the sums that scans carry and round to half in every iteration.
+    """Yield the sums that loops carry and round to half in every iteration.
 
-    Each is an addition, the number of terms and the dtype. For nested scans, the numbers of iterations are multiplied.
-    A carry that is multiplied by a factor (a decay) is not a sum. If the carry is subtracted from its own sum, the
-    rounding errors are compensated (Kahan's sum). While loops have an unknown number of iterations.
+    Each item has the last addition, the number of terms and the dtype. For nested loops, the numbers of iterations are
+    multiplied. A carry that is multiplied by a factor (a decay) is not a sum. If a carry is subtracted from its own
+    sum, the sum is left out, because it compensates its rounding errors (Kahan's sum). A while loop counts as one
+    iteration, because the number of its iterations is unknown.
     """
     sums_of: dict[Value, _Sums] = {}
     carries: dict[tuple[int, ...], list[Value]] = {}
@@ -118,9 +119,9 @@ def _after_all_turns(sums: _Sums, carries: list[Value], in_turn: _Sum | None, tu
 
 
 def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Value]) -> _Sums:
-    """Return a value as sums of a carry and terms.
+    """Return a value as the sum of a carry and terms, for each carry in the value.
 
-    Carries whose rounding errors it compensates are added to ``compensated``.
+    Carries whose rounding errors the value compensates are added to ``compensated``.
     """
     parts = [sums_of.get(operand, {}) for operand in value.inputs]
     if is_move_or_cast(value) or value.name in (JOIN, TURN, TURNS):
@@ -143,7 +144,7 @@ def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Valu
 def _with_most_terms(parts: list[_Sums]) -> _Sums:
     """Return the sum with the most terms for each carry.
 
-    The value is one of several, or a move.
+    ``parts`` has the sums of each operand of a move, or of each value of which a join takes one.
     """
     sums: dict[Value, _Sum] = {}
     for part in parts:
@@ -158,7 +159,7 @@ def _plus(sums: _Sums, addition: Value, count: int) -> _Sums:
 
 
 def _added_terms(value: Value) -> int:
-    """Return 1 if adding a value changes every element in each iteration.
+    """Return 1 if a value adds to the same elements in each iteration, else 0.
 
     It is 0 for zeros, and for zeros into which each iteration writes at another place.
     """
@@ -172,7 +173,7 @@ def _added_terms(value: Value) -> int:
 def _is_elsewhere(write: Value) -> bool:
     """Return whether each iteration writes at another place.
 
-    It does if the indices depend on a loop, and not on arguments or random bits.
+    This is assumed if the indices depend on a loop, but not on arguments or random bits.
     """
     indices = write.inputs[2:] if write.name == "dynamic_update_slice" else write.inputs[1:2]
     sources = leading_to(indices)

@@ -1,8 +1,8 @@
-"""GPUs that XLA can compile for without being attached, and shapes on them.
+"""GPUs for which XLA can compile although they are not attached, and shapes on them.
 
-XLA's compiler reads a description of the GPU, the text form of its message ``GpuTargetConfigProto`` (XLA's descriptions
-are in xla/backends/gpu/target_config/specs). The descriptions here are built from the chip's figures. The compiled
-program is the optimised one, with its memory; only its time is unknown.
+XLA's compiler reads a description of the GPU: the text form of the message ``GpuTargetConfigProto``. (XLA's own
+descriptions are in xla/backends/gpu/target_config/specs.) This module builds the description from the figures of the
+chip. The compiled program is as optimised as on the GPU, and its memory is known. Only its run time is unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSTALL = "pip install -e '.[experiments,compile-only]'"
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 CUDA = Path("/usr/local/cuda")
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-"""Products go to cuBLAS: to choose among Triton's kernels, XLA would have to time them on the GPU."""
+"""Products go to cuBLAS, because XLA chooses among Triton's kernels by timing them on the GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Target:
     Attributes:
       name: the name that CUDA reports.
       capability: the compute capability, major and minor.
-      feature_extension: the extension of the capability; ``"ACCELERATED_FEATURES"`` means sm_90a and the like.
+      feature_extension: the extension of the capability; ``"ACCELERATED_FEATURES"`` means a target like sm_90a.
       cores: the number of streaming multiprocessors.
       fpus: the float32 lanes of each multiprocessor.
       clock_ghz: the clock of the multiprocessors.
       memory_bytes: the memory of the device.
       bandwidth: bytes per second between memory and chip.
-      l2_bytes: the cache between memory and chip.
+      l2_bytes: the size of the L2 cache.
       shared_bytes: the shared memory of a multiprocessor.
       threads: the maximum number of threads of a multiprocessor.
       cudnn: the version of cuDNN with which the programs will run.
@@ -149,7 +149,7 @@ def choice() -> str:
 def missing() -> str | None:
     """Return why this machine cannot compile for a GPU; None if it can.
 
-    The text includes the remedy. This is checked beforehand, because XLA ends the process if its assembler is missing.
+    The text includes the remedy. Call this before compiling, because XLA ends the process if its assembler is missing.
     """
     if not any(importlib.util.find_spec(name) for name in PLUGINS):
         return f"to compile for a GPU, JAX needs its CUDA plugin, which is not installed: {INSTALL}"
@@ -159,20 +159,20 @@ def missing() -> str | None:
 
 
 def device_of(description: str) -> Any:
-    """Return the device of a description; errors are those of :func:`devices_of`."""
+    """Return the device of a description; the errors are those of :func:`devices_of`."""
     return devices_of(description)[0]
 
 
 def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
-    """Return the devices of a cluster of GPUs of one description.
+    """Return the devices of a cluster of equal GPUs.
 
     Args:
-      description: of one GPU.
-      topology: slices × hosts × GPUs of each host: ``"1x2x4"``, or ``"2 hosts x 4"``.
+      description: the description of one GPU.
+      topology: slices × hosts × GPUs per host, such as ``"1x2x4"``, or ``"2 hosts x 4"``.
 
     Raises:
       ModuleNotFoundError: packages that compile are missing.
-      ValueError: the text is no topology.
+      ValueError: ``topology`` is not a topology.
     """
     topology = check_topology(topology)
     if reason := missing():
@@ -181,22 +181,22 @@ def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
 
 
 def check_topology(text: str) -> str:
-    """Return a topology as XLA reads it.
+    """Return a topology in the form that XLA reads.
 
     Raises:
-      ValueError: the text is no topology.
+      ValueError: the text is not a topology.
     """
     topology = re.sub(r"^(\d+) hosts? ?[x×] ?(\d+)$", r"1x\1x\2", text)
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
         raise ValueError(
-            "a topology is slices × hosts × GPUs of each host, 1 or more of each, '1x2x4' for two hosts of four, got "
-            f"{text!r}; write '1x1x8' for one host of eight"
+            "a topology must be slices × hosts × GPUs per host, 1 or more of each ('1x2x4' for two hosts of four), got "
+            f"{text!r}; write '1x1x8' for one host of eight GPUs"
         )
     return topology
 
 
 def _described(description: str, topology: str) -> Any:
-    """Return JAX's topology of a description.
+    """Return JAX's topology for GPUs of a description.
 
     cuDNN need not be installed, because only runs need it.
     """
@@ -204,7 +204,7 @@ def _described(description: str, topology: str) -> Any:
     before = os.environ.get(_UNCHECKED)
     os.environ[_UNCHECKED] = "1"
     try:
-        with contextlib.suppress(NotImplementedError):  # JAX has already looked for plugins, and the CUDA one refused
+        with contextlib.suppress(NotImplementedError):  # raised if JAX's CUDA plugin refused to start before
             return topologies.get_topology_desc("described", **options)
         name = next(name for name in PLUGINS if importlib.util.find_spec(name))
         importlib.import_module(f"jax_plugins.xla_{name.split('_')[1]}").initialize()
@@ -214,7 +214,7 @@ def _described(description: str, topology: str) -> Any:
 
 
 _UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-"""The variable that keeps JAX's CUDA plugin from checking libraries that only runs need."""
+"""The environment variable that keeps JAX's CUDA plugin from checking libraries that only runs need."""
 
 
 def on(device: Any, tree: Any) -> Any:
@@ -231,7 +231,8 @@ def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
 
     Args:
       target: the GPU.
-      tree: arrays or ShapeDtypeStructs with a ``NamedSharding``, whose mesh may be abstract; others are replicated.
+      tree: arrays or ShapeDtypeStructs with a ``NamedSharding``, whose mesh may be abstract. Leaves without a
+        ``NamedSharding`` are replicated.
       topology: the topology of the cluster; None for one host with all GPUs.
 
     Raises:
@@ -241,8 +242,8 @@ def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
     devices = devices_of(target.text(), topology or f"1x1x{mesh.size}")
     if len(devices) != mesh.size:
         raise ValueError(
-            f"the topology must have the GPUs of the mesh, got {topology!r} of {len(devices)} and a mesh of "
-            f"{mesh.size} ({', '.join(f'{name}={size}' for name, size in mesh.shape.items())}); make one fit the other"
+            f"the topology must have as many GPUs as the mesh, got {topology!r} with {len(devices)} and a mesh with "
+            f"{mesh.size} ({', '.join(f'{name}={size}' for name, size in mesh.shape.items())}); change one of them"
         )
     cluster = Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -275,16 +276,16 @@ def mesh_of(tree: Any) -> Any:
 
 
 def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the mesh of a pytree, if it has one, is set."""
+    """Return a context that sets the mesh of a pytree, if the pytree has one."""
     mesh = mesh_of(tree)
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
 
 
 def target_of(name: str) -> Target:
-    """Return the GPU of a name.
+    """Return the GPU with a name.
 
     Raises:
-      ValueError: its figures are not known.
+      ValueError: no GPU with this name has known figures.
 
     >>> target_of("h200").capability
     (9, 0)

@@ -1,4 +1,4 @@
-"""The values of a program over all its bodies: their operations and operands."""
+"""The values of a program and of all its bodies, with operations and operands."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from jaxmp._internals.jax.primitives import COMBINES, PICKS
 from jaxmp.inspect.program.equation_places import EquationPlace, Key
 
 Turns = tuple[int, ...]
-"""The index into the inputs of each scan around a place, outermost first; a while loop counts as one iteration."""
+"""The iteration of each scan around a value, as an index into the scan's inputs, outermost first.
+
+A while loop has no index, because it counts as one iteration.
+"""
 TurnMap = Callable[[Turns], list[Turns]]
-"""A map from the iterations of a value to those of an operand that it reads."""
+"""A map from iterations of a value to the iterations of an operand that it reads."""
 Read = tuple[int, "Value", TurnMap]
-"""The number of an operand, the operand, and its iterations that are read."""
+"""The number of an operand, the operand, and a map to the iterations of the operand that are read."""
 TURN, TURNS, JOIN, LOOP_CONSTANT = "turn", "turns", "join", "loop constant"
 MOVES = PICKS | COMBINES | {TURN, TURNS, "stop_gradient", "reduce_max", "reduce_min"}
 MOVES |= {"reduce_window_max", "reduce_window_min", "sort", "top_k", "reshard"}
-"""Operations whose results are elements of their operands; for ``top_k`` the first result."""
+"""Operations whose results are elements of their operands (of ``top_k``, only the first result)."""
 
 
 class Scan(NamedTuple):
@@ -56,10 +59,11 @@ class Value:
       position: its position among the results or the arguments; -1 for a carry or an input of a loop.
       scans: the scans around it, outermost first.
       loops: the bodies of loops around it, outermost first.
-      constant: the number or array of a constant, if the program has it.
-      const: the same as a NumPy array, if it is small.
-      reads: the operands. Each has its number among the operands or branches (the index of a conditional comes last),
-        and the iterations that an iteration of this value reads.
+      constant: the number or array of a constant, if the program contains it.
+      const: the constant as a NumPy array, if it is small.
+      reads: the operands. Each comes with its number among the operands, or with the number of its branch. (The index
+        of a conditional comes after all branches.) A map gives the operand's iterations that an iteration of this value
+        reads.
       reader: the first operation that reads it.
     """
 
@@ -93,7 +97,7 @@ class Value:
 
     @property
     def at(self) -> EquationPlace:
-        """Return the equation that computes it.
+        """Return the equation that computes the value.
 
         Raises:
           AssertionError: ``place`` is None.
@@ -103,13 +107,13 @@ class Value:
 
     @property
     def dtype(self) -> np.dtype:
-        """Return its dtype; ``"V"`` for a random key or a token."""
+        """Return the dtype of the value; ``"V"`` for a random key or a token."""
         dtype = getattr(self.aval, "dtype", "V")
         return np.dtype("V" if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return its shape."""
+        """Return the shape of the value."""
         return tuple(getattr(self.aval, "shape", ()))
 
     @property
@@ -124,7 +128,7 @@ class Value:
 
     @property
     def is_move(self) -> bool:
-        """Return whether its elements are those of an operand.
+        """Return whether the elements of the value are those of an operand.
 
         A cast to the same dtype is a move.
         """
@@ -134,18 +138,18 @@ class Value:
 
     @property
     def is_cast(self) -> bool:
-        """Return whether it is the result of a cast."""
+        """Return whether the value is the result of a cast."""
         return self.name == "convert_element_type"
 
     @property
     def is_computed(self) -> bool:
-        """Return whether an equation computes it; then it may have a record."""
+        """Return whether an equation computes the value, so that it may have a record."""
         return bool(self.key) and self.position >= 0
 
     def sources(self, turns: Turns) -> Iterator[tuple[int, Value, Turns]]:
-        """Yield the operands that an iteration reads.
+        """Yield the operands that an iteration of the value reads.
 
-        Each item is the number of the operand, the operand, and its iterations.
+        Each item is the number of the operand, the operand, and the operand's iteration.
         """
         for number, value, turns_read in self.reads:
             for other in turns_read(turns):
@@ -188,7 +192,7 @@ def leading_to(values: Sequence[Value]) -> set[Value]:
 
 
 def is_move_or_cast(value: Value) -> bool:
-    """Return whether a value is moved or cast, but not computed with."""
+    """Return whether a value is the result of a move or a cast."""
     return value.is_move or value.is_cast
 
 
@@ -211,9 +215,9 @@ def origins(value: Value, goes_on: Callable[[Value], bool]) -> Iterator[Value]:
 
 
 def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
-    """Return the marks of each value and of all values on which it depends.
+    """Return the marks of each value, joined with those of all values it depends on.
 
-    Marks are bits.
+    Marks are bits of an integer.
     """
     marks = {value: mark(value) for value in values.all}
     has_changed = True
@@ -232,7 +236,7 @@ def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
 def constant(value: Value) -> Any:
     """Return the elements of a constant, before it was moved or cast.
 
-    The result is None for other values.
+    Return None for other values.
     """
     while value.const is None and is_move_or_cast(value) and len(value.reads) == 1:
         (value,) = value.inputs
@@ -248,7 +252,8 @@ def is_zero(value: Value) -> bool:
 def computed_at(value: Value) -> EquationPlace | tuple[str, str]:
     """Return the equation that computes a value.
 
-    For an argument, return the source line that reads it. The result of a loop or a branch is computed within it.
+    For an argument, return an empty path and the source line that reads the argument. For the result of a loop or a
+    conditional, return the equation in the body that computes it.
     """
     visited = {value}
     while value.name in (JOIN, TURN, TURNS) and value.inputs[-1] not in visited:

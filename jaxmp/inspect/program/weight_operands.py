@@ -1,4 +1,4 @@
-"""The weights of products, and the dimensions that tensor cores want aligned."""
+"""The weights of products, and the dimensions that tensor cores need aligned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WEIGHT, _DATA, _UNKNOWN, _PRODUCT = 1, 2, 4, 8
 def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], list[int]]:
     """Return a function that says which operands of a product may be its weight.
 
-    It returns ``[0]``, ``[1]``, or both if the weight is unknown.
+    It returns ``[0]``, ``[1]``, or ``[0, 1]`` if either operand may be the weight.
 
     Args:
       values: the values of the program.
@@ -42,12 +42,13 @@ def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], l
 
 
 def _weights(product: Value, left: int, right: int) -> list[int]:
-    """Return the operands that may be the weight, by the marks of both."""
+    """Return the positions of the operands that may be the weight, from both marks."""
     ranks = _rank(left), _rank(right)
     if ranks[0] != ranks[1]:
         return [1] if ranks[1] < ranks[0] else [0]
     are_plain = all(map(_is_stored, product.inputs[:2]))
-    is_constant_first = right & _UNKNOWN > left & _UNKNOWN  # a weight with data, or data with params
+    # A constant may be a weight that multiplies data, or data that is multiplied by params.
+    is_constant_first = right & _UNKNOWN > left & _UNKNOWN
     if ranks[0] != 1 or (are_plain and not is_constant_first):
         return [1]
     if left & _PRODUCT != right & _PRODUCT:
@@ -56,7 +57,7 @@ def _weights(product: Value, left: int, right: int) -> list[int]:
 
 
 def _rank(marks: int) -> int:
-    """Return 0 for an operand from params, 2 for one from data, 1 for others."""
+    """Return 2 if an operand depends on data, else 0 if on params, else 1."""
     if marks & _DATA:
         return 2
     return 0 if marks & _WEIGHT else 1
@@ -74,9 +75,10 @@ def _is_stored(value: Value) -> bool:
 def unaligned(product: Value, weights: Sequence[int]) -> dict[str, int]:
     """Return the dimensions of a product that are not multiples of 16 bytes, by name.
 
-    The batch is ignored: output features belong to the weight. If either operand may be the weight (``weights``), the
-    aligned one counts. A dimension of 1 is ignored, because that is not a matrix product, and so are the few channels
-    of a stem.
+    Only the contracted dimension and the output features of the weight count, not the batch. If either operand may be
+    the weight (``weights`` names both), the features that are better aligned count. A dimension of 1 is ignored,
+    because such a product is not a matrix product. Four input channels or fewer, as of a first convolution, are ignored
+    too.
     """
     left, right = product.inputs[:2]
     step = max(16 // min(left.dtype.itemsize, right.dtype.itemsize), 1)
@@ -91,7 +93,7 @@ def unaligned(product: Value, weights: Sequence[int]) -> dict[str, int]:
 
 def _dims_of_convolution(product: Value) -> dict[str, int]:
     params, (left, right) = product.at.eqn.params, product.inputs[:2]
-    if params["batch_group_count"] > 1:  # the derivative of a grouped one
+    if params["batch_group_count"] > 1:  # the derivative of a grouped convolution
         return {}
     numbers = params["dimension_numbers"]
     dims = {"channels in": left.shape[numbers.lhs_spec[1]], "channels out": right.shape[numbers.rhs_spec[0]]}

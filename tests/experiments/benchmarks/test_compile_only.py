@@ -135,7 +135,7 @@ def test_bad_flags_end_it_with_one_line(capsys):
         ({"target": "h20"}, "one of h200, h100, a100"),
         ({"layers": -1}, "--layers must be at least 0, got -1"),
         ({"models": ()}, "the number of --models must be at least 1, got 0"),
-        ({"topology": ("1x8",)}, "slices × hosts × GPUs of each host"),
+        ({"topology": ("1x8",)}, "slices × hosts × GPUs per host"),
         (
             {"models": ("resnet50",), "variants": ("jaxmp-bf16-remat",)},
             "--variants jaxmp-bf16-remat are not of --models resnet50",
