@@ -279,7 +279,7 @@ def _classes_of(base: Any) -> _Classes:
 def _make_class(base: Any, root: Root) -> Any:
     """Create the subclass of ``base`` under the policies of ``root``."""
 
-    # The root is an attribute of the class and not a field, because lifted transforms pass the fields of a module to the
+    # The root is an attribute of the class and not a field: lifted transforms pass the fields of a module to the
     # constructor of another class.
     class Policied(_Policied, base):
         jaxmp_root = root
