@@ -225,7 +225,7 @@ def test_what_cannot_be_read_is_named_with_what_can(text, said):
         (
             lambda: Policy("float32", jnp.float4_e2m1fn, "float32"),
             ValueError,
-            "compute_dtype=float4_e2m1fn: no product here computes in it; use bfloat16 or float16$",
+            "compute_dtype=float4_e2m1fn: jaxmp computes no products in it; use bfloat16 or float16$",
         ),
         (
             lambda: PolicyMap("float32", {"**/head": "half"}),
