@@ -1,9 +1,9 @@
 """Context managers that extend the keys of JAX's own trace caches.
 
 When a context manager is created, JAX extends all keys, so functions that were jitted earlier are traced and compiled
-again. To let this happen only once, all context managers of jaxmp are created together: when you first use a name of the
-package, such as ``jaxmp.get_policy``. An import from a submodule, such as ``from jaxmp.optim.loss_scale import …``, does
-not create them.
+again. To let this happen only once, all context managers of jaxmp are created together. This happens when you first use
+a name of the package, such as ``jaxmp.get_policy``. An import from a submodule, such as ``from jaxmp.optim.loss_scale
+import …``, does not create them.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\
 
 _COLUMNS = (("float32",), ("tensorfloat32",), ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2"), ("int8",))
 # Peak rates by device kind: TFLOP/s for the dtypes of _COLUMNS (int8: TOP/s), then the memory's GB/s. The rates are for
-# dense operands (no structured sparsity) and float32 accumulation. A device kind must match exactly, because a MIG slice
-# or a laptop GPU has other rates. The numbers are the vendors' nominal rates, written down from memory. A few were
-# compared with third-party pages, but none with a datasheet. Use them for orientation only. To compute utilisation,
-# measure the peak of the real device.
+# dense operands (no structured sparsity) and float32 accumulation. A device kind must match exactly, because a MIG
+# slice or a laptop GPU has other rates. The numbers are the vendors' nominal rates, written down from memory. A few
+# were compared with third-party pages, but none with a datasheet. Use them for orientation only. To compute
+# utilisation, measure the peak of the real device.
 _PEAKS: dict[str, tuple[float | None, ...]] = {
     "Tesla V100-SXM2-16GB": (15.7, None, 125, None, None, 900),
     "Tesla V100-SXM2-32GB": (15.7, None, 125, None, None, 900),

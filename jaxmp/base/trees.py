@@ -60,8 +60,8 @@ def all_finite(tree: Any) -> jax.Array:
     """Return whether all leaves of ``tree`` are finite, as a bool scalar.
 
     Only floating and complex leaves are tested. The test sums ``x - x`` over all leaves and checks the sum: ``x - x``
-    is 0 if x is finite, and NaN otherwise. XLA can fuse this sum with the operations that compute the leaves. On sharded
-    arrays, the test needs one all-reduce of a scalar, and gathers nothing.
+    is 0 if x is finite, and NaN otherwise. XLA can fuse this sum with the operations that compute the leaves. On
+    sharded arrays, the test needs one all-reduce of a scalar, and gathers nothing.
 
     >>> all_finite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
     Array(False, dtype=bool)
