@@ -74,7 +74,7 @@ def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
     grid = Table(title=Text(title), caption=Text(caption), box=None, pad_edge=False, title_justify="left")
     width = min(40, columns // 4)
     grid.add_column("tensor", overflow="fold")
-    for name in ("become 0", "were 0", "by step (█: 100 %)"):
+    for name in ("become 0", "were 0", "by step (full: 100 %)"):
         grid.add_column(name, no_wrap=True)
     for kind in ("activation_gradients", "gradients"):
         for path, share in last["vanished"][kind].items():

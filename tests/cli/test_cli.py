@@ -198,7 +198,7 @@ def test_doctor_as_json_has_the_device_the_versions_and_what_to_fix(healthy, mon
     assert report["hardware"]["peak_tflops"]["bfloat16"] == 989.4
     assert report["hardware"]["recommended_policy"] == "mixed_bfloat16"
     assert (report["trains"], report["findings"]) == (True, [])
-    assert "products of weights from 1,536 × 1,536 on in float8" in report["float8"]
+    assert "weights have at least 1,536 × 1,536 entries" in report["float8"]
     assert "has no float8 products" in diagnosis.float8_on(hardware.detect("a100"))
     assert {"python", "jaxmp", "jax", "jaxlib", "flax", "optax", "numpy"} <= set(report["versions"])
 
