@@ -100,8 +100,8 @@ class Optimizer(_Object):
         self._structure: Any = jax.tree.structure(nnx.as_pure(params))
         self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
-        # Arrays of the model that are also in the optimizer's state or in the average are copied there: a step donates
-        # both, and JAX cannot donate one buffer twice.
+        # Arrays of the model that are also in the optimizer's state or in the average are copied there. Otherwise two
+        # results of jax.device_put could share a buffer, and a step would donate this buffer twice.
         arrays_of_model = {*map(id, jax.tree.leaves(nnx.as_pure(params)))}
         own_arrays = nnx.as_pure(self.opt_state), _tree.widen(nnx.as_pure(params)) if ema else None
         opt_state, average = jax.tree.map(lambda leaf: copied_if_seen(leaf, arrays_of_model), own_arrays)

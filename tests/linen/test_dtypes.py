@@ -292,7 +292,7 @@ def test_a_param_dtype_that_the_author_set_stays_unless_an_override_matches():
     assert dtypes_of(params) == {"float32"}
 
 
-def test_a_default_dtype_is_recognised_in_every_spelling_and_an_integer_is_not_a_default():
+def test_a_default_dtype_is_replaced_in_every_spelling_and_an_integer_dtype_is_not():
     class Model(nn.Module):
         dtype: Any = jnp.float32
 

@@ -96,7 +96,7 @@ def test_models_under_different_policies_are_different():
     assert apply_policy(MLP(), "mixed_float16") == apply_policy(MLP(), "p=f32,c=f16,o=f32")
 
 
-def test_a_model_is_printed_like_the_bare_model_which_does_not_change():
+def test_a_model_has_the_class_and_repr_of_the_bare_model_which_does_not_change():
     model = apply_policy(MLP(), "mixed_float16")
     assert isinstance(model, MLP)
     assert (repr(model), type(model).__name__, type(model).__doc__) == (repr(MLP()), "MLP", MLP.__doc__)
