@@ -185,7 +185,7 @@ class _Widening(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_Widening, loss_scale.StaticLossScale):
-    """A :class:`jaxmp.StaticLossScale`; a scale of 0 is an error only when it is used.
+    """A :class:`jaxmp.StaticLossScale`; a scale of 0 is an error only when used.
 
     >>> StaticLossScale(2**15).scale(jnp.float16(3))
     Array(98304., dtype=float32)

@@ -366,7 +366,7 @@ def _upper_bounds(logits: jax.Array, classes: int) -> jax.Array:
 
 
 def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:
-    """Return labels as int32: -1 for an ignored label, ``classes`` for an invalid one.
+    """Return labels as int32: -1 if ignored, ``classes`` if invalid.
 
     An invalid label later makes the loss NaN.
     """

@@ -41,7 +41,7 @@ def name_of(typed: Any) -> str:
 
 @functools.cache
 def is_other_float(dtype: Any) -> bool:
-    """Return whether a dtype is float64, complex or float8, which the engine never casts."""
+    """Return whether the engine never casts a dtype: float64, complex or float8."""
     return dtype is not None and dtype not in CASTABLE and bool(jnp.issubdtype(dtype, np.inexact))
 
 

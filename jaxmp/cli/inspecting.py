@@ -15,7 +15,7 @@ def where(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fun`` under autocast with ``policy``; without a policy, return ``fun``."""
+    """Return ``fun`` under autocast, or unchanged if ``policy`` is None."""
     from jaxmp.engine.autocast import autocast
     from jaxmp.inspect.program.calls import is_step
 
@@ -30,7 +30,7 @@ def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Return the report of ``make(function)`` on the shapes of ``--arg`` or ``--args``."""
+    """Return the report of ``make(function)`` on shapes from ``--arg`` or ``--args``."""
     import jax
 
     from jaxmp.cli.loading import in_current_folder, load, usage_errors

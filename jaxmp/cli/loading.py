@@ -91,7 +91,7 @@ def _shapes(example: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Replace errors of these kinds by a UsageError with the first line of their message."""
+    """Replace errors of these kinds by a UsageError with their first line."""
     try:
         yield
     except kinds as error:

@@ -39,7 +39,7 @@ def show(options: argparse.Namespace, result: Any, draw: Callable[[Any], Any] | 
 
 
 def check_plot(name: str) -> None:
-    """Check that a picture can be written to the file ``name``, before a long command runs.
+    """Check before a long command that its picture can be written to ``name``.
 
     Raises:
       UsageError: the folder does not exist, or the file has another ending than .png, .pdf or .svg.

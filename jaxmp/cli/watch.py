@@ -55,7 +55,7 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
-    """Return a table of the shares of gradients that vanish, with a row for each tensor.
+    """Return a table of the share of gradients that vanish in each tensor.
 
     A row has the share in the last watched step, and a bar for each of the recent watched steps. A gradient vanishes if
     it is not 0, but becomes 0 in the dtype of the policy.

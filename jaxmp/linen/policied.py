@@ -237,7 +237,7 @@ def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any
 
 
 def _as_one_run(method: Any) -> Any:
-    """Return the argument ``method`` of ``apply``, with a function wrapped as one run.
+    """Return the argument ``method`` of ``apply``; wrap a function as one run.
 
     A function may call several methods of the module. A method, and the name of one, are returned unchanged.
     """
@@ -361,9 +361,9 @@ _returns_views = _ThreadValue(True)
 
 
 def _view(parent: Any, name: str, value: Any) -> Any:
-    """Return the attribute ``name`` of a bound module, with the policies of ``parent``.
+    """Return the attribute ``name`` of ``parent``, a bound module under policies.
 
-    They apply to each module in ``value`` that has none of its own. Other values are returned unchanged.
+    Modules in ``value`` get the policies of ``parent``, unless they have policies already. Other values are unchanged.
     """
     if not isinstance(value, (nn.Module, list, tuple, Mapping)) or name.startswith("_") or name == "parent":
         return value

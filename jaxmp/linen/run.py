@@ -421,9 +421,9 @@ class RootRun:
 
 
 def _outside(bridges: Iterable[Path], path: Path) -> Path:
-    """Return the path of a variable; leave out modules inside of ``nnx.bridge.ToLinen``.
+    """Return the path of a variable without the modules inside of a bridge.
 
-    ``bridges`` are the paths of the ``ToLinen`` modules.
+    ``bridges`` are the paths of the modules of the class ``nnx.bridge.ToLinen``.
     """
     for bridge in bridges:
         if path[: len(bridge)] == bridge:

@@ -127,9 +127,9 @@ class Optimizer(_Object):
         if self.ema is None:
             raise ValueError("ema_model needs a moving average: jaxmp.nnx.Optimizer(model, tx, ema=True)")
         graphdef, *states = nnx.split(model, self.wrt, ..., graph=True)
-        params, others = jax.tree.map(jnp.copy, nnx.as_pure(states))  # a donating step must not delete them
+        params, untrained = jax.tree.map(jnp.copy, nnx.as_pure(states))  # a donating step must not delete them
         averages = jax.tree.map(lambda ema, param: ema.astype(param.dtype), self.ema, params)
-        average_model: M = nnx.merge(graphdef, averages, others)
+        average_model: M = nnx.merge(graphdef, averages, untrained)
         return average_model
 
     def _remember(self, values: dict[str, Any]) -> None:
@@ -223,8 +223,8 @@ def require_model(model: Any, call: str, arguments: str) -> None:
     """
     if is_module(model):
         return
-    others = nnx.Optimizer, nnx.State, nnx.Rngs, nnx.Variable
-    if isinstance(model, others) or not any(map(is_node, jax.tree.leaves(model, is_leaf=is_object))):
+    wrong_classes = nnx.Optimizer, nnx.State, nnx.Rngs, nnx.Variable
+    if isinstance(model, wrong_classes) or not any(map(is_node, jax.tree.leaves(model, is_leaf=is_object))):
         came = f"the class {model.__name__}" if isinstance(model, type) else full_class_name(model)
         raise TypeError(
             f"{call} takes {arguments} with an NNX model, got {came}; "
@@ -274,8 +274,11 @@ def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
 
 
 def _is_alike(new: Any, old: Any) -> bool:
-    leaves, others = jax.tree.leaves_with_path(new), jax.tree.leaves_with_path(old)
-    return [(path, jnp.shape(leaf)) for path, leaf in leaves] == [(path, jnp.shape(leaf)) for path, leaf in others]
+    """Return whether two trees have the same paths and shapes."""
+    shapes, old_shapes = (
+        [(path, jnp.shape(leaf)) for path, leaf in jax.tree.leaves_with_path(tree)] for tree in (new, old)
+    )
+    return shapes == old_shapes
 
 
 @overload
@@ -347,8 +350,8 @@ def value_and_grad(
     def unscaled(*args: Any, **kwargs: Any) -> Any:
         trained = args[wanted[0].argnum] if wanted[0].argnum < len(args) else None  # a module, or a tree of modules
         require_policy(trained, optimizer)
-        others = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
-        models = [trained, *(leaf for leaf in jax.tree.leaves(others, is_leaf=_is_module) if _is_module(leaf))]
+        other_args = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
+        models = [trained, *(leaf for leaf in jax.tree.leaves(other_args, is_leaf=_is_module) if _is_module(leaf))]
         before = [_values(model) for model in models]
         (_, (loss, aux)), scaled_grads = gradient(*args, **kwargs)
         grads = true_gradients(scaled_grads, optimizer.loss_scale)

@@ -52,7 +52,7 @@ _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for
 
 @dataclasses.dataclass(frozen=True)
 class HalfPolicy:
-    """A half policy of a model, and the modules that do not compute in half precision.
+    """A half policy of a model, and the modules that do not compute in half.
 
     Attributes:
       policy: the policy.

@@ -158,16 +158,16 @@ class _State(train_step.TrainState):
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
         _, generators, _ = model_state
         new = super().apply_gradients(model_state=model_state, **changes)
-        form, _, others = new.model_state
-        return new.replace(model_state=(form, generators, others))
+        form, _, untrained = new.model_state
+        return new.replace(model_state=(form, generators, untrained))
 
 
 def state_of(model: Any, optimizer: Optimizer) -> _State:
-    """Return the train state of a model and its optimizer, for ``TrainStep.of_trees``."""
+    """Return a model and its optimizer as a train state for ``TrainStep.of_trees``."""
     require_model(model, "step", "(model, optimizer, batch)")
     require_optimizer(optimizer, "a train step")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
-    params, *others = map(nnx.as_pure, parts)
+    params, *untrained = map(nnx.as_pure, parts)
     optimizer._require_structure(params)
     return _State(
         step=optimizer.step.get_raw_value(),
@@ -175,7 +175,7 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
         stuck=optimizer._stuck.get_raw_value(),
         params=params,
         opt_state=nnx.as_pure(optimizer.opt_state),
-        model_state=(_Form(graphdef, optimizer.wrt), *others),
+        model_state=(_Form(graphdef, optimizer.wrt), *untrained),
         ema_params=optimizer.ema,
         rng=None,
         apply_fn=None,
@@ -187,27 +187,27 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
     """Return ``loss_fn``, a function of a model, as a function of the model's arrays."""
     loss_function.require_arguments(loss_fn, "model, batch")
 
-    def run(form: _Form, params: Any, others: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
-        """Return the result of the loss function, and the model's graphdef and arrays after it."""
-        model = nnx.merge(form.graphdef, params, *others)
+    def run(form: _Form, params: Any, untrained: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
+        """Return the loss function's result, and the changed graphdef and arrays."""
+        model = nnx.merge(form.graphdef, params, *untrained)
         result = loss_fn(model, batch)
         graphdef, *parts = nnx.split(model, form.wrt, nnx.RngState, ..., graph=True)
         return result, graphdef, [nnx.as_pure(part) for part in parts]
 
     def of_arrays(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         form, *before = model_state
-        result, graphdef, (after, *others) = run(form, params, before, batch)
+        result, graphdef, (after, *untrained) = run(form, params, before, batch)
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         require_loss(loss, "return loss, or (loss, metrics), in this order")
         if graphdef != form.graphdef:
-            raise _changed_form(nnx.merge(form.graphdef, params, *before), nnx.merge(graphdef, after, *others))
+            raise _changed_form(nnx.merge(form.graphdef, params, *before), nnx.merge(graphdef, after, *untrained))
         arrays = zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
         if any(new is not old for new, old in arrays):
             # nnx.remat and nnx.scan return all their inputs as new arrays. Only a traced program shows which of them
             # are equal to the old ones.
             ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
             _require_unchanged(params, ends)
-        return loss, (form, *others), metrics
+        return loss, (form, *untrained), metrics
 
     return of_arrays
 
@@ -226,7 +226,7 @@ def _require_unchanged(params: Any, ends: list[int | None]) -> None:
 
 
 def _changed_form(before: Any, after: Any) -> ValueError:
-    """Return the error for a loss function that changes more than values of Variables."""
+    """Return the error for a loss function that changes more than Variables' values."""
     old, new = ({*_leaf_names(nnx.as_pure(nnx.state(model, graph=True)))} for model in (before, after))
     was, now = _attributes(before), _attributes(after)
     changed = {name for name in was.keys() | now.keys() if was.get(name, ...) != now.get(name, ...)}
@@ -240,7 +240,7 @@ def _changed_form(before: Any, after: Any) -> ValueError:
 
 
 def _attributes(model: Any) -> dict[str, Any]:
-    """Return the numbers, strings and functions that are attributes of modules, by path."""
+    """Return attributes that are numbers, strings or functions, by path."""
     attributes = [((*path, name), value) for path, node in modules_in(model) for name, value in items(node)]
     return {"/".join(path): value for path, value in attributes if type(value) in PLAIN}
 

@@ -131,7 +131,7 @@ def get_recipe(recipe: Any) -> Float8 | None:
 
 
 def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weight: str = "rhs") -> str | None:
-    """Return the reason why a product of these shapes is not float8, or None if it is.
+    """Return why a product of these shapes is not float8, or None if it is.
 
     Examples are ``"768 < 1536"`` (a dimension of the weight is below ``min_dim``), ``"50257 % 16"`` (a dimension is not
     divisible by 16) and ``"batched"``.
@@ -168,7 +168,7 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
 
 
 def available() -> str:
-    """Return how float8 products are computed: ``"native"``, ``"emulate"`` or ``"no"``.
+    """Return how float8 products run: ``"native"``, ``"emulate"`` or ``"no"``.
 
     ``"native"`` means that the device multiplies float8. The device is the first local one, or that of
     :func:`jaxmp.hardware.assumed`. ``"emulate"`` means that the environment has ``JAXMP_FLOAT8=emulate``: casts then

@@ -201,7 +201,7 @@ def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
 
 
 def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
-    """Return the scale: the largest magnitude, divided by the largest number of ``dtype``.
+    """Return the largest magnitude divided by the largest number of ``dtype``.
 
     If all values are zero or one is NaN, the scale is 1.
     """

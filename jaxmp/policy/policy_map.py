@@ -292,7 +292,7 @@ def _of_dtype(dtype: np.dtype) -> Policy | PolicyMap:
 
 
 def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
-    """Return the policy that an override describes; ``"half"`` means the policy ``root``."""
+    """Return the policy that an override describes; ``"half"`` means ``root``."""
     if isinstance(policy, str) and policy.strip().lower() == "half":
         if not is_half(root.compute_dtype):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A module under a policy as an object: equality, hashes, copies, nesting, threads, and all kinds of classes."""
+"""A module under a policy as an object: equality, hashes, copies, nesting, threads, classes."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_a_class_that_is_not_in_a_file_is_pickled_by_value_also_after_a_call():
     variables = model.init(rngs(), X)
     model.apply(variables, X)
     assert pickle.loads(cloudpickle.dumps(model)) == model
-    for own in (model, Local()):
-        assert pickle.loads(cloudpickle.dumps(own)).apply(variables, X).shape == (2, 3)
+    for module in (model, Local()):
+        assert pickle.loads(cloudpickle.dumps(module)).apply(variables, X).shape == (2, 3)
 
 
 def test_a_copy_of_a_bound_model_is_bound():

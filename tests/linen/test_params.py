@@ -351,7 +351,7 @@ def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_i
 
 
 def test_integers_bools_keys_and_other_objects_reach_modules_unchanged():
-    seen = {}
+    arguments = {}
 
     class Look(nn.Module):
         owns: bool
@@ -361,7 +361,7 @@ def test_integers_bools_keys_and_other_objects_reach_modules_unchanged():
             if self.owns:
                 x = x * self.param("scale", nn.initializers.ones, ())
             noise = jax.random.bernoulli(key, 0.5, x.shape)
-            seen[self.owns] = (ids.dtype.name, mask.dtype.name, nothing, number, name, flag)
+            arguments[self.owns] = (ids.dtype.name, mask.dtype.name, nothing, number, name, flag)
             return jnp.where(noise & mask, x, 0) + nn.Embed(3, 4)(ids)
 
     args = (X, jnp.array([0, 2]), jnp.ones((2, 4), bool), jax.random.key(3), None, 0.1)
@@ -370,7 +370,7 @@ def test_integers_bools_keys_and_other_objects_reach_modules_unchanged():
         with standard_promotion():
             variables = shapes(model, *args, name="x")
             jax.eval_shape(lambda v, model=model: model.apply(v, *args, name="x"), variables)
-    assert seen == dict.fromkeys((False, True), ("int32", "bool", None, 0.1, "x", True))
+    assert arguments == dict.fromkeys((False, True), ("int32", "bool", None, 0.1, "x", True))
 
 
 def test_inputs_may_be_numpy_arrays_of_any_width():

@@ -1,4 +1,4 @@
-"""Lifted transforms under a policy, compared with a model in which ``dtype=`` and casts are written by hand."""
+"""Lifted transforms under a policy, compared with ``dtype=`` and casts that are written by hand."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ def test_the_names_of_lightning_and_accelerate_are_read():
         "float32": ("32-true", "O0"),
         "float64": ("64-true",),
     }
-    for preset, others in names.items():
-        assert {get_policy(name) for name in others} == {get_policy(preset)}
+    for preset, aliases in names.items():
+        assert {get_policy(name) for name in aliases} == {get_policy(preset)}
 
 
 def test_a_map_has_the_dtypes_of_its_root():
@@ -365,7 +365,7 @@ def test_floating_arrays_of_every_kind_are_cast_and_nothing_else():
     assert {cast[name].dtype for name in ("jax", "numpy", "scalar", "shape", "bfloat16")} == {F16}
     assert isinstance(cast["numpy"], np.ndarray)
     assert isinstance(cast["shape"], jax.ShapeDtypeStruct)
-    assert all(got is given for got, given in zip(cast["rest"], tree["rest"], strict=True))
+    assert all(got is leaf for got, leaf in zip(cast["rest"], tree["rest"], strict=True))
 
 
 def test_a_cast_to_the_same_dtype_is_not_an_operation():
@@ -413,8 +413,8 @@ def test_wrap_sets_the_precision_of_the_policy(policy, precision):
     x = jnp.ones((2, 2))
     fun = get_policy(policy).wrap(jnp.dot)
     (eqn,) = (eqn for eqn in jax.make_jaxpr(fun)(x, x).eqns if eqn.primitive.name == "dot_general")
-    asked = eqn.params["precision"]
-    assert (asked and asked[0].name) == precision
+    params = eqn.params["precision"]
+    assert (params and params[0].name) == precision
     assert products(fun, x, x) == [get_policy(policy).compute_dtype.name]
 
 
