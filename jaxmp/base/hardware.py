@@ -107,7 +107,7 @@ def detect(device: Any = None) -> Hardware:
     """Return the fast dtypes of ``device`` and the policy to train with on it.
 
     ``device`` is a JAX device, or the name of a GPU in :data:`GPUS`. The default is the device of :func:`assumed`;
-    outside of such a context, it is the first local device. For a device that jaxmp does not know, the policy is
+    outside of such a context, it is the first local device. For a JAX device that jaxmp does not know, the policy is
     float32, which works everywhere.
 
     Raises:

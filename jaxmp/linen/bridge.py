@@ -18,7 +18,7 @@ def is_bridge(cls: type) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _PolicyRequired:
-    """A function that creates an NNX module, and raises an error if it has no policy.
+    """A function that creates an NNX module and checks that the module has a policy.
 
     It replaces ``make`` in the field ``nnx_class`` of an ``nnx.bridge.ToLinen``. Flax creates the NNX module anew in
     each call of the ``ToLinen``, so its policy cannot be checked before the call.

@@ -40,10 +40,10 @@ M = TypeVar("M", bound=nn.Module)
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``module`` under a policy, with the same fields, methods and variables.
 
-    Params are stored in the param dtype. Every submodule computes in the compute dtype of its policy, and the root's
-    result is cast to the output dtype. The collections ``cache``, ``intermediates`` and ``perturbations`` have the
-    dtypes of the computed values. Batch statistics and all other collections keep their dtypes. Initializers that JAX
-    cannot run in half, such as the orthogonal one, run in float32.
+    Params are stored in the param dtype. Every submodule computes in the compute dtype of its policy, and the result
+    of ``module`` is cast to the output dtype. The collections ``cache``, ``intermediates`` and ``perturbations`` have
+    the dtypes of the computed values. Batch statistics and all other collections keep their dtypes. Initializers that
+    JAX cannot run in half precision, such as the orthogonal one, run in float32.
 
     A module with a ``dtype`` field, such as ``nn.Dense``, computes in that dtype as Flax defines it. If you set a
     ``dtype`` or ``param_dtype`` that differs from the class's default, the module keeps it, unless an override matches
@@ -54,8 +54,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     none, each operation has the dtype of its inputs, so ``jnp.mean`` of a float16 array returns float16.
 
     Gradients of params are summed in float32. A loop's carry keeps the dtype of its initial value, because jaxmp
-    replaces JAX's loops while the model is traced. So call them by their full names, such as ``jax.lax.scan``. The
-    model is traced as under ``jax.jit``, so its Python code cannot branch on values of arrays.
+    replaces JAX's loops while the model is traced. So call these loops by their full names, such as ``jax.lax.scan``.
+    The model is traced as under ``jax.jit``, so its Python code cannot branch on values of arrays.
 
     Args:
       module: any Linen module, which you may also nest in another. A new policy replaces an earlier one.
@@ -68,7 +68,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
       TypeError: ``module`` is not an instance of a Linen module.
       ValueError: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps an NNX module without a policy; or the
         half policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that
-        runs all modules). The error is raised when the module runs, because its submodules do not exist earlier.
+        runs all modules). These errors are raised when the module runs, because its submodules do not exist earlier.
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))

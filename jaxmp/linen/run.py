@@ -4,9 +4,9 @@ The root is the module to which the user applied the policies. A run lasts from 
 its return. During the run, a method interceptor handles every method call of the root and of the modules below it. A
 flag in a module's scope shows to which root the module belongs (see ``jaxmp/linen/root.py``).
 
-The decision for a module says how it computes. It is made before the first method of the module runs, and it sets the
-``dtype`` and ``param_dtype`` fields of the module. While a method runs, a scope on JAX's name stack (a mark) tells the
-engine whether the method computes as written or as the engine decides.
+The decision for a module says how the module computes. It is made before the first method of the module runs. It sets
+the ``dtype`` and ``param_dtype`` fields of the module. While a method runs, a scope on JAX's name stack (a mark) tells
+the engine whether the method computes as written or as the engine decides.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class _LinenCall:
     decision: Treatment
 
     def is_around(self, run: RootRun, module: nn.Module) -> bool:
-        """Return whether a call of ``module`` inside of this call is a part of it.
+        """Return whether a call of ``module`` inside of this call is a part of this call.
 
-        It is one if the module calls its own helper method, or the body of its lifted transform. Casts at the start and
-        the end of such an inner call are left out.
+        That is so if a module calls its own helper method, or the body of its lifted transform. The arguments and the
+        result of such an inner call are not cast.
         """
         related = isinstance(module, type(self.module)) or isinstance(self.module, type(module))
         return self.run is run and self.path == module.path and related
@@ -160,7 +160,7 @@ class RootRun:
     Args:
       module: the root, bound to a scope.
       root: the policies of the root.
-      make_variables: a function that initialises the variables without policies; None if they exist already.
+      make_variables: a function that initialises the variables without policies; None if the variables exist already.
       method: the name of the root's method that runs; None for a function that may call several methods.
     """
 

@@ -152,9 +152,9 @@ class Optimizer(_Object):
 
         Raises:
           TypeError: ``model`` is not an NNX model, for example because you swapped it with the gradients.
-          ValueError: ``model`` has no policy, although a copy of it has one; the params of ``model`` do not have the
-            structure of the params that the optimizer was created with; or the optimizer keeps a moving average, which
-            only ``make_train_step`` updates.
+          ValueError: ``model`` is not under a policy, although it has a copy under one, or although the optimizer was
+            created with a model under one; the params of ``model`` do not have the structure of the params that the
+            optimizer was created with; or the optimizer keeps a moving average, which only ``make_train_step`` updates.
         """
         require_model(model, "optimizer.update", "(model, grads)")
         require_policy(model, self)

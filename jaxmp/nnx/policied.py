@@ -37,9 +37,9 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     Variables with ``model``, except Params that must be cast to the param dtype.
 
     From then on use the copy: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step raises an
-    error for the original ``model``. To train in float32 on purpose, use ``apply_policy(model, "float32")``. A module
-    or Variable that you add later to the original is not added to the copy, and the reverse. Add it before you apply
-    the policy, or apply the policy again.
+    error for the original ``model``. To train in float32 on purpose, use ``apply_policy(model, "float32")``. If you
+    later add a module or Variable to the original or to the copy, the other model does not have it. So add it before
+    you apply the policy, or apply the policy again.
 
     A module with a ``dtype`` attribute, such as ``nnx.Linear``, computes in that dtype as Flax defines it. If you set a
     ``dtype`` or ``param_dtype`` that differs from the constructor's default, the module keeps it, unless an override
@@ -51,8 +51,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     has none, each operation has the dtype of its inputs, so ``jnp.mean`` of a float16 array returns float16.
 
     Gradients of Params are summed in float32. A loop's carry keeps the dtype of its initial value, because jaxmp
-    replaces JAX's loops while the model is traced. So call them by their full names, such as ``jax.lax.scan``. The
-    model is traced as under ``jax.jit``, so its Python code cannot branch on values of arrays. Code outside of a
+    replaces JAX's loops while the model is traced. So call these loops by their full names, such as ``jax.lax.scan``.
+    The model is traced as under ``jax.jit``, so its Python code cannot branch on values of arrays. Code outside of a
     module's methods reads the module's Params in their stored dtype, and so do the module's generator methods.
 
     Args:

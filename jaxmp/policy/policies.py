@@ -39,8 +39,8 @@ class Policy:
         ``cast_to_…`` ignore them.
 
     Raises:
-      ValueError: a dtype is unknown, not floating, or float8; JAX does not know ``matmul_precision``; or ``float8`` is
-        set and the compute dtype is not bfloat16.
+      ValueError: a dtype is unknown, is not floating or has fewer than 16 bits; JAX does not know ``matmul_precision``;
+        or ``float8`` is set and the compute dtype is not bfloat16.
 
     >>> policy = Policy("float32", "float16", "float32")
     >>> policy.cast_to_compute(jax.numpy.ones(3)).dtype
