@@ -58,7 +58,7 @@ def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
     """Return a table of the share of gradients that vanish in each tensor.
 
     A row has the share in the last watched step, and a bar for each of the recent watched steps. A gradient vanishes if
-    it is not 0, but becomes 0 in the dtype of the policy.
+    it is not 0, but becomes 0 when it is multiplied by the step's loss scale and rounded to ``dtype`` of the row.
     """
     from rich.table import Table
     from rich.text import Text
