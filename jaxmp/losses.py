@@ -182,10 +182,12 @@ def projected_cross_entropy(
             f"{x.shape} and {weights.shape}; reshape x to (-1, dim), and transpose weights of (dim, vocabulary)"
         )
     if bias is not None and bias.shape != weights.shape[:1]:
-        raise ValueError(f"bias must have one number per row of weights {weights.shape}, got the shape {bias.shape}")
+        raise ValueError(
+            f"bias must have the shape {weights.shape[:1]}, one number per row of weights, got {bias.shape}"
+        )
     classes = weights.shape[0] if classes is None else classes
     if not (_is(Integral, classes) and 1 <= classes <= weights.shape[0]):
-        raise ValueError(f"classes must be an integer from 1 to the rows of weights {weights.shape}, got {classes}")
+        raise ValueError(f"classes must be an integer from 1 to {weights.shape[0]}, the rows of weights, got {classes}")
     if not (_is(Integral, chunks) and chunks >= 1):
         raise ValueError(f"chunks must be an integer of at least 1, got {chunks}")
     _check_options(labels, x.shape[:1], label_smoothing, z_loss)
@@ -388,7 +390,7 @@ def _check_options(labels: jax.Array, shape: tuple[int, ...], label_smoothing: f
         raise ValueError(f"labels must have the shape {shape}, one per row of logits, got the shape {labels.shape}")
     if not (_is(Real, z_loss) and 0 <= z_loss < math.inf):
         raise ValueError(
-            f"z_loss must be a plain number of at least 0, got {z_loss}; to change it during training, add the z-loss "
+            f"z_loss must be a Python number of at least 0, got {z_loss}; to change it during training, add the z-loss "
             "yourself"
         )
     if not (_is(Real, label_smoothing) and 0 <= label_smoothing < 1):

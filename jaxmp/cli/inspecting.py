@@ -23,8 +23,8 @@ def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun
     if is_step(fun):
         raise UsageError(
-            f"a train step already has a policy or none, got --policy {policy}; leave --policy out and write "
-            "make_train_step(loss_fn, policy=…), or name the loss function"
+            f"--policy cannot set the policy of a train step, got --policy {policy}; write "
+            "make_train_step(loss_fn, policy=…), or name the loss function instead of the step"
         )
     return autocast(fun, policy)
 

@@ -39,6 +39,6 @@ def require_policy(model: Any, optimizer: Any) -> None:
         return
     name = type(model).__name__
     raise ValueError(
-        f"training needs the model that apply_policy or autocast returned, got a {name} under no policy;\n"
+        f"training needs the model that apply_policy or autocast returned, got a {name} without a policy;\n"
         "write model = jaxmp.nnx.apply_policy(model, policy), with 'float32' to train in float32"
     )

@@ -91,8 +91,8 @@ def test_a_train_step_has_its_policy_already(capsys):
         arguments = [command, "planted_for_running:trained", "--args", "planted_for_running:state"]
         assert main([*arguments, "--policy", "mixed_float16"]) == 2
         error = capsys.readouterr().err
-        assert "a train step already has a policy or none, got --policy mixed_float16" in error
-        assert "leave --policy out and write make_train_step(loss_fn, policy=…), or name the loss function" in error
+        assert "--policy cannot set the policy of a train step, got --policy mixed_float16" in error
+        assert "write make_train_step(loss_fn, policy=…), or name the loss function instead of the step" in error
 
 
 def test_what_is_wrong_with_the_arguments(capsys):
