@@ -318,7 +318,7 @@ FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(
             ValueError,
             r"the shape \(4,\), one per row of logits, got .*\(4, 1\)",
         ),
-        (FUSED, {"z_loss": -1}, ValueError, "a plain number .*add the z-loss yourself"),
+        (FUSED, {"z_loss": -1}, ValueError, "a Python number .*add the z-loss yourself"),
     ],
 )
 def test_what_no_loss_can_be_computed_of_is_refused(given, changes, error, said):
@@ -330,5 +330,5 @@ def test_what_no_loss_can_be_computed_of_is_refused(given, changes, error, said)
 
 
 def test_a_z_loss_that_is_traced_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"z_loss must be a plain number .*add the z-loss yourself"):
+    with pytest.raises(ValueError, match=r"z_loss must be a Python number .*add the z-loss yourself"):
         jax.eval_shape(lambda z: losses.cross_entropy(jnp.ones((2, 3)), jnp.zeros(2, int), z_loss=z), jnp.ones(()))
