@@ -1,4 +1,4 @@
-"""``python -m jaxmp``, the command ``jaxmp``."""
+"""Run the command ``jaxmp`` as ``python -m jaxmp``."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Replace jmp 0.0.4: write ``from jaxmp import jmp`` instead of ``import jmp``.
+"""A replacement for jmp 0.0.4: write ``from jaxmp import jmp`` instead of ``import jmp``.
 
-The names are jmp's, and the code is jaxmp's. You can pass these policies and loss scales to jaxmp
+This module has the names of jmp and the code of jaxmp. You can pass its policies and loss scales to jaxmp
 (:func:`jaxmp.loss_scaling`, ``jaxmp.linen`` and so on) and to code that is written for jmp, such as Haiku's
 ``hk.mixed_precision``. jaxmp also accepts the objects of the real jmp.
 
@@ -21,30 +21,32 @@ The names are jmp's, and the code is jaxmp's. You can pass these policies and lo
 
 Differences from jmp:
 
-- A dynamic scale keeps every field through ``jit`` and ``scan``. jmp's loses its ``min_loss_scale`` (jmp#44).
-- A scale is always float32. In jmp, ``adjust`` raises for a float16 scale, although jmp's README uses one (jmp#47).
-- Scaled and unscaled half-precision leaves are float32. (In float16, a loss of 2 times a scale of 2^15 is inf, and
-  small unscaled gradients become 0.) In jmp, JAX's type promotion applies, so a float16 leaf stays float16 with a
-  float16 or Python scale.
-- ``scale`` and ``unscale`` do not change integers, bools and keys. jmp makes them floating or raises.
+- A dynamic scale keeps every field through ``jit`` and ``scan``. In jmp, it loses ``min_loss_scale`` (jmp#44).
+- A scale is always float32. In jmp, ``adjust`` raises an error for a float16 scale, although jmp's README uses such a
+  scale (jmp#47).
+- ``scale`` and ``unscale`` return half-precision leaves in float32. In float16, a loss of 2 times a scale of 2^15 would
+  be infinite, and small unscaled gradients would become 0. In jmp, JAX's type promotion applies, so a float16 leaf
+  stays float16 if the scale is float16 or a Python number.
+- ``scale`` and ``unscale`` do not change integers, bools and keys. jmp makes them floating or raises an error.
 - If you lower ``period`` to the counter or below, the scale grows at the next finite step. jmp restarts the count.
 - A ``min_loss_scale`` of 0 means float32's smallest normal number. jmp's scale can reach 0, and then all gradients are
   NaN.
-- A dynamic scale must be finite and at least its minimum. In jmp, a scale below the minimum *grows* to it at an
-  overflow.
+- A dynamic scale must be finite and at least its minimum. In jmp, a scale below the minimum *grows* to the minimum at
+  an overflow.
 - Unscaling by more than 2^126 works. In jmp, the reciprocal of such a scale is flushed to 0, and so all gradients are
   0.
-- A static scale is stored as a Python float, and a tracer raises. A scale of 0, as in jmp's tests, raises only when it
-  is used.
+- A static scale is stored as a Python float, and a tracer as the scale is an error. A scale of 0, as in jmp's tests, is
+  an error only when it is used.
 - A policy's dtypes must be floating. They are of type ``numpy.dtype``: they equal ``jnp.float16`` and so on, but you
   cannot call them, and their hash differs.
 - Case and spaces in names are ignored. An unknown name raises a ValueError, as in jmp, and the error lists the known
-  names. A repeated key raises. Presets (``mixed_float16``) are not known; use :func:`jaxmp.get_policy` for them.
+  names. A repeated key is an error. The names of presets (``mixed_float16``) are unknown here; use
+  :func:`jaxmp.get_policy` for them.
 - NumPy scalars and ``jax.ShapeDtypeStruct`` are cast like arrays.
 - ``LossScale`` is the base class of all loss scales, not a Union (``typing.get_args`` returns nothing for it). You
   write ``isinstance`` and annotations in the same way.
-- Only the scale and the counter of a dynamic scale may be traced. ``adjust`` takes a bool, not an int.
-- ``select_tree`` casts to the dtype of its last argument. jmp raises if dtypes differ.
+- Of the fields of a dynamic scale, only the scale and the counter may be traced. ``adjust`` takes a bool, not an int.
+- ``select_tree`` casts to the dtypes of its last argument. jmp raises an error if dtypes differ.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ __version__ = "0.0.4"  # the version of jmp with this interface
 
 T = TypeVar("T")
 
-# jmp's names, its favourite first; a policy's dtypes and the scalar types that people write are different keys.
+# The names of dtypes in jmp; policies print the first one. Both jnp.float16 and its numpy.dtype are keys, because their
+# hashes differ.
 dtype_to_names: dict[Any, tuple[str, ...]] = {
     key: names
     for dtype, names in (
@@ -96,7 +99,9 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
 
 
 class Policy(policies.Policy):
-    """A :class:`jaxmp.Policy` in jmp's notation; equal dtypes make equal policies.
+    """A :class:`jaxmp.Policy` that is printed in jmp's notation.
+
+    It equals any other policy with the same fields, also a :class:`jaxmp.Policy`.
 
     >>> print(Policy("float32", jnp.float16, jnp.float32))
     p=full,c=f16,o=full
@@ -122,8 +127,8 @@ def get_policy(policy_name: str) -> Policy:
 
     Args:
       policy_name: entries ``KEY=DTYPE``, separated by commas. The keys are ``p`` or ``params`` (default: float32),
-        ``c`` or ``compute`` (default: the params' dtype) and ``o`` or ``output`` (default: the compute dtype). It may
-        also be a single dtype, for all three.
+        ``c`` or ``compute`` (default: the params' dtype) and ``o`` or ``output`` (default: the compute dtype). A single
+        dtype without a key is used for all three.
 
     Raises:
       ValueError: a key or a dtype is unknown, or a key comes twice.
@@ -180,7 +185,7 @@ class _Widening(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_Widening, loss_scale.StaticLossScale):
-    """A :class:`jaxmp.StaticLossScale`; a scale of 0 raises only when it is used.
+    """A :class:`jaxmp.StaticLossScale`; a scale of 0 is an error only when used.
 
     >>> StaticLossScale(2**15).scale(jnp.float16(3))
     Array(98304., dtype=float32)

@@ -1,31 +1,33 @@
-"""Cross-entropies for half logits: computed in float32, stored in half.
+"""Cross-entropies of half-precision logits: computed in float32, stored in half precision.
 
-Logits are the largest array of a language model's step: 16 sequences of 1,024 tokens over 50,304 words are 1.5 GiB in
-half precision. Autodiff of a softmax in float32 keeps the float32 copy, twice as large.
+The logits are the largest array of a language model's step: for 16 sequences of 1,024 tokens and 50,304 classes, they
+need 1.5 GiB in half precision. If JAX differentiates a float32 softmax, it stores a float32 copy, which needs twice as
+much.
 
-:func:`cross_entropy` stores the logits in their dtype and two float32 numbers for each label: the largest logit, and
-the logarithm of the softmax's denominator relative to it. The gradient is computed from these in float32 and cast to
-the dtype of the logits.
+:func:`cross_entropy` stores the logits in their dtype, and two float32 numbers for each label: the largest logit, and
+the logarithm of the softmax's denominator relative to the largest logit. The backward pass computes the gradient from
+these arrays in float32 and casts it to the dtype of the logits.
 
-:func:`projected_cross_entropy` also computes the logits, for one chunk of the tokens at a time. Only one chunk's logits
-exist at any time. The forward pass computes their gradient too, and the backward pass multiplies it by the cotangent.
-So no product is computed twice.
+:func:`projected_cross_entropy` also computes the logits, for one chunk of the tokens at a time. So only the logits of
+one chunk are in memory. The forward pass computes their gradient too, and the backward pass multiplies the gradient by
+the cotangent. So no product is computed twice.
 
-Both support a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567) and a z-loss, which keeps the
-denominator near 1 (Chowdhery et al. 2022, PaLM, arXiv 2204.02311). For float64 they compute in float64.
+Both functions support a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567) and a z-loss, which
+keeps the softmax's denominator near 1 (Chowdhery et al. 2022, PaLM, arXiv 2204.02311). For float64 logits they compute
+in float64.
 
 Limits:
 
-- JAX cannot raise an error for values. A label that is neither a class nor ignored makes the loss NaN.
+- JAX cannot raise an error that depends on values. A label that is neither a class nor ignored makes the loss NaN.
 - The losses have reverse-mode derivatives only: ``jax.jvp`` and ``jax.linearize`` of a loss raise JAX's TypeError. You
-  can apply ``jax.jvp`` and ``jax.grad`` to its gradient.
-- Do not put the projected loss inside of ``jax.checkpoint``: it would compute the first product twice, or save the
-  logits under a policy that saves products. Put only the blocks before the loss inside.
+  can apply ``jax.jvp`` and ``jax.grad`` to the gradient of a loss.
+- Do not call the projected loss inside of ``jax.checkpoint``. The checkpoint would compute the logits twice, or store
+  them if its policy stores products. Put only the blocks before the loss inside.
 - If tokens are sharded over devices, each chunk has tokens of every device, and the weights' gradient is summed over
-  the devices once per chunk. So use few chunks.
+  the devices once for each chunk. So use few chunks.
 - In a checked ``jax.shard_map``, apply ``jax.lax.pcast(…, to="varying")`` to weights that do not vary, as for all
   custom derivatives.
-- Axes of explicit sharding work only with :func:`cross_entropy`.
+- Mesh axes of explicit sharding work only with :func:`cross_entropy`.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class _Options(NamedTuple):
 class _Denominators(NamedTuple):
     """The log-sum-exp of each token's logits, as a sum of two numbers.
 
-    These are the largest logit, and the logarithm of the sum relative to it.
+    Attributes:
+      largest: the largest logit.
+      logarithm: the logarithm of the sum of ``exp(logit - largest)``.
     """
 
     largest: jax.Array
@@ -76,7 +80,7 @@ def cross_entropy(
 ) -> jax.Array:
     """Return the cross-entropy of each label, in nats; it is 0 for ignored labels.
 
-    All computations are in float32. The residuals for the backward pass and the gradient have the dtype of the logits.
+    All computations are in float32. The stored logits and the gradient have the dtype of the logits.
 
     Args:
       logits: an array of shape (..., classes) and any floating dtype.
@@ -139,19 +143,20 @@ def projected_cross_entropy(
 ) -> jax.Array:
     """Return the mean cross-entropy of ``x @ weights.T + bias``, computed in chunks.
 
-    Only the logits of one chunk of tokens are in memory at a time. They are computed in the dtype of ``x``, and the
-    chunk's part of the gradients is computed with them. The gradients of ``weights`` and ``bias`` are summed over the
-    chunks in float32. If you do not differentiate the loss, no gradient is computed.
+    Only the logits of one chunk of tokens are in memory at a time. They are computed in the dtype of ``x``. The
+    gradients of a chunk are computed together with its logits. The gradients of ``weights`` and ``bias`` are summed
+    over the chunks in float32. If you do not differentiate the loss, no gradient is computed.
 
     Args:
-      x: an array of shape (tokens, dim) in the compute dtype. With n chunks, every n-th token is in the same chunk. So
-        no token moves to another device if the tokens are sharded.
-      weights: an array of shape (vocabulary, dim), often the embeddings. Any floating dtype is cast to that of ``x``.
+      x: an array of shape (tokens, dim) in the compute dtype. A chunk takes tokens at equal distances, not consecutive
+        ones: with n chunks, every n-th token. So no token moves to another device if the tokens are sharded.
+      weights: an array of shape (vocabulary, dim), often the embeddings. It may have any floating dtype and is cast to
+        that of ``x``.
       labels: an array of shape (tokens,) and any integer dtype. A label is at least 0 and less than ``classes``.
       bias: an array of shape (vocabulary,) and any floating dtype.
-      classes: the number of classes. Rows of ``weights`` from this number on are padding. By default all rows are
-        classes.
-      chunks: the number of chunks of tokens; the last may be shorter.
+      classes: the number of classes. Rows of ``weights`` after the first ``classes`` rows are padding. By default there
+        is no padding.
+      chunks: the number of chunks of tokens; the last chunk may have fewer tokens.
       ignore_index: the label to ignore. Tokens with this label do not count in the mean. If all labels are ignored, the
         loss is 0.
       label_smoothing: as in :func:`cross_entropy`.
@@ -177,14 +182,17 @@ def projected_cross_entropy(
             f"{x.shape} and {weights.shape}; reshape x to (-1, dim), and transpose weights of (dim, vocabulary)"
         )
     if bias is not None and bias.shape != weights.shape[:1]:
-        raise ValueError(f"bias must have one number per row of weights {weights.shape}, got the shape {bias.shape}")
+        raise ValueError(
+            f"bias must have the shape {weights.shape[:1]}, one number per row of weights, got {bias.shape}"
+        )
     classes = weights.shape[0] if classes is None else classes
     if not (_is(Integral, classes) and 1 <= classes <= weights.shape[0]):
-        raise ValueError(f"classes must be an integer from 1 to the rows of weights {weights.shape}, got {classes}")
+        raise ValueError(f"classes must be an integer from 1 to {weights.shape[0]}, the rows of weights, got {classes}")
     if not (_is(Integral, chunks) and chunks >= 1):
         raise ValueError(f"chunks must be an integer of at least 1, got {chunks}")
     _check_options(labels, x.shape[:1], label_smoothing, z_loss)
-    # Autocast sees no casts in a float32 call, so the half products are marked here, and float32 stays float32.
+    # Under autocast, `x` is float32 here, and autocast does not see the casts to float32 below. So `x` is cast to half
+    # precision, and the code below that must be float32 is marked.
     half = autocast_dtype() if x.dtype == jnp.float32 else None
     x = x if half is None else x.astype(half)
     dtypes = tuple(None if array is None else np.dtype(array.dtype) for array in (x, weights, bias))
@@ -234,7 +242,8 @@ def _projected_forward(
         x, labels = chunk
         logits = _logits(x, *layer)
         losses, denominators = _losses(logits, labels, options)
-        # Not divided by the number of labels yet, and as large as float16 takes: there an unlikely class would get 0.
+        # The gradient is divided by the number of labels only at the end, and is as large as float16 allows. Otherwise
+        # the gradient of an unlikely class would underflow.
         gradient = _gradient(logits, labels, denominators, options)
         by_bias = None if bias is None else by_bias + gradient.sum(0)
         with precision("float32"):
@@ -243,7 +252,7 @@ def _projected_forward(
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
     wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype)
-    zeros = functools.partial(jnp.zeros_like, x, wide)  # which vary over the devices of a shard_map as x does
+    zeros = functools.partial(jnp.zeros_like, x, wide)  # zeros_like, because a shard_map must see that they vary as x
     start = (zeros(()), zeros(weights.shape), None if bias is None else zeros(bias.shape))
     (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
     count = _count(labels, wide)
@@ -254,7 +263,7 @@ def _projected_backward(
     options: _Options, chunks: int, dtypes: Any, residuals: Any, cotangent: jax.Array
 ) -> tuple[Any, ...]:
     *gradients, count = residuals
-    with precision("float32"):  # the cotangent may be a loss scale that float16 does not have
+    with precision("float32"):  # the cotangent may be a loss scale above the largest float16 number
         factor = cotangent / count
         shifted = factor / _gradient_shift(dtypes[0], options)
         scaled = [
@@ -279,7 +288,7 @@ def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any) -> tuple[jax.
 def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
     """Return ``x`` and ``labels`` with a leading axis of chunks.
 
-    Each chunk has every n-th token, and ignored tokens fill it up.
+    A chunk has every n-th token, for n chunks. Tokens with an ignored label fill up the last chunks.
     """
     missing = -len(x) % chunks
     x = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, chunks, x.shape[1])
@@ -291,17 +300,17 @@ def _count(labels: jax.Array, dtype: Any) -> jax.Array:
     return jnp.maximum((labels != _IGNORED).sum(), 1).astype(dtype)
 
 
-# Do not create constants of the size of the logits below. When a checkpoint differentiates the loop over chunks, JAX
-# hoists loop-invariant values and would store them.
+# The functions below must not create constants of the size of the logits. If a checkpoint differentiates the loop over
+# chunks, JAX moves loop-invariant values out of the loop and would store them.
 
 
 def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, _Denominators]:
-    """Return the loss of each label and its softmax's denominator, in float32.
+    """Return the loss of each label and the denominator of its softmax, in float32.
 
-    The largest logit stays separate: adding it to the logarithm of the sum would round the logarithm.
+    The largest logit is not added to the logarithm of the sum, because the addition would round the logarithm.
     """
     classes, smoothing, z_loss = options
-    with precision("float32"):  # autocast does not see the cast in a float32 call
+    with precision("float32"):  # autocast traces in float32, so it does not see the cast below
         wide = logits.astype(at_least_float32(logits.dtype))
         of_classes = jnp.minimum(wide, _upper_bounds(wide, classes))
         largest = jax.lax.stop_gradient(of_classes.max(-1))
@@ -320,7 +329,8 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
     """Return the gradient of each loss with respect to its logits, in float32."""
     classes, smoothing, z_loss = options
     with precision("float32"):
-        # Without this, XLA shares the differences from the largest logit with the loss and stores them in float32.
+        # Without the barrier, XLA would compute `wide - largest` once for the loss and the gradient, and store it in
+        # float32.
         denominators = jax.lax.optimization_barrier(denominators)
         largest, logarithm, labels = (array[..., None] for array in (*denominators, labels))
         wide = logits.astype(largest.dtype)
@@ -333,13 +343,14 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         if smoothing:
             gradient -= jnp.where(columns < classes, smoothing / classes, 0)
         gradient *= jnp.where(labels < classes, 1, jnp.nan)
-        return jnp.where(labels == _IGNORED, is_label, gradient)  # 0, whatever the logits are
+        return jnp.where(labels == _IGNORED, is_label, gradient)  # is_label is 0 here; the gradient may be NaN
 
 
 def _gradient_shift(dtype: Any, options: _Options) -> float:
-    """Return a power of two that keeps float16 gradients of logits normal; else 1.
+    """Return a power of two by which to multiply float16 gradients of logits.
 
-    No gradient overflows: each is at most 1, plus the part of the z-loss for the largest logit.
+    It keeps small gradients from underflow. No gradient overflows, because each is at most 1, plus the z-loss's part
+    for the largest float16 logit. For other dtypes, return 1.
     """
     if dtype != jnp.float16:
         return 1.0
@@ -348,18 +359,18 @@ def _gradient_shift(dtype: Any, options: _Options) -> float:
 
 
 def _upper_bounds(logits: jax.Array, classes: int) -> jax.Array:
-    """Return an upper bound of each logit.
+    """Return inf for the columns of classes, and -inf for those of padding.
 
-    It is inf for a class, and -inf for the padding of the vocabulary.
+    The minimum of a logit and this bound is then -inf for padding.
     """
     limits = jnp.where(jnp.arange(logits.shape[-1]) < classes, jnp.inf, -jnp.inf)
     return limits.astype(logits.dtype)
 
 
 def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:
-    """Return labels as int32: a class, -1 if ignored, ``classes`` if invalid.
+    """Return labels as int32: -1 if ignored, ``classes`` if invalid.
 
-    An invalid label makes the loss NaN.
+    An invalid label later makes the loss NaN.
     """
     wide = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
     limits = jnp.iinfo(wide.dtype)
@@ -379,7 +390,7 @@ def _check_options(labels: jax.Array, shape: tuple[int, ...], label_smoothing: f
         raise ValueError(f"labels must have the shape {shape}, one per row of logits, got the shape {labels.shape}")
     if not (_is(Real, z_loss) and 0 <= z_loss < math.inf):
         raise ValueError(
-            f"z_loss must be a plain number of at least 0, got {z_loss}; to change it during training, add the z-loss "
+            f"z_loss must be a Python number of at least 0, got {z_loss}; to change it during training, add the z-loss "
             "yourself"
         )
     if not (_is(Real, label_smoothing) and 0 <= label_smoothing < 1):
@@ -387,10 +398,7 @@ def _check_options(labels: jax.Array, shape: tuple[int, ...], label_smoothing: f
 
 
 def _is(kind: type, value: Any) -> bool:
-    """Return whether a value is a Python or NumPy number of this kind.
-
-    Arrays are not.
-    """
+    """Return whether a value is a Python or NumPy number of this kind, not an array."""
     return isinstance(value, kind)
 
 

@@ -308,8 +308,8 @@ FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(
         (FUSED, {"x": jnp.ones((2, 2, 3))}, ValueError, r"\(2, 2, 3\).*reshape x"),
         (FUSED, {"x": jnp.ones((4, 0)), "weights": jnp.ones((6, 0))}, ValueError, r"\(4, 0\) and \(6, 0\)"),
         (FUSED, {"weights": np.ones((6, 3), int)}, TypeError, "weights must have a floating dtype"),
-        (FUSED, {"bias": jnp.ones(5)}, ValueError, r"per row of weights \(6, 3\), got the shape \(5,\)"),
-        (FUSED, {"classes": 7}, ValueError, r"from 1 to the rows of weights \(6, 3\), got 7"),
+        (FUSED, {"bias": jnp.ones(5)}, ValueError, r"the shape \(6,\), one number per row of weights, got \(5,\)"),
+        (FUSED, {"classes": 7}, ValueError, r"from 1 to 6, the rows of weights, got 7"),
         (FUSED, {"classes": 2.5}, ValueError, "from 1 .* got 2.5"),
         (FUSED, {"chunks": 0}, ValueError, "chunks must be an integer of at least 1, got 0"),
         (
@@ -318,7 +318,7 @@ FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(
             ValueError,
             r"the shape \(4,\), one per row of logits, got .*\(4, 1\)",
         ),
-        (FUSED, {"z_loss": -1}, ValueError, "a plain number .*add the z-loss yourself"),
+        (FUSED, {"z_loss": -1}, ValueError, "a Python number .*add the z-loss yourself"),
     ],
 )
 def test_what_no_loss_can_be_computed_of_is_refused(given, changes, error, said):
@@ -330,5 +330,5 @@ def test_what_no_loss_can_be_computed_of_is_refused(given, changes, error, said)
 
 
 def test_a_z_loss_that_is_traced_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"z_loss must be a plain number .*add the z-loss yourself"):
+    with pytest.raises(ValueError, match=r"z_loss must be a Python number .*add the z-loss yourself"):
         jax.eval_shape(lambda z: losses.cross_entropy(jnp.ones((2, 3)), jnp.zeros(2, int), z_loss=z), jnp.ones(()))

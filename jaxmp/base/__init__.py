@@ -1,4 +1,1 @@
-"""Dtypes, number formats, tables, hardware and pytrees.
-
-Every other folder uses them.
-"""
+"""Dtypes, number formats, tables, hardware and pytrees, which all other folders use."""

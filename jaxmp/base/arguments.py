@@ -1,4 +1,4 @@
-"""Error messages for arguments of the wrong type."""
+"""Checks of arguments, and their error messages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 
 def _kinds_of(cls: type) -> tuple[bool, bool]:
-    """Return whether ``cls`` is a Linen module class, and whether an NNX one."""
-    # Compared by name, so that Flax need not be imported.
+    """Return whether ``cls`` is a class of Linen modules, and whether of NNX modules."""
+    # The classes are compared by name, because importing Flax is slow.
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
     return "flax.linen.module.Module" in bases, "flax.nnx.module.Module" in bases
 
@@ -49,7 +49,7 @@ def require_whole_number(name: str, value: Any, least: int = 1) -> None:
 def require_function(fun: Any, name: str) -> None:
     """Raise a TypeError if ``fun`` is not a function of arrays.
 
-    ``name`` is the name of jaxmp's function that takes it, for the error.
+    ``name`` is the name of the function of jaxmp that was called, for the error message.
     """
     is_class = isinstance(fun, type)
     is_linen, is_nnx = _kinds_of(fun if is_class else type(fun))

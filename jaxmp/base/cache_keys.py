@@ -1,9 +1,9 @@
 """Context managers that extend the keys of JAX's own trace caches.
 
-A new context manager extends all keys, so functions that were jitted earlier are traced and compiled again. To limit
-this to one time, all context managers are created together, when the first name of the package is used (such as
-``jaxmp.get_policy``). An import from a submodule, such as ``from jaxmp.optim.loss_scale import …``, does not create
-them.
+When a context manager is created, JAX extends all keys, so functions that were jitted earlier are traced and compiled
+again. To let this happen only once, all context managers of jaxmp are created together. This happens when you first use
+a name of the package, such as ``jaxmp.get_policy``. An import from a submodule, such as ``from jaxmp.optim.loss_scale
+import …``, does not create them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import Any
 import jax
 
 decided: Any = jax.make_user_context(default_value=None)
-"""The settings of the engine that is tracing. Functions that were traced without it are traced again."""
+"""The settings of the engine while it traces. Functions that were traced outside of the engine are traced again."""
 float32_caller: Any = jax.make_user_context(default_value=None)
-"""The class of the float32 NNX module that is calling. A jitted function returns float32 to code traced in float32."""
+"""The class of the NNX module that is calling, if it is traced in float32; otherwise None.
+
+A jitted function that such a module calls is traced separately, because it must return float32.
+"""
 policies_off: Any = jax.make_user_context(default_value=False)
-"""True while code is traced as written: every policy and every autocast is then the identity."""
+"""True while code is traced as written; policies and autocast then change nothing."""
 assumed_hardware: Any = jax.make_user_context(default_value=None)
 """The short name of the GPU to compile for; None for the attached device."""

@@ -1,4 +1,4 @@
-"""Arrays that were donated to an earlier step, and deleted."""
+"""Find arrays that were deleted, because they were donated to an earlier step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxmp.base.trees import path_name
 
 
 def is_deleted(tree: Any) -> bool:
-    """Return whether an array of ``tree`` was donated and deleted."""
+    """Return whether an array of ``tree`` was deleted, for example by a donation."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return any(leaf.is_deleted() for leaf in arrays if not isinstance(leaf, jax.core.Tracer))
 
@@ -20,10 +20,10 @@ def require_not_deleted(state: Any, error: Exception | None = None) -> None:
 
     Args:
       state: a state, or any tree.
-      error: JAX's error for it, the cause of the new error.
+      error: the error that JAX raised for the array, if any. It becomes the cause of the new error.
 
     Raises:
-      RuntimeError: an array was donated; the message names it.
+      RuntimeError: an array was donated. The message has the path of the array.
     """
     leaves = jax.tree.leaves_with_path(state)
     deleted = next((path for path, leaf in leaves if is_deleted(leaf)), None)

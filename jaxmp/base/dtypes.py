@@ -21,7 +21,7 @@ _ALIASES = {
     **dict.fromkeys(("f8_e5m2", "e5m2"), "float8_e5m2"),
 }
 CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
-"""The dtypes that the engine casts from and to; it does not cast float64, complex numbers and fp8."""
+"""The dtypes that the engine casts from and to. It does not cast float64, complex numbers and float8."""
 
 
 class UnknownDtypeError(ValueError):
@@ -30,24 +30,18 @@ class UnknownDtypeError(ValueError):
 
 def is_castable(aval: Any) -> bool:
     """Return whether the engine may change the dtype of a value."""
-    # A reference has the dtype of its array, and all its readers and writers rely on that.
+    # The dtype of a reference (a mutable array) must not change, because all code that reads or writes it relies on it.
     return getattr(aval, "dtype", None) in CASTABLE and not hasattr(aval, "inner_aval")
 
 
 def name_of(typed: Any) -> str:
-    """Return the name of the dtype of an array or an abstract value.
-
-    For any other value, return the name of its type.
-    """
+    """Return the name of a value's dtype, or of its type if it has no dtype."""
     return str(getattr(getattr(typed, "dtype", None), "name", None) or type(typed).__name__)
 
 
 @functools.cache
 def is_other_float(dtype: Any) -> bool:
-    """Return whether a dtype is float64, complex or float8.
-
-    The engine leaves these dtypes alone.
-    """
+    """Return whether the engine never casts a dtype: float64, complex or float8."""
     return dtype is not None and dtype not in CASTABLE and bool(jnp.issubdtype(dtype, np.inexact))
 
 
@@ -114,7 +108,7 @@ def _numpy_dtype(dtype: Any) -> np.dtype | None:
 
 
 def nearest_first(word: str, known: Iterable[str]) -> list[str]:
-    """Return ``known``, each name once, the closest to ``word`` first."""
+    """Return the names ``known`` without repetitions, the closest to ``word`` first."""
     names = list(dict.fromkeys(known))
     similarity = {name: difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio() for name in names}
     return sorted(names, key=lambda name: -similarity[name])
@@ -135,12 +129,12 @@ def is_half(dtype: Any) -> bool:
 
 
 def at_least_float32(dtype: Any) -> Any:
-    """Return float32 for a floating dtype of at most 16 bits, and ``dtype`` for all others."""
+    """Return float32 for a floating dtype of at most 16 bits, otherwise ``dtype``."""
     return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
 @functools.cache
 def range_of(dtype: np.dtype) -> tuple[float, float]:
-    """Return the smallest normal number of a floating dtype, and the largest."""
+    """Return the smallest normal number and the largest number of a floating dtype."""
     info = jnp.finfo(dtype)
     return float(info.smallest_normal), float(info.max)

@@ -18,15 +18,16 @@ class Format:
 
     Attributes:
       name: the dtype's name.
-      bits: width of a number, including the sign bit.
-      exponent_bits: width of the exponent field.
-      mantissa_bits: stored bits of the significand; a normal number has one more, which is always 1.
+      bits: the width of a number in bits, including the sign bit.
+      exponent_bits: the width of the exponent field.
+      mantissa_bits: the number of stored bits of the significand. The significand of a normal number has one more bit,
+        which is always 1 and is not stored.
       bias: the number that is subtracted from the exponent field.
-      min_exponent: binary exponent of the smallest normal number.
-      max_exponent: binary exponent of the largest finite number.
-      digits: decimal digits of a normal number, ``(mantissa_bits + 1) * log10(2)``.
+      min_exponent: the binary exponent of the smallest normal number.
+      max_exponent: the binary exponent of the largest finite number.
+      digits: the number of decimal digits of a normal number, ``(mantissa_bits + 1) * log10(2)``.
       largest: the largest finite number.
-      smallest_normal: the smallest positive number of full precision.
+      smallest_normal: the smallest positive number that has full precision.
       smallest_subnormal: the smallest positive number.
       eps: the distance from 1 to the next larger number.
       has_infinity: whether overflow can give an infinity.
@@ -67,7 +68,8 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
     """Return the format of a floating dtype, from its ``finfo``.
 
     Raises:
-      ValueError: not a floating dtype, or one without a sign bit on top (float8_e8m0fnu, float4_e2m1fn).
+      ValueError: the dtype is not floating, has no sign bit (float8_e8m0fnu), or does not fill whole bytes
+        (float4_e2m1fn).
 
     >>> jaxmp.base.formats.format_of("float16").smallest_subnormal
     5.960464477539063e-08
@@ -76,7 +78,7 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
     info = jnp.finfo(dtype)
     if info.bits != 8 * dtype.itemsize or float(info.min) != -float(info.max):
         raise ValueError(
-            f"format_of needs a format of whole bytes with a sign bit on top, got {dtype.name}; formats() has "
+            f"format_of needs a dtype of whole bytes with a sign bit, got {dtype.name}; formats() has "
             f"{', '.join(dtypes.NAMES)}"
         )
     return _format(
@@ -94,9 +96,9 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
 
 
 def ieee_format(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
-    """Return the format of a layout under IEEE 754.
+    """Return the format that IEEE 754 defines for these numbers of bits.
 
-    IEEE 754 reserves the top exponent for infinity and NaN.
+    In such a format, the largest exponent field means infinity or NaN.
 
     >>> jaxmp.base.formats.ieee_format("binary16", 5, 10).largest
     65504.0
@@ -117,7 +119,7 @@ def ieee_format(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
 
 
 def _format(name: str, exponent_bits: int, mantissa_bits: int, **measured: Any) -> Format:
-    """Return a format, with the fields that follow from the others filled in."""
+    """Return a format; compute the remaining fields from the arguments."""
     return Format(
         name=name,
         bits=1 + exponent_bits + mantissa_bits,

@@ -26,14 +26,15 @@ _SINCE = (
     ((8, 9), ("float8_e4m3fn", "float8_e5m2")),
     ((10, 0), ("mxfp8", "float4_e2m1fn")),
 )
-# Turing chips (TU116, TU117) that report compute capability 7.5 and have no tensor cores
+# GPUs with Turing chips (TU116, TU117) that report compute capability 7.5, but have no tensor cores
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
 
 _COLUMNS = (("float32",), ("tensorfloat32",), ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2"), ("int8",))
-# Peak rates by device kind, dense (no structured sparsity), with float32 accumulation: TFLOP/s for the dtypes of
-# _COLUMNS (int8: TOP/s), then GB/s of memory. Names must match exactly: a MIG slice or a laptop GPU has other rates.
-# These are the vendors' nominal figures from memory. A few were compared with third-party pages, none with its
-# datasheet. Use them for orientation; to compute utilisation, measure the device's real peak.
+# Peak rates by device kind: TFLOP/s for the dtypes of _COLUMNS (int8: TOP/s), then the memory's GB/s. The rates are for
+# dense operands (no structured sparsity) and float32 accumulation. A device kind must match exactly, because a MIG
+# slice or a laptop GPU has other rates. The numbers are the vendors' nominal rates, written down from memory. A few
+# were compared with third-party pages, but none with a datasheet. Use them for orientation only. To compute
+# utilisation, measure the peak of the real device.
 _PEAKS: dict[str, tuple[float | None, ...]] = {
     "Tesla V100-SXM2-16GB": (15.7, None, 125, None, None, 900),
     "Tesla V100-SXM2-32GB": (15.7, None, 125, None, None, 900),
@@ -71,7 +72,7 @@ GPUS = {
     "l4": ("NVIDIA L4", "8.9"),
     "t4": ("Tesla T4", "7.5"),
 }
-"""Short names of GPUs, which need not be attached: the device kind, and the compute capability."""
+"""The device kind and the compute capability of GPUs, by short name. The GPUs need not be attached."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +84,10 @@ class Hardware:
       platform: ``"gpu"``, ``"tpu"``, ``"cpu"`` or another backend's name.
       compute_capability: NVIDIA's compute capability (``"9.0"``), or another backend's equivalent (``"gfx942"``), or
         None.
-      tensor_cores: the dtypes of products on tensor cores (a TPU's matrix unit). ``"tensorfloat32"`` means float32
-        products at reduced precision, and ``"mxfp8"`` means block-scaled float8.
-      peak_tflops: the vendor's peak TFLOP/s of dense products by dtype; empty if unknown. jaxmp does not measure them.
+      tensor_cores: the dtypes of the products that tensor cores compute (on a TPU: its matrix unit).
+        ``"tensorfloat32"`` means float32 products at reduced precision, and ``"mxfp8"`` means block-scaled float8.
+      peak_tflops: the vendor's peak TFLOP/s of dense products by dtype; empty if unknown. jaxmp does not measure these
+        rates.
       peak_bandwidth: the bytes per second of the device's memory; None if unknown.
       recommended_policy: a name that :func:`jaxmp.get_policy` reads.
       reason: the reason for the recommended policy, in one sentence.
@@ -104,9 +106,9 @@ class Hardware:
 def detect(device: Any = None) -> Hardware:
     """Return the fast dtypes of ``device`` and the policy to train with on it.
 
-    ``device`` is a JAX device, or the name of a GPU in :data:`GPUS`. The default is the device of :func:`assumed`, or
-    else the first local device. For a JAX device that jaxmp does not know, the policy is float32, which works
-    everywhere.
+    ``device`` is a JAX device, or the name of a GPU in :data:`GPUS`. The default is the device of :func:`assumed`;
+    outside of such a context, it is the first local device. For a JAX device that jaxmp does not know, the policy is
+    float32, which works everywhere.
 
     Raises:
       RuntimeError: you pass no device, and JAX's backend cannot start.
@@ -141,9 +143,9 @@ def detect(device: Any = None) -> Hardware:
 def assumed(name: str) -> Iterator[None]:
     """Trace the programs in this context for a GPU that need not be attached.
 
-    Float8 products and the update of a train step are traced differently for different devices. So trace in this
-    context if you compile for a GPU that is not attached. The tools of :mod:`jaxmp.inspect` do so if you pass a
-    ``device``.
+    Use this context when you trace a program that you compile for a GPU that is not attached: float8 products and the
+    update of a train step are traced differently for different devices. The tools of :mod:`jaxmp.inspect` enter the
+    context if you pass a ``device``.
 
     Raises:
       ValueError: the name is unknown.
@@ -158,7 +160,7 @@ def assumed(name: str) -> Iterator[None]:
 
 
 def gpu_named(name: str) -> Any:
-    """Return a stand-in for the device of that name in :data:`GPUS`.
+    """Return an object with the properties of the GPU ``name`` in :data:`GPUS`.
 
     Raises:
       ValueError: the name is unknown.
@@ -166,7 +168,7 @@ def gpu_named(name: str) -> Any:
     if name not in GPUS:
         raise ValueError(
             f"device must be None, for the attached device, or one of {', '.join(GPUS)}, got {name!r}; nearest: "
-            f"{closest_names(str(name), GPUS)}. Add other GPUs here and in jaxmp/inspect/program/targets.py"
+            f"{closest_names(str(name), GPUS)}. To add a GPU, edit jaxmp.hardware and jaxmp/inspect/program/targets.py"
         )
     kind, capability = GPUS[name]
     return types.SimpleNamespace(device_kind=kind, platform="gpu", compute_capability=capability)
@@ -213,9 +215,9 @@ def _positive(what: str, value: Any) -> int:
 
 
 def _parse_capability(capability: Any) -> tuple[int, int] | None:
-    """Return NVIDIA's compute capability as a pair, or None.
+    """Return NVIDIA's compute capability as a pair of integers.
 
-    It is None for the values of other backends, such as ``"gfx942"`` or None.
+    Return None for the values of other backends, such as ``"gfx942"`` or None.
     """
     match = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(capability))
     return (int(match[1]), int(match[2])) if match else None

@@ -1,4 +1,4 @@
-"""Show results as text, as a table of rich and as JSON."""
+"""Show results as text, as a table of the package rich, and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Shown:
-    """A result that is shown as a title, a table, and lines after it."""
+    """A result that is shown as a title, a table, and lines after the table."""
 
     def _shown(self) -> tuple[str, Sequence[str], Sequence[Sequence[Any]], Sequence[str]]:
         raise NotImplementedError
@@ -74,20 +74,20 @@ _SHORT = 13
 
 
 def _are_numbers(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
-    """Return for each column whether it has only numbers, which are right-aligned."""
+    """Return for each column whether all its entries are numbers."""
     return [bool(rows) and all(isinstance(row[n], (int, float)) for row in rows) for n in range(len(columns))]
 
 
 def as_json(result: Any) -> str:
     """Return a dataclass as JSON.
 
-    All fields that its repr shows are included, and non-finite numbers are null.
+    The fields are those that the repr of the dataclass shows. Non-finite numbers are null.
     """
     return json.dumps(plain(result), indent=2, allow_nan=False)
 
 
 def plain(value: Any) -> Any:
-    """Return a value in the types of JSON; see :func:`as_json`."""
+    """Return a value with JSON's types only; see :func:`as_json`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
     if isinstance(value, Mapping):
@@ -102,7 +102,7 @@ def plain(value: Any) -> Any:
 
 
 def short(number: float) -> str:
-    """Return a number with three digits and a prefix: 1.05M.
+    """Return a number with three digits and a metric prefix, such as 1.05M.
 
     >>> short(1_048_576), short(3)
     ('1.05M', '3')
@@ -121,6 +121,6 @@ def counts(numbers: Mapping[str, int]) -> str:
 
 
 def runs(names: Sequence[str]) -> str:
-    """Return names as text, with counts for repetitions."""
+    """Return names as text, with consecutive repetitions as a count: ``"3×norm"``."""
     groups = ((name, len(list(group))) for name, group in itertools.groupby(names))
     return ", ".join(name if count == 1 else f"{count}×{name}" for name, count in groups)

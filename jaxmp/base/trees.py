@@ -18,7 +18,7 @@ def cast(tree: T, dtype: Any) -> T:
 
     JAX arrays (including tracers), NumPy arrays and ``jax.ShapeDtypeStruct`` of a floating dtype are cast. Integers,
     bools, complex numbers, PRNG keys, ``None`` and Python scalars are unchanged. A leaf that already has the dtype is
-    returned itself. NumPy arrays stay NumPy arrays, and shardings are kept.
+    not copied. NumPy arrays stay NumPy arrays, and shardings are kept.
 
     >>> cast({"w": jnp.ones(2), "n": 3}, jnp.float16)["w"].dtype
     dtype('float16')
@@ -59,9 +59,9 @@ def widen(tree: T) -> T:
 def all_finite(tree: Any) -> jax.Array:
     """Return whether all leaves of ``tree`` are finite, as a bool scalar.
 
-    Only floating and complex leaves are tested. The test sums ``x - x`` over all leaves, which is 0 for finite numbers
-    and NaN for others, and checks the sum. XLA can fuse it with the operations that compute the leaves. On sharded
-    arrays, it needs one all-reduce of a scalar and gathers nothing.
+    Only floating and complex leaves are tested. The test sums ``x - x`` over all leaves and checks the sum: ``x - x``
+    is 0 if x is finite, and NaN otherwise. XLA can fuse this sum with the operations that compute the leaves. On
+    sharded arrays, the test needs one all-reduce of a scalar, and gathers nothing.
 
     >>> all_finite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
     Array(False, dtype=bool)
@@ -84,8 +84,8 @@ def zero_if_finite(leaf: ArrayLike) -> jax.Array:
     array = widen(jnp.asarray(leaf))
     if jnp.iscomplexobj(array):
         return zero_if_finite(array.real) + zero_if_finite(array.imag)
-    # The cast from float64 to float32 keeps zeros and NaN.
-    # Not `array * 0`: XLA would keep an array of zeros as large as the largest leaf during the whole step.
+    # The cast from float64 to float32 does not change 0 and NaN. The difference is used and not `array * 0`, for which
+    # XLA would keep an array of zeros as large as the largest leaf during the whole step.
     return jnp.sum((array - array).astype(jnp.float32))
 
 
@@ -93,9 +93,9 @@ def sum_of_squares(tree: Any) -> jax.Array:
     """Sum the squared magnitudes of all floating and complex leaves.
 
     The sum is a float32 scalar, or a float64 scalar if a leaf has 64-bit floats. Half-precision leaves are squared in
-    float32, and leaves of other dtypes are ignored. The sum is finite only if every element and every square is finite:
-    2e19 is finite in float32, but its square is not. Like :func:`all_finite`, it fuses with the operations that compute
-    the leaves, and needs one scalar all-reduce on sharded arrays.
+    float32. Leaves that are neither floating nor complex are ignored. The sum is finite only if every element and every
+    square is finite: 2e19 is finite in float32, but its square is not. As for :func:`all_finite`, XLA can fuse the sum
+    with the operations that compute the leaves, and sharded arrays need one all-reduce of a scalar.
 
     >>> sum_of_squares({"a": jnp.array([3.0, 4.0]), "n": 5})
     Array(25., dtype=float32)
@@ -112,9 +112,9 @@ def _squared_magnitudes(array: jax.Array) -> jax.Array:
 
 
 def max_abs(tree: Any) -> jax.Array:
-    """Return the largest magnitude of a tree, as a float32 scalar.
+    """Return the largest magnitude of the elements of a tree, as a float32 scalar.
 
-    It is NaN if any element is NaN.
+    It is NaN if any element is NaN. Only floating and complex leaves count.
 
     >>> max_abs([jnp.array([1.0, -3.0]), jnp.array(2.0)])
     Array(3., dtype=float32)
@@ -134,8 +134,8 @@ def _is_inexact(leaf: Any) -> bool:
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     """Return ``on_true`` if ``pred`` is true, else ``on_false``, bit for bit.
 
-    ``pred`` is a bool scalar. If a leaf is the same object in both trees, it is returned unchanged. The result has the
-    dtypes of ``on_false``, so the types of a state never change from step to step.
+    ``pred`` is a bool scalar. If a leaf is the same object in both trees, this object is returned. The result has the
+    dtypes of ``on_false``, so a state keeps its dtypes from step to step.
 
     Raises:
       ValueError: the trees differ in structure.
@@ -157,7 +157,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
                 f"a real leaf must stay real, got {new.dtype} for {old.dtype}; start with a complex leaf, or return "
                 "its real part"
             )
-        # PRNG keys have no astype, and unlike jnp.where, select does not broadcast.
+        # `select` is used and not `jnp.where`, which broadcasts. PRNG keys have no `astype`, but equal dtypes.
         return jax.lax.select(jnp.asarray(pred), new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
     return jax.tree.map(select_leaf, on_true, on_false)

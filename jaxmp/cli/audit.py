@@ -12,11 +12,11 @@ ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | POLICY
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the precision of each product of a function, and the problems.
+    """Show the precision of each product of a function, and precision problems.
 
-    The function is compiled, not run. It may be a train step. With --topology, as for jaxmp memory, the audit
-    includes the data that devices send. Exit code 0 if there are no findings, 1 if there are some, 2 if something is
-    wrong with the arguments.
+    The function is compiled, not run. It may be a train step. --topology compiles for several GPUs, as for jaxmp
+    memory. The audit then includes the data that the GPUs send to each other. The exit code is 0 if no problem is
+    found, 1 if a problem is found, and 2 if an argument is wrong.
 
     Example:
       jaxmp audit jax.numpy:matmul --policy mixed_bfloat16 --arg bfloat16[8,16] --arg bfloat16[16,8]

@@ -12,10 +12,10 @@ ARGUMENTS = ARRAYS | POLICY | LOSS_SCALE | NO_GRAD
 
 
 def run(options: argparse.Namespace) -> int:
-    """Name the operation that made the first infinity or NaN.
+    """Find the operation that produced the first infinity or NaN.
 
-    The loss and its gradients are checked. The function may be a train step. Exit code 0 if everything is finite, 1 if
-    not, 2 if something is wrong with the arguments.
+    The loss and its gradients are checked. The function may be a train step. The exit code is 0 if all values are
+    finite, 1 if some are not, and 2 if an argument is wrong.
 
     Example:
       jaxmp blame train:loss_fn --args train:bad_batch --policy mixed_float16 --loss-scale 32768
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     settings = {"grad": not options.no_grad, "loss_scale": options.loss_scale}
     blame = of_arrays(options, lambda fun: first_nonfinite(under(options.policy, fun), **settings))
     if blame is None:
-        print("null" if options.json else "All is finite.")
+        print("null" if options.json else "All values are finite.")
         return 0
     show(options, blame)
     return 1

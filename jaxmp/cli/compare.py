@@ -14,8 +14,9 @@ ARGUMENTS = ARRAYS | POLICY | OVERRIDE | REFERENCE | LOSS_SCALE | NO_GRAD | PLOT
 def run(options: argparse.Namespace) -> int:
     """Show the errors that policies cause in a function, layer by layer.
 
-    Values and their gradients are compared. The function may be a train step. --policy also runs it under autocast.
-    Exit code 2 if something is wrong with the arguments.
+    The values and gradients of the function are compared with those of a reference run without policies. The function
+    may be a train step. With --policy, the function also runs under autocast. The exit code is 2 if an argument is
+    wrong.
 
     Example:
       jaxmp compare train:loss_fn --args train:example --policy mixed_bfloat16

@@ -28,7 +28,7 @@ SUPPORTED: dict[str, tuple[str, str | None]] = {
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 _SETTINGS = {
     "jax_enable_x64": (
-        "new arrays are float64, which half precision's tensor cores do not multiply",
+        "new arrays are float64, which the fast units for half precision do not multiply",
         "unset JAX_ENABLE_X64, unless you want float64",
     ),
     "jax_default_matmul_precision": (
@@ -57,10 +57,10 @@ class Report:
 
     hardware: Hardware | None  # the first device; None if JAX cannot start
     devices: int  # the number of devices of this process
-    trains: bool  # whether a mixed-precision training step ran here with the right numbers
+    trains: bool  # whether a mixed-precision training step ran on this machine and gave the right numbers
     training: str  # a sentence about that step
-    versions: dict[str, str | None]  # by package; None if it is missing
-    findings: tuple[SetupProblem, ...]  # problems, and settings that matter; empty is best
+    versions: dict[str, str | None]  # the version of each package; None if the package is missing
+    findings: tuple[SetupProblem, ...]  # problems, and settings that affect training; empty if there are none
     float8: str = ""  # a sentence about mixed_float8 on the device
 
 
@@ -72,7 +72,7 @@ def diagnose() -> Report:
         import jax
 
         devices, hardware = jax.local_device_count(), jaxmp.hardware.detect()
-    except Exception as error:  # any error of JAX is a finding
+    except Exception as error:  # any error is reported as a finding
         remedy = "see the whole error with: python -c 'import jax; jax.devices()'; a fresh environment often helps"
         findings.append(SetupProblem(f"JAX does not start: {_summary(error)}", remedy))
         return Report(None, 0, False, "not tried: JAX does not start", versions, tuple(findings))
@@ -91,8 +91,8 @@ def float8_on(device: Hardware) -> str:
         return f"{device.name} has no float8 products: mixed_float8 computes in bfloat16 there"
     least = jaxmp.Float8().min_dim
     return (
-        f"mixed_float8 computes products of weights from {least:,} × {least:,} on in float8; measure it against "
-        "mixed_bfloat16, auto never picks it"
+        f"mixed_float8 computes products in float8 if their weights have at least {least:,} × {least:,} entries; "
+        "compare its speed with mixed_bfloat16. The policy 'auto' never means mixed_float8"
     )
 
 
@@ -137,7 +137,7 @@ def _try_training(recommended: str) -> tuple[bool, str, list[SetupProblem]]:
     for policy in dict.fromkeys((half, recommended)):
         try:
             train_one_step(policy)
-        except Exception as error:  # any error is a finding
+        except Exception as error:  # any error is reported as a finding
             traceback = f'python -c "import jaxmp.cli.diagnosis; jaxmp.cli.diagnosis.train_one_step({policy!r})"'
             failures.append(
                 SetupProblem(f"one training step under {policy} fails: {_summary(error)}", f"see where: {traceback}")
@@ -195,9 +195,9 @@ def _check_platforms() -> Iterator[SetupProblem]:
 
 
 def _check_driver(platform: str, versions: dict[str, str | None]) -> Iterator[SetupProblem]:
-    """Find an NVIDIA GPU that JAX does not use.
+    """Report an NVIDIA GPU that JAX does not use.
 
-    If JAX_PLATFORMS is set, :func:`_check_platforms` reports that instead.
+    If JAX_PLATFORMS is set, nothing is reported here, because :func:`_check_platforms` reports the variable.
     """
     if platform != "cpu" or os.environ.get("JAX_PLATFORMS") or not nvidia_driver():
         return
@@ -217,7 +217,7 @@ def _check_driver(platform: str, versions: dict[str, str | None]) -> Iterator[Se
         jax = versions["jax"]
         yield SetupProblem(
             "an NVIDIA driver is installed, but JAX has no CUDA support: it runs on the CPU",
-            f'pip install "jax[cuda13]=={jax}" (before compute capability 7.5, or with a driver older than 580: '
+            f'pip install "jax[cuda13]=={jax}" (for a GPU below compute capability 7.5, or a driver older than 580: '
             f'"jax[cuda12]=={jax}")',
         )
 

@@ -15,7 +15,7 @@ ARGUMENTS: Arguments = {}
 def run(options: argparse.Namespace) -> int:
     """Check this machine: fast dtypes, the policy to use, training, and problems.
 
-    Exit code 0 if a mixed-precision training step ran on the device and gave the right numbers, else 1.
+    The exit code is 0 if a mixed-precision training step ran on the device and gave the right numbers, otherwise 1.
     """
     from jaxmp.cli.diagnosis import diagnose
 

@@ -1,5 +1,5 @@
-"""The error that ends a command with one line."""
+"""The error that ends a command with a message of one line."""
 
 
 class UsageError(ValueError):
-    """A wrong argument on the command line; the text is one line."""
+    """An argument on the command line is wrong; the message is one line."""

@@ -16,14 +16,14 @@ def _named(name: str, **settings: Any) -> Arguments:
 
 _REPEATED: dict[str, Any] = {"action": "append", "default": []}
 _SHAPE = "a positional argument, such as float32[8,16], int32[] or key[] (a random key); repeat for more"
-_EXAMPLE = "a function that returns the positional arguments as a tuple (pytrees, shapes); traced, not run"
-_ARGUMENTS = "a function that returns the positional arguments as a tuple; it is called"
+_EXAMPLE = "a function that returns a tuple of the arguments (arrays, shapes or pytrees); it is traced, not run"
+_ARGUMENTS = "a function that returns a tuple of the arguments; it is called"
 _TOPOLOGY = "slices x hosts x GPUs per host; the arguments must have shardings on a mesh"
-_OVERRIDE = "such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
+_OVERRIDE = "an exception to the policy, such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 
 
 def loss_scale(text: str) -> float:
-    """Return a positive finite number."""
+    """Return the positive finite number that ``text`` describes."""
     with contextlib.suppress(ValueError):
         scale = float(text)
         if 0 < scale < math.inf:
@@ -38,24 +38,39 @@ SHAPES = (
 )
 """A function that is traced, and the shapes of its arguments."""
 ARRAYS = (
-    _named("function", metavar="MODULE:FUNCTION", help="returns the loss, or a tuple with it first")
+    _named("function", metavar="MODULE:FUNCTION", help="returns the loss, or a tuple that begins with it")
     | _named("--args", metavar="MODULE:FUNCTION", help=_ARGUMENTS)
 )  # fmt: skip
 """A loss function that is run, and its arguments."""
 RUN = _named("run", metavar="RUN", help="the folder of the run to judge, usually the one in half precision")
 DEVICE = _named("--device", metavar="NAME", help="a GPU that is not attached: h200, h100, a100, b200, l4, t4")
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
-POLICY = _named("--policy", help="default: none; the function runs as written")
+POLICY = _named("--policy", help="run under autocast with this policy; default: run as written")
 OVERRIDE = _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED)
-AUTOCAST = _named("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16") | OVERRIDE
-REFERENCE = _named("--reference", default="float32", help="float32 or float64, without policies; default: float32")
-LOSS_SCALE = _named("--loss-scale", type=loss_scale, default=1.0, metavar="NUMBER", help="default: 1")
+AUTOCAST = _named("--policy", default="mixed_bfloat16", help="autocast's policy; default: mixed_bfloat16") | OVERRIDE
+REFERENCE = _named(
+    "--reference", default="float32", help="the dtype of the run without policies: float32 (default) or float64"
+)
+LOSS_SCALE = _named(
+    "--loss-scale", type=loss_scale, default=1.0, metavar="NUMBER", help="a constant loss scale; default: 1"
+)
 TUNED_POLICY = _named("--policy", default="mixed_bfloat16", help="a half policy; default: mixed_bfloat16")
-TOLERANCE = _named("--tolerance", type=float, metavar="NUMBER", help="the largest error; default: twice the floor")
+TOLERANCE = _named(
+    "--tolerance",
+    type=float,
+    metavar="NUMBER",
+    help="the largest error to allow; default: twice that of half-precision products alone",
+)
 SEEDS = _named("--seeds", type=int, default=1, metavar="N", help="the number of PRNG keys to measure with; default: 1")
-NO_OPERATIONS = _named("--no-operations", action="store_true", help="whole modules only, as apply_policy takes them")
-SAVE = _named("--save", metavar="FILE.toml", help="also write the policy, for get_policy and --policy")
-AGAINST = _named("--against", metavar="RUN", help="a run to compare with, float32 first; repeat for more", **_REPEATED)
+NO_OPERATIONS = _named(
+    "--no-operations", action="store_true", help="choose only whole modules, as overrides of apply_policy"
+)
+SAVE = _named(
+    "--save", metavar="FILE.toml", help="also write the policy to this file, which get_policy and --policy read"
+)
+AGAINST = _named(
+    "--against", metavar="RUN", help="a run to compare with; repeat for more, with a float32 run first", **_REPEATED
+)
 OUT = _named("--out", metavar="FILE.html", help="default: report.html in the run's folder")
 NO_GRAD = _named("--no-grad", action="store_true", help="check only the results, not the gradients")
 PLOT = _named("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg; needs matplotlib")

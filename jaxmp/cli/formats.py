@@ -20,15 +20,15 @@ _COLUMNS = (
     "spacing\nat 1",
     "inf",
 )
-"""Columns that fit into 80 characters."""
+"""The headings of the columns, short enough for a table of 80 characters."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Show the bits, range and precision of floating-point formats.
 
-    The numbers are those of the dtype's finfo. tensorfloat32 is not a dtype, but the form in which tensor cores read
-    float32 operands. Its row is computed from its layout: 1 sign, 8 exponent and 10 mantissa bits. With ``--json``, the
-    bias, the exponents and the decimal digits are included.
+    The numbers come from the finfo of each dtype. tensorfloat32 is not a dtype, but the form in which tensor cores
+    read float32 operands. Its row is computed from its layout: 1 sign, 8 exponent and 10 mantissa bits. --json also
+    prints the bias, the exponents and the decimal digits.
     """
     from jaxmp.base import tables
     from jaxmp.base.formats import formats

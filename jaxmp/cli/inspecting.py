@@ -1,4 +1,4 @@
-"""Shared code of the commands of :mod:`jaxmp.inspect`."""
+"""Code that several commands share: they run a tool of :mod:`jaxmp.inspect` on a function."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxmp.cli.errors import UsageError
 
 
 def where(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the devices to compile for."""
+    """Return the options ``--device`` and ``--topology`` as arguments of a tool."""
     return {"device": options.device, "topology": options.topology}
 
 
 def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function under autocast with a policy, or unchanged."""
+    """Return ``fun`` under autocast, or unchanged if ``policy`` is None."""
     from jaxmp.engine.autocast import autocast
     from jaxmp.inspect.program.calls import is_step
 
@@ -23,14 +23,14 @@ def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun
     if is_step(fun):
         raise UsageError(
-            f"a train step already has a policy or none, got --policy {policy}; leave --policy out and write "
-            "make_train_step(loss_fn, policy=…), or name the loss function"
+            f"--policy cannot set the policy of a train step, got --policy {policy}; write "
+            "make_train_step(loss_fn, policy=…), or name the loss function instead of the step"
         )
     return autocast(fun, policy)
 
 
 def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Return the report of ``make(function)`` on shapes."""
+    """Return the report of ``make(function)`` on shapes from ``--arg`` or ``--args``."""
     import jax
 
     from jaxmp.cli.loading import in_current_folder, load, usage_errors
@@ -47,9 +47,9 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
 
 
 def of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Return the report of ``make(function)`` on arrays.
+    """Return the report of ``make(function)`` on the arrays of ``--args``.
 
-    The function that ``--args`` names returns the arrays. Without ``--args`` there are no arguments.
+    ``--args`` names a function that returns the arrays. Without ``--args``, the function has no arguments.
     """
     from jaxmp.cli.loading import check_count, function, in_current_folder, usage_errors
 

@@ -1,6 +1,6 @@
-"""The functions and arguments that a command line names.
+"""Load the functions and arguments that a command line names.
 
-Loading imports modules and traces the functions that return arguments; it does not run them.
+:func:`load` imports modules, and traces the function that returns the arguments. It runs no function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxmp.cli.errors import UsageError
 
 
 class Loaded(NamedTuple):
-    """A function and its positional arguments, arrays or shapes."""
+    """A function and the shapes of its positional arguments."""
 
     function: Callable[..., Any]
     operands: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Loaded(NamedTuple):
 
 @contextlib.contextmanager
 def in_current_folder() -> Iterator[None]:
-    """Import modules of the current folder first."""
+    """Make imports search the current folder first, inside of the context."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
@@ -44,17 +44,18 @@ def in_current_folder() -> Iterator[None]:
 
 
 def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> Loaded:
-    """Return a function and its arguments.
+    """Return a function and the shapes of its arguments.
 
     Args:
-      name: ``"module:function"``.
-      shapes: the positional arguments, each as ``"float32[8,16]"``; a dtype alone is a scalar, ``"key[]"`` a
-        random key.
-      example: ``"module:function"``, a function without parameters that returns the positional arguments as a tuple (or
-        the only argument), as arrays or ShapeDtypeStructs, which may have shardings; it is traced, not run.
+      name: the function as ``"module:function"``.
+      shapes: the positional arguments, each as a text such as ``"float32[8,16]"``. A dtype alone means a scalar, and
+        ``"key[]"`` means a random key.
+      example: a function without parameters that returns the positional arguments, as ``"module:function"``. It returns
+        a tuple, or the only argument. The arguments are pytrees of arrays or of ShapeDtypeStructs, which may have
+        shardings. The function is traced, not run.
 
     Raises:
-      UsageError: one of them is wrong.
+      UsageError: one of the arguments is wrong, or both ``shapes`` and ``example`` are set.
     """
     if example is not None and shapes:
         raise UsageError("the arguments come from --arg or from --args, got both")
@@ -90,7 +91,7 @@ def _shapes(example: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into a UsageError with their first line."""
+    """Replace errors of these kinds by a UsageError with their first line."""
     try:
         yield
     except kinds as error:
@@ -98,7 +99,7 @@ def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def function(name: str) -> Callable[..., Any]:
-    """Return the function that ``"module:function"`` names."""
+    """Import and return the function that ``"module:function"`` names."""
     _leave_out_the_command()
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
@@ -123,9 +124,9 @@ def function(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _leave_out_the_command() -> None:
-    """Exclude the script that started the command from the source lines of programs."""
+    """Hide the script that started the command from the source lines of programs."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    if script:  # empty at Python's prompt
+    if script:  # the interactive prompt of Python has no script
         source_info_util.register_exclusion(script)
 
 
@@ -160,7 +161,7 @@ def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> 
     """Raise a UsageError if a function does not take these positional arguments."""
     try:
         signature = inspect.signature(fun)
-    except ValueError:  # written in C
+    except ValueError:  # a function that is written in C may have no signature
         return
     try:
         signature.bind(*operands)
@@ -170,7 +171,7 @@ def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> 
 
 
 def levels(overrides: Sequence[str]) -> dict[str, str]:
-    """Return a dict of the overrides ``"KEY=LEVEL"``; the last one of a key wins."""
+    """Return the overrides ``"KEY=LEVEL"`` as a dict; the last one for a key wins."""
     overridden: dict[str, str] = {}
     for text in overrides:
         key, _, level = text.rpartition("=")

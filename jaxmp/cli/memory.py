@@ -14,10 +14,10 @@ ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | POLICY | PLOT
 def run(options: argparse.Namespace) -> int:
     """Show the memory of a function or train step, by kind and dtype.
 
-    The function is compiled, not run. --device compiles for a GPU that is not attached and needs pip install
-    'jaxmp[compile-only]'. --topology compiles for several of them: the shapes of --args must have shardings on a
-    jax.sharding.AbstractMesh, and the report shows the memory and the traffic of each device. --policy runs the
-    function under autocast, which donates nothing. Exit code 2 if something is wrong with the arguments.
+    The function is compiled, not run. --device compiles for a GPU that is not attached; it needs pip install
+    'jaxmp[compile-only]'. --topology compiles for several such GPUs: the shapes from --args must have shardings on a
+    jax.sharding.AbstractMesh, and the report shows the memory and the traffic of each GPU. With --policy, the
+    function runs under autocast, and no argument is donated. The exit code is 2 if an argument is wrong.
 
     Example:
       jaxmp memory train:step --args train:shapes --device h200 --topology 1x1x8

@@ -14,7 +14,7 @@ ARGUMENTS = ARRAYS | POLICY | LOSS_SCALE | PLOT
 def run(options: argparse.Namespace) -> int:
     """Show where a loss function's values and gradients underflow or overflow.
 
-    One step of the function is run. Exit code 2 if something is wrong with the arguments.
+    The function and its gradient run once. The exit code is 2 if an argument is wrong.
 
     Example:
       jaxmp numerics train:loss_fn --args train:params_and_batch --policy mixed_float16 --loss-scale 1024

@@ -15,9 +15,9 @@ ARGUMENTS = SHAPES | AUTOCAST | PLOT
 def run(options: argparse.Namespace) -> int:
     """Show autocast's decision for each operation of a function, and the reason.
 
-    The function is traced, not run. On a terminal the output is a table without sizes and sources, else the text of
-    str(plan). The text is the same on every machine: keep it under version control, and a diff shows how a change
-    affects the precision. Exit code 2 if something is wrong with the arguments.
+    The function is traced, not run. On a terminal the output is a table without sizes and sources. In a pipe or a
+    file it is the text of str(plan), which is the same on every machine. If you keep this text under version control,
+    a diff shows how a change affects the precision. The exit code is 2 if an argument is wrong.
 
     Example:
       jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]
@@ -37,10 +37,10 @@ def plan(
     Args:
       function, shapes, example: as for :func:`jaxmp.cli.loading.load`.
       policy: the name of a policy.
-      overrides: ``"KEY=LEVEL"``.
+      overrides: the overrides of the policy, each as ``"KEY=LEVEL"``.
 
     Raises:
-      UsageError: one of them is wrong. Errors of the function itself are not caught.
+      UsageError: an argument is wrong. Errors of the function itself are not caught.
 
     >>> plan("jax.numpy:matmul", "mixed_bfloat16", ["float32[8,16]", "float32[16,4]"]).summary.product_flops
     1024

@@ -1,4 +1,4 @@
-"""The output of commands: JSON, tables on a terminal, and text elsewhere.
+"""Print the results of commands: as JSON, as tables on a terminal, or as text.
 
 Text for a pipe or a file is not wrapped.
 """
@@ -26,7 +26,7 @@ def print_json(value: Any) -> None:
 def show(options: argparse.Namespace, result: Any, draw: Callable[[Any], Any] | None = None) -> None:
     """Print a result as JSON, as a table or as text, and write its picture.
 
-    ``draw`` is as for :func:`plot`.
+    ``draw`` is the function that :func:`plot` takes; None for a result without a picture.
     """
     if options.json:
         print(result.to_json())
@@ -39,10 +39,10 @@ def show(options: argparse.Namespace, result: Any, draw: Callable[[Any], Any] | 
 
 
 def check_plot(name: str) -> None:
-    """Check before a long command that its picture can be written.
+    """Check before a long command that its picture can be written to ``name``.
 
     Raises:
-      UsageError: the file has another ending, or no folder.
+      UsageError: the folder does not exist, or the file has another ending than .png, .pdf or .svg.
     """
     file = Path(name)
     if not file.parent.is_dir():
@@ -52,9 +52,9 @@ def check_plot(name: str) -> None:
 
 
 def plot(options: argparse.Namespace, draw: Callable[[Any], Any]) -> None:
-    """Write the picture of ``draw`` if ``--plot`` is set.
+    """Write the figure that ``draw`` returns, if ``--plot`` is set.
 
-    ``draw`` takes the module :mod:`jaxmp.inspect.plots` and returns a figure.
+    ``draw`` is called with the module :mod:`jaxmp.inspect.plots`.
 
     Raises:
       UsageError: matplotlib is not installed, or there is nothing to draw.
@@ -69,9 +69,9 @@ def plot(options: argparse.Namespace, draw: Callable[[Any], Any]) -> None:
 
 
 def console() -> Any:
-    """Return the console to print on.
+    """Return a console of the package rich, which prints to the standard output.
 
-    Lines for a pipe or a file are not wrapped, unless COLUMNS is set.
+    Lines for a pipe or a file are not wrapped, unless the environment variable COLUMNS is set.
     """
     from rich.console import Console
 
@@ -81,16 +81,16 @@ def console() -> Any:
 
 
 def print_rich(terminal: Any, renderable: Any) -> None:
-    """Print without trailing blanks."""
+    """Print an object of the package rich, without spaces at the ends of lines."""
     with terminal.capture() as capture:
         terminal.print(renderable)
     text = "\n".join(line.rstrip() for line in capture.get().splitlines())
-    encoding = sys.stdout.encoding or "utf-8"  # ASCII and Windows' code pages lack the arrow
+    encoding = sys.stdout.encoding or "utf-8"  # ASCII and the code pages of Windows have no "→"
     print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
 def print_pairs(rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and texts side by side."""
+    """Print rows of a name and a text, in two columns."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))

@@ -16,8 +16,8 @@ ARGUMENTS = ARRAYS | TUNED_POLICY | TOLERANCE | SEEDS | NO_OPERATIONS | SAVE
 def run(options: argparse.Namespace) -> int:
     """Find the modules and operations that need float32.
 
-    --save writes them as a policy file. The function may be a train step. Exit code 1 if the tolerance cannot be met, 2
-    if something is wrong with the arguments.
+    --save writes a policy file that keeps them in float32. The function may be a train step. The exit code is 1 if the
+    tolerance cannot be met, and 2 if an argument is wrong.
 
     Example:
       jaxmp tune train:loss_fn --args train:example --policy mixed_float16 --save policy.toml

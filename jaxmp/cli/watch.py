@@ -1,4 +1,4 @@
-"""``jaxmp watch``: show a run of the experiments as it trains."""
+"""``jaxmp watch``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def run(options: argparse.Namespace) -> int:
     """Show a run as it trains: loss, loss scale, skipped steps, vanishing gradients.
 
-    The run needs --watch N. On a terminal the picture is updated until the run ends; otherwise, and with --plot, it is
-    drawn once. Exit code 2 if the folder is not that of such a run.
+    The run must have been started with --watch N. On a terminal the table is updated until the run ends. In a pipe or
+    a file, and with --plot, it is printed once. The exit code is 2 if the folder is not that of such a run.
     """
     title, rows = watched(Path(options.run))
     plot(options, lambda plots: plots.training(options.run))
@@ -40,7 +40,7 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     """Return a line about the last step of a run, and the rows of its watched steps.
 
     Raises:
-      UsageError: it is not the folder of a run, or the run is not watched.
+      UsageError: ``folder`` is not that of a run, or the run was started without ``--watch``.
     """
     from jaxmp.cli.loading import usage_errors
     from jaxmp.inspect.watch_files import metrics, read
@@ -55,9 +55,10 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
-    """Return a table of the shares of gradients that vanish, by tensor.
+    """Return a table of the share of gradients that vanish in each tensor.
 
-    A row has the share in the last watched step, and a bar for each recent watched step.
+    A row has the share in the last watched step, and a bar for each of the recent watched steps. A gradient vanishes if
+    it is not 0, but becomes 0 when it is multiplied by the step's loss scale and rounded to ``dtype`` of the row.
     """
     from rich.table import Table
     from rich.text import Text
@@ -65,13 +66,15 @@ def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
     if not rows:
         return Text(f"{title}; no step was watched yet")
     last = rows[-1]
-    caption = f"for {last['dtype']}: watched at step {last['step']}, recommended scale {last['recommended_scale']:g}"
+    caption = (
+        f"in {last['dtype']}, watched at step {last['step']}; recommended loss scale {last['recommended_scale']:g}"
+    )
     if last["not_finite"]:
         caption += f", {last['not_finite']} values not finite"
     grid = Table(title=Text(title), caption=Text(caption), box=None, pad_edge=False, title_justify="left")
     width = min(40, columns // 4)
     grid.add_column("tensor", overflow="fold")
-    for name in ("vanished now", "0 as computed", "by step, to 100 %"):
+    for name in ("become 0", "were 0", "by step (full: 100 %)"):
         grid.add_column(name, no_wrap=True)
     for kind in ("activation_gradients", "gradients"):
         for path, share in last["vanished"][kind].items():
@@ -83,7 +86,7 @@ def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
 
 
 def live(console: Any, folder: Path, seconds: float = 2.0) -> None:
-    """Show a run until it has its summary or the user stops the command."""
+    """Show a run until it writes its summary or the user stops the command."""
     from rich.live import Live
 
     with Live(picture(console.width, *watched(folder)), console=console, auto_refresh=False) as display:

@@ -1,4 +1,4 @@
-"""Refuse an ``nnx.bridge.ToLinen`` of an NNX module without a policy."""
+"""Raise an error for an ``nnx.bridge.ToLinen`` whose NNX module has no policy."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from jaxmp.policy.patterns import Path
 
 
 def is_bridge(cls: type) -> bool:
-    """Return whether a class of modules is ``nnx.bridge.ToLinen``.
-
-    Subclasses count too.
-    """
+    """Return whether ``cls`` is ``nnx.bridge.ToLinen`` or a subclass of it."""
     return "flax.nnx" in sys.modules and issubclass(cls, sys.modules["flax.nnx"].bridge.ToLinen)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PolicyRequired:
-    """A constructor for ``nnx.bridge.ToLinen`` that requires a policy.
+    """A function that creates an NNX module and checks that the module has a policy.
 
-    It raises an error if the NNX module has no policy. Flax creates the module in each call, so its policy is not known
-    earlier.
+    It replaces ``make`` in the field ``nnx_class`` of an ``nnx.bridge.ToLinen``. Flax creates the NNX module anew in
+    each call of the ``ToLinen``, so its policy cannot be checked before the call.
+
+    Attributes:
+      make: the function that the author passed to ``ToLinen``.
+      path: the path of the ``ToLinen`` in the model.
     """
 
     make: Callable[..., Any]
@@ -37,7 +38,7 @@ class _PolicyRequired:
         return module
 
     def fail(self, name: str) -> NoReturn:
-        """Raise the error for an NNX module of a class with this name."""
+        """Raise the error; ``name`` is the name of the NNX module's class."""
         at = f"{'/'.join(self.path)!r}, " if self.path else ""
         raise ValueError(
             f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of {name}.\n"
@@ -49,7 +50,7 @@ class _PolicyRequired:
 def require_policy_in_bridge(module: Any, path: Path) -> None:
     """Raise a ValueError if a ``ToLinen`` wraps an NNX module without a policy.
 
-    The error may come only in the call, when Flax creates the module.
+    If the ``ToLinen`` has a function that creates the module, the error is raised when Flax calls the function.
     """
     make = module.nnx_class
     checked = _PolicyRequired(make, path)

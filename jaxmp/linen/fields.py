@@ -28,17 +28,20 @@ def replace_field(module: nn.Module, name: str, value: Any) -> None:
 def fill_dtypes(
     module: Any, defaults: Mapping[str, Any], policy: Policy, overridden: bool, container: bool
 ) -> dict[str, np.dtype]:
-    """Fill the dtype fields of ``module`` that have their defaults.
+    """Set the dtype fields of ``module`` that have their defaults from its policy.
 
-    Return the dtypes of both fields. An override fills them in any case. In a container, a ``dtype`` of None stays, so
-    that each submodule gets its own dtype.
+    If the policy comes from an override, fields with other values are set too. In a container, a ``dtype`` of None is
+    not set, so that each submodule gets its own dtype.
 
     Args:
       module: a module that is bound to a scope.
-      defaults: the defaults of its fields.
-      policy: its policy.
+      defaults: the defaults of the module's fields.
+      policy: the module's policy.
       overridden: whether the policy comes from an override.
-      container: whether it has submodules and no params.
+      container: whether the module has submodules and no params of its own.
+
+    Returns:
+      The dtypes of the fields ``param_dtype`` and ``dtype``. A field that the policy cannot set is left out.
     """
     dtypes = {}
     for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):

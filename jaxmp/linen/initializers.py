@@ -1,6 +1,6 @@
 """Trace initializers of Linen modules once, and in float32 where needed.
 
-JAX cannot run some initializers in half, such as an orthogonal one.
+JAX cannot run some initializers in half precision, such as the orthogonal one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxmp.linen.variables import PARAMS
 def trace_initializers_once(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:
     """Replace ``module.param`` by a function that traces equal initializers once.
 
-    Flax traces the initializer of every existing param to compare shapes. This takes a third of the time to trace a
-    transformer.
+    If a param exists, Flax traces its initializer only to compare shapes. Equal initializers with equal arguments give
+    equal shapes, so one trace is enough for all of them.
 
     Args:
       module: a module that is bound to a scope.
-      shapes: the shapes of the params so far, by initializer and arguments.
-      is_wide: whether half params are widened, for a module that is traced in float32.
+      shapes: the shapes that are known so far, by initializer and arguments.
+      is_wide: whether half-precision params are cast to float32, because the module is traced in float32.
     """
     make = type(module).param
     reference = weakref.ref(module)  # a cycle would keep tracers alive
@@ -46,9 +46,9 @@ def trace_initializers_once(module: Any, shapes: dict[Any, Any], is_wide: bool) 
 
 
 def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an initializer, unless an equal one ran before.
+    """Call an initializer, or return uninitialised arrays if its shapes are known.
 
-    If one did, return uninitialised arrays of the same shapes.
+    ``shapes`` has the shapes of earlier calls, by initializer and arguments.
     """
     call = init_fn, args, (*kwargs.items(),)
     try:
@@ -65,7 +65,7 @@ def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *a
 def _init(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an initializer, in float32 if it factorises a matrix.
 
-    JAX cannot factorise a matrix in half.
+    JAX cannot factorise a half-precision matrix.
     """
     half = next((np.dtype(arg) for arg in jax.tree.leaves((args, kwargs)) if _is_half_dtype(arg)), None)
     if half is None:
@@ -79,14 +79,14 @@ def _init(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _is_half_dtype(arg: Any) -> bool:
-    """Return whether an argument of an initializer is a half dtype."""
+    """Return whether an argument of an initializer is a half-precision dtype."""
     return isinstance(arg, (type, np.dtype)) and is_half(arg)
 
 
 def _factorises(make: Callable[[Any], Any], key: Any) -> bool:
     """Return whether ``make`` factorises a matrix.
 
-    For example, an orthogonal initializer has a QR factorisation.
+    For example, the orthogonal initializer computes a QR factorisation.
     """
     try:
         program = jax.make_jaxpr(make)(key)

@@ -1,9 +1,9 @@
 """Policies for Flax Linen modules, without changes to their code.
 
-:func:`apply_policy` returns an instance of a subclass of the module's class. Calls of its methods from outside run
-under its policies (see ``jaxmp/linen/run.py``). Names and scopes do not change, so the variables are those of the
-original module. Fields are set on the clones that Linen creates for one ``init`` or ``apply``, never on the user's
-objects.
+:func:`apply_policy` returns an instance of a subclass of the module's class. This module is the root. If code outside
+of the root calls one of its methods, the method runs under the policies (see ``jaxmp/linen/run.py``). Names and scopes
+do not change, so the variables are those of the original module. Fields are set on the clones that Linen creates for
+one ``init`` or ``apply``, never on the user's objects.
 """
 
 from __future__ import annotations
@@ -40,33 +40,35 @@ M = TypeVar("M", bound=nn.Module)
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``module`` under a policy, with the same fields, methods and variables.
 
-    Params are stored in the param dtype. Every submodule computes in the compute dtype of its policy, and the root's
-    result is cast to the output dtype. The collections ``cache``, ``intermediates`` and ``perturbations`` have the
-    dtypes of the computed values. Batch statistics and all other collections keep their dtypes. Initializers that JAX
-    cannot run in half, such as the orthogonal one, run in float32.
+    Params are stored in the param dtype. Every submodule computes in the compute dtype of its policy, and the result
+    of ``module`` is cast to the output dtype. The collections ``cache``, ``intermediates`` and ``perturbations`` have
+    the dtypes of the computed values. Batch statistics and all other collections keep their dtypes. Initializers that
+    JAX cannot run in half precision, such as the orthogonal one, run in float32.
 
-    A module with a ``dtype`` field, such as ``nn.Dense``, computes in that dtype as Flax defines it. In a module
-    without one, the results of its layers are half. If such a module has its own params, it is traced in float32, and
-    the rules of :func:`jaxmp.autocast` decide the dtype of each operation. Otherwise its operations have the dtypes of
-    their inputs, so ``jnp.mean`` of half returns half. If you set a ``dtype`` or ``param_dtype`` that differs from the
-    class's default, the module keeps it, unless an override matches the module. A submodule that already has a policy
-    keeps it.
+    A module with a ``dtype`` field, such as ``nn.Dense``, computes in that dtype as Flax defines it. If you set a
+    ``dtype`` or ``param_dtype`` that differs from the class's default, the module keeps it, unless an override matches
+    the module. A submodule that already has a policy keeps its policy.
 
-    Gradients of params are summed in float32. A loop's carry keeps the dtype of its initial value. For this, call JAX's
-    loops by their full names, such as ``jax.lax.scan``. The model is traced as under ``jax.jit``, so its Python code
-    cannot branch on values of arrays.
+    In a module without a ``dtype`` field, the results of layers are half precision. If such a module has params of its
+    own, it is traced in float32, and the rules of :func:`jaxmp.autocast` decide the dtype of each operation. If it has
+    none, each operation has the dtype of its inputs, so ``jnp.mean`` of a float16 array returns float16.
+
+    Gradients of params are summed in float32. A loop's carry keeps the dtype of its initial value, because jaxmp
+    replaces JAX's loops while the model is traced. So call these loops by their full names, such as ``jax.lax.scan``.
+    The model is traced as under ``jax.jit``, so its Python code cannot branch on values of arrays.
 
     Args:
       module: any Linen module, which you may also nest in another. A new policy replaces an earlier one.
       policy: anything that :func:`jaxmp.get_policy` reads.
       overrides: a mapping from pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may
-        begin with the name of the root, as in the output of :mod:`jaxmp.inspect`: ``Net/head`` means ``head``.
+        begin with the name of ``module`` (its class, if it has no name), as paths in the output of
+        :mod:`jaxmp.inspect` do: ``Net/head`` means ``head``.
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
       ValueError: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps an NNX module without a policy; or the
         half policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that
-        runs all modules). The error is raised when the module runs, because only then its submodules exist.
+        runs all modules). These errors are raised when the module runs, because its submodules do not exist earlier.
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -89,16 +91,17 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
     Args:
       module: any Linen module, which you may also nest in another. Autocast replaces an earlier policy.
       policy: any policy of :func:`jaxmp.get_policy` that computes in float16 or bfloat16.
-      overrides: a mapping from pattern to ``"float32"``, ``"half"``, or a policy that computes in one of these. A
-        pattern is written as for :class:`jaxmp.PolicyMap`. For operations, it is a key of :func:`jaxmp.autocast`, such
-        as ``"primitive:exp"``.
+      overrides: a mapping from pattern to ``"float32"``, to ``"half"``, or to a policy that computes in float32 or in
+        the half dtype of ``policy``. Patterns for modules are those of :class:`jaxmp.PolicyMap`. Patterns for
+        operations are the keys of :func:`jaxmp.autocast`, such as ``"primitive:exp"``.
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
       ValueError: the policy does not compute in half; an override computes neither in the policy's half dtype nor in
         float32; an override names an unknown primitive or class. When the module runs: a pattern matched no module and
         no variable; an override matched no operation; or overrides of modules, of ``"class:half"`` or of ``"class:*"``
-        keep every product in float32. (The override ``{"primitive:dot_general": "float32"}`` is allowed.)
+        keep every product in float32. (Overrides of primitives, such as ``{"primitive:dot_general": "float32"}``, may
+        do so.)
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -113,7 +116,7 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
 def _under(module: M, root: Root, name: str) -> M:
     """Return ``module`` under the policies of ``root``.
 
-    ``name`` is the called function of ``jaxmp.linen``, for an error.
+    ``name`` is the name of the public function that the user called, for the error message.
     """
     if not isinstance(module, nn.Module):
         raise wrong_model(module, "linen", name)
@@ -123,9 +126,9 @@ def _under(module: M, root: Root, name: str) -> M:
 
 
 class _Policied(Hooks):
-    """A mixin for the class of a module under a policy.
+    """A mixin for the class of a root.
 
-    A call of a method from outside starts a run.
+    If code outside of the root calls one of its methods, a run starts (see ``jaxmp/linen/run.py``).
     """
 
     jaxmp_root: Root
@@ -133,17 +136,19 @@ class _Policied(Hooks):
     def jaxmp_call(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
-        """Return ``call()``, as a separate run if the call comes from outside."""
+        """Return ``call()``; start a run if the call comes from outside of the root."""
         if policies_off.value or self.scope is None or is_checked(self):
             return call()
         if (run := run_with_root(self)) is not None:
             run.copy = weakref.ref(self)
             run.decide(self)  # before its submodules get scopes
             return call()
-        check, _in_engine.is_on = _in_engine.is_on, None
-        creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
-        bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
-        if not (creates or check or name == "setup"):
+        check, _engine_check.value = _engine_check.value, None
+        creates_params = self.is_initializing() or (
+            self.is_mutable_collection("params") and not self.variables.get("params")
+        )
+        bare_variables = _bare_variables(self, method, args, kwargs) if creates_params and name != "setup" else None
+        if not (creates_params or check or name == "setup"):
             check = ProductsCheck(self.jaxmp_root.policies.root)
             lifted = functools.partial(_through_engine, self.jaxmp_root, check)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
@@ -167,7 +172,7 @@ class _Policied(Hooks):
         check = ProductsCheck(self.jaxmp_root.policies.root)
 
         def pure(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
-            with _in_engine.turned(check):
+            with _engine_check.replaced(check):
                 return bare(variables, *args, rngs=rngs, **kwargs)
 
         call, rules = (variables, args, rngs, kwargs), self.jaxmp_root.rules(check.decided)
@@ -181,11 +186,11 @@ class _Policied(Hooks):
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
 
     def clone(self, **kwargs: Any) -> Any:
-        with _views.turned(False):
+        with _returns_views.replaced(False):
             return super().clone(**kwargs)
 
-    # `model.bind(variables).encoder(x)` calls a submodule while no method of the root runs. The submodule must have the
-    # same policies.
+    # `model.bind(variables).encoder(x)` calls a submodule while no method of the root runs. So the attribute `encoder`
+    # is returned as a root with the same policies.
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         return value if is_running() or policies_off.value else _view(self, name, value)
@@ -204,7 +209,7 @@ class _Policied(Hooks):
 
 
 def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a scope that runs through the engine."""
+    """Return ``fun``, a function of a scope, as a function that the engine rewrites."""
 
     def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
@@ -216,12 +221,13 @@ def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -
     return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
 
 
-# Linen's wrapper of every method. A method with a lifted transform, or of a transformed class, has another wrapper.
+# The code of Linen's wrapper of methods. A method with a lifted transform has another wrapper, and so have the methods
+# of a transformed class.
 _WRAPPER = nn.Dense.__call__.__code__
 
 
 def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
-    """Return ``method`` so that calls from outside run under its module's policies."""
+    """Wrap ``method`` so that calls from outside of the root run under its policies."""
 
     @functools.wraps(method)
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,9 +237,9 @@ def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any
 
 
 def _as_one_run(method: Any) -> Any:
-    """Return ``method`` for ``apply``.
+    """Return the argument ``method`` of ``apply``; wrap a function as one run.
 
-    A function that calls several methods is one run.
+    A function may call several methods of the module. A method, and the name of one, are returned unchanged.
     """
     is_method = method is None or isinstance(method, str) or inspect.ismethod(method)
     return method if is_method or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
@@ -242,16 +248,16 @@ def _as_one_run(method: Any) -> Any:
 def _policied_class(base: Any, root: Root) -> Any:
     """Return the subclass of ``base`` under the policies of ``root``.
 
-    Equal roots have the same class.
+    The class is created once and returned again for equal roots.
     """
     known = _classes_of(base)
     return known.get(root) or known.setdefault(root, _make_class(base, root))
 
 
 class _Classes(dict[Root, Any]):
-    """The subclasses of ``base`` by their roots.
+    """The subclasses of the class ``base`` under policies, by their roots.
 
-    A pickle of ``base`` contains none of them.
+    If ``base`` is pickled by value, its pickle does not contain these subclasses.
     """
 
     def __init__(self, base: Any) -> None:
@@ -263,7 +269,7 @@ class _Classes(dict[Root, Any]):
 
 
 def _classes_of(base: Any) -> _Classes:
-    """Return the subclasses of ``base`` under policies."""
+    """Return the subclasses of ``base`` under policies, by their roots."""
     if "_jaxmp_classes" not in vars(base):
         base._jaxmp_classes = _Classes(base)  # a global cache would keep every class alive
     known: _Classes = vars(base)["_jaxmp_classes"]
@@ -273,7 +279,8 @@ def _classes_of(base: Any) -> _Classes:
 def _make_class(base: Any, root: Root) -> Any:
     """Create the subclass of ``base`` under the policies of ``root``."""
 
-    # Not a field of the module: lifted transforms pass the fields of one class to the constructor of another.
+    # The root is an attribute of the class and not a field: lifted transforms pass the fields of a module to the
+    # constructor of another class.
     class Policied(_Policied, base):
         jaxmp_root = root
         jaxmp_programs: ClassVar[dict[Any, Any]] = {}
@@ -291,14 +298,14 @@ def _make_class(base: Any, root: Root) -> Any:
 
 
 def _base(cls: Any) -> Any:
-    """Return the author's class of a module."""
+    """Return the class that the author wrote, for a class with or without a policy."""
     return next(base for base in cls.__mro__ if not issubclass(base, Hooks))
 
 
 def _author_fields(module: Any) -> dict[str, Any]:
-    """Return the fields of a module with the author's values."""
+    """Return the fields of a module with the values that the author set."""
     names = [field.name for field in dataclasses.fields(module) if field.init]
-    with _views.turned(False):
+    with _returns_views.replaced(False):
         fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
     return {**fields, **replaced_fields(module)}
 
@@ -316,10 +323,11 @@ def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
 def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
     """Return a function that initialises the variables without policies.
 
-    It uses the path and the rngs of the module's scope.
+    The variables have the same initial values as in the run, because the function uses the path and the rngs of the
+    module's scope.
     """
     scope = module.scope
-    fields = _author_fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # as they are before the run
+    fields = _author_fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # the run changes the fields
 
     def make() -> Variables:
         bare = Scope({}, rngs=scope.rngs, mutable=scope.mutable, path=scope.path, flags={"initializing": True})
@@ -330,34 +338,36 @@ def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: 
     return make
 
 
-class _Switch(threading.local):
-    """A thread-local switch."""
+class _ThreadValue(threading.local):
+    """A value that each thread has for itself."""
 
-    def __init__(self, is_on: Any) -> None:
-        self.is_on = is_on
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     @contextlib.contextmanager
-    def turned(self, is_on: Any) -> Iterator[None]:
-        """Turn the switch on or off inside of the context."""
-        before, self.is_on = self.is_on, is_on
+    def replaced(self, value: Any) -> Iterator[None]:
+        """Replace the value inside of the context."""
+        before, self.value = self.value, value
         try:
             yield
         finally:
-            self.is_on = before
+            self.value = before
 
 
-_in_engine = _Switch(None)  # the check of the engine's trace in which the next run of a root begins, or None
-_views = _Switch(True)  # whether attributes of a bound module are returned under its policies
+# If the engine is tracing the next run, the check to which the run reports its modules; otherwise None.
+_engine_check = _ThreadValue(None)
+# Whether modules that are attributes of a bound module are returned under its policies.
+_returns_views = _ThreadValue(True)
 
 
 def _view(parent: Any, name: str, value: Any) -> Any:
-    """Return an attribute of a bound module.
+    """Return the attribute ``name`` of ``parent``, a bound module under policies.
 
-    Modules in it are under the policies of ``parent``.
+    Modules in ``value`` get the policies of ``parent``, unless they have policies already. Other values are unchanged.
     """
     if not isinstance(value, (nn.Module, list, tuple, Mapping)) or name.startswith("_") or name == "parent":
         return value
-    if parent.scope is None or not _views.is_on:
+    if parent.scope is None or not _returns_views.value:
         return value
 
     def view(child: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The policies of a Linen module, and the flags that mark the modules below it.
+"""Roots, and the flags of Linen scopes that show to which root a module belongs.
 
-Linen passes the flags of a scope on to every scope below, also through lifted transforms. They are part of the cache
-key of ``nn.jit``.
+A root is a module to which the user applied policies or autocast. Linen copies the flags of a scope to every scope that
+is created below it, also in lifted transforms. The flags are part of the cache key of ``nn.jit``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policy_map import PolicyMap
 
-ROOT_FLAG = "jaxmp_root"  # the hash of the root of a scope
-OUTER_FLAG = "jaxmp_outer"  # the hash of the root around it
+ROOT_FLAG = "jaxmp_root"  # the hash of the innermost root that the scope belongs to
+OUTER_FLAG = "jaxmp_outer"  # the hash of the next root outside of that root, if there is one
 POLICY_FLAG = "jaxmp_policy"  # keeps nn.jit from sharing a trace between modules of different policies
 
 
 @dataclasses.dataclass(frozen=True)
 class Root:
-    """The policies of a module.
+    """The policies of a root.
 
     Attributes:
-      policies: the policies, or the overrides of autocast.
-      prefix: the path of the module, if it is an attribute of a bound parent.
-      autocast: whether autocast decides, which does not change fields or params.
-      operations: the overrides of operations under autocast.
+      policies: the policy of the root and its overrides for modules.
+      prefix: the path from the model with the policies to this module. It is empty, except for a submodule of a bound
+        model, such as ``model.bind(variables).encoder``.
+      autocast: whether the root runs under autocast, which does not change fields and params.
+      operations: the overrides for operations under autocast.
     """
 
     policies: PolicyMap
@@ -42,7 +43,7 @@ class Root:
     def rules(self, decided: Callable[[Any], object]) -> Rules:
         """Return the rules for the engine.
 
-        Except under autocast, each module has its own half dtype.
+        Under autocast they have the half dtype of the whole model. Otherwise each module has its own half dtype.
         """
         if not self.autocast:
             return Rules(None, decided=decided)
@@ -50,9 +51,9 @@ class Root:
         return Rules(self.policies.compute_dtype, dict(self.operations), float8=recipe, decided=decided)
 
     def mark(self, module: nn.Module) -> None:
-        """Mark the scope of ``module`` as part of this root.
+        """Set the flag of this root on the scope of ``module``.
 
-        Scopes that are created below it inherit the mark.
+        Scopes that are created below it inherit the flag.
         """
         scope: Any = module.scope
         if scope.flags.get(ROOT_FLAG, hash(self)) != hash(self):
@@ -61,6 +62,6 @@ class Root:
 
 
 def set_flag(scope: Scope, name: str, value: int) -> None:
-    """Set a flag of a scope; scopes that are created below it will inherit the flag."""
+    """Set a flag of a scope; scopes that are created below it later inherit the flag."""
     if scope.flags.get(name) != value:
         scope.flags = scope.flags.copy({name: value})

@@ -1,9 +1,12 @@
 """A run of a Linen module under policies.
 
-It lasts from the call of the root's method to its return. During the run, a method interceptor handles all calls of
-modules of the root. Before a module's first method runs, its ``dtype`` and ``param_dtype`` fields are set from its
-policy. While a method runs, a mark on JAX's name stack tells the engine whether it computes as written or as the engine
-decides. A flag in its scope marks a module as part of the root (see ``jaxmp/linen/root.py``).
+The root is the module to which the user applied the policies. A run lasts from the call of one of the root's methods to
+its return. During the run, a method interceptor handles every method call of the root and of the modules below it. A
+flag in a module's scope shows to which root the module belongs (see ``jaxmp/linen/root.py``).
+
+The decision for a module says how the module computes. It is made before the first method of the module runs. It sets
+the ``dtype`` and ``param_dtype`` fields of the module. While a method runs, a scope on JAX's name stack (a mark) tells
+the engine whether the method computes as written or as the engine decides.
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ from jaxmp.linen.variables import (
 from jaxmp.policy.patterns import Path, is_class_pattern
 from jaxmp.policy.policies import Policy
 
-_NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # fields without modules
-_DECISION = "_jaxmp_decision"  # the attribute of a module with its decision
+_NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # these contain no modules
+_DECISION = "_jaxmp_decision"  # the attribute of a module that stores its decision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +59,8 @@ class _LinenDecision(Treatment):
     """How a Linen module computes.
 
     Attributes:
-      key: a key that is equal for two modules if ``nn.jit`` may share a trace between them.
-      param_dtype: the dtype of stored params; None if params keep their initial dtypes.
+      key: an integer; ``nn.jit`` may share a trace between two modules if their keys are equal.
+      param_dtype: the dtype in which params are stored; None if they keep the dtypes of their initializers.
     """
 
     key: int
@@ -74,9 +77,10 @@ class _LinenCall:
     decision: Treatment
 
     def is_around(self, run: RootRun, module: nn.Module) -> bool:
-        """Return whether a call of ``module`` inside this one is part of it.
+        """Return whether a call of ``module`` inside of this call is a part of this call.
 
-        Helper methods and the bodies of lifted transforms are part of the call around them.
+        That is so if a module calls its own helper method, or the body of its lifted transform. The arguments and the
+        result of such an inner call are not cast.
         """
         related = isinstance(module, type(self.module)) or isinstance(self.module, type(module))
         return self.run is run and self.path == module.path and related
@@ -90,7 +94,7 @@ class _Running(threading.local):
         self.frames: list[_LinenCall] = []
 
     def run_of(self, module: nn.Module) -> RootRun | None:
-        """Return the innermost run of ``module``'s root."""
+        """Return the innermost active run of the root that ``module`` belongs to."""
         if module.scope is None or ROOT_FLAG not in module.scope.flags:
             return None
         token, path = module.scope.flags[ROOT_FLAG], module.path
@@ -115,14 +119,14 @@ def is_running() -> bool:
 
 
 def run_with_root(module: nn.Module) -> RootRun | None:
-    """Return the active run with ``module`` as its root, or None."""
+    """Return the active run whose root is ``module``, or None."""
     run = _running.run_of(module)
     return run if run is not None and run.path == module.path else None
 
 
 @contextlib.contextmanager
 def running(run: RootRun) -> Iterator[RootRun]:
-    """Enter ``run``, and check it at the end."""
+    """Make ``run`` active inside of the context, and finish it at the end."""
     outer_token = run.module.scope.flags.get(OUTER_FLAG)
     for outer in _running.runs:
         if outer.token == outer_token and outer.covers(run.path):
@@ -142,9 +146,9 @@ def running(run: RootRun) -> Iterator[RootRun]:
 
 
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-    """Call a method of a module in the run that the module belongs to."""
+    """Call a method of a module under the decision of its run."""
     run = _running.run_of(context.module)
-    if run is None:  # a model with a separate ``apply`` inside of another
+    if run is None:  # the module has no policy, because code in the run calls ``apply`` of another model
         with computing(None):
             return next_fun(*args, **kwargs)
     return run.call(context.module, context.method_name, next_fun, args, kwargs)
@@ -155,9 +159,9 @@ class RootRun:
 
     Args:
       module: the root, bound to a scope.
-      root: its policies.
-      make_variables: a function that initialises the variables without policies; None if they exist already.
-      method: the name of the running method; None if it is a function that calls several methods.
+      root: the policies of the root.
+      make_variables: a function that initialises the variables without policies; None if the variables exist already.
+      method: the name of the root's method that runs; None for a function that may call several methods.
     """
 
     def __init__(
@@ -171,11 +175,11 @@ class RootRun:
         self.variables = self._foresee() if make_variables else module.variables
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _LinenDecision] = {}
-        self.shapes: dict[Any, Any] = {}  # the shapes of initial values
+        self.shapes: dict[Any, Any] = {}  # the shapes of initial values, by initializer and arguments
         self.defaults: dict[type, dict[str, Any]] = {}  # the defaults of the fields, by class
-        self.called: dict[Path, Reason | None] = {}  # the reasons why modules are not half, or None
-        self.not_half: list[NotHalf] = []  # set at the end of an outermost run that called every module
-        self.nested: list[Path] = []
+        self.called: dict[Path, Reason | None] = {}  # for each called module, why it is not half; None if it is half
+        self.not_half: list[NotHalf] = []  # filled at the end of an outermost run that called every module
+        self.nested: list[Path] = []  # the paths of roots and bridges below this root
         config: Any = jax.config
         self.ambient_precision = config.jax_default_matmul_precision
         kinds = [is_class_pattern(pattern) for pattern in root.policies.patterns]
@@ -188,7 +192,7 @@ class RootRun:
     def _foresee(self) -> Variables | None:
         """Return the shapes of the variables that the run will initialise.
 
-        Return None if that fails.
+        Return None if they cannot be computed.
         """
         assert self.make_variables is not None
         try:
@@ -197,9 +201,9 @@ class RootRun:
             return None
 
     def _at(self, path: Path) -> Variables | None:
-        """Return the collections at ``path``, or None if they are unknown.
+        """Return the collections of the module at ``path``, or None if they are unknown.
 
-        If the run initialises them, these are their expected shapes.
+        If the run initialises the variables, the collections have shapes in place of arrays.
         """
         if self.variables is None:
             return None
@@ -208,16 +212,16 @@ class RootRun:
 
     # --- decisions ---
 
-    def decide(self, module: nn.Module, born_in: Scope | None = None) -> _LinenDecision:
+    def decide(self, module: nn.Module, new_scope: Scope | None = None) -> _LinenDecision:
         """Return the decision for ``module``.
 
-        The first call for a module decides, and fills its fields.
+        The first call for a module makes the decision and sets the dtype fields of the module.
 
         Args:
           module: a module of this run.
-          born_in: its future scope, if it has none yet.
+          new_scope: the scope that Linen is about to give to the module; None if the module has its scope already.
         """
-        scope: Any = born_in or module.scope
+        scope: Any = new_scope or module.scope
         path = scope.path[len(self.path) :]
         self.classes.setdefault(self.prefix + path, type(module))
         decision = vars(module).get(_DECISION)
@@ -231,7 +235,7 @@ class RootRun:
         return decision
 
     def _decide(self, module: Any, path: Path) -> _LinenDecision:
-        """Return the decision for ``module``, and fill its fields."""
+        """Make the decision for ``module``, and set its dtype fields."""
         policy, pattern = self.policies.resolve(self.prefix + path, self._classes_around(module, path))
         is_overridden = pattern is not None
         mode: Mode = "autocast"
@@ -255,14 +259,12 @@ class RootRun:
     def _fill_fields(
         self, module: Any, path: Path, policy: Policy, is_overridden: bool
     ) -> tuple[Mode, dict[str, np.dtype]]:
-        """Fill the dtype fields of ``module``.
-
-        Return how it computes, and the dtypes of its fields.
-        """
+        """Set the dtype fields of ``module``; return its mode and their dtypes."""
         collections = self._at(path)
         is_parent = collections is not None and has_children(collections)
         owns_params = collections is None or bool(own_leaves(collections.get(PARAMS, {})))
-        # The dtype of a container stays None, because each submodule gets its own. A cell is a single computation.
+        # The dtype of a container stays None, so that each submodule gets its own dtype. A recurrent cell has
+        # submodules too, but it computes in one dtype.
         is_container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
         defaults = self._defaults_of(module)
         dtypes = fill_dtypes(module, defaults, policy, is_overridden, is_container)
@@ -273,9 +275,9 @@ class RootRun:
         return None, dtypes
 
     def _classes_around(self, module: Any, path: Path) -> Mapping[Path, type | tuple[type, ...]]:
-        """Return the classes of modules by path.
+        """Return the classes of ``module`` and of the modules around it, by path.
 
-        Several modules around ``module`` may share a scope; their path has all their classes.
+        Modules that share a scope have one path with several classes.
         """
         if not self.by_class:
             return self.classes
@@ -300,7 +302,7 @@ class RootRun:
     # --- calls ---
 
     def call(self, module: nn.Module, method: str, next_fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a method of ``module``, a module of this run, under its decision."""
+        """Call a method of ``module``, which belongs to this run, under its decision."""
         decision = self.decide(module)
         if method == "setup":
             next_fun(*args, **kwargs)
@@ -317,9 +319,9 @@ class RootRun:
     def _call_treated(
         self, module: nn.Module, decision: _LinenDecision, next_fun: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call a method in the dtypes of its decision.
+        """Call a method of ``module`` under ``decision``.
 
-        Return its result in the dtypes that its caller expects.
+        Return the result in the dtypes that the calling module expects.
         """
         caller = _running.frames[-1] if _running.frames else None
         parent = caller.decision if caller is not None and caller.run is self else None
@@ -345,15 +347,19 @@ class RootRun:
         return result
 
     def cast_output(self, result: Any) -> Any:
-        """Return the result of the root in the policy's output dtype."""
+        """Cast the result of the root to the policy's output dtype.
+
+        Under autocast, and in a submodule of a bound model, nothing is cast.
+        """
         return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
 
     def _decide_children(self, module: nn.Module) -> None:
-        """Decide for submodules before they are called.
+        """Make the decisions for the submodules of ``module`` before they are called.
 
-        A parent may read their dtypes, or call a method that Linen does not wrap.
+        The module may read the dtype fields of a submodule, or call a method of it that Linen does not intercept.
         """
-        # In the engine's trace the parent is a copy; its attributes are bound, but not registered.
+        # In the engine's trace the module is a copy. Linen has bound its submodules, but has not registered them as its
+        # children.
         attributes = [vars(module).get(name) for name in self._defaults_of(module) if name not in ("parent", "name")]
         attributes = [value for value in attributes if not isinstance(value, _NO_MODULES)]
         in_fields = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
@@ -364,16 +370,16 @@ class RootRun:
     # --- the end of the run ---
 
     def finish(self) -> None:
-        """Store params in their param dtypes, and check the patterns, after the run."""
+        """Cast initialised params to their param dtypes, and check the patterns."""
         if self.make_variables is not None:
             store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
-                return  # only some of the variables were initialised, and patterns may match the others
+                return  # a pattern may match a module whose variables this method did not initialise
         if self.method != "setup" and not self.prefix:
             self._check()
 
     def _param_dtype(self, path: Path) -> np.dtype | None:
-        """Return the param dtype of the innermost module around ``path``.
+        """Return the param dtype of the innermost module around the param at ``path``.
 
         Return None if the param is not cast.
         """
@@ -386,7 +392,7 @@ class RootRun:
     def _check(self) -> None:
         """Raise an error if a pattern matched nothing.
 
-        If all modules of the model ran, record those that are not half.
+        If every module of the model ran, record the modules that do not compute in half precision.
         """
         variables = {name: nn.unbox(collection) for name, collection in self.module.variables.items()}
         bridges = [path for path, cls in self.classes.items() if is_bridge(cls)]
@@ -404,7 +410,7 @@ class RootRun:
             self._note_not_half(matrices)
 
     def _note_not_half(self, matrices: set[Path]) -> None:
-        """Record the modules that are not half.
+        """Record the called modules that do not compute in half precision.
 
         ``matrices`` are the paths of the modules that have a param with two or more axes.
         """
@@ -415,7 +421,10 @@ class RootRun:
 
 
 def _outside(bridges: Iterable[Path], path: Path) -> Path:
-    """Return a variable's path without the modules inside its ``nnx.bridge.ToLinen``."""
+    """Return the path of a variable without the modules inside of a bridge.
+
+    ``bridges`` are the paths of the modules of the class ``nnx.bridge.ToLinen``.
+    """
     for bridge in bridges:
         if path[: len(bridge)] == bridge:
             return (*bridge, path[-1])
@@ -423,7 +432,7 @@ def _outside(bridges: Iterable[Path], path: Path) -> Path:
 
 
 def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
-    """Decide for a module, and then create its scope as ``scope.push`` does."""
+    """Create the scope of a submodule as ``scope.push`` does, and make its decision."""
     child_scope = Scope.push(scope(), name, *args, **kwargs)
     parent = module()
     child = children_of(parent).get(child_scope.name) if parent is not None else None

@@ -1,4 +1,4 @@
-"""Keep variables of Linen modules in their dtypes without a policy."""
+"""Store variables of Linen modules in the dtypes that they have without a policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from jaxmp.policy.patterns import Path
 
 Variables = Mapping[str, Any]
 PARAMS = "params"
-# Collections of computed values, in their computed dtypes. All others have the dtypes of the module without a policy.
+# The collections of computed values, which keep the dtypes in which they were computed. All other collections have the
+# dtypes of the module without a policy. A module that is traced in float32 casts the collections of _COMPUTED to its
+# compute dtype.
 _COMPUTED = ("cache", "intermediates")
 _ACTIVATIONS = (*_COMPUTED, "perturbations")
 
@@ -29,7 +31,7 @@ def leaves(collection: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _path_of_keys(keys: Any) -> Path:
-    """Return a path of JAX as strings."""
+    """Return a key path of JAX as a tuple of strings."""
     return tuple(_tree.path_name((key,)) for key in keys)
 
 
@@ -51,9 +53,10 @@ def has_children(collections: Variables) -> bool:
 
 
 def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -> None:
-    """Store a method's writes in the dtypes of the module without a policy.
+    """Cast changed variables to the dtypes that they have without a policy.
 
-    If there were values ``before``, their dtypes are used.
+    A variable that existed ``before`` the method keeps its dtype. A new half-precision variable is cast to float32. The
+    collections of computed values are an exception (see ``_ACTIVATIONS``).
     """
     for name in list(module.variables):
         if name == PARAMS or not module.is_mutable_collection(name):
@@ -74,15 +77,15 @@ def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -
 def store_params(
     module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
 ) -> None:
-    """Store initialised params in their param dtypes.
+    """Cast the initialised params of ``module`` and its submodules to their dtypes.
 
-    These are the params of ``module`` and of the modules below it. Params that have been rounded, as by
-    ``nn.map_variables``, are initialised again without policies.
+    A param that was rounded to fewer bits than its param dtype, for example in ``nn.map_variables``, is initialised
+    again without policies.
 
     Args:
       module: a module that is bound to a scope.
-      wanted: a function from path to param dtype; None leaves a param alone.
-      foreseen: the shapes of the variables without policies.
+      wanted: a function from the path of a param to its param dtype, or to None for a param that is not cast.
+      foreseen: the shapes and dtypes that the variables have without policies.
       make_bare: a function that initialises the variables without policies.
     """
     if not module.is_mutable_collection(PARAMS):

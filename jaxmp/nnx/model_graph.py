@@ -16,7 +16,7 @@ from jaxmp.nnx.run import bare_class, decision_of
 from jaxmp.policy.patterns import Path
 
 _DTYPES = ("param_dtype", "dtype")
-_WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # these write Params of another module, in its dtype
+_WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # these cast the Params of the wrapped layer to their ``dtype``
 
 
 @dataclasses.dataclass(eq=False)
@@ -25,9 +25,9 @@ class ModuleNode:
 
     Attributes:
       module: the module.
-      paths: all paths that lead to it; a shared module has several.
+      paths: all paths of the module; a shared module has several.
       around: the modules that contain it, along the first path.
-      dtypes: its floating ``dtype`` and ``param_dtype`` attributes, as the author set them.
+      dtypes: its ``dtype`` and ``param_dtype`` attributes as the author set them, if they are floating or None.
     """
 
     module: Any
@@ -38,17 +38,19 @@ class ModuleNode:
     def is_filled(self, name: str, overridden: bool) -> bool:
         """Return whether a policy sets the attribute ``name``.
 
-        An override always sets it. Any other policy sets it if the attribute has its default, or the default of a
-        containing module, because that module's constructor may have passed its default on.
+        A policy from an override always sets it. Any other policy sets it if the attribute has its default. The default
+        of a containing module counts too, because the constructor of that module may have passed it on. The ``dtype``
+        of ``nnx.WeightNorm`` and ``nnx.SpectralNorm`` is never set, because they would store the Params of their layer
+        in it.
         """
         if name == "dtype" and isinstance(self.module, _WRITE_PARAMS):
             return False
-        written = self.dtypes[name]
-        if overridden or is_default(written, _default(self.module, name)):
+        dtype = self.dtypes[name]
+        if overridden or is_default(dtype, _default(self.module, name)):
             return True
         for outer in self.around:
             default = _default(outer.module, name)
-            if default is None or not is_floating(default) or np.dtype(default) != np.dtype(written):
+            if default is None or not is_floating(default) or np.dtype(default) != np.dtype(dtype):
                 continue
             if is_default(outer.dtypes.get(name, default), default):
                 return True
@@ -59,9 +61,9 @@ class ModuleNode:
         return [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
 
     def has_matrix(self) -> bool:
-        """Return whether products may read a Param of the module.
+        """Return whether a product may read a Param of the module.
 
-        They may if the module wraps a Linen module.
+        For a module that wraps a Linen module, the answer is always yes.
         """
         leaves = jax.tree.leaves([var.get_raw_value() for var in self.own_params()])
         is_matrix = any(len(getattr(leaf, "shape", ())) >= 2 for leaf in leaves)
@@ -73,14 +75,11 @@ class ModuleNode:
         return isinstance(self.module, nnx.bridge.ToNNX)
 
     def has_linen_policy(self) -> bool:
-        """Return whether the Linen module inside has its own policy."""
+        """Return whether the wrapped Linen module has a policy."""
         return hasattr(self.module.to_nnx__module, "jaxmp_root")
 
     def is_parent(self) -> bool:
-        """Return whether a submodule has Variables.
-
-        The state of random number generators does not count.
-        """
+        """Return whether a submodule has Variables, except those of random generators."""
         below = [module for path, module in modules_in(self.module) if path and is_module(module)]
         return any(not isinstance(var, nnx.RngState) for module in below for var in own_variables(module))
 
@@ -92,8 +91,8 @@ class ModuleGraph:
     Attributes:
       nodes: the modules that get a policy, the model itself first.
       classes: the classes of all modules, by path.
-      variables: the paths of all Variables, except those of Linen modules.
-      nested: the modules that already have a policy.
+      variables: the paths of all Variables, except those of wrapped Linen modules.
+      nested: the submodules to which a policy was applied earlier.
     """
 
     nodes: list[ModuleNode]
@@ -121,7 +120,7 @@ def read_graph(model: nnx.Module) -> ModuleGraph:
                 return
             node = nodes.setdefault(id(value), ModuleNode(value, [], around, _author_dtypes(value)))
             node.paths.append(path)
-            if node.wraps_linen:  # patterns do not match modules inside
+            if node.wraps_linen:  # patterns do not match modules inside of it
                 if node.has_linen_policy():
                     graph.nested.append(value)
                 return
@@ -135,20 +134,23 @@ def read_graph(model: nnx.Module) -> ModuleGraph:
 
 
 def _author_dtypes(module: nnx.Module) -> dict[str, Any]:
-    """Return the floating dtype attributes of a module, as its author wrote them."""
+    """Return the ``dtype`` and ``param_dtype`` of a module as the author set them.
+
+    Only floating dtypes and None are included.
+    """
     decision = decision_of(module)
     attributes = vars(module) | dict(decision.replaced if decision is not None else ())
     dtypes = {name: attributes[name] for name in _DTYPES if name in attributes and is_floating(attributes[name])}
-    # An Embed without a dtype sets its dtype to that of its params.
+    # If the author passes no dtype to an Embed, its constructor sets `dtype` to the `param_dtype`.
     if isinstance(module, nnx.Embed) and dtypes.get("dtype") == dtypes.get("param_dtype"):
         dtypes["dtype"] = None
     return dtypes
 
 
 def _default(module: nnx.Module, name: str) -> Any:
-    """Return the default of the constructor's argument ``name``.
+    """Return the default of the argument ``name`` of the module's constructor.
 
-    The constructor may be that of a base class.
+    If the constructor has no such argument, search the constructors of the base classes.
     """
     for cls in bare_class(module).__mro__:
         parameter = inspect.signature(cls.__init__).parameters.get(name) if "__init__" in vars(cls) else None

@@ -1,4 +1,4 @@
-"""An optimizer with loss scaling for NNX, and its gradients."""
+"""An optimizer with loss scaling for NNX, and a function that computes its gradients."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _Object: Any = nnx.Optimizer  # hides its type parameters
 class Optimizer(_Object):
     """An ``nnx.Optimizer`` with a loss scale, which skips non-finite steps.
 
-    Pass it the gradients of :func:`value_and_grad`. If their norm is not finite, the step is skipped: every Variable of
-    the model, including batch statistics, gets back its value from before the step. Other modules that you pass to the
-    loss function are restored in the same way. Only the random number generators advance. The optimizer's ``step``
-    counts all steps, and ``skipped`` counts the skipped ones.
+    Pass the gradients of :func:`value_and_grad` to ``update``. If their norm is not finite, the step is skipped: every
+    Variable of the model, including batch statistics, gets back its value from before the step. Other modules that you
+    pass to the loss function are restored in the same way. Random number generators are not restored. The attribute
+    ``step`` counts all steps, and ``skipped`` counts the skipped steps.
 
     Args:
       model: the model, under a policy or not.
@@ -90,7 +90,7 @@ class Optimizer(_Object):
         shapes = jax.eval_shape(tx.init, params)
         is_scaled = has_loss_scale(shapes)
         if is_scaled and loss_scale is not None:
-            raise ValueError("one loss has one scale, but tx has one and loss_scale= names another; drop one of them")
+            raise ValueError("tx has a loss scale already, got another one as loss_scale=...; drop one of them")
         if not is_scaled:
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
         super().__init__(model, tx, wrt=wrt, **kwargs)
@@ -100,8 +100,8 @@ class Optimizer(_Object):
         self._structure: Any = jax.tree.structure(nnx.as_pure(params))
         self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
-        # Copies of the model's arrays: the results of two jax.device_put of one array may share a buffer, and a step
-        # cannot donate a buffer twice.
+        # Arrays of the model that are also in the optimizer's state or in the average are copied there. Otherwise two
+        # results of jax.device_put could share a buffer, and a step would donate this buffer twice.
         arrays_of_model = {*map(id, jax.tree.leaves(nnx.as_pure(params)))}
         own_arrays = nnx.as_pure(self.opt_state), _tree.widen(nnx.as_pure(params)) if ema else None
         opt_state, average = jax.tree.map(lambda leaf: copied_if_seen(leaf, arrays_of_model), own_arrays)
@@ -110,7 +110,7 @@ class Optimizer(_Object):
 
     @property
     def loss_scale(self) -> LossScale:
-        """The loss scale of the next step."""
+        """The loss scale that the next step will use."""
         return get_loss_scale(nnx.as_pure(self.opt_state))
 
     @property
@@ -119,7 +119,7 @@ class Optimizer(_Object):
         return self._skipped[...]
 
     def ema_model(self, model: M) -> M:
-        """Return a copy of ``model`` with the moving averages, for evaluation.
+        """Return a copy of ``model`` with the moving averages as params, for evaluation.
 
         Raises:
           ValueError: the optimizer keeps no moving average.
@@ -127,15 +127,15 @@ class Optimizer(_Object):
         if self.ema is None:
             raise ValueError("ema_model needs a moving average: jaxmp.nnx.Optimizer(model, tx, ema=True)")
         graphdef, *states = nnx.split(model, self.wrt, ..., graph=True)
-        params, others = jax.tree.map(jnp.copy, nnx.as_pure(states))  # a donating step must not delete them
+        params, untrained = jax.tree.map(jnp.copy, nnx.as_pure(states))  # a donating step must not delete them
         averages = jax.tree.map(lambda ema, param: ema.astype(param.dtype), self.ema, params)
-        average_model: M = nnx.merge(graphdef, averages, others)
+        average_model: M = nnx.merge(graphdef, averages, untrained)
         return average_model
 
     def _remember(self, values: dict[str, Any]) -> None:
-        """Keep ``values``, which the next :meth:`update` restores if it skips the step.
+        """Store old values of Variables, for :meth:`update` to restore in a skipped step.
 
-        :func:`value_and_grad` calls this with the old values of the Variables that the loss function has changed.
+        :func:`value_and_grad` passes the Variables that the loss function has changed.
         """
         self._before = nnx.data({**values, **(self._before or {})})
 
@@ -148,13 +148,13 @@ class Optimizer(_Object):
           **kwargs: extra arguments of the optax optimizer.
 
         Returns:
-          The updates that were added to the params; all -0.0 if the step was skipped.
+          The updates that were added to the params. In a skipped step they are all -0.0.
 
         Raises:
           TypeError: ``model`` is not an NNX model, for example because you swapped it with the gradients.
-          ValueError: ``model`` is the original of a model under a policy; its params do not have the structure of the
-            params that the optimizer was created with; or the optimizer keeps a moving average, which only
-            ``make_train_step`` updates.
+          ValueError: ``model`` is not under a policy, although it has a copy under one, or although the optimizer was
+            created with a model under one; the params of ``model`` do not have the structure of the params that the
+            optimizer was created with; or the optimizer keeps a moving average, which only ``make_train_step`` updates.
         """
         require_model(model, "optimizer.update", "(model, grads)")
         require_policy(model, self)
@@ -182,12 +182,13 @@ class Optimizer(_Object):
         structure: Any = jax.tree.structure(params)
         if structure != self._structure:
             raise ValueError(
-                f"the optimizer was made with a model of {self._structure.num_leaves} params in another structure, got "
-                f"one of {structure.num_leaves};\nwrite optimizer = jaxmp.nnx.Optimizer(model, tx) with this model"
+                f"the optimizer was created with a model of {self._structure.num_leaves} params, got a model of "
+                f"{structure.num_leaves} params in another structure;\n"
+                "write optimizer = jaxmp.nnx.Optimizer(model, tx) with this model"
             )
 
     def _take(self, state: TrainState) -> None:
-        """Copy the state of a train step into this optimizer."""
+        """Set this optimizer to the state that a train step returned."""
         variables = self.opt_state, self.step, self._skipped, self._stuck
         values = state.opt_state, state.step, state.skipped, state.stuck
         _set(variables, values)
@@ -198,7 +199,7 @@ class Optimizer(_Object):
 def _set(variables: Any, values: Any) -> None:
     """Set each Variable to its value, which may be a tree.
 
-    (``nnx.update`` would turn a tree into a State.)
+    ``nnx.update`` cannot be used, because it would turn a tree into a State.
     """
     jax.tree.map(nnx.Variable.set_raw_value, variables, values, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
@@ -216,14 +217,14 @@ def require_model(model: Any, call: str, arguments: str) -> None:
     """Raise a TypeError if ``model`` is not an NNX model or a tree of Variables.
 
     Args:
-      model: the first argument of the call.
+      model: the value that the user passed as the model.
       call: the name of the called function.
-      arguments: its arguments, as the message shows them.
+      arguments: the arguments of that function, as the message shows them.
     """
     if is_module(model):
         return
-    others = nnx.Optimizer, nnx.State, nnx.Rngs, nnx.Variable
-    if isinstance(model, others) or not any(map(is_node, jax.tree.leaves(model, is_leaf=is_object))):
+    wrong_classes = nnx.Optimizer, nnx.State, nnx.Rngs, nnx.Variable
+    if isinstance(model, wrong_classes) or not any(map(is_node, jax.tree.leaves(model, is_leaf=is_object))):
         came = f"the class {model.__name__}" if isinstance(model, type) else full_class_name(model)
         raise TypeError(
             f"{call} takes {arguments} with an NNX model, got {came}; "
@@ -232,10 +233,7 @@ def require_model(model: Any, call: str, arguments: str) -> None:
 
 
 def _require_some(params: Any, model: Any, wrt: Any) -> None:
-    """Raise a ValueError if ``wrt`` matches no Variable of ``model``.
-
-    Nothing would be trained.
-    """
+    """Raise a ValueError if ``wrt`` matches no Variable of ``model``."""
     if jax.tree.leaves(params):
         return
     variables = [node for _, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Variable)]
@@ -266,7 +264,7 @@ def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         old, new = before.get(_path_text(path)), value_of(leaf)
         if _path_text(path) not in before or not _is_alike(new, old):
-            continue  # the step has created it or changed its shape, as for an intermediate
+            continue  # the step has created the array or changed its shape, as for an intermediate
         value = _tree.select_tree(finite, new, old)
         if isinstance(leaf, nnx.Variable):
             leaf.set_raw_value(value)
@@ -276,8 +274,11 @@ def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
 
 
 def _is_alike(new: Any, old: Any) -> bool:
-    leaves, others = jax.tree.leaves_with_path(new), jax.tree.leaves_with_path(old)
-    return [(path, jnp.shape(leaf)) for path, leaf in leaves] == [(path, jnp.shape(leaf)) for path, leaf in others]
+    """Return whether two trees have the same paths and shapes."""
+    shapes, old_shapes = (
+        [(path, jnp.shape(leaf)) for path, leaf in jax.tree.leaves_with_path(tree)] for tree in (new, old)
+    )
+    return shapes == old_shapes
 
 
 @overload
@@ -319,12 +320,12 @@ def value_and_grad(
 
     Returns:
       A function with ``loss_fn``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with
-      ``has_aux``. The loss and the gradients are unscaled, and the gradients are float32. Pass them to
-      ``optimizer.update``. A gradient that overflowed is NaN.
+      ``has_aux``. The loss and the gradients are unscaled, and the gradients are float32. A gradient that overflowed is
+      NaN. Pass the gradients to ``optimizer.update``.
 
     Raises:
-      TypeError: the optimizer is not a :class:`Optimizer` of this module; the loss is not a floating scalar, or is
-        float16 (the scaled loss would overflow); ``argnums`` are neither integers nor ``nnx.DiffState``.
+      TypeError: ``optimizer`` is not a :class:`jaxmp.nnx.Optimizer`; the loss is not a floating scalar, or is float16
+        (the scaled loss would overflow); ``argnums`` are neither integers nor ``nnx.DiffState``.
 
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(8.0))
@@ -333,11 +334,11 @@ def value_and_grad(
     Array([1.], dtype=float32)
     """
     require_optimizer(optimizer, "value_and_grad")
-    places: Any = argnums
-    is_list = isinstance(argnums, Sequence) or np.ndim(places) > 0
+    numbers: Any = argnums
+    is_list = isinstance(argnums, Sequence) or np.ndim(numbers) > 0
     wanted = [
-        place if isinstance(place, nnx.DiffState) else nnx.DiffState(operator.index(place), optimizer.wrt)
-        for place in (places if is_list else [places])
+        number if isinstance(number, nnx.DiffState) else nnx.DiffState(operator.index(number), optimizer.wrt)
+        for number in (numbers if is_list else [numbers])
     ]
     gradient = nnx.value_and_grad(
         scaled_loss(loss_fn, optimizer.loss_scale, has_aux),
@@ -347,10 +348,10 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def unscaled(*args: Any, **kwargs: Any) -> Any:
-        trained = args[wanted[0].argnum] if wanted[0].argnum < len(args) else None  # a module, or a tree of some
+        trained = args[wanted[0].argnum] if wanted[0].argnum < len(args) else None  # a module, or a tree of modules
         require_policy(trained, optimizer)
-        others = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
-        models = [trained, *(leaf for leaf in jax.tree.leaves(others, is_leaf=_is_module) if _is_module(leaf))]
+        other_args = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
+        models = [trained, *(leaf for leaf in jax.tree.leaves(other_args, is_leaf=_is_module) if _is_module(leaf))]
         before = [_values(model) for model in models]
         (_, (loss, aux)), scaled_grads = gradient(*args, **kwargs)
         grads = true_gradients(scaled_grads, optimizer.loss_scale)
@@ -367,10 +368,12 @@ def _is_module(node: Any) -> bool:
 
 
 def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer, *, is_trained: bool) -> None:
-    """Make ``optimizer`` restore ``changed`` if it skips the step."""
+    """Restore the values ``changed`` of ``model`` if the step is skipped.
+
+    For the trained model, ``optimizer.update`` restores them. For other models they are restored here.
+    """
     if is_trained:
-        with contextlib.suppress(
-            TraceContextError
-        ):  # in a loop or function that does not have the optimizer as an argument
+        # NNX raises this error inside of a loop or a transformed function that does not take the optimizer.
+        with contextlib.suppress(TraceContextError):
             return optimizer._remember(changed)
     _put_back(jnp.isfinite(global_norm(nnx.as_pure(grads))), model, changed)

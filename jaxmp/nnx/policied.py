@@ -32,26 +32,28 @@ M = TypeVar("M", bound=nnx.Module)
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``model`` under a policy: a copy that shares its Variables.
 
-    Params are stored in the param dtype. Every module computes in the compute dtype of its policy, and the root's
-    result is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares all
+    Params are stored in the param dtype. Every module computes in the compute dtype of its policy, and the result of
+    the model is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares all
     Variables with ``model``, except Params that must be cast to the param dtype.
 
     From then on use the copy: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step raises an
     error for the original ``model``. To train in float32 on purpose, use ``apply_policy(model, "float32")``. If you
-    later add a module or Variable to the original or to the copy, the other one does not get it. Add it before you
-    apply the policy, or apply the policy again.
+    later add a module or Variable to the original or to the copy, the other model does not have it. So add it before
+    you apply the policy, or apply the policy again.
 
-    A module with a ``dtype`` attribute, such as ``nnx.Linear``, computes in that dtype as Flax defines it. In a module
-    without one, the results of its layers are half. If such a module has its own Params, it is traced in float32, and
-    the rules of :func:`jaxmp.autocast` decide the dtype of each operation. Otherwise its operations have the dtypes of
-    their inputs, so ``jnp.mean`` of half returns half. If you set a ``dtype`` or ``param_dtype`` that differs from the
-    constructor's default, the module keeps it, unless an override matches the module. A nested module that already has
-    a policy keeps it. ``init_cache`` without a ``dtype`` creates a cache in the module's compute dtype.
+    A module with a ``dtype`` attribute, such as ``nnx.Linear``, computes in that dtype as Flax defines it. If you set a
+    ``dtype`` or ``param_dtype`` that differs from the constructor's default, the module keeps it, unless an override
+    matches the module. A nested module that already has a policy keeps its policy. ``init_cache`` without a ``dtype``
+    creates a cache in the module's compute dtype.
 
-    Gradients of Params are summed in float32. A loop's carry keeps the dtype of its initial value. For this, call JAX's
-    loops by their full names, such as ``jax.lax.scan``. The model is traced as under ``jax.jit``, so its Python code
-    cannot branch on values of arrays. Code outside of a module's methods reads its Params in their stored dtype, and so
-    do generator methods.
+    In a module without a ``dtype`` attribute, the results of layers are half precision. If such a module has Params of
+    its own, it is traced in float32, and the rules of :func:`jaxmp.autocast` decide the dtype of each operation. If it
+    has none, each operation has the dtype of its inputs, so ``jnp.mean`` of a float16 array returns float16.
+
+    Gradients of Params are summed in float32. A loop's carry keeps the dtype of its initial value, because jaxmp
+    replaces JAX's loops while the model is traced. So call these loops by their full names, such as ``jax.lax.scan``.
+    The model is traced as under ``jax.jit``, so its Python code cannot branch on values of arrays. Code outside of a
+    module's methods reads the module's Params in their stored dtype, and so do the module's generator methods.
 
     Args:
       model: any NNX module. It may be abstract (from ``nnx.eval_shape``). A new policy replaces an earlier one.
@@ -79,23 +81,25 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``model`` under autocast: a copy that shares its Variables.
 
-    Attributes and Variables do not change. Autocast traces a whole call of the root and decides the dtype of each
+    Attributes and Variables do not change. Autocast traces a whole call of the model and decides the dtype of each
     operation. The paths of the modules are scopes on JAX's name stack. The body of a generator method runs in float32,
     because it runs after the call of the method has returned.
 
     Args:
       model: any NNX module. It may be abstract (from ``nnx.eval_shape``). Autocast replaces an earlier policy.
       policy: any policy that :func:`jaxmp.autocast` takes, or a PolicyMap such as ``"O2"``.
-      overrides: a mapping from pattern to ``"float32"``, ``"half"``, or a policy that computes in one of these. A
-        pattern is written as for :class:`jaxmp.PolicyMap`, with paths of ``nnx.iter_modules`` (``encoder/layers/0``).
-        For operations, it is a key of :func:`jaxmp.autocast`, such as ``"primitive:exp"``.
+      overrides: a mapping from pattern to ``"float32"``, to ``"half"``, or to a policy that computes in float32 or in
+        the half dtype of ``policy``. Patterns for modules are those of :class:`jaxmp.PolicyMap`, with the paths of
+        ``nnx.iter_modules`` (``encoder/layers/0``). Patterns for operations are the keys of :func:`jaxmp.autocast`,
+        such as ``"primitive:exp"``.
 
     Raises:
       TypeError: ``model`` is not an NNX module.
       ValueError: a pattern matched no module and no Variable; the policy does not compute in half; an override computes
         neither in the policy's half dtype nor in float32; an override names an unknown primitive or class. When the
         model is called: an override matched no operation; or overrides of modules, of ``"class:half"`` or of
-        ``"class:*"`` keep every product in float32. (The override ``{"primitive:dot_general": "float32"}`` is allowed.)
+        ``"class:*"`` keep every product in float32. (Overrides of primitives, such as
+        ``{"primitive:dot_general": "float32"}``, may do so.)
 
     >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
@@ -175,18 +179,18 @@ def _decide(
 
 
 def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) -> Path:
-    """Return the path of a module that decides its policy.
+    """Return the path that decides the policy of a module.
 
-    For a shared module, it is the path that the first pattern matches.
+    A shared module has several paths. The path that matches the earliest pattern decides.
     """
     order = [*policies.patterns, None]
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
 
 def _policy_to_check(policies: PolicyMap, graph: ModuleGraph, decisions: list[NnxDecision]) -> HalfPolicy | None:
-    """Return the policy and the modules that it does not make half, or None.
+    """Return the policy and the modules that do not compute in half precision.
 
-    None means that all modules are half.
+    Return None if all modules compute in half precision.
     """
     not_half = []
     for node, decision in zip(graph.nodes, decisions, strict=True):
@@ -202,7 +206,10 @@ def _set_up(
     graph: ModuleGraph,
     casts: dict[int, nnx.Variable[Any]],
 ) -> None:
-    """Apply the decision to a module; ``casts`` has the casts of Params by their ids."""
+    """Apply ``decision`` to the module of ``node``.
+
+    ``casts`` has the Params that were cast for other modules, by the ids of the original Params.
+    """
     policy = decision.policy
     dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
     fills = {name: dtypes[name] for name, _ in decision.replaced}
@@ -215,9 +222,9 @@ def _set_up(
 
 
 def _cast_params(module: nnx.Module, dtype: np.dtype, casts: dict[int, nnx.Variable[Any]]) -> None:
-    """Replace the Params of a module with casts to ``dtype``.
+    """Replace the Params of a module by Params that are cast to ``dtype``.
 
-    A shared Param is cast once.
+    A Param that several modules share is cast only once.
     """
 
     def cast_once(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
@@ -231,8 +238,8 @@ def _cast_params(module: nnx.Module, dtype: np.dtype, casts: dict[int, nnx.Varia
 
 
 def _nesting_level(node: ModuleNode, decision: NnxDecision, graph: ModuleGraph) -> int:
-    """Return how many modules of the same class and decision are around a module."""
-    # Modules around it are set up first; roots inside are from an earlier call.
+    """Return a number that nested modules of equal class and decision do not share."""
+    # Containing modules are set up first. Submodules with an earlier policy have their level already.
     related = graph.nested if decision.is_root else [outer.module for outer in node.around]
     level = 0
     for module in related:

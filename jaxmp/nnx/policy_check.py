@@ -1,8 +1,8 @@
-"""Refuse to train the original model instead of its copy under a policy.
+"""Raise an error if the original model is trained instead of its copy under a policy.
 
-``apply_policy`` and ``autocast`` return a copy and do not change the original model. Training the original by mistake
-would compute in float32. So an optimizer records whether its model, or a copy of it, is under a policy. If so, the loss
-must be computed with a model under a policy.
+``apply_policy`` and ``autocast`` return a copy and do not change the original model. A user who trains the original by
+mistake would train in float32. So an optimizer records whether its model is under a policy, or has a copy under one. In
+both cases the loss must be computed with a model under a policy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ def note_copy(model: Any) -> None:
 
 
 def needs_policy(model: Any) -> bool:
-    """Return whether ``model`` or a copy of it is under a policy."""
+    """Return whether ``model`` is under a policy, or has a copy under one."""
     return decision_of(model) is not None or _with_copies.get(id(model)) is model
 
 
 def require_policy(model: Any, optimizer: Any) -> None:
-    """Raise a ValueError if ``model`` has no policy, but training needs one.
+    """Raise a ValueError if ``model`` has no policy, but should have one.
 
-    Training needs one if the model of ``optimizer`` needed one, or if ``model`` has a copy under a policy.
+    It should have a policy if ``model``, or the model that ``optimizer`` was created with, is under a policy or has a
+    copy under one.
     """
     if not is_module(model) or not (optimizer._needs_policy or needs_policy(model)):
         return
@@ -38,6 +39,6 @@ def require_policy(model: Any, optimizer: Any) -> None:
         return
     name = type(model).__name__
     raise ValueError(
-        f"training needs the model that apply_policy or autocast returned, got a {name} under no policy;\n"
+        f"training needs the model that apply_policy or autocast returned, got a {name} without a policy;\n"
         "write model = jaxmp.nnx.apply_policy(model, policy), with 'float32' to train in float32"
     )

@@ -36,28 +36,29 @@ def make_train_step(
     """Return a jitted train step, ``step(model, optimizer, batch) -> metrics``.
 
     It is :func:`jaxmp.make_train_step` for NNX, with the same metrics. The step changes the model and the optimizer in
-    place. If the norm of the gradients is not finite, the step is skipped: every Variable of the model and the
-    optimizer's state stay the same, bit for bit. Only the loss scale, the counters and the random number generators
-    change. The generators advance in every microbatch, so each microbatch has its own dropout mask.
+    place. If the norm of the gradients is not finite, the step is skipped: only the loss scale, the counters and the
+    random number generators change. All other Variables of the model and the optimizer's state stay the same, bit for
+    bit. The generators advance in every microbatch, so each microbatch has its own dropout mask.
 
-    Pass another model, such as a teacher, in the batch (``{"x": x, "teacher": teacher}``). If the loss function closes
-    over the teacher instead, the step always uses the teacher's values at compile time. Other NNX objects in the batch
-    (Rngs, metrics) are read, but not changed. ``accumulate_steps`` and ``sharding`` split the batch, so a model cannot
-    be in it. With these, put both models into one module, and train one of them with ``Optimizer(both, tx,
+    If the loss uses a second model, such as a teacher, pass that model in the batch (``{"x": x, "teacher": teacher}``).
+    If the loss function closes over the teacher instead, the step always uses the values that the teacher had when the
+    step was compiled. The loss function may read NNX objects in the batch, such as Rngs and metrics, but not change
+    them. ``accumulate_steps`` and ``sharding`` split the batch, so with these arguments the batch cannot contain a
+    model. Then put both models into one module, and train one of the models with ``Optimizer(both, tx,
     wrt=nnx.All(nnx.Param, nnx.PathContains("student")))``.
 
     Args:
       loss_fn: ``loss_fn(model, batch)``, which returns the loss (a float32 scalar) or ``(loss, metrics)`` with a dict
         ``metrics``. It may write to the model's Variables, except those that are trained.
-      policy: a policy with which autocast runs the loss function, for a model without a policy. It and all arguments
-        below are those of :func:`jaxmp.make_train_step`.
+      policy: a policy with which autocast runs the loss function, for a model without a policy.
+        :func:`jaxmp.make_train_step` describes this argument and the following ones in full.
       overrides: the overrides of ``policy``.
-      accumulate_steps: microbatches per step.
+      accumulate_steps: the number of microbatches per step.
       ema_decay: the decay of the moving average of an ``Optimizer(model, tx, ema=True)``.
       remat: the values that the backward pass recomputes.
-      donate: whether to reuse the memory of the model and the optimizer. An earlier ``nnx.clone`` or ``nnx.state`` of
-        the model may share this memory. To keep it, copy its arrays, or pass False.
-      max_consecutive_skips: the number of skipped steps in a row that ends the run.
+      donate: whether the new values reuse the memory of the old ones. An ``nnx.clone`` or ``nnx.state`` that you took
+        from the model earlier may share this memory, and is then deleted. To keep it, copy its arrays, or pass False.
+      max_consecutive_skips: the number of skipped steps in a row that ends the run with an error.
       sharding: a :class:`jaxmp.sharding.Sharding`, whose specs are ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``.
 
     Raises:
@@ -93,7 +94,8 @@ def make_train_step(
 class TrainStep:
     """A train step for an NNX model.
 
-    ``of_trees`` is the same step for a state of :func:`state_of`.
+    Attributes:
+      of_trees: the same step as a function of a train state; :func:`state_of` returns such a state.
     """
 
     def __init__(self, step: train_step.TrainStep, has_policy: bool = False) -> None:
@@ -109,10 +111,10 @@ class TrainStep:
         return metrics
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
-        """Lower the program of a call for arrays or shapes.
+        """Lower the program of a call, without running it.
 
-        Use it to inspect the memory, the cost and the text of the program. It changes neither the model nor the
-        optimizer.
+        Use the result to inspect the memory, the cost and the text of the program. The arguments may have shapes in
+        place of arrays. They are not changed.
         """
         return self.of_trees.lower(self._state_of(model, optimizer), batch)
 
@@ -128,7 +130,7 @@ def _as_array(leaf: Any) -> jax.Array:
 
     The results of a step are strongly typed too, so the step compiles only once.
     """
-    is_strong = isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False)  # a key has no such attribute
+    is_strong = isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False)  # a key has no weak_type
     return leaf if is_strong else jnp.asarray(leaf, jnp.asarray(leaf).dtype)
 
 
@@ -144,8 +146,8 @@ class _Form:
 class _State(train_step.TrainState):
     """The train state of an NNX model.
 
-    ``model_state`` has the form of the model, its random number generators, and its other Variables. Generators advance
-    in skipped steps too.
+    ``model_state`` is a tuple of a :class:`_Form`, the state of the random number generators, and the other Variables
+    that are not trained. The generators advance in skipped steps too.
     """
 
     _to_copy = (
@@ -156,16 +158,16 @@ class _State(train_step.TrainState):
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
         _, generators, _ = model_state
         new = super().apply_gradients(model_state=model_state, **changes)
-        form, _, others = new.model_state
-        return new.replace(model_state=(form, generators, others))
+        form, _, untrained = new.model_state
+        return new.replace(model_state=(form, generators, untrained))
 
 
 def state_of(model: Any, optimizer: Optimizer) -> _State:
-    """Return the state of a model and its optimizer for the step of trees."""
+    """Return a model and its optimizer as a train state for ``TrainStep.of_trees``."""
     require_model(model, "step", "(model, optimizer, batch)")
     require_optimizer(optimizer, "a train step")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
-    params, *others = map(nnx.as_pure, parts)
+    params, *untrained = map(nnx.as_pure, parts)
     optimizer._require_structure(params)
     return _State(
         step=optimizer.step.get_raw_value(),
@@ -173,7 +175,7 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
         stuck=optimizer._stuck.get_raw_value(),
         params=params,
         opt_state=nnx.as_pure(optimizer.opt_state),
-        model_state=(_Form(graphdef, optimizer.wrt), *others),
+        model_state=(_Form(graphdef, optimizer.wrt), *untrained),
         ema_params=optimizer.ema,
         rng=None,
         apply_fn=None,
@@ -182,30 +184,30 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
 
 
 def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
-    """Return ``loss_fn`` as a function of the model's params and its other arrays."""
+    """Return ``loss_fn``, a function of a model, as a function of the model's arrays."""
     loss_function.require_arguments(loss_fn, "model, batch")
 
-    def run(form: _Form, params: Any, others: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
-        """Return the result of the loss function, and the model after it."""
-        model = nnx.merge(form.graphdef, params, *others)
+    def run(form: _Form, params: Any, untrained: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
+        """Return the loss function's result, and the changed graphdef and arrays."""
+        model = nnx.merge(form.graphdef, params, *untrained)
         result = loss_fn(model, batch)
         graphdef, *parts = nnx.split(model, form.wrt, nnx.RngState, ..., graph=True)
         return result, graphdef, [nnx.as_pure(part) for part in parts]
 
     def of_arrays(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         form, *before = model_state
-        result, graphdef, (after, *others) = run(form, params, before, batch)
+        result, graphdef, (after, *untrained) = run(form, params, before, batch)
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         require_loss(loss, "return loss, or (loss, metrics), in this order")
         if graphdef != form.graphdef:
-            raise _changed_form(nnx.merge(form.graphdef, params, *before), nnx.merge(graphdef, after, *others))
+            raise _changed_form(nnx.merge(form.graphdef, params, *before), nnx.merge(graphdef, after, *untrained))
         arrays = zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
         if any(new is not old for new, old in arrays):
-            # nnx.remat and nnx.scan return all their inputs, so these look changed. Only a program shows which are
-            # equal.
+            # nnx.remat and nnx.scan return all their inputs as new arrays. Only a traced program shows which of them
+            # are equal to the old ones.
             ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
             _require_unchanged(params, ends)
-        return loss, (form, *others), metrics
+        return loss, (form, *untrained), metrics
 
     return of_arrays
 
@@ -213,7 +215,7 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
 def _require_unchanged(params: Any, ends: list[int | None]) -> None:
     """Raise a ValueError if a loss function writes to a trained Variable.
 
-    ``ends`` has the number of the param that each new value equals, or None.
+    ``ends`` has an entry for each param after the call: the number of the old param that it equals, or None.
     """
     for n, name in enumerate(_leaf_names(params)):
         if ends[n] != n:
@@ -224,24 +226,21 @@ def _require_unchanged(params: Any, ends: list[int | None]) -> None:
 
 
 def _changed_form(before: Any, after: Any) -> ValueError:
-    """Return the error for a loss function that adds or removes Variables."""
+    """Return the error for a loss function that changes more than Variables' values."""
     old, new = ({*_leaf_names(nnx.as_pure(nnx.state(model, graph=True)))} for model in (before, after))
     was, now = _attributes(before), _attributes(after)
     changed = {name for name in was.keys() | now.keys() if was.get(name, ...) != now.get(name, ...)}
     names = sorted((old ^ new) | changed)
-    shown = ", ".join(map(repr, names[:4])) or "an attribute that is no array"
+    shown = ", ".join(map(repr, names[:4])) or "an attribute that is not an array"
     return ValueError(
-        "a loss function may change only the values of a model's Variables, but added, removed or changed\n"
-        f"{shown}{', …' if names[4:] else ''}. Call model.train() or model.eval() before the step,\n"
-        "keep what changes in a Variable, and pop what the loss adds: nnx.pop(model, nnx.Intermediate)."
+        "a loss function may change only the values of a model's Variables, but it added, removed or changed\n"
+        f"{shown}{', …' if names[4:] else ''}. Call model.train() or model.eval() before the step, store\n"
+        "changing values in Variables, and remove added Variables: nnx.pop(model, nnx.Intermediate)."
     )
 
 
 def _attributes(model: Any) -> dict[str, Any]:
-    """Return the plain attributes of the modules in ``model``, by path.
-
-    These are numbers, strings and the like.
-    """
+    """Return attributes that are numbers, strings or functions, by path."""
     attributes = [((*path, name), value) for path, node in modules_in(model) for name, value in items(node)]
     return {"/".join(path): value for path, value in attributes if type(value) in PLAIN}
 

@@ -1,4 +1,4 @@
-"""The recipe of float8 products, its text, and the products that it covers."""
+"""The settings of float8 products (a recipe), their text form, and the products they cover."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHOICES = {
     "accumulate": ("fast", "precise", "fast_forward"),
     "keep": ("float8", "compute"),
 }
-_DIVISOR = 16  # divides each dimension of a float8 product; XLA would copy others to pad them
+_DIVISOR = 16  # must divide each dimension of a float8 product, because XLA would copy other operands to pad them
 _VARIABLE = "JAXMP_FLOAT8"
 _warned: list[str] = []
 
@@ -46,8 +46,8 @@ class Float8:
       min_dim: the minimum size of both dimensions of a weight. Products with smaller weights are not float8.
       min_tokens: the minimum number of rows (tokens) that a product multiplies by the weight. Smaller products are not
         float8.
-      keep: the dtype in which operands are stored for the backward pass: ``"float8"``; or ``"compute"``, the policy's
-        compute dtype, from which the backward pass quantises them again.
+      keep: the dtype in which operands are stored for the backward pass: ``"float8"``, or ``"compute"`` for the
+        policy's compute dtype. With ``"compute"``, the backward pass quantises the operands again.
 
     Raises:
       ValueError: an attribute has a value that is not listed above, or a size is not a positive integer.
@@ -92,11 +92,13 @@ class Float8:
 
 
 def get_recipe(recipe: Any) -> Float8 | None:
-    """Return the recipe that a text names, and None for None and ``"none"``.
+    """Return the recipe that a text describes, or None for ``"none"`` and None.
+
+    A :class:`Float8` is returned unchanged.
 
     Raises:
-      ValueError: the text does not name a recipe, or a value is not allowed.
-      TypeError: ``recipe`` has another type.
+      ValueError: the text does not describe a recipe, or a value is not allowed.
+      TypeError: ``recipe`` is not a text, a Float8 or None.
 
     >>> str(get_recipe("float8(gradient=e4m3, min_dim=1024)"))
     'float8(gradient=float8_e4m3fn,min_dim=1024)'
@@ -131,14 +133,16 @@ def get_recipe(recipe: Any) -> Float8 | None:
 def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weight: str = "rhs") -> str | None:
     """Return why a product of these shapes is not float8, or None if it is.
 
-    Reasons are ``"768 < 1536"``, ``"50257 % 16"``, ``"batched"`` and the like.
+    Examples are ``"768 < 1536"`` (a dimension of the weight is below ``min_dim``), ``"50257 % 16"`` (a dimension is not
+    divisible by 16) and ``"batched"``.
 
     Args:
       lhs: an array or a shape.
       rhs: an array or a shape.
       dimension_numbers: as ``jax.lax.dot_general`` takes them.
-      recipe: the minimum sizes.
-      weight: the operand that is the weight; the free dimensions of the other are the tokens.
+      recipe: the recipe with the minimum sizes.
+      weight: the operand that is the weight, ``"lhs"`` or ``"rhs"``. The free dimensions of the other operand count as
+        tokens.
 
     >>> lhs, rhs = jax.ShapeDtypeStruct((8, 512, 768), "bfloat16"), jax.ShapeDtypeStruct((768, 3072), "bfloat16")
     >>> refusal(lhs, rhs, (((2,), (0,)), ((), ())), jaxmp.Float8())
@@ -164,13 +168,15 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
 
 
 def available() -> str:
-    """Return how float8 is computed: ``"native"``, ``"emulate"`` or ``"no"``.
+    """Return how float8 products run: ``"native"``, ``"emulate"`` or ``"no"``.
 
-    ``JAXMP_FLOAT8=emulate`` computes the same numbers with casts on any device. The device is the first local one, or
-    that of :func:`jaxmp.hardware.assumed`. If it has no float8 products, you get a warning once per process.
+    ``"native"`` means that the device multiplies float8. The device is the first local one, or that of
+    :func:`jaxmp.hardware.assumed`. ``"emulate"`` means that the environment has ``JAXMP_FLOAT8=emulate``: casts then
+    give the same numbers on any device. ``"no"`` means that products are bfloat16 instead. In this case there is a
+    warning once per process.
 
     Raises:
-      ValueError: ``JAXMP_FLOAT8`` has another value.
+      ValueError: ``JAXMP_FLOAT8`` has another value than ``emulate``.
     """
     setting = os.environ.get(_VARIABLE, "")
     if setting not in ("", "emulate"):

@@ -1,8 +1,8 @@
 """A float8 product and its derivatives.
 
-Each tensor has one scale, which comes from its largest magnitude ("current scaling"). So there is no state. The program
-has the form that XLA rewrites to a float8 product: float8 values converted to bfloat16, times a scalar. Devices without
-float8 run it unchanged.
+Each tensor has one scale, which is computed from its largest magnitude ("current scaling"). So a product needs no state
+from earlier steps. The program converts float8 values to bfloat16 and multiplies them by a scalar. XLA recognises this
+form and compiles it to a float8 product. A device without float8 runs the program as it is written.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ def dot_general(
     """Compute ``jax.lax.dot_general`` and its derivatives in float8.
 
     The examples of a ``jax.vmap`` share one scale, and so do the shards of an array. In a branch or a loop of a
-    ``shard_map`` each shard has its own scale. A NaN makes its row NaN, and an infinity makes the whole result NaN.
-    Derivatives treat the quantisation as the identity. The residuals are float8 arrays, named :data:`RESIDUALS`. If you
-    differentiate without ``jax.jit``, the operands are stored too.
+    ``shard_map`` each shard has its own scale. A NaN in an operand makes its row of the result NaN, and an infinity
+    makes the whole result NaN. Derivatives treat the quantisation as the identity. The residuals are float8 arrays,
+    named :data:`RESIDUALS`. If you differentiate without ``jax.jit``, the operands are stored too.
 
     Args:
       lhs: a floating array, bfloat16 under a policy.
       rhs: the other operand.
-      dimension_numbers: as ``jax.lax.dot_general`` takes them, batch dimensions too.
-      recipe: the formats, the accumulation and the residuals.
+      dimension_numbers: as ``jax.lax.dot_general`` takes them. They may have batch dimensions.
+      recipe: the recipe, which sets the formats, the accumulation and the residuals.
       preferred_element_type: the dtype of the result; by default that of the operands.
-      weight: the operand that is the weight, ``"lhs"`` or ``"rhs"``, for ``recipe.weight_gradient``; None for neither.
-      is_fused: whether XLA may fuse the reader of the result into the product's kernel. XLA crashes if it fuses a
-        bfloat16 GELU of the tanh form, so pass True only if you know the reader.
+      weight: the operand to which ``recipe.weight_gradient`` applies, ``"lhs"`` or ``"rhs"``; None if neither is a
+        weight.
+      is_fused: whether XLA may fuse the operation that reads the result into the product's kernel. XLA crashes if it
+        fuses a bfloat16 GELU of the tanh form, so pass True only if you know which operation reads the result.
 
     >>> x, w = jax.numpy.full((16, 32), 0.4375), jax.numpy.full((32, 16), 0.875)  # 448 times a power of two: exact
     >>> float(dot_general(x, w, (((1,), (0,)), ((), ())), jaxmp.Float8())[0, 0])
@@ -66,7 +67,7 @@ def dot_general(
     dimensions = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
     with jax.named_scope(f"jaxmp.float8({recipe})"):
-        # Quantising outside of the product allows one quantisation of a weight for many products.
+        # The operands are quantised outside of the product, so that a weight is quantised once for several products.
         is_own = may_be_skipped()
         operands = quantised(lhs, FORWARD_FORMAT, is_own), quantised(rhs, FORWARD_FORMAT, is_own)
         return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own)(*operands)
@@ -83,9 +84,9 @@ def recipe_of(eqn: Any) -> Float8 | None:
 def _product(
     dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None, is_fused: bool, is_own: bool
 ) -> Callable[..., Any]:
-    """Return the product of quantised operands for these arguments.
+    """Return a function that multiplies quantised operands.
 
-    It is cached, so that JAX traces the same function only once.
+    The function is cached, because JAX traces the same function object only once.
     """
     return _Product(dimensions, recipe, dtype, weight, is_fused, is_own).with_derivatives()
 
@@ -94,7 +95,10 @@ def _product(
 class _Product:
     """A float8 product and its derivative.
 
-    The fields are the arguments of :func:`dot_general`.
+    Attributes:
+      dimensions, recipe, weight, is_fused: the arguments of :func:`dot_general`.
+      dtype: the dtype of the result.
+      is_own: whether each shard of a ``shard_map`` has its own scale.
     """
 
     dimensions: Any
@@ -143,7 +147,7 @@ class _Product:
     def _tangent(self, tangents: Any, operands: Any) -> Any:
         """Return the tangent of the result.
 
-        It is a sum with one product for each operand whose tangent is not None.
+        For each operand whose tangent is not None, it has a summand: the product of the tangent and the other operand.
         """
         in_float8: list[Any] = []
         in_compute: list[Any] = []
@@ -174,9 +178,13 @@ class _Product:
 
 
 def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:
-    """Return a value, its bits in float8, and the scale of all shards or of this one."""
+    """Return ``value``, the bits of its quantised float8 array, and the scale.
+
+    The scale is that of all shards, or of this shard if ``is_own``.
+    """
     scale = checkpoint_name(_scale(value, dtype, is_own), RESIDUALS)
-    # JAX rounds named float8 residuals again, as if e4m3fn had infinities: 256 would become infinite. Bits are safe.
+    # JAX rounds a float8 residual with a name again, as if e4m3fn had infinities, so 256 would become infinite. It does
+    # not round integers, so the residual is stored as integer bits.
     bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
     return value, checkpoint_name(bits, RESIDUALS), scale
 
@@ -193,17 +201,17 @@ def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
 
 
 def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
-    """Return the scale that maps the largest magnitude to that of ``dtype``.
+    """Return the largest magnitude divided by the largest number of ``dtype``.
 
-    The scale of zeros or NaN is 1.
+    If all values are zero or one is NaN, the scale is 1.
     """
     largest = _largest(jax.lax.stop_gradient(value))
     if not is_own and (axes := manual_axes(value)):
         largest = jax.lax.pmax(largest, axes)
     scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
     scale = jax.lax.select(largest > 0, scale, jnp.ones_like(scale))
-    # Rounded up to a bfloat16 number, so that dequantising in bfloat16 uses the same scale as quantising. A remainder
-    # as small as float32's rounding error is dropped first.
+    # The scale is rounded up to a bfloat16 number, because dequantising in bfloat16 must use the same scale as
+    # quantising. If it is above a bfloat16 number only by float32's rounding error, it is rounded down.
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + np.uint32(0xFFF0)
     return jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
 
@@ -212,10 +220,10 @@ def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
 def _largest(value: Any) -> Any:
     """Return the largest magnitude in ``value``, in float32.
 
-    All examples of a ``jax.vmap`` share it.
+    In a ``jax.vmap``, it is the largest magnitude of all examples.
     """
-    # First by column, then in total. XLA then computes the first stage in the kernel that computes `value`, instead of
-    # reading `value` again in one reduction.
+    # The maximum of each column is computed first, because XLA does this in the kernel that computes `value`. A single
+    # reduction would read `value` again.
     columns = jax.lax.reduce_max(jnp.abs(value), tuple(range(value.ndim - 1)))
     return jax.lax.reduce_max(jax.lax.optimization_barrier(columns), tuple(range(columns.ndim))).astype(jnp.float32)
 
@@ -227,7 +235,8 @@ def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
 
 def _cast(value: Any, scale: Any, dtype: str) -> Any:
     largest = np.float32(jnp.finfo(dtype).max)
-    # Without this XLA reads the float32 values before the rounding to `value`: it stores them, or computes them twice.
+    # `value` may be rounded from a float32 array. Without reduce_precision, XLA would read that array here, and so
+    # store it or compute it twice.
     info = jnp.finfo(value.dtype)
     rounded = jax.lax.reduce_precision(jax.lax.stop_gradient(value), info.nexp, info.nmant)
     scaled = rounded.astype(jnp.float32) / scale
@@ -236,7 +245,10 @@ def _cast(value: Any, scale: Any, dtype: str) -> Any:
 
 @jax.custom_jvp
 def _dequantised(value: Any, quantised: Any, scale: Any) -> Any:
-    """Return a stand-in with the tangents of ``value``; XLA drops ``value`` itself."""
+    """Return the dequantised array, with the tangent of ``value``.
+
+    ``value`` is not used otherwise, so XLA drops it.
+    """
     return quantised.astype(_COMPUTE) * scale.astype(_COMPUTE)
 
 

@@ -13,10 +13,10 @@ from jaxmp.policy.policies import Policy
 
 
 def parse_fields(text: str) -> Policy:
-    """Return the policy of a text of ``KEY=DTYPE`` parts.
+    """Return the policy that a text of ``KEY=DTYPE`` parts describes.
 
     Raises:
-      ValueError: a part or a key is unknown, or comes twice.
+      ValueError: a part cannot be read; a key is unknown; or a key comes twice.
     """
     fields: dict[str, Any] = {}
     for part in filter(None, re.split(r",(?![^(]*\))", text)):  # commas outside of parentheses
@@ -46,7 +46,8 @@ ALIASES = {  # the names in Lightning and accelerate, and common variants
     **dict.fromkeys(("mixed_fp8", "mixed_f8"), "mixed_float8"),
     **{"16-true": "float16", "bf16-true": "bfloat16", "32-true": "float32", "64-true": "float64"},
 }
-AMBIGUOUS = frozenset(("half", "fp16", "f16", "bf16"))  # accelerate and Lightning mean mixed, jmp means pure half
+# These names mean a mixed policy in accelerate and Lightning, and a policy with half-precision params in jmp.
+AMBIGUOUS = frozenset(("half", "fp16", "f16", "bf16"))
 _KEYS = {
     **dict.fromkeys(("p", "params", "param", "param_dtype"), "param_dtype"),
     **dict.fromkeys(("c", "compute", "compute_dtype"), "compute_dtype"),

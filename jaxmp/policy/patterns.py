@@ -14,21 +14,21 @@ from jaxmp.base.arguments import printed
 
 Path = tuple[str, ...]
 Pattern = str | type
-"""A glob on the module path, ``"type:GLOB"`` on the name of the module's class or a base of it, or a module class."""
+"""A glob on the module path; or ``"type:"`` and a glob on the names of a class and its bases; or a module class."""
 
 
 OPERATIONS = ("primitive:", "class:")
 """The prefixes of override keys that mean operations, not modules."""
 EVERY = "class:*"
-"""The key of each operation that no other key names."""
+"""The override key that covers every operation that no other key covers."""
 
 
 def check_pattern(pattern: Any) -> Pattern:
     """Return ``pattern`` if it is valid.
 
     Raises:
-      TypeError: it is neither a string nor a class.
-      ValueError: it is the key of an operation.
+      TypeError: ``pattern`` is neither a string nor a class.
+      ValueError: ``pattern`` is a key for operations.
     """
     if isinstance(pattern, str) and pattern.startswith(OPERATIONS):
         raise ValueError(
@@ -39,14 +39,14 @@ def check_pattern(pattern: Any) -> Pattern:
         return pattern
     raise TypeError(
         f"a pattern must be a glob on the module path, such as '**/BatchNorm_*', or a module class, got "
-        f"{printed(pattern)}; write the class of a partial or an instance"
+        f"{printed(pattern)}; for a partial or an instance, write its class"
     )
 
 
 def path_and_primitive(pattern: Any) -> tuple[Any, str]:
-    """Split a pattern on one operation into its path and its primitive.
+    """Split a pattern for one operation into its path and its primitive.
 
-    The primitive of other patterns is empty.
+    For other patterns, return the pattern and an empty string.
 
     >>> path_and_primitive("encoder/flow:add"), path_and_primitive("encoder/flow"), path_and_primitive("type:Dense")
     (('encoder/flow', 'add'), ('encoder/flow', ''), ('type:Dense', ''))
@@ -59,10 +59,10 @@ def path_and_primitive(pattern: Any) -> tuple[Any, str]:
 
 
 def checked_overrides(overrides: Any) -> dict[Any, Any]:
-    """Return overrides as a dict from patterns to policies; None has none.
+    """Return overrides as a dict from patterns to policies; None gives an empty dict.
 
     Raises:
-      TypeError: they are not a mapping.
+      TypeError: ``overrides`` are not a mapping.
     """
     if overrides is not None and not isinstance(overrides, Mapping):
         raise TypeError(
@@ -77,7 +77,7 @@ def is_class_pattern(pattern: Pattern) -> bool:
 
 
 def pattern_text(pattern: Pattern) -> str:
-    """Return ``pattern`` as a string; a class becomes the pattern on its name."""
+    """Return ``pattern`` as a string; a class becomes ``"type:"`` and its name."""
     return f"type:{pattern.__name__}" if isinstance(pattern, type) else pattern
 
 

@@ -25,8 +25,8 @@ class Policy:
     """The dtypes of the params, the computation and the output of a part of a model.
 
     A policy is frozen and hashable, so it can be a static argument of ``jax.jit``. A dtype is a name (``"float16"``),
-    an alias (``"f16"``, ``"half"``) or a NumPy or JAX dtype. The method is from Micikevicius et al., "Mixed Precision
-    Training", arXiv:1710.03740. The names of the attributes are those of jmp.
+    an alias (``"f16"``, ``"half"``) or a NumPy or JAX dtype. The names of the attributes are those of jmp. Mixed
+    precision training was introduced by Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
 
     Attributes:
       param_dtype: the dtype of stored params (master weights).
@@ -34,13 +34,13 @@ class Policy:
       output_dtype: the dtype of results.
       matmul_precision: ``jax.default_matmul_precision`` for the code under this policy, or None for JAX's default. On a
         GPU, JAX's default computes float32 products in TensorFloat-32, and ``"highest"`` computes them in true float32.
-        float8: the settings of float8 products: a :class:`jaxmp.Float8`, its text (``"float8(min_dim=1024)"``), or None
-        for no float8 products. ``apply_policy``, ``autocast`` and ``make_train_step`` use it. The methods ``cast_to_…``
-        ignore it.
+      float8: the settings of float8 products: a :class:`jaxmp.Float8`, its text (``"float8(min_dim=1024)"``), or None
+        for no float8 products. ``apply_policy``, ``autocast`` and ``make_train_step`` use the settings. The methods
+        ``cast_to_…`` ignore them.
 
     Raises:
-      ValueError: a dtype is unknown, not floating, or float8; JAX does not know ``matmul_precision``; or ``float8`` is
-        set and the compute dtype is not bfloat16.
+      ValueError: a dtype is unknown, is not floating or has fewer than 16 bits; JAX does not know ``matmul_precision``;
+        or ``float8`` is set and the compute dtype is not bfloat16.
 
     >>> policy = Policy("float32", "float16", "float32")
     >>> policy.cast_to_compute(jax.numpy.ones(3)).dtype
@@ -55,7 +55,7 @@ class Policy:
     matmul_precision: str | None = dataclasses.field(default=None, kw_only=True)
     float8: Float8 | None = dataclasses.field(default=None, kw_only=True)
 
-    if TYPE_CHECKING:  # the fields are dtypes, and the arguments anything that names a dtype
+    if TYPE_CHECKING:  # the fields are dtypes, but the arguments may be anything that names a dtype
 
         def __init__(
             self,
@@ -74,7 +74,7 @@ class Policy:
                 needs = "a float8 product needs a scale for each operand, and a cast has none"
                 remedy = "use bfloat16, with float8='float8' for such products"
                 if not dtype.name.startswith("float8"):
-                    needs, remedy = "no product here computes in it", "use bfloat16 or float16"
+                    needs, remedy = "jaxmp computes no products in it", "use bfloat16 or float16"
                 raise ValueError(f"a policy's dtypes have 16 bits or more, got {name}={dtype.name}: {needs}; {remedy}")
             object.__setattr__(self, name, dtype)
         if self.matmul_precision is not None:
@@ -115,7 +115,9 @@ class Policy:
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def wrap(self, fun: F) -> F:
-        """Return ``fun`` with arguments in the compute and results in the output dtype.
+        """Return ``fun`` with its arguments and its results cast.
+
+        Arguments are cast to the compute dtype, and results to the output dtype.
 
         >>> half_dot = jaxmp.get_policy("mixed_float16").wrap(lambda x, y: x @ y)
         >>> half_dot(jax.numpy.full((1, 1), 1 / 3), jax.numpy.ones((1, 1)))[0, 0]  # a third, rounded to float16

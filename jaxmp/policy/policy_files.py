@@ -1,7 +1,10 @@
 """Policies in TOML files: ``jaxmp.get_policy("policy.toml")``.
 
-A file has the keys ``policy`` (a text that ``get_policy`` reads), ``loss_scale`` (a number, for the reader) and the
-table ``overrides`` (pattern to policy, the first that matches wins).
+A file has three keys:
+
+- ``policy``: a text that ``get_policy`` reads.
+- ``loss_scale``: a number. jaxmp does not read it; it tells you which loss scale to use. It may be missing.
+- ``overrides``: a table from pattern to policy. The first pattern that matches wins.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ _KEYS = ("policy", "loss_scale", "overrides")
 
 
 def write_policy(file: str | Path, policy: Any, *, loss_scale: float | None, comments: Sequence[str]) -> None:
-    """Write a PolicyMap, and a loss scale, as a TOML file.
+    """Write a PolicyMap, and a loss scale if there is one, to a TOML file.
 
     Raises:
       ValueError: the name of the file does not end in ``.toml``.
@@ -37,7 +40,7 @@ def read_policy(file: str | Path) -> tuple[str, dict[str, str]]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is not TOML, has an unknown key, or no policy.
+      ValueError: the file is not TOML, has an unknown key, or has no policy.
     """
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no policy file {str(file)!r}; Tuned.save writes one")

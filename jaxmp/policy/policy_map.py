@@ -31,8 +31,8 @@ class Rule(NamedTuple):
     """An override of a :class:`PolicyMap`.
 
     Attributes:
-      pattern: the modules that it covers.
-      policy: their policy.
+      pattern: the pattern of the modules that the override covers.
+      policy: the policy of these modules.
       strict: whether it is an error if the pattern matches nothing in the model.
     """
 
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
 class PolicyMap:
     """A default policy with overrides for parts of a model; the first match wins.
 
-    It is frozen and hashable, like its policies.
+    A PolicyMap is frozen and hashable, as its policies are.
 
     Args:
       default: the policy of modules that no pattern matches. If it is a PolicyMap, its overrides come after
@@ -130,9 +130,10 @@ class PolicyMap:
         return self.root, None
 
     def below(self, root: str) -> PolicyMap:
-        """Return this map with the root's name removed from the front of its patterns.
+        """Return a copy whose patterns do not begin with the name ``root``.
 
-        :mod:`jaxmp.inspect` and cast plans print Linen paths with that name: ``Net/head`` means ``head``.
+        ``root`` is the name of the model. :mod:`jaxmp.inspect` and cast plans print it in front of Linen paths, so
+        ``Net/head`` means ``head``.
         """
         below = PolicyMap(self.root)
         rules = tuple(rule._replace(pattern=_below(rule.pattern, root)) for rule in self.rules)
@@ -140,14 +141,14 @@ class PolicyMap:
         return below
 
     def check(self, modules: Mapping[Path, type], variables: Collection[Path], complete: bool = True) -> None:
-        """Raise an error if a pattern is for operations or matched nothing.
+        """Raise an error if a pattern is for operations, or matches nothing in a model.
 
         Args:
-          modules: the classes of the modules visited, by path.
+          modules: the classes of the modules that are known, by path.
           variables: the paths of the model's variables. The last name of a path is the variable; the names before it
             are modules.
-          complete: whether every module with variables was visited. If not, class patterns are not checked, because
-            they may match an unvisited module.
+          complete: whether every module with variables is in ``modules``. If not, class patterns are not checked,
+            because they may match another module of the model.
 
         Raises:
           ValueError: a pattern matched nothing; the error names the nearest paths or classes of the model.
@@ -166,7 +167,7 @@ class PolicyMap:
             if is_class_pattern(pattern):
                 if complete:
                     raise _unmatched(pattern, "classes", {cls.__name__ for cls in modules.values()})
-            elif not any(matches(pattern, path, None) for path in paths):  # it may be the path of an unvisited module
+            elif not any(matches(pattern, path, None) for path in paths):  # it may match a module that is not known
                 _require_no_variable(pattern, variables)
                 raise _unmatched(pattern, "paths", {"/".join(path) for path in paths.union(modules)})
 
@@ -174,9 +175,9 @@ class PolicyMap:
         default, rules = str(self.root), self.rules
         for name, preset in PRESETS.items():
             if isinstance(preset, PolicyMap) and preset.root == self.root:
-                own = len(rules) - len(preset.rules)
-                if rules[own:] == preset.rules:
-                    default, rules = name, rules[:own]
+                count = len(rules) - len(preset.rules)
+                if rules[count:] == preset.rules:
+                    default, rules = name, rules[:count]
         return "; ".join([default, *(f"{pattern_text(rule.pattern)} -> {rule.policy}" for rule in rules)])
 
 
@@ -195,7 +196,7 @@ def _unmatched(pattern: Pattern, kind: str, known: set[str]) -> ValueError:
 def _require_no_variable(pattern: Pattern, variables: Collection[Path]) -> None:
     """Raise a ValueError if a pattern matches a variable.
 
-    A variable has the policy of its module.
+    An override cannot cover a single variable, which always has the policy of its module.
     """
     for path in variables:
         if matches(pattern, path, None):
@@ -207,14 +208,14 @@ def _require_no_variable(pattern: Pattern, variables: Collection[Path]) -> None:
 
 
 def _below(pattern: Pattern, root: str) -> Pattern:
-    """Return a pattern without the name of the root at its front.
+    """Return a pattern without the name of the model at its front.
 
-    The name of a method of the root, such as ``Net.encode``, is removed too.
+    The name may be followed by the name of a method, as in ``Net.encode/head``.
     """
     if is_class_pattern(pattern):
         return pattern
-    first, _, rest = str(pattern).partition("/")
-    return (rest or "**") if first == root or first.startswith(f"{root}.") else pattern
+    first, _, path = str(pattern).partition("/")
+    return (path or "**") if first == root or first.startswith(f"{root}.") else pattern
 
 
 PolicyName = Literal[
@@ -291,7 +292,7 @@ def _of_dtype(dtype: np.dtype) -> Policy | PolicyMap:
 
 
 def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
-    """Return the policy that an override names; ``"half"`` is the model's policy."""
+    """Return the policy that an override describes; ``"half"`` means ``root``."""
     if isinstance(policy, str) and policy.strip().lower() == "half":
         if not is_half(root.compute_dtype):
             raise ValueError(
@@ -333,7 +334,7 @@ def _parse_policy(text: str) -> Policy | PolicyMap:
 
 
 def _require_clear_name(name: str, text: str) -> None:
-    """Raise a ValueError for a name that is not a policy, or that could mean two."""
+    """Raise a ValueError for ``"o1"``, and for a name that could mean two policies."""
     if name == "o1":
         raise ValueError(
             "O1 is autocast, not a policy; write jaxmp.linen.autocast(model, 'mixed_float16'), "
@@ -350,7 +351,7 @@ def _require_clear_name(name: str, text: str) -> None:
 def _nearest_presets(name: str) -> list[str]:
     """Return ten presets, the nearest to ``name`` first.
 
-    Aliases count as well, but those of float8 only if ``name`` has an 8.
+    A preset is also near if one of its aliases is. Aliases of float8 count only if ``name`` has an 8.
     """
     presets = {preset: preset for preset in (*PRESETS, "auto")}
     spellings = dict(presets)
@@ -377,7 +378,8 @@ def _parse_rules(rules: list[str]) -> Iterator[tuple[str, str]]:
 _FLOAT32 = Policy("float32", "float32", "float32", matmul_precision="highest")
 _MIXED_FLOAT16 = Policy("float32", "float16", "float32")
 _FLOAT16 = Policy("float16", "float16", "float16")
-# Norms are matched by class name, so that the preset imports neither Linen nor NNX. A model without norms is fine.
+# Norms are matched by class name, because jaxmp.policy imports neither Linen nor NNX. The presets with these patterns
+# are not strict, because a model may have no norms.
 _NORMS = tuple(f"type:*{kind}Norm" for kind in ("Batch", "Layer", "RMS", "Group", "Instance"))
 PRESETS: Mapping[str, Policy | PolicyMap] = {
     "float32": _FLOAT32,

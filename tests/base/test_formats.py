@@ -74,9 +74,9 @@ def test_an_unusual_dtype_is_read_too():
 
 
 def test_a_format_without_a_leading_sign_bit_is_refused_with_the_rule():
-    with pytest.raises(ValueError, match="a sign bit on top, got float8_e8m0fnu; formats"):
+    with pytest.raises(ValueError, match="with a sign bit, got float8_e8m0fnu; formats"):
         format_of(jnp.float8_e8m0fnu)
-    with pytest.raises(ValueError, match="a sign bit on top, got float4_e2m1fn"):
+    with pytest.raises(ValueError, match="with a sign bit, got float4_e2m1fn"):
         format_of(jnp.float4_e2m1fn)
     with pytest.raises(ValueError, match="must be floating, got int32"):
         format_of("int32")

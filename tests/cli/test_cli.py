@@ -198,7 +198,7 @@ def test_doctor_as_json_has_the_device_the_versions_and_what_to_fix(healthy, mon
     assert report["hardware"]["peak_tflops"]["bfloat16"] == 989.4
     assert report["hardware"]["recommended_policy"] == "mixed_bfloat16"
     assert (report["trains"], report["findings"]) == (True, [])
-    assert "products of weights from 1,536 × 1,536 on in float8" in report["float8"]
+    assert "weights have at least 1,536 × 1,536 entries" in report["float8"]
     assert "has no float8 products" in diagnosis.float8_on(hardware.detect("a100"))
     assert {"python", "jaxmp", "jax", "jaxlib", "flax", "optax", "numpy"} <= set(report["versions"])
 
@@ -221,7 +221,7 @@ def test_doctor_tells_of_a_gpu_that_jax_does_not_use(healthy, monkeypatch):
     versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2")
     (finding,) = diagnosis.diagnose().findings
     assert finding.problem == "an NVIDIA driver is installed, but JAX has no CUDA support: it runs on the CPU"
-    assert finding.remedy.startswith('pip install "jax[cuda13]==0.11.2" (before compute capability 7.5')
+    assert finding.remedy.startswith('pip install "jax[cuda13]==0.11.2" (for a GPU below compute capability 7.5')
 
     versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2", jax_cuda13_plugin="0.11.2")
     (finding,) = diagnosis.diagnose().findings
@@ -261,7 +261,7 @@ def test_doctor_tells_of_settings_that_change_what_a_policy_means(healthy, monke
     versions_are(monkeypatch)
     with jax.enable_x64(True):
         assert problems() == [
-            "jax_enable_x64 is True: new arrays are float64, which half precision's tensor cores do not multiply"
+            "jax_enable_x64 is True: new arrays are float64, which the fast units for half precision do not multiply"
         ]
     with jax.default_matmul_precision("highest"):
         assert problems()[0].startswith(

@@ -59,7 +59,7 @@ def _main(command, example, *more):
 
 def test_blame(capsys):
     assert _main("blame", "good") == 0
-    assert capsys.readouterr().out == "All is finite.\n"
+    assert capsys.readouterr().out == "All values are finite.\n"
     assert _main("blame", "bad") == 1
     assert "forward overflow in exp 'layer' (planted_for_running.py:6)" in capsys.readouterr().out
     assert _main("blame", "good", "--policy", "mixed_float16", "--loss-scale", "1e9", "--json") == 1
@@ -91,8 +91,8 @@ def test_a_train_step_has_its_policy_already(capsys):
         arguments = [command, "planted_for_running:trained", "--args", "planted_for_running:state"]
         assert main([*arguments, "--policy", "mixed_float16"]) == 2
         error = capsys.readouterr().err
-        assert "a train step already has a policy or none, got --policy mixed_float16" in error
-        assert "leave --policy out and write make_train_step(loss_fn, policy=…), or name the loss function" in error
+        assert "--policy cannot set the policy of a train step, got --policy mixed_float16" in error
+        assert "write make_train_step(loss_fn, policy=…), or name the loss function instead of the step" in error
 
 
 def test_what_is_wrong_with_the_arguments(capsys):

@@ -1,4 +1,4 @@
-"""Autocast of a whole Linen module, its variables untouched, exceptions by path and by class."""
+"""Tests of jaxmp.linen.autocast: variables, overrides by path and by class, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Noisy(nn.Module):
 
 
 class Helped(nn.Module):
-    """Calls a submodule from a method that is not ``__call__``, and shares its layer with another."""
+    """A module that calls a submodule in a method other than ``__call__``."""
 
     def setup(self) -> None:
         self.body, self.head = nn.Dense(4), nn.Dense(4)
@@ -66,7 +66,7 @@ class Small(nn.Module):
         return nn.Dense(3)(jnp.mean(x, axis=(1, 2)))
 
 
-def test_it_makes_the_variables_of_the_bare_module_and_computes_what_autocast_by_hand_computes():
+def test_variables_are_those_of_the_bare_module_and_results_those_of_jaxmp_autocast():
     bare = Small()
     model = autocast(bare, " Mixed_Float16 ")
     same_computation(model.init, bare.init, rngs(), IMAGES)
@@ -75,7 +75,7 @@ def test_it_makes_the_variables_of_the_bare_module_and_computes_what_autocast_by
     assert set(model_products(model, IMAGES)) == {"float16"}
 
 
-def test_an_override_by_path_shows_in_the_program_and_the_first_that_matches_wins():
+def test_an_override_by_path_changes_the_program_and_the_first_match_wins():
     for pattern, level in (("Dense_1", "float32"), ("**/Dense_1", "highest"), ("*_1", "half")):
         policy = (
             jaxmp.Policy("float32", "float32", "float32", matmul_precision="highest") if level == "highest" else level
@@ -85,9 +85,9 @@ def test_an_override_by_path_shows_in_the_program_and_the_first_that_matches_win
         assert model_products(model, data(2, 5)) == ["float16", middle, "float16"]
 
 
-def test_an_override_by_class_shows_in_the_program():
-    found = model_products(autocast(Small(), "mixed_float16", {nn.Conv: "float32"}), IMAGES)
-    assert found == ["float32", "float16"]
+def test_an_override_by_class_changes_the_program():
+    dtypes = model_products(autocast(Small(), "mixed_float16", {nn.Conv: "float32"}), IMAGES)
+    assert dtypes == ["float32", "float16"]
 
     model = autocast(MLP((4, 4, 3)), "mixed_float16", {"Dense_2": "half", "**": "float32"})
     assert model_products(model, data(2, 5)) == ["float32", "float32", "float16"]
@@ -155,7 +155,7 @@ def test_bound_modules_and_their_submodules_run_under_autocast():
     assert products(lambda x: bound.embed.attend(x), data(1, 4)) == ["float32"]
 
 
-def test_it_is_one_policy_among_others_for_clones_copies_and_tables():
+def test_a_module_under_autocast_can_be_cloned_copied_and_tabulated():
     model = autocast(apply_policy(MLP(), "mixed_bfloat16"), "mixed_float16", {"Dense_1": "float32"})
     for copy in (model.clone(), pickle.loads(pickle.dumps(model))):
         assert model_products(copy, data(2, 5)) == ["float16", "float32"]
@@ -165,7 +165,7 @@ def test_it_is_one_policy_among_others_for_clones_copies_and_tables():
     assert model.tabulate(rngs(), data(2, 5), console_kwargs=console) == bare
 
 
-def test_overrides_that_cannot_be_are_errors():
+def test_invalid_overrides_are_errors():
     for overrides, text in (
         ({"Dense1": "float32"}, r"'Dense1' matched none; nearest paths: 'Dense_1'"),
         ({nn.Conv: "float32"}, r"'type:Conv' matched none; nearest classes: "),

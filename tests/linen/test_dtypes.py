@@ -1,4 +1,4 @@
-"""Linen's own layers under a policy compute what ``dtype=`` written by hand gives, on the params of the bare module."""
+"""Linen's own layers under a policy compute the same as layers with ``dtype=`` set by hand."""
 
 from __future__ import annotations
 
@@ -50,15 +50,14 @@ LAYERS: dict[str, tuple[Any, Any]] = {
         data(*SEQUENCE),
     ),
 }
-# Inputs of another dtype are cast like float32 ones, or, as in the last rows, where a layer gets them.
-SLOW = {"Bidirectional": pytest.mark.slow("two cells in loops; cells and loops are tested by themselves")}
+SLOW = {"Bidirectional": pytest.mark.slow("two cells in loops; cells and loops also have tests of their own")}
 CASES = [pytest.param(layer, policy, "float32", marks=SLOW.get(layer, ())) for layer, policy in in_turn(LAYERS)] + [
     ("Dense", "mixed_bfloat16", "int32"),
     ("Conv", "mixed_float16", "bfloat16"),
 ]
 
 
-def test_the_oracle_tells_a_cast_in_another_place_from_dtype_written_by_hand():
+def test_the_comparison_with_dtype_set_by_hand_detects_a_cast_in_another_place():
     x = data(*VECTOR)
     for other in (
         MLP(),
@@ -70,7 +69,7 @@ def test_the_oracle_tells_a_cast_in_another_place_from_dtype_written_by_hand():
 
 
 @pytest.mark.parametrize(("layer", "policy", "inputs"), CASES)
-def test_a_layer_is_the_computation_that_dtype_written_by_hand_gives(layer, policy, inputs):
+def test_a_layer_is_the_same_computation_as_with_dtype_set_by_hand(layer, policy, inputs):
     make, x = LAYERS[layer]
     x = of_dtype(x, inputs)
     model = apply_policy(make(), policy)
@@ -89,7 +88,7 @@ def test_a_layer_is_the_computation_that_dtype_written_by_hand_gives(layer, poli
         ("attention with dropout", "mixed_float16"),
     ],
 )
-def test_a_layer_gives_the_bits_that_dtype_written_by_hand_gives(layer, policy):
+def test_a_layer_gives_the_same_bits_as_with_dtype_set_by_hand(layer, policy):
     make, x = LAYERS[layer]
     with standard_promotion():
         variables = numbers(shapes(make(), x))
@@ -97,8 +96,8 @@ def test_a_layer_gives_the_bits_that_dtype_written_by_hand_gives(layer, policy):
 
 
 @pytest.mark.once
-@pytest.mark.slow("compiles two networks of eight gates; the simple cell below has the same borders")
-def test_an_optimized_cell_casts_its_gates_one_by_one_and_gives_the_bits_that_dtype_written_by_hand_gives():
+@pytest.mark.slow("compiles two networks of eight gates; the test of a simple cell below has the same casts")
+def test_an_optimized_cell_gives_the_same_bits_as_with_dtype_set_by_hand():
     def make(**hand: Any) -> nn.Module:
         return nn.RNN(nn.OptimizedLSTMCell(4, **hand))
 
@@ -123,7 +122,7 @@ NORMS = {
 
 
 def norm_is_as_by_hand(norm: Any) -> None:
-    """Asserts that a norm between layers computes what ``dtype=`` by hand gives."""
+    """Assert that a norm between two layers computes the same as with ``dtype=`` set by hand."""
 
     def make(**hand: Any) -> nn.Module:
         return nn.Sequential([nn.Dense(4, **hand), norm(**hand), nn.Dense(3, **hand)])
@@ -134,12 +133,12 @@ def norm_is_as_by_hand(norm: Any) -> None:
         is_as_by_hand(apply_policy(make(), "mixed_float16"), make(dtype=jnp.float16), variables, x)
 
 
-def test_a_norm_between_layers_computes_what_dtype_written_by_hand_gives():
+def test_a_norm_between_layers_computes_the_same_as_with_dtype_set_by_hand():
     for norm in NORMS.values():
         norm_is_as_by_hand(norm)
 
 
-def test_attention_with_normalized_queries_and_float32_softmax_computes_what_dtype_written_by_hand_gives():
+def test_attention_with_normalized_queries_and_float32_softmax_computes_the_same_as_with_dtype_set_by_hand():
     make = functools.partial(
         nn.MultiHeadDotProductAttention, num_heads=2, normalize_qk=True, force_fp32_for_softmax=True
     )
@@ -151,7 +150,7 @@ def test_attention_with_normalized_queries_and_float32_softmax_computes_what_dty
         assert products(model.apply, variables, x) == products(by_hand.apply, variables, x)
 
 
-def test_spectral_norm_computes_what_dtype_written_by_hand_gives_and_its_statistics_stay_float32():
+def test_spectral_norm_computes_the_same_as_with_dtype_set_by_hand_and_its_statistics_stay_float32():
     def make(**hand: Any) -> nn.Module:
         return nn.SpectralNorm(nn.Dense(3, **hand), **hand)
 
@@ -165,7 +164,7 @@ def test_spectral_norm_computes_what_dtype_written_by_hand_gives_and_its_statist
     assert dtypes_of(state) == {"float32"}
 
 
-def test_batch_norm_in_training_gives_the_statistics_that_dtype_written_by_hand_gives_in_float32():
+def test_batch_norm_in_training_has_the_same_float32_statistics_as_with_dtype_set_by_hand():
     policy = "mixed_float16"
 
     def make(**hand: Any) -> nn.Module:
@@ -183,7 +182,7 @@ def test_batch_norm_in_training_gives_the_statistics_that_dtype_written_by_hand_
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.SimpleCell])
-def test_a_cell_called_by_hand_gives_the_carry_and_output_that_dtype_written_by_hand_gives(cell):
+def test_a_cell_that_is_called_directly_gives_the_same_carry_and_output_as_with_dtype_set_by_hand(cell):
     x = data(2, 4)
     carry = cell(4).initialize_carry(jax.random.key(0), x.shape)
     model, by_hand = apply_policy(cell(4), "mixed_float16"), cell(4, dtype="float16")
@@ -193,7 +192,7 @@ def test_a_cell_called_by_hand_gives_the_carry_and_output_that_dtype_written_by_
         assert set(products(model.apply, variables, carry, x)) == {"float16"}
 
 
-def test_an_rnn_of_simple_cells_keeps_its_carry_float32_where_dtype_written_by_hand_needs_a_half_one():
+def test_an_rnn_of_simple_cells_keeps_its_carry_float32_although_dtype_set_by_hand_needs_a_half_carry():
     x = data(*SEQUENCE)
     model, by_hand = apply_policy(nn.RNN(nn.SimpleCell(4)), "mixed_float16"), nn.RNN(nn.SimpleCell(4, dtype="float16"))
     variables, carry = numbers(shapes(model, x)), jnp.zeros((2, 4), jnp.float16)
@@ -206,7 +205,7 @@ def test_an_rnn_of_simple_cells_keeps_its_carry_float32_where_dtype_written_by_h
     same_bits(*quick_jit(both)(variables))
 
 
-def test_decoding_step_by_step_fills_a_half_cache_as_dtype_written_by_hand_does():
+def test_decoding_step_by_step_fills_a_half_cache_as_with_dtype_set_by_hand():
     policy = "mixed_bfloat16"
 
     def make(**hand: Any) -> nn.Module:
@@ -229,7 +228,7 @@ def test_decoding_step_by_step_fills_a_half_cache_as_dtype_written_by_hand_does(
     assert jax.eval_shape(step(model), variables, x[:, :1])[1]["cache"] == variables["cache"]
 
 
-def test_a_pure_half_preset_is_dtype_and_param_dtype_written_by_hand():
+def test_a_pure_half_preset_equals_dtype_and_param_dtype_set_by_hand():
     policy = "bfloat16"
 
     def make(**hand: Any) -> nn.Module:
@@ -245,12 +244,12 @@ def test_a_pure_half_preset_is_dtype_and_param_dtype_written_by_hand():
     same_computation(model.apply, by_hand.apply, variables, x)
 
 
-def test_an_initializer_that_takes_no_half_is_rounded_from_float32():
+def test_an_initializer_that_cannot_run_in_half_precision_runs_in_float32_and_is_rounded():
     policy, x, orthogonal = "float16", data(*SEQUENCE), nn.initializers.orthogonal()
     for init in (orthogonal, nn.with_partitioning(orthogonal, ("rows", None))):
         module = nn.Dense(3, use_bias=False, kernel_init=init)
         model = apply_policy(module, policy)
-        got, expected = jax.jit(lambda rngs, each=(model, module): [m.init(rngs, x) for m in each])(rngs())
+        got, expected = jax.jit(lambda rngs, models=(model, module): [m.init(rngs, x) for m in models])(rngs())
         got, expected = (nn.unbox(variables["params"]["kernel"]) for variables in (got, expected))
         same_bits(got, np.asarray(expected).astype(policy))
     model = apply_policy(nn.RNN(nn.LSTMCell(3)), policy)
@@ -258,7 +257,7 @@ def test_an_initializer_that_takes_no_half_is_rounded_from_float32():
     assert dtypes_of(variables) == {policy} and jax.eval_shape(model.apply, variables, x).dtype == policy
 
 
-def test_float32_is_the_bare_model_with_every_product_at_the_highest_precision_also_of_half_inputs():
+def test_the_preset_float32_is_the_bare_model_with_products_at_the_highest_precision():
     x = data(*VECTOR)
     model = apply_policy(MLP(), "float32")
     variables = shapes(model, x)
@@ -267,16 +266,16 @@ def test_float32_is_the_bare_model_with_every_product_at_the_highest_precision_a
     assert set(model_products(model, x.astype(jnp.bfloat16))) == {"float32"}
 
 
-# --- who has the last word on a dtype ---------------------------------------------------------------------------------
+# --- dtypes that the author set, and overrides ------------------------------------------------------------------------
 
 
-def test_a_dtype_that_the_author_gave_stays():
+def test_a_dtype_that_the_author_set_stays():
     x = data(*VECTOR)
     model = apply_policy(nn.Sequential([nn.Dense(4), nn.Dense(3, dtype="float32")]), "mixed_bfloat16")
     assert model_products(model, x) == ["bfloat16", "float32"]
 
 
-def test_an_override_beats_the_dtype_that_the_author_gave():
+def test_an_override_replaces_the_dtype_that_the_author_set():
     x = data(*VECTOR)
     bare = nn.Sequential([nn.Conv(4, (1,)), nn.Dense(3, dtype="float32")])
     for pattern in ("layers_1", "type:Dense", nn.Dense, "*"):
@@ -284,7 +283,7 @@ def test_an_override_beats_the_dtype_that_the_author_gave():
         assert model_products(model, x)[1] == "float16"
 
 
-def test_a_param_dtype_that_the_author_gave_stays_unless_an_override_covers_it():
+def test_a_param_dtype_that_the_author_set_stays_unless_an_override_matches():
     x = data(*VECTOR)
     bare = nn.Sequential([nn.Dense(4, param_dtype=jnp.bfloat16), nn.Dense(3)])
     params = shapes(apply_policy(bare, "mixed_float16"), x)["params"]
@@ -293,7 +292,7 @@ def test_a_param_dtype_that_the_author_gave_stays_unless_an_override_covers_it()
     assert dtypes_of(params) == {"float32"}
 
 
-def test_a_default_is_recognised_however_the_dtype_is_spelled_and_an_integer_is_none():
+def test_a_default_dtype_is_replaced_in_every_spelling_and_an_integer_dtype_is_not():
     class Model(nn.Module):
         dtype: Any = jnp.float32
 
@@ -316,7 +315,7 @@ def test_a_default_is_recognised_however_the_dtype_is_spelled_and_an_integer_is_
     assert model_products(model, ids) == ["float16"]
 
 
-def test_what_lies_below_a_container_without_a_dtype_follows_its_own_path():
+def test_modules_below_a_container_without_a_dtype_follow_their_own_paths():
     class Block(nn.Module):
         dtype: Any = None
 
@@ -336,7 +335,7 @@ def test_what_lies_below_a_container_without_a_dtype_follows_its_own_path():
     same_computation(lambda variables: model.apply(variables, x)[0], fine, shapes(model, x))
 
 
-def test_a_parent_reads_the_dtype_that_its_submodule_computes_in():
+def test_a_parent_can_read_the_dtype_in_which_its_submodule_computes():
     class Model(nn.Module):
         def setup(self):
             self.dense = nn.Dense(3)
@@ -349,7 +348,7 @@ def test_a_parent_reads_the_dtype_that_its_submodule_computes_in():
     assert jax.eval_shape(model.apply, shapes(model, x), x).dtype == jnp.float32
 
 
-def test_outputs_are_cast_at_the_root_only_and_integers_pass():
+def test_only_the_outputs_of_the_root_are_cast_and_integers_are_not():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):

@@ -1,4 +1,4 @@
-"""Errors of policies on Linen modules; none leaves a change behind."""
+"""Errors of policies on Linen modules. An error must not leave a change behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def message(model: nn.Module, *args: Any, error: type[Exception] = ValueError) -
     bare = shapes(MLP(), X) if isinstance(model, MLP) else None
     with pytest.raises(error) as raised:
         shapes(model, *args)
-    text, *_ = str(raised.value).split("\n----")  # below it JAX says how to see more of the traceback
+    text, *_ = str(raised.value).split("\n----")  # JAX appends how to see the whole traceback
     if bare is not None:
         with pytest.raises(error, match=re.escape(text)):
             jax.eval_shape(model.apply, bare, *args)
@@ -41,7 +41,7 @@ def message(model: nn.Module, *args: Any, error: type[Exception] = ValueError) -
 # --- a pattern that matches nothing -----------------------------------------------------------------------------------
 
 
-def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_paths_or_classes():
+def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_paths_or_classes():
     for pattern, text in {
         "Dence_1": "'Dence_1' matched none; nearest paths: 'Dense_1', 'Dense_0'",
         nn.DenseGeneral: "'type:DenseGeneral' matched none; nearest classes: 'Dense', 'MLP'",
@@ -56,14 +56,14 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_paths_or_class
         assert set(model_products(apply_policy(MLP(), "mixed_float16", {root: "mixed_bfloat16"}), X)) == {"bfloat16"}
 
 
-def test_a_pattern_on_a_variable_is_refused_for_it_has_the_policy_of_its_module():
+def test_a_pattern_that_matches_a_variable_is_an_error():
     for pattern in ("Dense_0/kernel", "**/kernel"):
         text = message(apply_policy(MLP(), "mixed_float16", {pattern: "float32"}))
         assert text.startswith(f"every pattern of a policy must match a module, but {pattern!r} matched the variable ")
         assert text.endswith("'Dense_0/kernel', which has the policy of its module; write 'Dense_0'")
 
 
-def test_a_pattern_on_a_module_that_this_method_does_not_call_is_let_pass():
+def test_a_pattern_may_match_a_module_that_this_method_does_not_call():
     class Two(nn.Module):
         def setup(self):
             self.embed, self.encoder, self.head = nn.Embed(5, 4), nn.Dense(4), Linear()
@@ -95,13 +95,13 @@ class BodyAndHead(nn.Module):
         return self.head(x)
 
 
-def test_a_pattern_is_held_against_the_whole_model_and_not_against_a_part_that_is_bound():
+def test_a_pattern_is_checked_against_the_whole_model_and_not_a_submodule_of_a_bound_model():
     model = apply_policy(Tied(), "mixed_float16", {"hidden": "float32"})
     bound = model.bind(zeros(shapes(Tied(), jnp.array([1]))))
     assert jax.eval_shape(bound.embed.attend, X).dtype == jnp.float16
 
 
-def test_patterns_of_a_part_are_checked_inside_a_bare_parent_and_let_pass_those_of_the_outer_policy_on_it():
+def test_patterns_of_a_root_in_a_bare_parent_are_checked_and_outer_patterns_may_match_a_nested_root():
     parent = nn.Sequential([nn.Dense(4), apply_policy(MLP(), "mixed_float16", {"Dence_0": "float32"})])
     assert "'Dence_0' matched none; nearest paths: 'Dense_0'" in message(parent)
     part = apply_policy(MLP(), "mixed_float16")
@@ -113,16 +113,16 @@ def test_patterns_of_a_part_are_checked_inside_a_bare_parent_and_let_pass_those_
 
 
 def refusal(model: nn.Module, *args: Any) -> str:
-    """Return the error of the first ``apply``, as the policy of a model whose products all stay float32 is refused."""
+    """Return the error of ``apply`` for a half policy that leaves all products in float32."""
     args = args or (X,)
     variables = zeros(shapes(model, *args))
     with pytest.raises(ValueError, match="every product stays as it was") as raised:
         model.apply(variables, *args)
-    text, *_ = str(raised.value).split("\n----")  # below it JAX says how to see more of the traceback
+    text, *_ = str(raised.value).split("\n----")  # JAX appends how to see the whole traceback
     return text
 
 
-def test_a_half_policy_that_changes_no_product_names_the_modules_and_the_override():
+def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and_the_override():
     class Stubborn(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -137,7 +137,7 @@ def test_a_half_policy_that_changes_no_product_names_the_modules_and_the_overrid
     )
 
 
-def test_where_overrides_keep_every_product_they_are_what_to_drop_or_narrow():
+def test_if_overrides_keep_every_product_in_float32_the_error_says_to_drop_or_narrow_them():
     class Mixed(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -149,14 +149,14 @@ def test_where_overrides_keep_every_product_they_are_what_to_drop_or_narrow():
     assert text.endswith("layers_0 (override 'type:Dense').\nDrop the override, or narrow its pattern.")
 
 
-def test_the_override_that_it_names_makes_the_products_half():
+def test_the_override_that_the_error_proposes_makes_the_products_half():
     bare = nn.Sequential([nn.Dense(4, dtype="float32")])
     text = refusal(apply_policy(bare, "mixed_float16"))
     (override,) = re.findall(r"overrides=\{'\*\*': '(.*)'\}", text)
     assert model_products(apply_policy(bare, "mixed_float16", {"**": override}), X) == ["float16"]
 
 
-def test_a_lookup_is_no_product_and_a_single_layer_is_named_by_its_class():
+def test_a_lookup_is_not_a_product_and_a_single_layer_is_named_by_its_class():
     class Lookup(nn.Module):
         @nn.compact
         def __call__(self, ids):
@@ -166,7 +166,7 @@ def test_a_lookup_is_no_product_and_a_single_layer_is_named_by_its_class():
     assert "Dense (its own dtype=float32)" in refusal(apply_policy(nn.Dense(3, dtype="float32"), "mixed_float16"))
 
 
-def test_a_model_with_a_half_product_or_without_any_is_let_pass_and_so_is_a_call_of_its_float32_part():
+def test_a_model_with_a_half_product_or_without_products_is_not_an_error():
     wide, part = nn.Dense(4, dtype="float32"), apply_policy(MLP(), "mixed_float16")
     with_half = [nn.Sequential([wide, half]) for half in (nn.Dense(4), Linear(), part)]
     for bare in (nn.LayerNorm(), nn.Dropout(0.5, deterministic=True), *with_half):
@@ -189,7 +189,7 @@ class Attends(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Has a param of two axes, and no product of it."""
+    """A module whose param has two axes, but is not in a product."""
 
     @nn.compact
     def __call__(self, x):
@@ -197,20 +197,20 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("under", [apply_policy, jaxmp.linen.autocast])
-def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program(under):
+def test_half_products_are_searched_in_the_traced_program(under):
     for bare in (Attends(), *([Attends("float32")] if under is apply_policy else ())):
         model = under(bare, "mixed_bfloat16", {"l": "float32"} if bare.dtype is None else None)
         with jax.numpy_dtype_promotion("standard"):
             assert products(model.apply, shapes(model, X), X) == ["float32", "bfloat16", "bfloat16"]
     model = under(Scaled(), "mixed_bfloat16", {"l": "float32"})
     variables = zeros(shapes(Scaled(), X))
-    model.init(rngs(), X)  # makes variables, which no product changes
+    model.init(rngs(), X)  # init is allowed, because it only creates variables
     for call in (lambda: model.apply(variables, X), lambda: model.bind(variables)(X)):
         with pytest.raises(ValueError, match=r"every product stays as it was: l \(override 'l'\)\.\nDrop the override"):
             call()
 
 
-def test_a_model_without_a_half_product_is_let_pass_as_a_part_of_another():
+def test_a_model_without_a_half_product_is_allowed_inside_a_model_with_a_policy():
     class Around(nn.Module):
         part: nn.Module
 
@@ -226,10 +226,10 @@ def test_a_model_without_a_half_product_is_let_pass_as_a_part_of_another():
             Around(part).apply(variables, X)
 
 
-# --- what is no Linen module, no policy, no pattern -------------------------------------------------------------------
+# --- arguments that are not modules, policies or patterns -------------------------------------------------------------
 
 
-def test_what_is_no_linen_module_no_policy_and_no_override_is_refused_at_once():
+def test_arguments_that_are_not_a_module_policy_or_override_raise_at_once():
     for model, text in (
         (nn.Dense, r"got the class Dense; create an instance: Dense\(...\)"),
         ("model", "got builtins.str; jaxmp.nnx.apply_policy takes modules of flax.nnx"),
@@ -251,7 +251,7 @@ def test_what_is_no_linen_module_no_policy_and_no_override_is_refused_at_once():
         apply_policy(MLP(), "mixed_float16", {nn.Dense(3): "float32"})
 
 
-def test_a_model_and_a_policy_that_are_swapped_are_told_so_without_the_arrays_of_the_model():
+def test_the_error_for_swapped_model_and_policy_does_not_print_the_arrays():
     models, policies = (nn.Dense(2), nnx.Linear(2, 2, rngs=nnx.Rngs(0))), ("O2", jaxmp.get_policy("mixed_float16"))
     calls = [(adapter, name) for adapter in (jaxmp.linen, jaxmp.nnx) for name in ("apply_policy", "autocast")]
     for model, policy, (adapter, name) in itertools.product(models, policies, calls):
@@ -262,7 +262,7 @@ def test_a_model_and_a_policy_that_are_swapped_are_told_so_without_the_arrays_of
         assert str(error.value).endswith(got)
 
 
-def test_a_module_where_a_policy_or_a_pattern_is_meant_is_named_by_its_class():
+def test_a_module_in_place_of_a_policy_or_pattern_is_named_by_its_class_in_the_error():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     calls = [
         jaxmp.get_policy,
@@ -299,7 +299,7 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize(("where", "mixed"), [("setup", True), ("call", False)])
-def test_the_user_s_own_error_is_raised_as_it_is_and_leaves_nothing_behind(where, mixed):
+def test_an_error_in_the_users_code_is_raised_unchanged_and_leaves_no_state_behind(where, mixed):
     bare = nn.remat(Fails)(where) if mixed else Fails(where)
     model = apply_policy(nn.Sequential([Linear(4), bare]), "float32", {"layers_0": "mixed_float16"})
     variables = shapes(nn.Sequential([Linear(4), Fails("")]), X)
@@ -314,7 +314,7 @@ def test_the_user_s_own_error_is_raised_as_it_is_and_leaves_nothing_behind(where
     assert model_products(apply_policy(MLP(), "mixed_bfloat16"), X) == ["bfloat16", "bfloat16"]
 
 
-def test_a_part_whose_error_the_model_catches_does_not_disturb_the_rest():
+def test_a_model_that_catches_an_error_of_a_submodule_continues():
     class Tries(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -357,12 +357,12 @@ def test_a_fourier_transform_runs_under_autocast_or_a_float32_override():
         apply_policy(WithSpectrum(), policy, {"spectrum": "float32"}),
         jaxmp.linen.autocast(WithSpectrum(), policy),
     )
-    want, *found = quick_jit(lambda variables: [model.apply(variables, X) for model in models])(variables)
-    for got in found:
+    want, *results = quick_jit(lambda variables: [model.apply(variables, X) for model in models])(variables)
+    for got in results:
         np.testing.assert_allclose(got, want, rtol=0.03, atol=0.03)
 
 
-def test_an_initializers_own_error_about_a_half_dtype_is_raised():
+def test_an_error_that_an_initializer_raises_for_a_half_dtype_is_raised():
     def strict(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
         if dtype == jnp.bfloat16:
             raise ValueError("write float32 in place of bfloat16")
@@ -372,7 +372,7 @@ def test_an_initializers_own_error_about_a_half_dtype_is_raised():
         apply_policy(nn.Dense(2, kernel_init=strict), "bfloat16").init(rngs(), X)
 
 
-def test_params_that_a_step_has_deleted_are_refused_before_anything_runs():
+def test_params_that_a_step_has_deleted_raise_before_anything_runs():
     model = apply_policy(MLP(), "mixed_bfloat16")
     params = numbers(shapes(model, X))["params"]
     state = jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1))

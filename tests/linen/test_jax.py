@@ -1,4 +1,4 @@
-"""JAX's own transformations around a model under a policy and inside its modules; nothing of a trace is kept."""
+"""JAX's transformations around a model under a policy and inside its modules; memory after a trace."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INSIDE = {
 
 
 def product_is_half_inside(inside: str) -> None:
-    """Asserts that products inside a transformation are half, forward and backward."""
+    """Assert that products inside a transformation are half, in the forward and backward pass."""
     mixed = inside in ("lax.fori_loop", "jax.grad")
 
     class Own(nn.Module):
@@ -65,7 +65,7 @@ def test_a_product_of_input_and_param_is_half_inside():
 
 
 def maps_and_loops_give_the_bits_of_calls(inputs: str) -> None:
-    """Asserts that a model gives in maps and loops of inputs of a dtype what it gives alone."""
+    """Assert that a model gives the same results in maps and loops as in single calls."""
     model, batches = apply_policy(MLP(), "mixed_float16"), of_dtype(data(3, 2, 4), inputs)
 
     @quick_jit
@@ -84,7 +84,7 @@ def maps_and_loops_give_the_bits_of_calls(inputs: str) -> None:
     same_bits(*run(numbers(shapes(model, X))))
 
 
-def test_a_model_is_mapped_and_scanned_over_from_outside():
+def test_a_model_works_in_vmap_map_scan_and_fori_loop():
     for inputs in ("float16", "int32"):
         maps_and_loops_give_the_bits_of_calls(inputs)
 
@@ -97,21 +97,21 @@ def test_no_tracer_is_leaked():
 
 
 def test_the_modules_of_a_trace_are_freed():
-    seen = []
+    modules = []
 
-    class Seen(nn.Module):
+    class Recorded(nn.Module):
         @nn.compact
         def __call__(self, x):
             scale = self.param("scale", nn.initializers.ones, ())
-            seen.append(weakref.ref(self))
+            modules.append(weakref.ref(self))
             return Linear()(x) * scale
 
-    model = apply_policy(nn.Sequential([Seen(), nn.Dense(2)]), "mixed_float16")
+    model = apply_policy(nn.Sequential([Recorded(), nn.Dense(2)]), "mixed_float16")
     variables = shapes(model, X)
-    seen.clear()
+    modules.clear()
     jax.eval_shape(model.apply, variables, X)
-    gc.collect()  # of what Linen's lifting of methods leaves in a cycle
-    assert [module() for module in seen] == [None]
+    gc.collect()  # Linen's lifting of methods leaves reference cycles
+    assert [module() for module in modules] == [None]
 
 
 def test_partitioned_params_keep_their_names_through_a_scan():
@@ -127,7 +127,7 @@ def test_partitioned_params_keep_their_names_through_a_scan():
     assert model_products(model, X, None) == ["float16"]
 
 
-def test_a_model_that_is_bound_once_and_called_often_stays_under_its_policies():
+def test_a_bound_model_keeps_its_policies_in_every_call():
     class Outer(nn.Module):
         def setup(self):
             self.inner = MLP()
@@ -142,11 +142,11 @@ def test_a_model_that_is_bound_once_and_called_often_stays_under_its_policies():
         assert products(lambda x: bound.layers[0](x), X) == ["bfloat16", "bfloat16"]
 
 
-def test_float8_operations_inside_a_layer_are_those_that_dtype_written_by_hand_gives():
+def test_float8_operations_inside_a_layer_are_the_same_as_with_dtype_set_by_hand():
     def make(**hand):
         return nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp, **hand)
 
-    x = data(4, 16)  # so few elements that the cotangents of scales are summed as by hand
+    x = data(4, 16)  # few elements, so that sums are computed in the same order as in the model with dtype=
     model = apply_policy(make(), "mixed_bfloat16")
     with standard_promotion():
         assert shapes(model, x) == shapes(make(), x)
@@ -161,7 +161,7 @@ def _is_traced_in_half(fun):
         return False
 
 
-def test_a_model_with_a_factorisation_behind_a_layer_is_made_under_jit():
+def test_a_model_with_a_factorisation_after_a_layer_is_initialised_under_jit():
     class Factored(nn.Module):
         @nn.compact
         def __call__(self, x, scale):
@@ -172,12 +172,12 @@ def test_a_model_with_a_factorisation_behind_a_layer_is_made_under_jit():
     model = apply_policy(bare, "mixed_float16")
     try:
         jax.eval_shape(model.apply, shapes(bare, x, scale=2), x, scale=2)
-    except TypeError:  # JAX refuses it when it traces, from 0.12 on
+    except TypeError:  # JAX 0.12 and later raise while tracing
         with pytest.raises(TypeError, match="does not accept"):
             model.init(jax.random.key(0), x, scale=2)
         return
-    made, variables = jax.jit(lambda key: [each.init(key, x, scale=2) for each in (model, bare)])(jax.random.key(0))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), made, variables)
+    got, want = jax.jit(lambda key: [m.init(key, x, scale=2) for m in (model, bare)])(jax.random.key(0))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
 SOLVERS = {
@@ -187,7 +187,7 @@ SOLVERS = {
 
 
 @pytest.mark.parametrize(("solver", "policy"), in_turn(SOLVERS))
-def test_a_solver_behind_a_layer_is_float32_with_its_derivative_and_under_vmap(solver, policy):
+def test_a_solver_after_a_layer_runs_in_float32_also_in_its_derivative_and_in_vmap(solver, policy):
     class Solved(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -204,7 +204,7 @@ def test_a_solver_behind_a_layer_is_float32_with_its_derivative_and_under_vmap(s
     def run(weights):
         return model.apply({"params": {"layer": {"kernel": weights}}}, x)
 
-    if solver != "cg" and not _is_traced_in_half(jnp.linalg.inv):  # as from JAX 0.12 on
+    if solver != "cg" and not _is_traced_in_half(jnp.linalg.inv):  # JAX 0.12 and later raise while tracing
         with pytest.raises(TypeError, match="lu does not accept"):
             run(weights)
         return
@@ -215,8 +215,8 @@ def test_a_solver_behind_a_layer_is_float32_with_its_derivative_and_under_vmap(s
         return both, jax.vmap(run)(jnp.stack([weights, weights]))[1], run(weights)
 
     with standard_promotion():
-        (found, expected), member, alone = together(weights)
+        (got, expected), member, alone = together(weights)
     tolerance = 0.02 if half == "bfloat16" else 0.003
-    assert np.allclose(found[0], expected[0], rtol=tolerance, atol=tolerance)
-    assert np.allclose(found[1], expected[1], rtol=tolerance, atol=10 * tolerance * np.abs(expected[1]).max())
+    assert np.allclose(got[0], expected[0], rtol=tolerance, atol=tolerance)
+    assert np.allclose(got[1], expected[1], rtol=tolerance, atol=10 * tolerance * np.abs(expected[1]).max())
     assert np.allclose(member, alone, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""A module under a policy as an object: equal, hashed, copied, nested in others, of any class, used from threads."""
+"""A module under a policy as an object: equality, hashes, copies, nesting, threads, classes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COPIES = {
 }
 
 
-def test_a_copy_is_equal_hashes_equal_keeps_its_name_and_is_under_the_same_policy():
+def test_a_copy_has_the_same_hash_name_and_policy_and_is_equal():
     model = apply_policy(Tied(), "mixed_float16", {nn.Dense: "mixed_bfloat16"})
     for copied in COPIES.values():
         other = copied(model)
@@ -63,7 +63,7 @@ def test_a_copy_is_equal_hashes_equal_keeps_its_name_and_is_under_the_same_polic
     assert model_products(model.clone(features=7), X) == ["float16"]
 
 
-def test_a_class_that_exists_in_no_file_is_pickled_by_value_after_a_call_too():
+def test_a_class_that_is_not_in_a_file_is_pickled_by_value_also_after_a_call():
     class Local(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -73,8 +73,8 @@ def test_a_class_that_exists_in_no_file_is_pickled_by_value_after_a_call_too():
     variables = model.init(rngs(), X)
     model.apply(variables, X)
     assert pickle.loads(cloudpickle.dumps(model)) == model
-    for own in (model, Local()):
-        assert pickle.loads(cloudpickle.dumps(own)).apply(variables, X).shape == (2, 3)
+    for module in (model, Local()):
+        assert pickle.loads(cloudpickle.dumps(module)).apply(variables, X).shape == (2, 3)
 
 
 def test_a_copy_of_a_bound_model_is_bound():
@@ -96,7 +96,7 @@ def test_models_under_different_policies_are_different():
     assert apply_policy(MLP(), "mixed_float16") == apply_policy(MLP(), "p=f32,c=f16,o=f32")
 
 
-def test_a_model_looks_like_the_bare_one_which_stays_as_it_was():
+def test_a_model_has_the_class_and_repr_of_the_bare_model_which_does_not_change():
     model = apply_policy(MLP(), "mixed_float16")
     assert isinstance(model, MLP)
     assert (repr(model), type(model).__name__, type(model).__doc__) == (repr(MLP()), "MLP", MLP.__doc__)
@@ -127,7 +127,7 @@ def test_an_equal_model_as_a_static_argument_compiles_once():
 
 
 class Parent(nn.Module):
-    """Not under a policy; its part is."""
+    """A module without a policy that has a submodule with a policy."""
 
     part: Any
     style: str
@@ -144,7 +144,7 @@ class Parent(nn.Module):
         return (self.inner if self.style == "setup" else self.part)(x)
 
 
-def test_a_part_of_a_bare_model_is_under_its_policy_and_the_rest_is_not():
+def test_a_policy_on_a_submodule_of_a_bare_model_covers_only_the_submodule():
     for style in ("setup", "compact", "field"):
         parent = Parent(apply_policy(MLP(), "mixed_float16") if style == "field" else None, style)
         assert model_products(parent, X) == ["float32", "float16", "float16"]
@@ -152,7 +152,7 @@ def test_a_part_of_a_bare_model_is_under_its_policy_and_the_rest_is_not():
     same_computation(parent.init, Parent(MLP(), "field").init, rngs(), X)
 
 
-def test_the_inner_policy_wins_inside_and_the_outer_one_around_it():
+def test_a_nested_model_keeps_its_policy_and_the_outer_policy_covers_the_others():
     class Outer(nn.Module):
         part: Any
 
@@ -165,7 +165,7 @@ def test_the_inner_policy_wins_inside_and_the_outer_one_around_it():
     assert model_products(model, X) == ["float16", "bfloat16", "float32", "float16"]
 
 
-def test_a_pattern_of_the_outer_policy_does_not_reach_into_a_part_with_its_own():
+def test_a_pattern_of_the_outer_policy_does_not_cover_a_nested_model_with_a_policy():
     model = apply_policy(
         nn.Sequential([apply_policy(MLP(), "mixed_bfloat16"), nn.Dense(2)]), "mixed_float16", {nn.Dense: "float32"}
     )
@@ -178,7 +178,7 @@ def test_a_second_policy_replaces_the_first():
     assert model == apply_policy(MLP(), "mixed_bfloat16")
 
 
-def test_a_module_shared_by_two_places_is_one_module_under_one_policy():
+def test_a_module_that_two_modules_share_has_one_policy():
     class Shared(nn.Module):
         embed: Any
         again: Any
@@ -193,7 +193,7 @@ def test_a_module_shared_by_two_places_is_one_module_under_one_policy():
     assert model_products(model, ids) == ["float16", "float16"]
 
 
-def test_a_model_applied_on_its_own_inside_a_model_is_not_its_submodule():
+def test_a_model_whose_apply_is_called_inside_another_model_is_not_its_submodule():
     teacher, embed = MLP(), Tied()
     knowledge = teacher.init(rngs(), X)
 
@@ -211,7 +211,7 @@ def test_a_model_applied_on_its_own_inside_a_model_is_not_its_submodule():
 
 
 def test_two_threads_trace_under_two_policies_at_once():
-    barrier, seen = threading.Barrier(2), {}
+    barrier, dtypes = threading.Barrier(2), {}
 
     class Meets(nn.Module):
         @nn.compact
@@ -222,21 +222,21 @@ def test_two_threads_trace_under_two_policies_at_once():
     variables = {"params": {"Dense_0": nn.Dense(3).init(rngs(), X)["params"]}}
 
     def trace(policy):
-        seen[policy] = products(apply_policy(Meets(), policy).apply, variables, X)
+        dtypes[policy] = products(apply_policy(Meets(), policy).apply, variables, X)
 
     threads = [threading.Thread(target=trace, args=(policy,)) for policy in ("mixed_float16", "mixed_bfloat16")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == {"mixed_float16": ["float16"], "mixed_bfloat16": ["bfloat16"]}
+    assert dtypes == {"mixed_float16": ["float16"], "mixed_bfloat16": ["bfloat16"]}
 
 
-def test_threads_drop_the_oldest_of_the_programs_of_one_model_one_after_the_other():
+def test_two_threads_can_drop_the_oldest_cached_program_at_once():
     threads = []
 
     class Programs(dict):
-        def __iter__(self):  # which finds the oldest
+        def __iter__(self):  # `remembered` iterates to find the oldest program
             oldest = next(super().__iter__())
             if not threads:
                 threads.append(threading.Thread(target=call, args=(65,)))
@@ -317,7 +317,7 @@ class SetsFieldsAfterwards(nn.Module):
 CLASSES = [KeywordOnly(width=3), SharesItsScope(), NamesScopesAfterMethods(), Derived(), SetsFieldsAfterwards(2)]
 
 
-def test_a_module_of_any_kind_keeps_its_variables_and_a_hash_by_hand_and_is_half():
+def test_a_module_of_any_kind_keeps_its_variables_and_its_hash_and_has_half_products():
     for bare in CLASSES:
         model = apply_policy(bare, "mixed_float16")
         same_computation(model.init, bare.init, rngs(), X)
@@ -325,21 +325,21 @@ def test_a_module_of_any_kind_keeps_its_variables_and_a_hash_by_hand_and_is_half
     assert hash(apply_policy(HashedByHand(np.ones(3)), "mixed_float16")) == 7
 
 
-def test_a_method_interceptor_of_the_user_s_own_sees_every_call_once():
-    seen = []
+def test_an_interceptor_of_the_user_is_called_once_for_every_call():
+    calls = []
 
     def note(next_fun, args, kwargs, context):
-        if context.method_name != "<lambda>":  # with which Linen checks `setup` before it lifts a method
-            seen.append((*context.module.path, context.method_name))
+        if context.method_name != "<lambda>":  # Linen checks `setup` with a lambda before it lifts a method
+            calls.append((*context.module.path, context.method_name))
         return next_fun(*args, **kwargs)
 
     model, variables = apply_policy(MLP(), "mixed_float16"), shapes(MLP(), X)
     with nn.intercept_methods(note):
         jax.eval_shape(model.apply, variables, X)
-    assert seen == [("__call__",), ("Dense_0", "__call__"), ("Dense_1", "__call__")]
+    assert calls == [("__call__",), ("Dense_0", "__call__"), ("Dense_1", "__call__")]
 
 
-def test_a_model_that_is_bound_already_is_put_under_a_policy():
+def test_a_policy_can_be_applied_to_a_bound_model():
     variables = Tied().init(rngs(), jnp.array([1]))
     bound = Tied().bind(variables)
     assert bound.hidden(X).dtype == jnp.float32
@@ -350,7 +350,7 @@ def test_a_model_that_is_bound_already_is_put_under_a_policy():
     )
 
 
-def test_params_made_by_apply_are_stored_in_the_param_dtype():
+def test_params_that_apply_creates_are_stored_in_the_param_dtype():
     out, variables = apply_policy(Linear(), "mixed_float16").apply({}, X, rngs=rngs(), mutable=True)
     assert (out.dtype, dtypes_of(variables)) == (jnp.float32, {"float32"})
     same_bits(variables, Linear().apply({}, X, rngs=rngs(), mutable=True)[1])

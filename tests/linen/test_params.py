@@ -1,4 +1,4 @@
-"""Modules that know of no dtypes, inputs that must keep their digits, and the variables that a policy leaves alone."""
+"""Modules without a dtype field, inputs that must not be rounded, and variables under a policy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ normal = nn.initializers.normal(1.0)
 
 
 def half(hand: Any, *values: Any) -> Any:
-    """``values`` in the dtype that is written by hand, if one is."""
+    """Return ``values`` in the dtype ``hand``, or unchanged if it is None."""
     cast = [value if hand is None else value.astype(hand) for value in values]
     return cast if len(cast) > 1 else cast[0]
 
@@ -70,7 +70,10 @@ class SetUp(nn.Module):
 
 
 class PytreeParams(nn.Module):
-    """A param that is a dict is, in the variables, told from a submodule only by the array beside it."""
+    """A module with a param that is a dict, beside a param that is an array.
+
+    Only the array shows that the dict is not the params of a submodule.
+    """
 
     hand: Any = None
 
@@ -94,7 +97,7 @@ class Partitioned(nn.Module):
 
 
 class Norm(nn.Module):
-    """A norm of someone's own."""
+    """A norm that the user wrote."""
 
     hand: Any = None
 
@@ -114,7 +117,7 @@ LEAVES = {
 }
 
 
-def test_a_module_without_a_dtype_field_is_decided_as_autocast_decides():
+def test_a_module_without_a_dtype_field_computes_as_under_autocast():
     for leaf, policy in in_turn(LEAVES):
         make, x = LEAVES[leaf]
         model = apply_policy(make(), policy)
@@ -124,19 +127,19 @@ def test_a_module_without_a_dtype_field_is_decided_as_autocast_decides():
 
 
 def errs_by_rounding(bare: nn.Module, x: Any, policy: str) -> None:
-    """Asserts that outputs and gradients under a policy are near those of the bare model; all are one program."""
+    """Assert that outputs and gradients under a policy are close to those of the bare model."""
     model, variables = apply_policy(bare, policy), numbers(shapes(bare, x))
 
     @quick_jit
     def run(variables):
-        return [(each.apply(variables, x), gradients_of(each, variables, x)) for each in (model, bare)]
+        return [(m.apply(variables, x), gradients_of(m, variables, x)) for m in (model, bare)]
 
     for got, want in zip(*run(variables), strict=True):
         is_close(got, want, policy)
 
 
 def is_close(got: Any, want: Any, policy: str) -> None:
-    """Asserts that arrays differ from those of the bare model by what the rounding of operands explains."""
+    """Assert that arrays differ only by the rounding of the operands of products."""
     bound = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}[policy]
     got, want = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (got, want))
     assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
@@ -167,7 +170,7 @@ def test_operations_of_lax_take_inputs_of_any_dtype_beside_params():
 
 
 def loop_gives_what_a_call_gives(how: Any) -> None:
-    """Asserts that a float32 model keeps its range in a loop."""
+    """Assert that values above the range of float16 stay finite in a loop of a float32 model."""
 
     class Square(nn.Module):
         @nn.compact
@@ -190,7 +193,7 @@ def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call
         loop_gives_what_a_call_gives(how)
 
 
-def test_a_pure_half_policy_stores_the_params_of_the_bare_module_rounded():
+def test_a_pure_half_policy_rounds_the_params_of_the_bare_module():
     bare = nn.Sequential([Linear(4), PytreeParams()])
     model = apply_policy(bare, "bfloat16")
     got, want = quick_jit(lambda rngs: (model.init(rngs, X), bare.init(rngs, X)))(rngs())
@@ -201,7 +204,7 @@ def test_a_pure_half_policy_stores_the_params_of_the_bare_module_rounded():
 
 
 class ViT(nn.Module):
-    """Patches, a class token, position embeddings, attention: half of it by ``self.param``."""
+    """A vision transformer; some params come from ``self.param``, others from layers."""
 
     hand: Any = None
 
@@ -220,8 +223,8 @@ class ViT(nn.Module):
 
 
 @pytest.mark.once
-@pytest.mark.slow("compiles a transformer and its gradients; its parts are tested by themselves")
-def test_a_vision_transformer_has_half_products_and_errs_by_their_rounding():
+@pytest.mark.slow("compiles a transformer and its gradients; its parts have tests of their own")
+def test_a_vision_transformer_has_half_products_and_no_other_rounding_errors():
     policy = "mixed_float16"
     with standard_promotion():
         errs_by_rounding(ViT(), IMAGE, policy)
@@ -229,7 +232,7 @@ def test_a_vision_transformer_has_half_products_and_errs_by_their_rounding():
 
 
 def product_beside_a_submodule_is_half(product: Any) -> None:
-    """Asserts that an operation on a param is half, its gradient float32."""
+    """Assert that a product with a param is half, and that gradients are float32."""
 
     class Mixed(nn.Module):
         @nn.compact
@@ -243,7 +246,7 @@ def product_beside_a_submodule_is_half(product: Any) -> None:
 
     model = apply_policy(Mixed(), "mixed_float16")
     gradient = jax.grad(lambda variables: model.apply(variables, X).sum())
-    assert products(gradient, shapes(model, X)) == ["float16"] * 5  # the input has no gradient
+    assert products(gradient, shapes(model, X)) == ["float16"] * 5  # no product for the gradient of the input
     assert dtypes_of(jax.eval_shape(gradient, shapes(model, X))) == {"float32"}
 
 
@@ -252,9 +255,9 @@ def test_the_product_of_an_input_and_a_param_beside_a_submodule_is_half():
         product_beside_a_submodule_is_half(product)
 
 
-# --- inputs keep their digits -----------------------------------------------------------------------------------------
+# --- inputs that must not be rounded ----------------------------------------------------------------------------------
 
-TIMES = jnp.array([999.25, 0.015625 + 1])  # bfloat16 has neither
+TIMES = jnp.array([999.25, 0.015625 + 1])  # bfloat16 has neither number
 
 
 def wave(t):
@@ -263,7 +266,7 @@ def wave(t):
 
 
 class Embedding(nn.Module):
-    """Has neither a dtype field nor params."""
+    """A module that has neither a dtype field nor params."""
 
     @nn.compact
     def __call__(self, t):
@@ -271,7 +274,10 @@ class Embedding(nn.Module):
 
 
 class Diffusion(nn.Module):
-    """A network with a timestep, which is used in plain arithmetic, in a module without params and in a layer."""
+    """A network with a timestep as input.
+
+    The timestep goes through plain arithmetic or through a module without params, and then into a layer.
+    """
 
     mixed: bool
     inline: bool
@@ -283,7 +289,7 @@ class Diffusion(nn.Module):
         return nn.Dense(4)(x), nn.Dense(4, name="time", use_bias=False, kernel_init=nn.initializers.ones)(time)
 
 
-def test_a_timestep_reaches_a_float32_module_unrounded_and_a_half_one_rounded_after_plain_arithmetic():
+def test_a_timestep_is_not_rounded_before_plain_arithmetic_or_a_float32_module():
     for mixed, inline in ((False, False), (True, True)):
         model = apply_policy(Diffusion(mixed, inline), "mixed_bfloat16", {"time": "float32"})
 
@@ -344,8 +350,8 @@ def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_i
     assert [eqn.outvars[0].aval.dtype.name for eqn in residuals] == ["bfloat16", "bfloat16"]
 
 
-def test_integers_bools_keys_and_other_things_reach_the_modules_as_they_are():
-    seen = {}
+def test_integers_bools_keys_and_other_objects_reach_modules_unchanged():
+    arguments = {}
 
     class Look(nn.Module):
         owns: bool
@@ -355,7 +361,7 @@ def test_integers_bools_keys_and_other_things_reach_the_modules_as_they_are():
             if self.owns:
                 x = x * self.param("scale", nn.initializers.ones, ())
             noise = jax.random.bernoulli(key, 0.5, x.shape)
-            seen[self.owns] = (ids.dtype.name, mask.dtype.name, nothing, number, name, flag)
+            arguments[self.owns] = (ids.dtype.name, mask.dtype.name, nothing, number, name, flag)
             return jnp.where(noise & mask, x, 0) + nn.Embed(3, 4)(ids)
 
     args = (X, jnp.array([0, 2]), jnp.ones((2, 4), bool), jax.random.key(3), None, 0.1)
@@ -364,10 +370,10 @@ def test_integers_bools_keys_and_other_things_reach_the_modules_as_they_are():
         with standard_promotion():
             variables = shapes(model, *args, name="x")
             jax.eval_shape(lambda v, model=model: model.apply(v, *args, name="x"), variables)
-    assert seen == dict.fromkeys((False, True), ("int32", "bool", None, 0.1, "x", True))
+    assert arguments == dict.fromkeys((False, True), ("int32", "bool", None, 0.1, "x", True))
 
 
-def test_numpy_inputs_of_any_width_are_taken():
+def test_inputs_may_be_numpy_arrays_of_any_width():
     for module, dtype in ((lambda: Linear(3), "float32"), (lambda: nn.Dense(3), "float16"), (ViT, "float64")):
         x = np.asarray(IMAGE if module is ViT else X, dtype)
         model = apply_policy(module(), "mixed_bfloat16")
@@ -378,7 +384,7 @@ def test_numpy_inputs_of_any_width_are_taken():
 # --- variables --------------------------------------------------------------------------------------------------------
 
 
-def test_init_makes_the_variables_of_the_bare_module():
+def test_init_creates_the_variables_of_the_bare_module():
     for make, args, policy in (
         (lambda: nn.Sequential([Linear(), nn.BatchNorm(use_running_average=False)]), (X,), "O2"),
         (lambda: Tied(), (jnp.array([1, 2]),), "float32"),
@@ -420,21 +426,21 @@ def test_training_leaves_params_statistics_and_moments_float32():
         assert jax.eval_shape(step, variables, state) == (variables, state)
 
 
-def test_params_of_half_checkpoints_are_computed_with_as_they_are():
+def test_params_from_a_half_checkpoint_are_used_without_a_cast():
     model = apply_policy(Linear(), "mixed_float16")
     variables = model.init(rngs(), X)
     rounded = jax.tree.map(lambda w: w.astype(jnp.float16), variables)
     want = X.astype(jnp.float16) @ rounded["params"]["kernel"] + rounded["params"]["bias"]
-    np.testing.assert_allclose(model.apply(rounded, X), want, rtol=2e-3)  # whose last sum is rounded
+    np.testing.assert_allclose(model.apply(rounded, X), want, rtol=2e-3)  # the last sum of `want` is rounded
 
 
 def product_of_a_strong_type_is_half(module: Any) -> None:
-    """Asserts that a product is half whose input came from a norm or a sort."""
+    """Assert that a product is half if its input comes from a norm or a sort."""
 
     class Mixed(nn.Module):
         @nn.compact
         def __call__(self, x):
-            if module == "norm":  # which returns a strongly typed array
+            if module == "norm":  # jnp.linalg.norm returns a strongly typed array
                 w = self.param("w", normal, (4, 4))
                 return nn.Dense(3)((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w)
             experts = nn.Dense(2)(x).argmax(-1)
@@ -449,13 +455,13 @@ def product_of_a_strong_type_is_half(module: Any) -> None:
             assert dtypes_of(jax.eval_shape(gradient, shapes(model, X))) == {"float32"}
 
 
-def test_a_product_beside_a_submodule_is_half_though_its_input_lost_its_weak_type():
+def test_a_product_beside_a_submodule_is_half_also_for_a_strongly_typed_input():
     for module in ("norm", "ragged"):
         product_of_a_strong_type_is_half(module)
 
 
 class Halves(nn.Module):
-    """Two layers with one initializer, which counts how often it runs, and a param of an array's own shape."""
+    """Two layers with the same initializer, and a param whose shape comes from an array."""
 
     kernel_init: Any
 
@@ -466,7 +472,7 @@ class Halves(nn.Module):
         return second(first(x)) + shift.astype(x.dtype)
 
 
-def test_of_params_that_are_there_equal_initializers_are_traced_once():
+def test_equal_initializers_of_existing_params_are_traced_once():
     calls = []
 
     def init(key, shape, dtype=jnp.float32):
@@ -476,13 +482,13 @@ def test_of_params_that_are_there_equal_initializers_are_traced_once():
     bare, x = Halves(init), jnp.ones((2, 4))
     model = apply_policy(bare, "mixed_bfloat16")
     variables = model.init(jax.random.key(0), x)
-    for each, count in ((bare, 2), (model, 1)):
+    for module, count in ((bare, 2), (model, 1)):
         calls.clear()
-        assert jax.jit(each.apply)(variables, x).shape == (2, 4)
+        assert jax.jit(module.apply)(variables, x).shape == (2, 4)
         assert calls == [(4, 4)] * count
 
 
-def test_a_param_of_another_shape_is_flaxs_error_also_where_an_equal_initializer_ran_before():
+def test_a_param_of_another_shape_raises_flaxs_error_also_after_an_equal_initializer_ran():
     x = jnp.ones((2, 4))
     model = apply_policy(Halves(nn.initializers.lecun_normal()), "mixed_bfloat16")
     for name in ("first", "second"):
@@ -492,7 +498,7 @@ def test_a_param_of_another_shape_is_flaxs_error_also_where_an_equal_initializer
             model.apply({"params": params}, x)
 
 
-def test_an_initializer_that_reads_the_module_or_the_input_holds_nothing_after_the_call():
+def test_an_initializer_that_reads_the_module_or_the_input_leaks_no_tracer():
     class Reads(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -524,12 +530,12 @@ def test_classes_of_modules_are_freed_after_the_call():
     assert [reference() for reference in classes] == [None] * 3
 
 
-def test_collections_that_may_change_are_named_in_an_array_too():
+def test_mutable_may_be_an_array_of_names():
     model = apply_policy(nn.Sequential([nn.Dense(3), nn.BatchNorm(use_running_average=False)]), "mixed_bfloat16")
     names = ["batch_stats", "cache"]
     with standard_promotion():
-        one, other = (
+        of_list, of_array = (
             jax.eval_shape(functools.partial(model.apply, mutable=mutable), shapes(model, X), X)[1]
             for mutable in (names, np.array(names))
         )
-    assert one == other and dtypes_of(other) == {"float32"}
+    assert of_list == of_array and dtypes_of(of_array) == {"float32"}

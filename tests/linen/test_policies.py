@@ -1,4 +1,4 @@
-"""Policies for parts of a model: by path, by class, by preset; Flax's residual network; the precision of products."""
+"""Overrides by path and by class, presets, Flax's residual network, and the precision of products."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ IMAGE, X = data(2, 8, 8, 3), data(2, 4)
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """Linen's BatchNorm adds half and float32 arrays."""
+    """Allow dtype promotion, because Linen's BatchNorm adds half and float32 arrays."""
     with standard_promotion():
         yield
 
 
 def trained(model: nn.Module) -> Any:
-    """``model`` as a function of its variables that gives the output and new statistics, and that of evaluation."""
+    """Return a function from variables to the training output, new statistics and evaluation output."""
 
     def apply(variables: Any) -> Any:
         out, state = model.apply(variables, IMAGE, mutable=["batch_stats"])
@@ -53,13 +53,13 @@ def trained(model: nn.Module) -> Any:
 
 @pytest.fixture(scope="module")
 def resnet() -> Any:
-    """The variables of a residual network, as shapes."""
+    """Return the shapes of the variables of a residual network."""
     with standard_promotion():
         return shapes(ResNet(), IMAGE)
 
 
 def dtypes_in(model: nn.Module, variables: Any) -> tuple[list[str], set[str]]:
-    """The operand dtypes of the products in ``model``, and the dtypes that its BatchNorms return."""
+    """Return the operand dtypes of the products in ``model``, and the dtypes of its BatchNorms' results."""
 
     def norms(module: nn.Module, _: str) -> bool:
         return isinstance(module, nn.BatchNorm)
@@ -94,7 +94,7 @@ def test_norms_are_float32_and_products_half_by_pattern_or_class(resnet):
         assert dtypes_in(model, resnet) == (["bfloat16"] * 10, {"float32"})
 
 
-def test_O2_makes_norms_float32_and_products_float16_and_takes_overrides_of_its_own(resnet):
+def test_O2_makes_norms_float32_and_products_float16_and_accepts_overrides(resnet):
     assert dtypes_in(apply_policy(ResNet(), "O2"), resnet) == (["float16"] * 10, {"float32"})
     assert model_products(apply_policy(MLP(), "O2", {"Dense_1": "float32"}), X) == ["float16", "float32"]
 
@@ -109,7 +109,7 @@ def test_an_override_covers_everything_below(resnet):
     assert dtypes_in(model, resnet)[0] == ["float16"] * 5 + ["float32"] * 4 + ["float16"]
 
 
-def test_a_pattern_on_a_class_covers_everything_below_its_subclasses_and_what_transforms_make_of_it():
+def test_a_pattern_on_a_class_covers_subclasses_transformed_classes_and_all_modules_below():
     class Special(MLP):
         pass
 
@@ -122,7 +122,7 @@ def test_a_pattern_on_a_class_covers_everything_below_its_subclasses_and_what_tr
     assert model_products(apply_policy(bare, "mixed_float16", {MLP: "float32"}), X) == ["float32", "float32", "float16"]
 
 
-def test_a_float32_part_of_a_half_model_hands_its_precise_output_to_a_mixed_parent():
+def test_a_float32_submodule_of_a_half_model_returns_float32_to_a_parent_with_params():
     class Parent(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -161,7 +161,7 @@ def test_every_dtype_of_an_override_is_used():
     assert [dtypes_of(params[name]) for name in ("Dense_0", "Dense_1")] == [{"float32"}, {"bfloat16"}]
 
 
-def test_a_policy_map_in_place_of_a_policy_is_taken():
+def test_a_policy_may_be_a_policy_map():
     policies = jaxmp.PolicyMap("mixed_float16", {"Dense_0": "float32"})
     assert model_products(apply_policy(MLP(), policies), X) == ["float32", "float16"]
     assert model_products(apply_policy(MLP(), policies, {"Dense_0": "mixed_bfloat16"}), X) == ["bfloat16", "float16"]
@@ -171,14 +171,14 @@ def test_a_policy_map_in_place_of_a_policy_is_taken():
 
 
 def precisions(model: nn.Module, *, gradients: bool = False) -> list[str]:
-    """The precision of every product that ``model`` traces to; ``-`` where none is asked for."""
+    """Return the precision of every product of ``model``; ``-`` for JAX's default."""
 
     def loss(variables: Any) -> jax.Array:
         return model.apply(variables, X).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss) if gradients else loss)(shapes(model, X))
-    found = [eqn.params["precision"] for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS]
-    return ["-" if precision is None else str(precision[0].name) for precision in found]
+    params = [eqn.params["precision"] for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS]
+    return ["-" if precision is None else str(precision[0].name) for precision in params]
 
 
 def test_float32_products_are_true_float32_ones():
@@ -187,7 +187,7 @@ def test_float32_products_are_true_float32_ones():
         assert set(precisions(apply_policy(bare, "float32"), gradients=True)) == {"HIGHEST"}
 
 
-def test_the_precision_of_an_override_stays_within_what_it_covers():
+def test_the_precision_of_an_override_applies_only_to_the_modules_it_covers():
     model = apply_policy(MLP((4, 4, 4)), "mixed_float16", {"Dense_1": "float32"})
     assert precisions(model) == ["-", "HIGHEST", "-"]
     model = apply_policy(MLP((4, 4, 4)), "float32", {"Dense_1": "mixed_float16"})
@@ -209,7 +209,7 @@ def test_a_precision_that_a_module_sets_around_a_submodule_stays():
     assert precisions(apply_policy(Careful(), "mixed_float16")) == ["HIGHEST", "-"]
 
 
-def test_the_precision_ends_with_the_call_also_with_an_exception():
+def test_the_precision_is_restored_after_the_call_and_after_an_exception():
     class Fails(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -258,7 +258,7 @@ class Holds(nn.Module):
 HALF, WIDE = "bfloat16", "float32"
 
 
-def test_an_override_by_class_covers_what_is_below_a_module_that_shares_the_scope_of_another():
+def test_an_override_by_class_covers_modules_below_a_module_with_a_shared_scope():
     for put_under in (apply_policy, autocast):
         for bare, pattern, expected in (
             (SharesInSetup(), "type:Inn*", [WIDE, WIDE, HALF]),

@@ -1,4 +1,4 @@
-"""Lifted transforms under a policy: the same model with ``dtype=`` by hand, and with the carry cast back by hand."""
+"""Lifted transforms under a policy, compared with ``dtype=`` and casts that are written by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ X = data(2, 4)
 
 
 class Block(nn.Module):
-    """Keeps the shape of its input; ``hand`` is the dtype written by hand."""
+    """A module that keeps the shape of its input; ``hand`` is the dtype if it is set by hand."""
 
     hand: Any = None
     rate: float = 0.0
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Step(nn.Module):
-    """A block as the body of a loop. Written by hand, it has to cast back to the dtype of its carry."""
+    """A block as the body of a loop. With a dtype set by hand, it must cast the carry back."""
 
     hand: Any = None
     rate: float = 0.0
@@ -64,7 +64,7 @@ def scanned(hand: Any = None, step: Any = Step, **kwargs: Any) -> nn.Module:
 
 
 class Calls(nn.Module):
-    """Calls a transformed function, or a transformed class, from a compact method."""
+    """A module that calls a transformed function or class in its compact method."""
 
     call: Any
     hand: Any = None
@@ -100,7 +100,7 @@ def functional_scan(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
 
 def functional_while(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
     block = Block(hand)
-    block(x)  # makes the params: a while loop can't
+    block(x)  # creates the params, because a while loop cannot
 
     def body(block: nn.Module, carry: Any) -> Any:
         y = block(carry[1])
@@ -157,12 +157,12 @@ NOT_DIFFERENTIABLE = ("while_loop",)
 
 
 def transformed_model_is_as_by_hand(name: Any, policy: Any) -> None:
-    """Asserts that a model of the table is the one with ``dtype=`` by hand."""
+    """Assert that a model of the table computes the same as with ``dtype=`` set by hand."""
     make, half = MODELS[name], HALVES[policy]
     model, by_hand = apply_policy(make(), policy), make(hand=half)
     variables = same_computation(model.init, make().init, rngs(), X)
     assert set(products(functools.partial(model.apply, rngs=rngs(1)), variables, X)) == {half}
-    if name == "vjp":  # in the block, which has no dtype field, the backward pass is decided on the graph
+    if name == "vjp":  # the block has no dtype field, so the engine decides the dtypes of its backward pass
         got, want = quick_jit(lambda weights: [m.apply(weights, X) for m in (model, by_hand)])(numbers(variables))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02), got, float32(want))
     elif name in NOT_DIFFERENTIABLE:
@@ -171,7 +171,7 @@ def transformed_model_is_as_by_hand(name: Any, policy: Any) -> None:
         is_as_by_hand(model, by_hand, variables, X)
 
 
-def test_a_transformed_model_is_the_computation_that_dtype_written_by_hand_gives():
+def test_a_transformed_model_computes_the_same_as_with_dtype_set_by_hand():
     for name, policy in in_turn(MODELS):
         transformed_model_is_as_by_hand(name, policy)
 
@@ -206,7 +206,7 @@ class Looped(nn.Module):
         return jax.lax.scan(lambda h, row: (self.layer(h), self.head(row)), x, self.layer(x))[1]
 
 
-def test_a_float32_head_in_a_loop_keeps_its_digits_and_the_carry_its_dtype():
+def test_in_a_loop_a_float32_head_is_not_rounded_and_the_carry_keeps_its_dtype():
     model = apply_policy(Looped(), "mixed_bfloat16", {"head": "float32"})
     variables = model.init(jax.random.key(0), X)
     layer, head = (variables["params"][name] for name in ("layer", "head"))
@@ -215,7 +215,7 @@ def test_a_float32_head_in_a_loop_keeps_its_digits_and_the_carry_its_dtype():
     np.testing.assert_allclose(model.apply(variables, X), want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_stream_with_no_products_but_those_of_layers_is_half_in_a_loop_too():
+def test_a_residual_stream_whose_only_products_are_in_layers_is_half_also_in_a_loop():
     class Deep(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -245,7 +245,7 @@ def test_a_carry_keeps_its_integers_and_its_structure():
 
 
 class Statistics(nn.Module):
-    """Layers that keep running means, written in the dtype of what they see."""
+    """A layer that stores means in the dtype of its activations."""
 
     @nn.compact
     def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
@@ -270,11 +270,11 @@ def test_statistics_written_in_half_by_a_scanned_layer_stay_float32():
     assert dtypes_of(shapes(apply_policy(Statistics(), "mixed_float16"), X)) == {"float32"}
 
 
-# --- nn.jit keeps what it traced: never for another policy ------------------------------------------------------------
+# --- nn.jit reuses a trace only under the same policy -----------------------------------------------------------------
 
 
 class Counted(nn.Module):
-    """Tells when it is traced."""
+    """A module that calls ``note`` when it is traced."""
 
     note: Any
     width: int = 4
@@ -298,7 +298,7 @@ class Stack(nn.Module):
 JITTED = nn.jit(Block)
 
 
-def test_nn_jit_of_the_model_itself_does_not_reuse_what_it_traced_for_another_policy():
+def test_nn_jit_of_the_root_does_not_reuse_the_trace_of_another_policy():
     half = [set(model_products(apply_policy(JITTED(), policy), X)) for policy in ("mixed_float16", "mixed_bfloat16")]
     assert [set(model_products(JITTED(), X)), *half] == [{"float32"}, {"float16"}, {"bfloat16"}]
     assert set(model_products(apply_policy(JITTED(), "mixed_float16"), X)) == {"float16"}
@@ -308,18 +308,18 @@ def test_nn_jit_traces_once_for_each_policy_and_reuses_the_trace():
     traces: list[Any] = []
     bare = Stack(functools.partial(nn.jit(Counted), traces.append))
     variables = bare.init(rngs(), X)
-    seen = {}
+    dtypes_by_policy = {}
     for policy in (None, "mixed_float16", "mixed_bfloat16", "float32", None, "mixed_float16"):
         model = apply_policy(bare, policy) if policy else bare
         before = len(traces)
-        same_again = products(model.apply, variables, X)
-        assert seen.setdefault(policy, same_again) == same_again
+        dtypes = products(model.apply, variables, X)
+        assert dtypes_by_policy.setdefault(policy, dtypes) == dtypes
         model.apply(variables, X)
         assert len(traces) - before <= 2
-    assert list(map(set, seen.values())) == [{"float32"}, {"float16"}, {"bfloat16"}, {"float32"}]
+    assert list(map(set, dtypes_by_policy.values())) == [{"float32"}, {"float16"}, {"bfloat16"}, {"float32"}]
 
 
-def test_nn_jit_does_not_reuse_for_one_module_what_it_traced_for_its_sibling_under_another_policy():
+def test_nn_jit_does_not_reuse_the_trace_of_a_sibling_under_another_policy():
     for pattern in ("JitCounted_1", "**/JitCounted_1/*"):
         model = apply_policy(Stack(functools.partial(nn.jit(Counted), print)), "mixed_float16", {pattern: "float32"})
         assert model_products(model, X) == ["float16", "float32"]

@@ -1,4 +1,4 @@
-"""A module under a policy is used wherever the bare one was: methods, collections, binding, copies, nests, threads."""
+"""A module under a policy works wherever the bare module does: methods, collections, binding, tools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ X = data(2, 4)
 
 
 class Coder(nn.Module):
-    """An encoder and a decoder with methods of their own."""
+    """A module with several methods, which call different submodules."""
 
     hand: Any = None
 
@@ -62,7 +62,7 @@ METHODS: dict[str, Any] = {
 }
 
 
-def test_a_method_is_under_the_policy_however_it_is_chosen():
+def test_every_way_to_choose_a_method_runs_it_under_the_policy():
     model, by_hand, variables = both()
     for method in (*METHODS.values(), model.encode):
         apply = functools.partial(model.apply, method=method)
@@ -72,7 +72,7 @@ def test_a_method_is_under_the_policy_however_it_is_chosen():
         assert set(products(apply, variables, X)) == {"float16"}
 
 
-def test_init_by_way_of_a_method_makes_the_variables_of_the_bare_module():
+def test_init_with_a_method_creates_the_variables_of_the_bare_module():
     for method in METHODS.values():
         assert shapes(apply_policy(Coder(), "mixed_float16"), X, method=method) == shapes(Coder(), X, method=method)
 
@@ -83,21 +83,21 @@ def test_an_override_reaches_a_submodule_that_only_a_function_calls():
     assert products(apply, shapes(Coder(), X), X) == ["float16", "float32", "bfloat16"]
 
 
-def test_init_with_output_returns_what_apply_does():
+def test_init_with_output_returns_the_same_as_apply():
     model, _, variables = both()
-    out, made = model.init_with_output(rngs(), X)
-    same_bits((out, made), (model.apply(variables, X), variables))
+    out, new_variables = model.init_with_output(rngs(), X)
+    same_bits((out, new_variables), (model.apply(variables, X), variables))
     out, _ = model.init_with_output(rngs(), X, method=lambda mdl, x: mdl.encoder(x))
     assert out.dtype == jnp.float32
 
 
-def test_variables_can_be_made_without_numbers():
+def test_variables_can_be_initialised_from_shapes():
     model, _, variables = both()
     same_bits(model.lazy_init(rngs(), jax.ShapeDtypeStruct(X.shape, X.dtype)), variables)
     assert shapes(model, X) == jax.eval_shape(lambda: variables)
 
 
-def test_functional_init_and_apply_take_the_model():
+def test_functional_init_and_apply_accept_the_model():
     model, by_hand, variables = both()
 
     def encode(mdl: Coder, x: jax.Array) -> jax.Array:
@@ -141,21 +141,21 @@ def test_sown_values_and_perturbations_are_those_of_the_computation_and_strongly
     with standard_promotion():
         variables = model.init(rngs(), X)
         out, state = model.apply(variables, X, mutable=["intermediates", "losses"])
-    assert variables["perturbations"]["delta"].dtype == jnp.float32  # of a module that is traced in float32
+    assert variables["perturbations"]["delta"].dtype == jnp.float32  # the module is traced in float32
     assert (out.dtype, state["intermediates"]["y"][0].dtype, state["losses"]["norm"].dtype) == (
         *("float32", "float16", "float32"),
     )
     assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves((variables, out, state)))
 
 
-def test_mutable_returns_what_it_returns_for_the_bare_module():
+def test_apply_with_mutable_returns_the_same_as_for_the_bare_module():
     for mutable in (False, [], "batch_stats", ["batch_stats"], True, nn.DenyList("params")):
         with_statistics = nn.Sequential([nn.Dense(3), nn.BatchNorm(use_running_average=False)])
         bare = nn.Dense(3) if mutable in (False, []) else with_statistics
         with standard_promotion():
             got, want = (
-                jax.eval_shape(functools.partial(each.apply, mutable=mutable), shapes(bare, X), X)
-                for each in (apply_policy(bare, "mixed_float16"), bare)
+                jax.eval_shape(functools.partial(m.apply, mutable=mutable), shapes(bare, X), X)
+                for m in (apply_policy(bare, "mixed_float16"), bare)
             )
         assert got == want
 
@@ -178,7 +178,7 @@ def test_tabulate_and_paths_list_the_rows_of_the_bare_module():
 # --- bound modules ----------------------------------------------------------------------------------------------------
 
 
-def test_a_bound_model_its_submodules_and_what_is_unbound_of_them_are_under_the_policy():
+def test_a_bound_model_and_its_submodules_keep_the_policy_also_after_unbind():
     model, by_hand, variables = both(overrides={"table_a": "float32"})
     bound, hand = model.bind(variables), by_hand.bind(variables)
     same_bits(bound.encode(X), float32(hand.encode(X)))
@@ -196,10 +196,10 @@ def test_a_bound_model_its_submodules_and_what_is_unbound_of_them_are_under_the_
     assert products(encoder.apply, encoder_variables, X) == ["float16"]
 
 
-# --- what tools ask of a module ---------------------------------------------------------------------------------------
+# --- signatures and errors --------------------------------------------------------------------------------------------
 
 
-def test_methods_have_the_signatures_of_the_bare_module_and_calls_outside_apply_its_errors():
+def test_methods_have_the_signatures_of_the_bare_module_and_raise_its_errors_outside_of_apply():
     model = apply_policy(Coder(), "mixed_float16")
     for name in ("apply", "init", "init_with_output", "__call__", "encode"):
         assert inspect.signature(getattr(model, name)) == inspect.signature(getattr(Coder(), name))

@@ -1,4 +1,4 @@
-"""NNX models under autocast: the model's state flows through, and paths of modules are on the name stack."""
+"""Tests of jaxmp.nnx.autocast: results, Variables, overrides, paths on the name stack, and errors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jaxmp.nnx import apply_policy, autocast
 X = data(2, 6, 6, 3)
 
 
-def found(model: Any, *args: Any) -> list[tuple[str, str]]:
-    """The scopes and the operand dtype of every product of a call; the model is left as it is."""
+def products_of(model: Any, *args: Any) -> list[tuple[str, str]]:
+    """Return the scopes and the operand dtype of every product in a call of ``model``."""
     graphdef, state = nnx.split(model)
     jaxpr = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(*args))(state)
     products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
@@ -58,38 +58,38 @@ class Outer(nnx.Module):
         return self.inner(self.first(x))
 
 
-def test_the_products_of_every_module_run_in_half_at_their_paths():
+def test_the_products_of_every_module_are_half_and_have_its_path_as_scope():
     for name in (" Mixed_BFloat16 ", "float16", "p=f32, c=bf16, o=f32"):
         model, policy = autocast(Mlp(rngs()), name), jaxmp.get_policy(name)
         half = policy.compute_dtype.name
-        assert found(model, data(2, 4)) == [("layers/0", half), ("layers/1", half), ("head", half)]
+        assert products_of(model, data(2, 4)) == [("layers/0", half), ("layers/1", half), ("head", half)]
         assert nnx.eval_shape(model, data(2, 4)).dtype == policy.output_dtype
         assert dtypes_of(values(model)) == {"float32"}
 
 
-def test_the_first_override_that_matches_wins_and_half_is_the_policys_own():
+def test_the_first_override_that_matches_wins_and_half_means_the_compute_dtype():
     for half in ("half", "bfloat16", "mixed_bfloat16"):
         for wide in ("**", "*/0", "layers/*"):
             model = autocast(Mlp(rngs()), "mixed_bfloat16", {"layers/1": half, wide: "float32"})
             head = "float32" if wide == "**" else "bfloat16"
-            assert [dtype for _, dtype in found(model, data(2, 4))] == ["float32", "bfloat16", head]
+            assert [dtype for _, dtype in products_of(model, data(2, 4))] == ["float32", "bfloat16", head]
 
 
-def test_operations_are_overridden_under_autocast_and_refused_under_a_policy():
+def test_overrides_of_operations_work_under_autocast_and_raise_under_a_policy():
     model = autocast(Mlp(rngs()), "mixed_bfloat16", {"class:half": "float32", "head": "half"})
-    assert [dtype for _, dtype in found(model, data(2, 4))] == ["float32", "float32", "bfloat16"]
+    assert [dtype for _, dtype in products_of(model, data(2, 4))] == ["float32", "float32", "bfloat16"]
     with pytest.raises(ValueError, match="must match modules, got 'class:half', which matches operations"):
         apply_policy(Mlp(rngs()), "mixed_bfloat16", {"class:half": "float32"})
 
 
-def test_a_policy_map_says_which_classes_stay_float32():
+def test_a_policy_map_can_keep_classes_in_float32():
     policy = jaxmp.PolicyMap("mixed_bfloat16", {"type:Scale": "float32"})
-    dtypes = [dtype for _, dtype in found(autocast(Net(rngs()), policy, {"conv": "float32"}), X)]
+    dtypes = [dtype for _, dtype in products_of(autocast(Net(rngs()), policy, {"conv": "float32"}), X)]
     assert dtypes == ["float32", "bfloat16", "bfloat16", "float32", "bfloat16"]
-    assert [dtype for _, dtype in found(autocast(Net(rngs()), "O2"), X)] == ["float16"] * 5
+    assert [dtype for _, dtype in products_of(autocast(Net(rngs()), "O2"), X)] == ["float16"] * 5
 
 
-def test_it_computes_what_autocast_by_hand_computes_and_state_flows():
+def test_it_computes_the_same_as_jaxmp_autocast_and_updates_variables():
     policy = "mixed_float16"
     bare, model = Net(rngs()), autocast(Net(rngs()), policy)
     graphdef, state = nnx.split(bare)
@@ -114,7 +114,7 @@ def test_dropout_and_gradients_are_those_of_the_bare_model():
     assert a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) > 0.99
 
 
-def test_it_trains_with_loss_scaling_one_trace_and_whole_skips():
+def test_it_trains_with_loss_scaling_and_a_skipped_step_changes_nothing():
     model = autocast(Net(rngs()), "mixed_float16")
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.01), loss_scale=jaxmp.DynamicLossScale(2.0**8))
     traces = 0
@@ -137,7 +137,7 @@ def test_it_trains_with_loss_scaling_one_trace_and_whole_skips():
 
 
 class Stacked(nnx.Module):
-    """Layers in a scan, within a rematerialised method, and a jitted head."""
+    """Layers in a scan inside of a rematerialised method, and a jitted head."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         keys = jax.random.split(rngs.params(), 3)
@@ -156,31 +156,31 @@ class Stacked(nnx.Module):
         return self.top(self.body(x))
 
 
-def test_overrides_hold_in_the_transforms_of_nnx():
+def test_overrides_apply_inside_transforms_of_nnx():
     for pattern in ("layers", "head"):
         model = autocast(Stacked(rngs()), "mixed_float16", {pattern: "float32"})
-        assert [dtype for _, dtype in found(model, data(2, 4))] == [
+        assert [dtype for _, dtype in products_of(model, data(2, 4))] == [
             "float32" if name == pattern else "float16" for name in ("layers", "head")
         ]
     grads = nnx.grad(lambda model: model(data(2, 4)).sum())(model)
     assert dtypes_of(nnx.as_pure(grads)) == {"float32"}
 
 
-def test_the_argument_stays_as_it_was_and_another_policy_is_replaced():
+def test_the_original_model_does_not_change_and_an_earlier_policy_is_replaced():
     bare = Mlp(rngs())
     model = autocast(bare, "mixed_float16")
     assert type(bare) is Mlp and isinstance(model, Mlp) and model.head.kernel is bare.head.kernel
-    assert [dtype for _, dtype in found(bare, data(2, 4))] == ["float32"] * 3
+    assert [dtype for _, dtype in products_of(bare, data(2, 4))] == ["float32"] * 3
 
     model = autocast(apply_policy(Mlp(rngs()), "mixed_bfloat16"), "mixed_float16")
     assert model.head.dtype is None
-    assert [dtype for _, dtype in found(model, data(2, 4))] == ["float16"] * 3
-    assert [dtype for _, dtype in found(apply_policy(model, "mixed_bfloat16"), data(2, 4))] == ["bfloat16"] * 3
+    assert [dtype for _, dtype in products_of(model, data(2, 4))] == ["float16"] * 3
+    assert [dtype for _, dtype in products_of(apply_policy(model, "mixed_bfloat16"), data(2, 4))] == ["bfloat16"] * 3
 
 
-def test_nested_in_a_bare_model_or_in_another_autocast_it_keeps_its_own_dtype_in_every_method():
+def test_a_model_nested_in_a_bare_model_or_another_autocast_keeps_its_half_dtype():
     model = Outer(autocast(Mlp(rngs()), "mixed_float16"), rngs())
-    assert [dtype for _, dtype in found(model, data(2, 4))] == ["float32", "float16", "float16", "float16"]
+    assert [dtype for _, dtype in products_of(model, data(2, 4))] == ["float32", "float16", "float16", "float16"]
     jaxpr = jax.make_jaxpr(lambda x: model.inner.encode(x))(data(2, 4))
     assert product_dtypes(jaxpr) == {"float16"}
 
@@ -193,7 +193,7 @@ def test_nested_in_a_bare_model_or_in_another_autocast_it_keeps_its_own_dtype_in
     ]  # fmt: skip
 
 
-def test_a_model_from_outside_of_a_transformation_is_read_there_and_not_changed():
+def test_a_model_that_a_transform_closes_over_can_be_read_and_not_changed():
     model, x = autocast(Mlp(rngs()), "mixed_float16"), data(2, 4)
     np.testing.assert_allclose(jax.jit(lambda x: model(x))(x), model(x), rtol=0.02, atol=1e-3)
     with_statistics = autocast(Net(rngs()), "mixed_float16")
@@ -201,7 +201,7 @@ def test_a_model_from_outside_of_a_transformation_is_read_there_and_not_changed(
         jax.jit(lambda x: with_statistics(x))(X)
 
 
-def test_overrides_that_leave_no_product_half_are_errors_when_it_is_called():
+def test_overrides_that_keep_every_product_in_float32_raise_in_the_call():
     for key, level, text in (
         ("**", "float32", r"computes in float16, but every product stays .* head \(override '\*\*'\)"),
         ("class:half", "tensorfloat32", r"every product stays .* head \(override 'class:half'\)"),
@@ -210,12 +210,13 @@ def test_overrides_that_leave_no_product_half_are_errors_when_it_is_called():
         with pytest.raises(ValueError, match=text):
             autocast(Mlp(rngs()), "mixed_float16", {key: level})(data(2, 4))
         some = autocast(Mlp(rngs()), "mixed_float16", {"head": "half", key: level})
-        assert [dtype for _, dtype in found(some, data(2, 4))].count("float16") == 1
-    kept = autocast(Mlp(rngs()), "mixed_float16", {"primitive:dot_general": "float32"})
-    assert {dtype for _, dtype in found(kept, data(2, 4))} == {"float32"}  # taken at its word
+        assert [dtype for _, dtype in products_of(some, data(2, 4))].count("float16") == 1
+    # An override of one primitive may keep every product in float32.
+    model = autocast(Mlp(rngs()), "mixed_float16", {"primitive:dot_general": "float32"})
+    assert {dtype for _, dtype in products_of(model, data(2, 4))} == {"float32"}
 
 
-def test_what_autocast_cannot_take_is_refused():
+def test_invalid_arguments_of_autocast_are_errors():
     with pytest.raises(ValueError, match=r"'heda' matched none; nearest paths: 'head'"):
         autocast(Mlp(rngs()), "mixed_float16", {"heda": "float32"})
     with pytest.raises(
@@ -228,7 +229,7 @@ def test_what_autocast_cannot_take_is_refused():
         autocast(Mlp(rngs()), "p=f32, c=f64")
 
 
-def test_a_module_below_the_root_that_is_called_by_itself_runs_under_autocast():
+def test_a_submodule_that_is_called_directly_runs_under_autocast():
     class Two(nnx.Module):
         def __init__(self, rngs):
             self.fc, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)

@@ -1,4 +1,4 @@
-"""NNX objects as arguments of a function under autocast: what it writes to them is there after the call."""
+"""NNX objects as arguments of a function under autocast, which may write to them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ X = BATCHES[0]
 
 
 class Net(nnx.Module):
-    """Keeps statistics, the mask of its dropout, and the number of its calls."""
+    """A module that stores statistics, its last dropout mask, and the number of its calls."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
@@ -61,7 +61,7 @@ def in_a_scan(loss: Any) -> Callable[..., Any]:
     return nnx.jit(lambda model, x: scan(model, jnp.stack([x, x + 1]))[1])
 
 
-# What people put around a loss of a model and a batch.
+# The transforms to apply to a loss function of a model and a batch.
 TRANSFORMS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "nothing": lambda loss: loss,
     "nnx.jit without updates of the graph": lambda loss: nnx.jit(loss, graph_updates=False),
@@ -74,7 +74,7 @@ TRANSFORMS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 
 def arrays(model: Any, *filters: Any) -> Any:
-    """Return the values of the Variables, keys as their data."""
+    """Return the values of the Variables, with random keys as integers."""
 
     def data_of(leaf: Any) -> Any:
         return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
@@ -83,21 +83,21 @@ def arrays(model: Any, *filters: Any) -> Any:
 
 
 def state_of(model: Any) -> Any:
-    """Statistics; and what does not depend on rounding."""
+    """Return the statistics, and all Variables that do not depend on rounding."""
     return arrays(model, nnx.BatchStat), arrays(model, nnx.Not(nnx.BatchStat))
 
 
 @pytest.mark.parametrize(("name", "policy"), in_turn(TRANSFORMS))
-def test_statistics_rng_counts_and_masks_are_those_of_the_unchanged_loss(name, policy):
+def test_statistics_rng_counts_and_masks_are_the_same_as_without_autocast(name, policy):
     model, bare = Net(rngs()), Net(rngs())
     run, run_bare = TRANSFORMS[name](half(loss_fn, policy)), TRANSFORMS[name](loss_fn)
     masks = []
     for x in BATCHES:
         result, wanted = run(model, x), run_bare(bare, x)
-        (statistics, rest), (wanted_statistics, wanted_rest) = state_of(model), state_of(bare)
+        (statistics, exact), (wanted_statistics, wanted_exact) = state_of(model), state_of(bare)
         for got, want in zip(jax.tree.leaves(statistics), jax.tree.leaves(wanted_statistics), strict=True):
             np.testing.assert_allclose(got, want, rtol=0.02, atol=2e-3)
-        same_bits(rest, wanted_rest)  # params, keys, counts, the mask
+        same_bits(exact, wanted_exact)  # params, keys, counts, the mask
         assert cosine(nnx.as_pure(result), nnx.as_pure(wanted)) > 0.99
         assert dtypes_of((statistics, arrays(model, nnx.Param), nnx.as_pure(result))) == {"float32"}
         masks.append(model.mask[...])
@@ -107,7 +107,7 @@ def test_statistics_rng_counts_and_masks_are_those_of_the_unchanged_loss(name, p
     assert set(products(lambda state: nnx.as_pure(run(nnx.merge(graphdef, state), X)), state)) == {HALVES[policy]}
 
 
-def test_an_ensemble_in_vmap_has_the_statistics_and_masks_of_its_members():
+def test_an_ensemble_in_vmap_has_the_same_statistics_and_masks_as_without_autocast():
     @nnx.jit
     def make() -> Any:
         return nnx.vmap(lambda key: Net(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
@@ -120,13 +120,13 @@ def test_an_ensemble_in_vmap_has_the_statistics_and_masks_of_its_members():
     model, bare = make(), make()
     for x in BATCHES:
         turn(model, bare, x)
-    (statistics, rest), (wanted_statistics, wanted_rest) = state_of(model), state_of(bare)
+    (statistics, exact), (wanted_statistics, wanted_exact) = state_of(model), state_of(bare)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.02, atol=2e-3), statistics, wanted_statistics)
-    same_bits(rest, wanted_rest)
+    same_bits(exact, wanted_exact)
 
 
 @pytest.mark.once
-def test_a_whole_train_step_with_optimizer_and_metrics_is_that_of_float32():
+def test_a_whole_train_step_with_optimizer_and_metrics_is_close_to_float32():
     def train(policy: Any) -> Any:
         model, metric = Net(rngs()), nnx.metrics.Average()
         optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
@@ -164,21 +164,21 @@ def test_nnx_jit_traces_once():
     assert len(traces) == 1 and int(model.drop.rngs.count[...]) == int(model.calls[...]) == 2
 
 
-def test_one_object_in_several_places_is_one_object():
+def test_an_object_that_is_passed_several_times_stays_one_object():
     model, other = Net(rngs()), nnx.Variable(jnp.zeros(()))
 
     @half
-    def twice(first: Any, *, rest: dict[str, Any]) -> Any:
-        assert first[0] is rest["again"] and first[0].head is rest["head"] and first[1] is rest["other"]
+    def twice(first: Any, *, named: dict[str, Any]) -> Any:
+        assert first[0] is named["again"] and first[0].head is named["head"] and first[1] is named["other"]
         first[1][...] += 1.0
-        return first[0](X) + rest["again"](X), rest["text"], rest["head"]
+        return first[0](X) + named["again"](X), named["text"], named["head"]
 
-    result, text, head = twice([model, other], rest={"again": model, "head": model.head, "other": other, "text": "a"})
+    result, text, head = twice([model, other], named={"again": model, "head": model.head, "other": other, "text": "a"})
     assert int(model.drop.rngs.count[...]) == int(model.calls[...]) == 2 and float(other[...]) == 1.0
     assert result.shape == (16, 4) and text == "a" and head is model.head
 
 
-def test_random_numbers_of_an_rngs_object_go_on():
+def test_an_rngs_object_advances_as_without_autocast():
     @half
     def noisy(rngs: nnx.Rngs, x: jax.Array) -> Any:
         return x @ x.T, rngs.noise.normal((4,))
@@ -188,7 +188,7 @@ def test_random_numbers_of_an_rngs_object_go_on():
         same_bits(noisy(generators, X)[1], bare.noise.normal((4,)))
 
 
-def test_what_becomes_of_attributes_happens_to_the_callers_objects():
+def test_changes_of_attributes_are_made_to_the_callers_objects():
     @half
     def change(model: Any, x: jax.Array) -> Any:
         model.extra = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
@@ -206,11 +206,11 @@ def test_what_becomes_of_attributes_happens_to_the_callers_objects():
     assert model.head is head and model.old is kernel
     same_bits(model.head.kernel[...], kernel[...] * 2)
     np.testing.assert_allclose(out, extra(X), rtol=0.02, atol=0.02)
-    model.extra.kernel[...] = jnp.zeros((8, 2))  # nothing of the trace is left in it
+    model.extra.kernel[...] = jnp.zeros((8, 2))  # raises if the new module still has tracers
 
 
-class Held(nnx.Module):
-    """Holds what may change without a new value in any attribute."""
+class Changeable(nnx.Module):
+    """A model with parts that can change while each attribute keeps its object."""
 
     def __init__(self) -> None:
         self.net, self.layers = Net(rngs()), nnx.List([nnx.Linear(8, 8, rngs=rngs())])
@@ -237,14 +237,14 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_what_changes_of_an_object_is_what_nnx_jit_changes():
+def test_an_object_changes_in_the_same_way_as_under_nnx_jit():
     for name, change in CHANGES.items():
 
         def run(model: Any, x: jax.Array, change: Any = change) -> jax.Array:
             change(model)
             return x @ x.T
 
-        model, wanted = Held(), Held()
+        model, wanted = Changeable(), Changeable()
         half(run)(model, X), nnx.jit(run)(wanted, X)
         assert nnx.graphdef(model) == nnx.graphdef(wanted), name
         assert model.net.calls.get_metadata() == wanted.net.calls.get_metadata()
@@ -252,15 +252,15 @@ def test_what_changes_of_an_object_is_what_nnx_jit_changes():
 
 
 def test_paths_of_modules_are_those_of_nnx():
-    model = Held()
+    model = Changeable()
     model.shared, model.deep = model.net.head, nnx.data({"b": [nnx.Linear(1, 1, rngs=rngs())], "a": (Net(rngs()), 1)})
     model.layers.append(model.net.first)
-    for each in (model, nnx.Sequential(*[nnx.Linear(1, 1, rngs=rngs()) for _ in range(12)])):
-        wanted = {id(node): tuple(map(str, path)) for path, node in nnx.iter_modules(each)}
-        assert {id(node): path for path, node in modules_in(each)} == wanted and len(wanted) > 11
+    for root in (model, nnx.Sequential(*[nnx.Linear(1, 1, rngs=rngs()) for _ in range(12)])):
+        wanted = {id(node): tuple(map(str, path)) for path, node in nnx.iter_modules(root)}
+        assert {id(node): path for path, node in modules_in(root)} == wanted and len(wanted) > 11
 
 
-def test_intermediates_are_captured_in_the_dtype_they_were_written_with():
+def test_intermediates_keep_the_dtype_in_which_they_were_written():
     class Sower(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.linear = nnx.Linear(8, 8, rngs=rngs)
@@ -277,7 +277,7 @@ def test_intermediates_are_captured_in_the_dtype_they_were_written_with():
 
 
 @pytest.mark.once
-def test_a_pure_policy_casts_results_and_no_variable_of_an_argument():
+def test_a_pure_half_policy_casts_results_and_not_the_variables_of_an_argument():
     policy = "float16"
     model = Net(rngs())
     out, new = half(lambda model: (model(X), nnx.Param(model.head.kernel * 2)), policy)(model)
@@ -285,7 +285,7 @@ def test_a_pure_policy_casts_results_and_no_variable_of_an_argument():
     assert dtypes_of(arrays(model, (nnx.Param, nnx.BatchStat))) == {"float32"}
 
 
-def test_variables_of_half_precision_keep_it_and_those_that_are_not_written_or_no_arrays_are_handed_on():
+def test_half_variables_unchanged_variables_and_variables_that_are_not_arrays_are_kept():
     model = Net(rngs())
     model.half, kernel = nnx.Variable(jnp.zeros(8, "bfloat16")), model.head.kernel[...]
 
@@ -312,7 +312,7 @@ def test_variables_of_half_precision_keep_it_and_those_that_are_not_written_or_n
     assert model.steps.get_value() == 3 and model.tree.get_value() == {"a": 2.0, "b": None}
 
 
-def test_a_module_that_is_no_pytree_and_a_reference_are_written_too():
+def test_a_module_with_pytree_false_and_a_reference_can_be_written_to():
     class Plain(nnx.Module, pytree=False):
         def __init__(self) -> None:
             self.net, self.total = Net(rngs()), nnx.Variable(jnp.zeros(()), ref=True)
@@ -327,7 +327,7 @@ def test_a_module_that_is_no_pytree_and_a_reference_are_written_too():
     assert int(model.net.drop.rngs.count[...]) == 2 and float(model.total[...]) == 2.0
 
 
-def test_a_model_that_is_closed_over_raises_where_it_keeps_state_and_runs_where_it_keeps_none():
+def test_a_model_that_the_function_closes_over_raises_only_if_it_writes_to_variables():
     model = Net(rngs())
     for run in (half(lambda x: model(x)), half(model), nnx.jit(half(half(lambda x: model(x))))):
         with pytest.raises(TraceContextError, match="different trace level"):
@@ -338,7 +338,7 @@ def test_a_model_that_is_closed_over_raises_where_it_keeps_state_and_runs_where_
         assert products(run, X) == ["bfloat16"] * 2
 
 
-def test_a_model_from_outside_of_a_transformation_is_read_there_and_cannot_change():
+def test_a_model_from_outside_of_a_jit_can_be_read_and_not_changed():
     model = Net(rngs())
 
     def run(call: Any) -> jax.Array:
@@ -349,10 +349,10 @@ def test_a_model_from_outside_of_a_transformation_is_read_there_and_cannot_chang
         run(loss_fn)
     with pytest.raises(TraceContextError):
         run(lambda model, x: setattr(model, "note", 1))
-    model.note, model.first.bias[...] = 3, jnp.ones(8)  # still the caller's
+    model.note, model.first.bias[...] = 3, jnp.ones(8)  # the caller may still change the model
 
 
-def test_after_an_error_objects_are_as_before():
+def test_an_error_leaves_objects_unchanged():
     model = Net(rngs())
     before = arrays(model)
 
@@ -373,7 +373,7 @@ def test_no_tracer_outlives_the_trace():
         nnx.eval_shape(nnx.value_and_grad(half(loss_fn)), model, X)
 
 
-def test_autocast_around_and_inside_of_others_counts_every_call_once():
+def test_nested_autocasts_run_every_call_once():
     def both(model: Any, x: jax.Array) -> jax.Array:
         return half(loss_fn, "float32")(model, x) + half(loss_fn)(model, x) + nnx.jit(loss_fn)(model, x)
 
@@ -386,7 +386,7 @@ def test_autocast_around_and_inside_of_others_counts_every_call_once():
     assert int(model.drop.rngs.count[...]) == 3
 
 
-def test_a_plan_takes_models_with_arrays_or_shapes_and_changes_nothing():
+def test_a_plan_accepts_models_of_arrays_or_shapes_and_changes_nothing():
     model = Net(rngs())
     before = arrays(model)
     plan = jaxmp.cast_plan(loss_fn, "mixed_bfloat16")(model, x=X)
@@ -396,7 +396,7 @@ def test_a_plan_takes_models_with_arrays_or_shapes_and_changes_nothing():
     assert str(jaxmp.cast_plan(loss_fn, "mixed_bfloat16")(abstract, x=X)) == str(plan)
 
 
-def test_a_model_of_shapes_is_refused():
+def test_a_model_of_shapes_raises():
     model = nnx.eval_shape(lambda: Net(rngs()))
     with pytest.raises(TypeError, match=r"takes arrays, got ShapeDtypeStruct.*use jaxmp\.cast_plan"):
         half(lambda model: loss_fn(model, X))(model)

@@ -1,4 +1,4 @@
-"""A policy stops at ``nnx.bridge``: a wrapped module computes under its own policy, or the model is refused."""
+"""A policy does not reach into ``nnx.bridge``: a wrapped module needs a policy of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = data(6, 5)
 
 
 class Linen(nn.Module):
-    """With a layer that its author keeps in float32, a module without a dtype field, statistics and dropout."""
+    """A model with a float32 layer, a module without a dtype field, statistics and dropout."""
 
     @nn.compact
     def __call__(self, x, train=False):
@@ -83,7 +83,7 @@ class AroundNnx(nn.Module):
 
 
 def linen_variables(model):
-    """The variables of the Linen module that an NNX module wraps."""
+    """Return the variables of the Linen module that an NNX module wraps."""
     params, stats = (nnx.to_pure_dict(values(model, kind)) for kind in (nnx.Param, nnx.BatchStat))
     return {"params": params, "batch_stats": stats}
 
@@ -93,7 +93,7 @@ def dtypes(tree):
 
 
 def of_linen(model, variables):
-    """The result of a Linen model on X, and the gradients of its params."""
+    """Return the result of a Linen model on X, and the gradients of its params."""
 
     def loss(params):
         out = model.apply({**variables, "params": params}, X)
@@ -104,7 +104,7 @@ def of_linen(model, variables):
 
 
 def of_nnx(model):
-    """The result of an NNX model on X, and the gradients of its Params."""
+    """Return the result of an NNX model on X, and the gradients of its Params."""
 
     def loss(model):
         out = model(X)
@@ -119,7 +119,7 @@ def rngs():
 
 
 POLICIES = [
-    ("mixed_bfloat16", {"exact": "half"}),  # the layer that its author made float32
+    ("mixed_bfloat16", {"exact": "half"}),  # `exact` is the layer with dtype="float32"
     ("float16", {"b": "float32"}),
 ]
 HALF, WIDE = "bfloat16", "float32"
@@ -129,7 +129,7 @@ HALF, WIDE = "bfloat16", "float32"
 
 
 @pytest.mark.once
-def test_a_policy_on_an_nnx_model_around_a_linen_module_says_to_wrap_the_policy():
+def test_a_policy_on_an_nnx_model_around_a_linen_module_raises_with_the_remedy():
     for make, policy, at in ((to_nnx, "mixed_bfloat16", ""), (AroundLinen, "float32", "'wrapped', ")):
         with pytest.raises(ValueError, match=r"a policy does not reach into nnx\.bridge\.ToNNX") as error:
             jaxmp.nnx.apply_policy(make(), policy, {"wrapped": "float32"})
@@ -143,7 +143,7 @@ def test_a_policy_on_an_nnx_model_around_a_linen_module_says_to_wrap_the_policy(
 
 
 def says_to_wrap(make: Any, wrap: Any, at: Any) -> None:
-    """Asserts that every way to call a Linen model around an NNX module says where the policy belongs."""
+    """Assert that each call of a Linen model around an NNX module raises the error with the remedy."""
     model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), wrap(make).init(rngs(), X)
     for call in (
         lambda: model.init(rngs(), X),
@@ -158,7 +158,7 @@ def says_to_wrap(make: Any, wrap: Any, at: Any) -> None:
 
 
 @pytest.mark.once
-def test_a_policy_on_a_linen_model_around_an_nnx_module_says_to_wrap_the_policy():
+def test_a_policy_on_a_linen_model_around_an_nnx_module_raises_with_the_remedy():
     for make, wrap, at in ((Nnx, bridge.ToLinen, ""), (lambda rngs: Nnx(rngs), AroundNnx, "'wrapped', ")):
         says_to_wrap(make, wrap, at)
 
@@ -167,7 +167,7 @@ def test_a_policy_on_a_linen_model_around_an_nnx_module_says_to_wrap_the_policy(
 
 
 @pytest.mark.parametrize(("policy", "overrides"), POLICIES, ids=str)
-def test_a_linen_module_under_a_policy_computes_the_same_when_it_is_wrapped(policy, overrides):
+def test_a_linen_module_under_a_policy_computes_the_same_inside_a_bridge(policy, overrides):
     linen = jaxmp.linen.apply_policy(Linen(), policy, overrides)
     model = to_nnx(linen)
     variables = linen_variables(model)
@@ -179,7 +179,7 @@ def test_a_linen_module_under_a_policy_computes_the_same_when_it_is_wrapped(poli
 
 
 @pytest.mark.parametrize(("policy", "overrides"), POLICIES, ids=str)
-def test_an_nnx_module_under_a_policy_computes_the_same_when_it_is_wrapped(policy, overrides):
+def test_an_nnx_module_under_a_policy_computes_the_same_inside_a_bridge(policy, overrides):
     def make(rngs):
         return jaxmp.nnx.apply_policy(Nnx(rngs), policy, overrides)
 
@@ -195,7 +195,7 @@ def test_an_nnx_module_under_a_policy_computes_the_same_when_it_is_wrapped(polic
 
 
 @pytest.mark.parametrize("adapter", ["apply_policy", "autocast"])
-def test_a_wrapped_module_keeps_its_policy_inside_a_model_under_another(adapter):
+def test_a_wrapped_module_keeps_its_policy_inside_a_model_under_another_policy(adapter):
     linen = jaxmp.linen.apply_policy(Linen(), "float16", {"b": "float32"})
     model = getattr(jaxmp.nnx, adapter)(AroundLinen(linen), "mixed_bfloat16", {"first": "float32"})
     assert model_products(model, X) == [WIDE, "float16", "float16", WIDE, WIDE]
@@ -217,8 +217,8 @@ def test_a_wrapped_module_keeps_its_policy_inside_a_model_under_another(adapter)
 def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its_mask():
     model, bare, before = jaxmp.nnx.autocast(AroundLinen(), "mixed_bfloat16"), AroundLinen(), AroundLinen()
     run = nnx.jit(lambda model, x: model(x, train=True, mutable=["batch_stats", "intermediates"]))
-    seen = [run(m, X) for m in (bare, model)]
-    np.testing.assert_allclose(seen[1], seen[0], rtol=0.1, atol=0.1)
+    results = [run(m, X) for m in (bare, model)]
+    np.testing.assert_allclose(results[1], results[0], rtol=0.1, atol=0.1)
     stats, want = (values(m, nnx.BatchStat) for m in (model, bare))
     for got, wanted, old in zip(*map(jax.tree.leaves, (stats, want, values(before, nnx.BatchStat))), strict=True):
         assert got.dtype == jnp.float32
@@ -231,15 +231,15 @@ def test_statistics_of_a_wrapped_nnx_module_stay_float32_and_dropout_keeps_its_m
     model = bridge.ToLinen(lambda rngs: jaxmp.nnx.apply_policy(Nnx(rngs), "mixed_bfloat16"))
     variables = bare.init(rngs(), X)
     same_bits(model.init(rngs(), X), variables)
-    seen = [m.apply(variables, X, train=True, rngs=rngs(), mutable=["batch_stats"]) for m in (model, bare)]
-    assert dtypes(seen[0]) == dtypes(seen[1])
-    for got, want in zip(*map(jax.tree.leaves, seen), strict=True):
+    results = [m.apply(variables, X, train=True, rngs=rngs(), mutable=["batch_stats"]) for m in (model, bare)]
+    assert dtypes(results[0]) == dtypes(results[1])
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(got, want, rtol=0.1, atol=0.1)
-    old, new = variables["batch_stats"], seen[0][1]["batch_stats"]
+    old, new = variables["batch_stats"], results[0][1]["batch_stats"]
     assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
 
 
-# --- autocast reads the program of a bridged model --------------------------------------------------------------------
+# --- autocast of a model with a bridge --------------------------------------------------------------------------------
 
 
 class Two(nn.Module):
@@ -248,7 +248,7 @@ class Two(nn.Module):
         return nn.Dense(3, use_bias=False, name="b")(jnp.tanh(nn.Dense(8, use_bias=False, name="a")(x)))
 
 
-def test_autocast_of_a_bridged_model_rounds_the_operands_of_its_products():
+def test_autocast_of_a_model_with_a_bridge_rounds_the_operands_of_products():
     bridged = to_nnx(Two())
     a, b = (values(bridged, nnx.Param)[name]["kernel"].astype(HALF) for name in ("a", "b"))
     hidden = jnp.tanh(jnp.dot(X.astype(HALF), a))
@@ -277,7 +277,7 @@ def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
     same_bits(grads, want_grads)
 
 
-def test_an_override_of_autocast_covers_a_wrapped_module_whole_and_one_into_it_matches_nothing():
+def test_an_override_of_autocast_matches_a_wrapped_module_but_no_module_inside_it():
     nnx_model, linen_model = AroundLinen(), AroundNnx()
     variables = linen_model.init(rngs(), X)
     for pattern, bridged in (("wrapped", True), ("type:To*", True), ("first", False)):
@@ -293,7 +293,7 @@ def test_an_override_of_autocast_covers_a_wrapped_module_whole_and_one_into_it_m
 
 
 @pytest.mark.once
-def test_overrides_that_leave_no_product_of_a_bridged_model_half_are_refused():
+def test_overrides_that_keep_every_product_of_a_model_with_a_bridge_in_float32_raise():
     text = r"every product stays as it was: first \(override '\*\*'\), wrapped \(override '\*\*'\)"
     with pytest.raises(ValueError, match=text):
         jaxmp.nnx.autocast(AroundLinen(), "mixed_bfloat16", {"**": "float32"})(X)

@@ -1,4 +1,4 @@
-"""NNX's own layers, and modules without a dtype, under a policy compute what ``dtype=`` written by hand gives."""
+"""NNX's layers and modules without a dtype compute the same as with ``dtype=`` set by hand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(model: Any, x: jax.Array) -> Any:
 LAYERS: dict[str, tuple[Any, Any]] = {
     "Linear": (lambda **hand: nnx.Linear(8, 4, rngs=rngs(), **hand), run),
     "Embed.attend": (lambda **hand: nnx.Embed(5, 8, rngs=rngs(), **hand), attended),
-    # In bfloat16: XLA has no float16 kernel for what jax.nn.dot_product_attention asks of a CPU.
+    # Tested in bfloat16 only, because XLA has no float16 kernel for jax.nn.dot_product_attention on a CPU.
     "MultiHeadAttention": (lambda **hand: nnx.MultiHeadAttention(2, 8, rngs=rngs(), decode=False, **hand), run),
     "BatchNorm": (lambda **hand: nnx.BatchNorm(8, rngs=rngs(), **hand), run),
     "LoRA": (lora, run),
@@ -51,7 +51,7 @@ LAYERS: dict[str, tuple[Any, Any]] = {
 }
 
 
-SLOW = {"RNN of GRUCell": pytest.mark.slow("compiles a loop and its gradients; cells are tested by themselves")}
+SLOW = {"RNN of GRUCell": pytest.mark.slow("compiles a loop and its gradients; cells have tests of their own")}
 CASES = [pytest.param(name, policy, "float32", marks=SLOW.get(name, ())) for name, policy in in_turn(LAYERS)] + [
     ("Linear", "mixed_bfloat16", "int32"),
     ("Embed.attend", "mixed_bfloat16", "float16"),
@@ -59,14 +59,14 @@ CASES = [pytest.param(name, policy, "float32", marks=SLOW.get(name, ())) for nam
 
 
 @pytest.mark.parametrize(("name", "policy", "inputs"), CASES)
-def test_a_layer_gives_the_outputs_gradients_and_statistics_of_dtype_by_hand(name, policy, inputs):
+def test_a_layer_gives_the_same_outputs_gradients_and_statistics_as_with_dtype_set_by_hand(name, policy, inputs):
     make, call = LAYERS[name]
     model, by_hand = apply_policy(make(), policy), make(dtype=jnp.dtype(HALVES[policy]))
     is_as_by_hand(model, by_hand, of_dtype(SEQUENCE, inputs), call=call)
     same_bits(values(model, nnx.BatchStat), values(by_hand, nnx.BatchStat))
 
 
-def test_a_model_of_all_kinds_of_modules_is_as_by_hand_its_products_half_its_variables_float32():
+def test_a_model_of_all_kinds_of_modules_computes_the_same_as_with_dtype_set_by_hand():
     is_as_by_hand(apply_policy(Net(rngs()), "mixed_float16"), Net(rngs(), jnp.dtype("float16")), IMAGE)
 
     model = apply_policy(Net(rngs()), "mixed_bfloat16")
@@ -77,7 +77,7 @@ def test_a_model_of_all_kinds_of_modules_is_as_by_hand_its_products_half_its_var
 
 
 def loop_gives_what_a_call_gives(how: Any) -> None:
-    """Asserts that a float32 model keeps its range in a loop."""
+    """Assert that values above the range of float16 stay finite in a loop of a float32 model."""
 
     class Square(nnx.Module):
         def __init__(self) -> None:
@@ -101,14 +101,14 @@ def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call
         loop_gives_what_a_call_gives(how)
 
 
-def test_without_a_half_dtype_the_model_computes_what_the_bare_one_does():
+def test_under_a_float32_policy_a_model_computes_the_same_as_the_bare_model():
     got, want = outcomes((apply_policy(Net(rngs()), "tensorfloat32"), Net(rngs())), IMAGE)
     same_bits(got[0], want[0])
-    # XLA may add up what cancels (the gradient of a bias before a norm) in another order.
+    # The gradient of a bias before a norm is a sum that cancels, and XLA may add it in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got[1:], want[1:])
 
 
-def test_params_in_half_are_casts_and_the_bare_model_keeps_its_own():
+def test_a_pure_half_policy_casts_params_and_the_original_model_keeps_its_params():
     bare = Net(rngs())
     before = values(bare)
     model = apply_policy(bare, "float16")
@@ -121,7 +121,7 @@ def test_params_in_half_are_casts_and_the_bare_model_keeps_its_own():
 
 
 class Mixer(nnx.Module):
-    """Owns a Param and a submodule, so that its inputs follow where they go."""
+    """A module with a Param and submodules, so autocast's rules decide the dtypes of its inputs."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.gain = nnx.Param(jax.random.normal(rngs.params(), (8,)))
@@ -132,12 +132,12 @@ class Mixer(nnx.Module):
         return self.linear(x * self.gain) @ jnp.diag(self.gain[...]), self.exact(x)
 
 
-def test_in_a_module_with_params_and_submodules_inputs_follow_where_they_meet_them():
+def test_in_a_module_with_params_and_submodules_inputs_are_rounded_only_for_half_products():
     bare = Mixer(rngs())
     model = apply_policy(bare, "mixed_bfloat16", {"exact": "float32"})
     mixed, exact = model(SEQUENCE)
     kernel, bias = bare.linear.kernel[...].astype("bfloat16"), bare.linear.bias[...].astype("bfloat16")
-    scaled = (SEQUENCE * bare.gain[...]).astype("bfloat16")  # which leads from no product to one: float32
+    scaled = (SEQUENCE * bare.gain[...]).astype("bfloat16")  # no product before it, so it is computed in float32
     hidden = jax.lax.dot_general(scaled, kernel, (((2,), (0,)), ((), ()))) + bias
     same_bits(mixed, (hidden @ jnp.diag(bare.gain[...].astype("bfloat16"))).astype("float32"))
     with jax.default_matmul_precision("highest"):
@@ -145,7 +145,7 @@ def test_in_a_module_with_params_and_submodules_inputs_follow_where_they_meet_th
 
 
 class Block(nnx.Module):
-    """A residual and a normalisation, without params of its own."""
+    """A residual connection and a norm, without params of its own."""
 
     def __init__(self) -> None:
         self.layer, self.norm = nnx.Linear(8, 8, rngs=rngs()), nnx.LayerNorm(8, rngs=rngs())
@@ -167,14 +167,14 @@ class Owner(nnx.Module):
 
 def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_is_float32():
     model = apply_policy(Owner(), "mixed_bfloat16")
-    with standard_promotion():  # for the LayerNorm
+    with standard_promotion():  # LayerNorm adds half and float32 arrays
         program = jax.make_jaxpr(model)(SEQUENCE)
     sums = [eqn for eqn in equations(program) if eqn.primitive.name == "add"]
     residuals = [eqn for eqn in sums if path_of(names_of(eqn))[-1] == "block"]
     assert [eqn.outvars[0].aval.dtype.name for eqn in residuals] == ["bfloat16"]
 
 
-def test_the_float32_preset_asks_for_true_float32_products_and_an_override_of_it_does_so_there_only():
+def test_the_preset_float32_has_true_float32_products_also_as_an_override():
     def precisions(model: Any) -> list[Any]:
         graphdef, state = nnx.split(model)
         jaxpr = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(SEQUENCE))(state)
@@ -187,7 +187,7 @@ def test_the_float32_preset_asks_for_true_float32_products_and_an_override_of_it
     assert precisions(apply_policy(model, "float32", {"layers/1": "mixed_bfloat16"})) == [highest, None]
 
 
-def test_an_rng_or_a_module_among_the_arguments_is_handed_on_itself():
+def test_an_rngs_object_or_a_module_can_be_an_argument_of_a_method():
     class Noisy(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.kernel = nnx.Param(jnp.ones((8, 8)))
@@ -201,7 +201,7 @@ def test_an_rng_or_a_module_among_the_arguments_is_handed_on_itself():
     assert int(generators.noise.count[...]) == 1
 
 
-def test_a_scale_by_hand_is_a_scale_under_a_policy_whose_last_sums_are_float32():
+def test_a_module_without_a_dtype_is_close_to_casts_by_hand_with_its_last_sums_in_float32():
     model, bare = apply_policy(Scale(8, rngs()), "mixed_float16"), Scale(8, rngs())
     product = (SEQUENCE.astype("float16") @ bare.kernel[...].astype("float16")).astype("float32")
     got, by_hand = outcomes((model, ScaleByHand(8, jnp.float16, rngs())), SEQUENCE)
@@ -209,7 +209,7 @@ def test_a_scale_by_hand_is_a_scale_under_a_policy_whose_last_sums_are_float32()
     is_close(got, by_hand)
 
 
-def test_a_statistic_written_in_half_is_kept_in_float32():
+def test_a_statistic_that_is_written_in_half_precision_is_stored_in_float32():
     class Counts(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.kernel, self.last = nnx.Param(jnp.ones((8, 8))), nnx.BatchStat(jnp.zeros((8,)))

@@ -40,7 +40,7 @@ class Nnx(nnx.Module):
 
 @pytest.fixture(autouse=True)
 def usual_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # the norms of both add half and float32
+    with jax.numpy_dtype_promotion("standard"):  # the norms of Linen and NNX add half and float32 arrays
         yield
 
 
@@ -69,5 +69,5 @@ def test_linen_and_nnx_give_the_same_outputs_gradients_and_statistics(policy):
     assert jax.tree.structure(grads) == jax.tree.structure(want_grads)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want_grads))
     for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
-        # Flax sums some cotangents in another order in Linen than in NNX, with dtype= by hand too.
+        # Linen and NNX add some cotangents in different orders, also without a policy.
         np.testing.assert_allclose(got, wanted, rtol=2**-7, atol=1e-4 * largest)

@@ -1,4 +1,4 @@
-"""jaxmp.nnx.Optimizer and value_and_grad: loss scaling and skipped steps for NNX."""
+"""Tests of jaxmp.nnx.Optimizer and value_and_grad: loss scaling and skipped steps."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Net(nnx.Module):
 
 @pytest.fixture(autouse=True)
 def usual_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # NNX's own norms, and Adam in optax, add half and float32
+    with jax.numpy_dtype_promotion("standard"):  # NNX's norms and optax's Adam add half and float32 arrays
         yield
 
 
 class Small(nnx.Module):
-    """A weight and a statistic: few operations, for what runs one operation at a time."""
+    """A weight and a statistic. It has few operations, for tests without jit."""
 
     def __init__(self) -> None:
         ones, zeros = (jnp.asarray(np.full(8, value, np.float32)) for value in (1, 0))
@@ -69,7 +69,7 @@ def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
     return loss
 
 
-# Compiled once for models under equal policies, and optimizers around one optimizer of optax.
+# These compile once for all models under equal policies and optimizers with the same optax optimizer.
 step, jitted_gradients = nnx.jit(train), nnx.jit(gradients)
 jitted_update = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))
 
@@ -86,11 +86,11 @@ def small(scale: Any = 4.0) -> tuple[Any, Any]:
 
 
 def without_scale(optimizer: Any) -> Any:
-    """The state of the wrapped optimizer."""
+    """Return the state of the wrapped optimizer."""
     return jaxmp.optim.scaling_state.get_loss_scaling_state(nnx.as_pure(optimizer.opt_state)).inner_state
 
 
-def test_a_skipped_step_changes_no_bit_of_the_model_but_the_rng_counts():
+def test_a_skipped_step_changes_only_the_rng_counts_of_the_model():
     model, optimizer = setup()
     step(model, optimizer, X)
     before, state, count = values(model), without_scale(optimizer), int(model.drop.rngs.count[...])
@@ -105,7 +105,7 @@ def test_a_skipped_step_changes_no_bit_of_the_model_but_the_rng_counts():
     assert int(optimizer.skipped) == 1
 
 
-def test_finite_gradients_with_updates_that_overflow_put_the_statistics_back_too():
+def test_an_overflow_in_the_updates_restores_the_statistics():
     overflow = optax.stateless(lambda updates, _: jax.tree.map(lambda u: u * jnp.inf, updates))
     model = Net(rngs())
     tx = jaxmp.loss_scaling(overflow, jaxmp.DynamicLossScale(2.0**10), check_updates=True)
@@ -116,7 +116,7 @@ def test_finite_gradients_with_updates_that_overflow_put_the_statistics_back_too
     assert int(optimizer.skipped) == 1
 
 
-def test_gradients_whose_norm_overflows_put_the_statistics_of_every_module_back():
+def test_an_overflow_of_the_gradient_norm_restores_the_statistics_of_every_module():
     (model, optimizer), other = small(1.0), Small()
 
     def loss_fn(model, other, x):
@@ -130,7 +130,7 @@ def test_gradients_whose_norm_overflows_put_the_statistics_of_every_module_back(
     assert int(optimizer.skipped) == 1
 
 
-def test_gradients_and_update_in_two_jits_skip_whole_as_well():
+def test_a_skipped_step_changes_nothing_if_gradients_and_update_are_jitted_separately():
     model, optimizer = setup()
     for x, skipped in ((X, 0), (BAD, 1), (X, 1)):
         before = jax.tree.map(np.asarray, values(model))
@@ -140,7 +140,7 @@ def test_gradients_and_update_in_two_jits_skip_whole_as_well():
         assert (bits(values(model)) == bits(before)) == (x is BAD)
 
 
-def test_over_several_microbatches_a_skipped_step_goes_back_to_before_the_first():
+def test_a_skipped_step_of_several_microbatches_restores_the_values_before_the_first():
     model, optimizer = setup()
     before = jax.tree.map(np.asarray, values(model))
     grads = [jitted_gradients(model, optimizer, x)[1] for x in (X, BAD, X)]
@@ -149,7 +149,7 @@ def test_over_several_microbatches_a_skipped_step_goes_back_to_before_the_first(
     assert int(optimizer.skipped) == 1
 
 
-def test_with_a_power_of_two_the_scaled_run_is_bit_for_bit_the_unscaled_one_of_flax():
+def test_a_run_scaled_by_a_power_of_two_has_the_bits_of_an_unscaled_run_of_flax():
     tx = optax.adamw(1e-2)
     model, twin = Net(rngs()), Net(rngs())
     optimizer = Optimizer(model, tx, loss_scale=jaxmp.StaticLossScale(2.0**7))
@@ -183,7 +183,7 @@ def test_aux_argnums_and_a_diff_state_are_passed_on():
     assert set(nnx.as_pure(part)) == {"weight"} == set(nnx.as_pure(grads))
 
 
-def test_an_optimizer_that_is_wrapped_already_is_taken_as_it_is():
+def test_an_optimizer_with_loss_scaling_is_not_wrapped_again():
     model = Small()
     optimizer = Optimizer(model, optax.chain(jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0))))
     assert float(optimizer.loss_scale.loss_scale) == 4.0
@@ -217,9 +217,9 @@ def test_half_params_are_updated_in_float32_and_rounded_once():
     same_bits(values(model, nnx.Param), want)
 
 
-def test_bad_input_is_refused():
+def test_invalid_arguments_are_errors():
     model = Small()
-    with pytest.raises(ValueError, match="one loss has one scale, but tx has one and loss_scale= names another"):
+    with pytest.raises(ValueError, match="tx has a loss scale already, got another one as loss_scale="):
         Optimizer(model, jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()), loss_scale=jaxmp.NoOpLossScale())
     with pytest.raises(TypeError, match=r"takes a jaxmp\.nnx\.Optimizer, got flax\.nnx\..*\.Optimizer; write jaxmp"):
         value_and_grad(loss_fn, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
@@ -228,7 +228,7 @@ def test_bad_input_is_refused():
         Optimizer(model, optax.sgd(0.1), ema=0.99)
     other = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     text = (
-        r"made with a model of \d+ params in another structure, got one of 2;\nwrite optimizer = jaxmp\.nnx\.Optimizer"
+        r"model of \d+ params, got a model of 2 params in another structure;\nwrite optimizer = jaxmp\.nnx\.Optimizer"
     )
     for call in (
         lambda: optimizer.update(other, nnx.state(other)),
@@ -253,7 +253,7 @@ def test_bad_input_is_refused():
             gradient(model)
 
 
-def test_an_update_whose_arguments_are_swapped_is_refused():
+def test_swapped_arguments_of_update_are_errors():
     model, optimizer = small()
 
     def step(model, optimizer, swap):
@@ -269,14 +269,14 @@ def test_an_update_whose_arguments_are_swapped_is_refused():
 
 
 @pytest.mark.once
-def test_an_optimizer_that_would_train_nothing_is_refused_with_the_kinds_of_variables_there_are():
+def test_an_optimizer_that_would_train_nothing_raises_with_the_kinds_of_variables():
     model = Net(rngs())
     kinds = ", ".join(sorted({type(var).__name__ for _, var in nnx.to_flat_state(nnx.state(model))}))
     assert "BatchStat, " in kinds
-    for given in (model, {"first": [model]}):
+    for tree in (model, {"first": [model]}):
         text = f"wrt=LoRAParam matches no Variable of the model; its kinds of Variables: {kinds}$"
         with pytest.raises(ValueError, match=text):
-            Optimizer(given, optax.adam(0.1), wrt=nnx.LoRAParam)
+            Optimizer(tree, optax.adam(0.1), wrt=nnx.LoRAParam)
     with pytest.raises(ValueError, match=r"wrt=PathContains\(.*'hed'.*\) matches no Variable"):
         Optimizer(model, optax.adam(0.1), wrt=nnx.PathContains("hed"))
     with pytest.raises(ValueError, match="wrt=Param matches no Variable of the model; its kinds of Variables: none"):
@@ -286,7 +286,7 @@ def test_an_optimizer_that_would_train_nothing_is_refused_with_the_kinds_of_vari
 
 
 class Buffers(nnx.Module):
-    """With arrays that are no Variables, one of which it writes."""
+    """A module with two arrays that are not Variables; it writes to one of them."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear, self.mask, self.calls = nnx.Linear(8, 8, rngs=rngs), jnp.tril(jnp.ones((4, 4))), jnp.array(0)
@@ -296,7 +296,7 @@ class Buffers(nnx.Module):
         return self.mask.astype(x.dtype) @ self.linear(x).astype(x.dtype)
 
 
-def test_arrays_that_are_no_variables_are_put_back_too():
+def test_a_skipped_step_restores_arrays_that_are_not_variables():
     model = apply_policy(Buffers(rngs()), "mixed_float16")
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(8.0))
 
@@ -326,7 +326,7 @@ def test_keyword_arguments_reach_the_loss_function():
     same_bits(values(model), before)
 
 
-def test_a_step_that_is_skipped_leaves_the_other_network_of_a_gan_as_it_was():
+def test_a_skipped_step_restores_the_other_network_of_a_gan():
     generator = apply_policy(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), nnx.BatchNorm(8, rngs=rngs())), "O2")
     critic = apply_policy(nnx.Linear(8, 1, rngs=rngs()), "mixed_float16")
     optimizer = Optimizer(critic, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(8.0))
@@ -346,7 +346,7 @@ def test_a_step_that_is_skipped_leaves_the_other_network_of_a_gan_as_it_was():
     assert int(optimizer.skipped) == 1
 
 
-def test_microbatches_in_a_scan_that_was_not_given_the_optimizer_keep_statistics_finite():
+def test_statistics_stay_finite_with_microbatches_in_a_scan_that_does_not_take_the_optimizer():
     model, optimizer = setup()
 
     @nnx.jit
@@ -364,7 +364,7 @@ def test_microbatches_in_a_scan_that_was_not_given_the_optimizer_keep_statistics
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(values(model)))
 
 
-def test_a_jitted_update_may_be_donated_what_eager_gradients_left():
+def test_a_jitted_update_may_donate_the_model_and_the_optimizer():
     model, optimizer = small()
     update = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads), donate_argnums=(0, 1))
     for x in (X, BAD):
@@ -373,7 +373,7 @@ def test_a_jitted_update_may_be_donated_what_eager_gradients_left():
     assert int(optimizer.skipped) == 1 and np.all(np.isfinite(model.mean[...]))
 
 
-def test_a_variable_of_another_shape_than_before_is_left_as_the_step_made_it():
+def test_a_variable_whose_shape_changes_keeps_its_new_value():
     class Remembers(nnx.Module):
         def __init__(self) -> None:
             self.layer, self.last = Small(), nnx.Intermediate(jnp.zeros((4, 8)))
@@ -390,7 +390,7 @@ def test_a_variable_of_another_shape_than_before_is_left_as_the_step_made_it():
     assert model.last[...].shape == (2, 8)
 
 
-def test_models_in_a_tree_are_put_back_as_those_that_are_arguments():
+def test_a_skipped_step_restores_models_inside_of_pytrees():
     trained, other = (Small(),), {"other": Small()}
     optimizer = Optimizer(trained, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(8.0))
 

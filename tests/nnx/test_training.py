@@ -1,4 +1,4 @@
-"""jaxmp.nnx.make_train_step against loops written by hand, the step for Linen, and what a skipped step may change."""
+"""Tests of jaxmp.nnx.make_train_step: loops by hand, the step for Linen, skipped steps, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
 
 @pytest.fixture(autouse=True)
 def usual_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # NNX's own norms, and Adam in optax, add half and float32
+    with jax.numpy_dtype_promotion("standard"):  # NNX's norms and optax's Adam add half and float32 arrays
         yield
 
 
@@ -50,7 +50,7 @@ def setup(model: Any = None, policy: str = "mixed_float16", scale: Any = None, t
     return model, Optimizer(model, tx or ADAM, loss_scale=loss_scale, **kwargs)
 
 
-step_of_loss = make_train_step(loss_fn)  # compiled once for equal models and one optimizer
+step_of_loss = make_train_step(loss_fn)  # compiles once for all equal models with the same optimizer
 
 
 def host(*trees: Any) -> Any:
@@ -66,14 +66,14 @@ def close(got: Any, want: Any, **tolerance: float) -> None:
 
 
 @pytest.mark.once
-def test_a_step_gives_the_numbers_of_gradients_and_update_by_hand():
+def test_a_step_gives_the_same_numbers_as_value_and_grad_and_update():
     (model, optimizer), (twin, twin_optimizer) = setup(), setup()
 
     for batch in (ROWS, BAD, ROWS):
         metrics = step_of_loss(model, optimizer, batch)
         np.testing.assert_allclose(metrics["loss"], own_step(twin, twin_optimizer, batch), rtol=1e-3)
     close(values(model), values(twin), rtol=2e-3, atol=1e-4)
-    counts = [nnx.as_pure(nnx.state(each, nnx.RngCount)) for each in (model, twin)]
+    counts = [nnx.as_pure(nnx.state(node, nnx.RngCount)) for node in (model, twin)]
     assert bits(counts[0]) == bits(counts[1])
     assert (int(optimizer.step[...]), int(optimizer.skipped), float(optimizer.loss_scale.loss_scale)) == (3, 1, 512.0)
     assert (int(twin_optimizer.step[...]), int(twin_optimizer.skipped)) == (3, 1)
@@ -105,7 +105,7 @@ class Net(NNXNet):
 
 
 @pytest.mark.once
-def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights():
+def test_steps_give_the_same_numbers_as_the_linen_step_on_the_same_weights():
     policy = "float32"
     options: Any = {"accumulate_steps": 2, "ema_decay": 0.9}
     model, linen = apply_policy(NNXNet(), policy), jaxmp.linen.apply_policy(LinenNet(), policy)
@@ -137,7 +137,7 @@ def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights():
 
 @pytest.mark.once
 @pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
-def test_a_loss_function_that_writes_to_a_trained_param_is_refused_and_works_by_hand(norm):
+def test_a_loss_function_that_writes_to_a_trained_param_raises_and_works_in_a_step_by_hand(norm):
     normed = norm(nnx.Linear(6, 5, rngs=rngs()), rngs=rngs())
     model, optimizer = setup(nnx.Sequential(normed, nnx.tanh, nnx.Linear(5, 3, rngs=rngs(1))), "float32")
     message = r"got a write to 'layers/0/layer_instance/kernel', .*\nwrite your own step with jaxmp.nnx.value_and_grad"
@@ -149,7 +149,7 @@ def test_a_loss_function_that_writes_to_a_trained_param_is_refused_and_works_by_
 
 
 @pytest.mark.once
-def test_the_moving_average_is_kept_in_float32_and_evaluated_by_a_copy_that_no_step_deletes():
+def test_the_moving_average_is_float32_and_steps_do_not_delete_the_model_with_it():
     model, optimizer = setup(nnx.Linear(6, 3, rngs=rngs()), "bfloat16", tx=optax.sgd(0.5), ema=True)
     step = make_train_step(lambda model, batch: loss_fn(model, batch).astype(jnp.float32), ema_decay=0.75)
     average = np.asarray(model.kernel[...], np.float64)
@@ -157,7 +157,7 @@ def test_the_moving_average_is_kept_in_float32_and_evaluated_by_a_copy_that_no_s
         step(model, optimizer, ROWS)
         average = 0.75 * average + 0.25 * np.asarray(model.kernel[...], np.float64)
     assert optimizer.ema["kernel"].dtype == jnp.float32
-    np.testing.assert_allclose(optimizer.ema["kernel"], average, atol=2e-3)  # the params are rounded, it is not
+    np.testing.assert_allclose(optimizer.ema["kernel"], average, atol=2e-3)  # only the params are rounded
     copy = optimizer.ema_model(model)
     same_bits(copy.kernel[...], optimizer.ema["kernel"].astype(jnp.bfloat16))
     expected = copy(ROWS["x"])
@@ -167,7 +167,7 @@ def test_the_moving_average_is_kept_in_float32_and_evaluated_by_a_copy_that_no_s
 
 
 @pytest.mark.once
-def test_only_the_variables_named_are_trained_and_averaged():
+def test_only_the_variables_that_wrt_selects_are_trained_and_averaged():
     base = nnx.Linear(6, 3, rngs=rngs())
     model = apply_policy(nnx.LoRA(6, 2, 3, base_module=base, rngs=rngs()), "mixed_bfloat16")
     optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam, ema=True)
@@ -195,7 +195,7 @@ def test_a_shared_layer_is_trained_once_and_stays_shared():
 # ---- one program
 
 
-def test_the_program_recomputes_what_remat_says():
+def test_the_program_recomputes_the_values_that_remat_names():
     texts = {}
     for remat in ("none", "full", "dots"):
         model, optimizer = setup(mlp(), "float32", tx=optax.sgd(0.1))
@@ -203,14 +203,14 @@ def test_the_program_recomputes_what_remat_says():
         texts[remat] = step.lower(model, optimizer, ROWS).as_text()
         texts[remat, "params"] = [step(model, optimizer, ROWS), values(model)][1]
     tanhs = {remat: texts[remat].count("tanh") for remat in ("none", "full", "dots")}
-    assert tanhs["none"] < tanhs["dots"] == tanhs["full"]  # the activations are not kept, but computed again
+    assert tanhs["none"] < tanhs["dots"] == tanhs["full"]  # the backward pass computes activations again
     products = {remat: texts[remat].count("dot_general") for remat in ("none", "full", "dots")}
     assert products["none"] == products["dots"] < products["full"]
     close(texts["full", "params"], texts["none", "params"])
 
 
 class Blocks(nnx.Module):
-    """Two blocks in a loop, recomputed or not."""
+    """Two blocks in a loop, with or without ``nnx.remat``."""
 
     def __init__(self, remat: bool) -> None:
         self.first, self.remat = nnx.Linear(6, 5, rngs=rngs()), remat
@@ -225,13 +225,13 @@ class Blocks(nnx.Module):
         return nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.norms, first(self.first, x))
 
 
-def test_params_that_remat_and_scan_of_nnx_return_are_not_written_unless_their_values_change():
-    found = {}
+def test_params_that_remat_and_scan_return_count_as_written_only_if_their_values_change():
+    outcomes = {}
     for remat in (False, True):
         model, optimizer = setup(Blocks(remat))
         step = make_train_step(lambda model, batch: jnp.mean(model(batch["x"]) ** 2), accumulate_steps=2)
-        found[remat] = [step(model, optimizer, ROWS)["loss"] for _ in range(3)], values(model)
-    assert bits(found[True]) == bits(found[False]) and compiled_once(step.of_trees)
+        outcomes[remat] = [step(model, optimizer, ROWS)["loss"] for _ in range(3)], values(model)
+    assert bits(outcomes[True]) == bits(outcomes[False]) and compiled_once(step.of_trees)
 
     def writes(model: Any, batch: Any) -> jax.Array:
         def nudged(first: Any, x: jax.Array) -> jax.Array:
@@ -245,7 +245,7 @@ def test_params_that_remat_and_scan_of_nnx_return_are_not_written_unless_their_v
         make_train_step(writes, accumulate_steps=2)(model, optimizer, ROWS)
 
 
-def test_autocast_of_the_loss_function_puts_its_products_in_half_and_keeps_what_is_written():
+def test_autocast_of_the_loss_function_makes_products_half_and_keeps_writes_to_variables():
     model = Net()
     optimizer = Optimizer(model, SGD)
     step = make_train_step(loss_fn, policy="mixed_bfloat16", accumulate_steps=2, remat="full")
@@ -260,7 +260,7 @@ def test_autocast_of_the_loss_function_puts_its_products_in_half_and_keeps_what_
 
 
 @pytest.mark.once
-def test_steps_compile_once_never_wait_and_reuse_the_memory_of_the_model():
+def test_steps_compile_once_do_not_wait_and_reuse_the_memory_of_the_model():
     model, optimizer = setup(nnx.Sequential(mlp(), nnx.Dropout(0.5, rngs=rngs())), ema=True)
     kernel, moment = (
         model.layers[0].layers[0].kernel[...],
@@ -274,11 +274,11 @@ def test_steps_compile_once_never_wait_and_reuse_the_memory_of_the_model():
     assert compiled_once(step.of_trees) and kernel.is_deleted() and moment.is_deleted()
 
 
-def test_without_donation_a_clone_made_before_lives_on():
+def test_without_donation_an_earlier_clone_stays_alive():
     model, optimizer = setup(mlp(), tx=SGD)
     twin = nnx.clone(model)
     make_train_step(loss_fn, donate=False)(model, optimizer, ROWS)
-    kernel, old = (np.asarray(each.layers[0].kernel[...]) for each in (model, twin))
+    kernel, old = (np.asarray(node.layers[0].kernel[...]) for node in (model, twin))
     assert np.all(np.isfinite(old)) and np.any(kernel != old)
     step_of_loss(model, optimizer, ROWS)
     stale = nnx.clone(model)
@@ -287,7 +287,7 @@ def test_without_donation_a_clone_made_before_lives_on():
         step_of_loss(stale, optimizer, ROWS)
 
 
-def test_a_step_inside_a_jit_of_the_users_own_steps():
+def test_a_step_works_inside_of_nnx_jit():
     model, optimizer = setup(mlp(), tx=optax.sgd(0.1))
     step = make_train_step(loss_fn)
     before = np.array(model.layers[0].kernel[...])
@@ -298,8 +298,8 @@ def test_a_step_inside_a_jit_of_the_users_own_steps():
 def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     model, optimizer = setup(NNXNet(), "mixed_bfloat16")
-    whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
-    nnx.update(model, jax.device_put(nnx.state(model), whole))
+    replicated, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
+    nnx.update(model, jax.device_put(nnx.state(model), replicated))
     (twin, twin_optimizer), step = setup(NNXNet(), "mixed_bfloat16"), make_train_step(loss_fn)
     for n in (1, np.inf, 2):
         metrics = step(model, optimizer, jax.device_put({**ROWS, "x": n * ROWS["x"]}, rows))
@@ -308,18 +308,18 @@ def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
     for n in (1, np.inf, 2):
         step(twin, twin_optimizer, {**ROWS, "x": n * ROWS["x"]})
     close(values(model), values(twin), rtol=2e-2, atol=2e-3)
-    assert model.one.kernel[...].sharding.is_equivalent_to(whole, 2)
+    assert model.one.kernel[...].sharding.is_equivalent_to(replicated, 2)
 
 
-def test_an_optimizer_that_keeps_the_params_has_arrays_of_its_own():
-    """Two that ``jax.device_put`` makes of one share a buffer, and a step that donates both ended the process."""
+def test_the_arrays_of_an_optimizer_are_not_those_of_the_model():
+    """Two results of ``jax.device_put`` of one array may share a buffer, and a step would donate it twice."""
     model = mlp()
     optimizer = jaxmp.nnx.Optimizer(model, optax.contrib.dog(), ema=True)
-    own, kept = (jax.tree.leaves(nnx.as_pure(nnx.state(node))) for node in (model, optimizer))
-    assert not {*map(id, own)} & {*map(id, kept)}
-    whole = NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec())
+    of_model, of_optimizer = (jax.tree.leaves(nnx.as_pure(nnx.state(node))) for node in (model, optimizer))
+    assert not {*map(id, of_model)} & {*map(id, of_optimizer)}
+    replicated = NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec())
     for node in (model, optimizer):
-        nnx.update(node, jax.device_put(nnx.state(node), whole))
+        nnx.update(node, jax.device_put(nnx.state(node), replicated))
     step = make_train_step(loss_fn, ema_decay=0.9)
     assert all(np.isfinite(step(model, optimizer, ROWS)["loss"]) for _ in range(2))
 
@@ -335,7 +335,7 @@ class Masks(nnx.Module):
         return self.drop(jnp.ones((64,))) * self.linear(x)
 
 
-def test_microbatches_and_steps_have_dropout_masks_of_their_own():
+def test_every_microbatch_of_every_step_has_a_different_dropout_mask():
     def loss_fn(model: Any, x: jax.Array) -> Any:
         mask = model.drop(jnp.ones(64))
         return jnp.mean(model.linear(x) * mask), {"mask": mask}
@@ -343,13 +343,13 @@ def test_microbatches_and_steps_have_dropout_masks_of_their_own():
     model, optimizer = setup(Masks(), "float32", tx=optax.sgd(0.0))
     step = make_train_step(loss_fn, accumulate_steps=2)
     masks = [np.asarray(step(model, optimizer, jnp.full((2, 64), x))["mask"]) for x in (1.0, np.nan, 1.0)]
-    # The mean of two masks of 0 and 2: a 1 says that they differ.
+    # A mask has entries 0 and 2. If the mean of two masks has a 1, the masks differ.
     assert all(set(np.unique(mask)) == {0, 1, 2} for mask in masks)
     assert len({mask.tobytes() for mask in masks}) == 3 and int(model.drop.rngs.count[...]) == 6
 
 
 @pytest.mark.once
-def test_a_skipped_step_changes_no_bit_but_the_scale_the_counters_and_the_rng_counts():
+def test_a_skipped_step_changes_only_the_scale_the_counters_and_the_rng_counts():
     accumulate_steps = 2
     model, optimizer = setup(ema=True)
     step = make_train_step(loss_fn, ema_decay=0.9, accumulate_steps=accumulate_steps)
@@ -365,7 +365,7 @@ def test_a_skipped_step_changes_no_bit_but_the_scale_the_counters_and_the_rng_co
 
 
 @pytest.mark.once
-def test_training_that_cannot_go_on_says_why():
+def test_a_run_that_skips_every_step_raises_with_the_reason():
     model, optimizer = setup(mlp(), "mixed_bfloat16", jaxmp.StaticLossScale(8.0), optax.sgd(0.1))
     step = make_train_step(loss_fn, max_consecutive_skips=3)
     text = r"3 steps in a row were skipped at loss scale 8, .*the loss \(nan\); gradients of 'layers/0/bias'.*batch"
@@ -377,7 +377,7 @@ def test_training_that_cannot_go_on_says_why():
 
 
 @pytest.mark.once
-def test_an_optimizer_that_was_saved_goes_on_bit_for_bit():
+def test_a_saved_optimizer_resumes_bit_for_bit():
     (model, optimizer), (twin, twin_optimizer) = (
         setup(nnx.Sequential(mlp(), nnx.Dropout(0.5, rngs=rngs())), ema=True) for _ in range(2)
     )
@@ -386,16 +386,16 @@ def test_an_optimizer_that_was_saved_goes_on_bit_for_bit():
         step(model, optimizer, {**ROWS, "x": n * ROWS["x"]})
     saved = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
     nnx.update((twin, twin_optimizer), saved)
-    for each in ((model, optimizer), (twin, twin_optimizer)):
-        step(*each, ROWS)
+    for pair in ((model, optimizer), (twin, twin_optimizer)):
+        step(*pair, ROWS)
     assert bits(nnx.state((twin, twin_optimizer))) == bits(nnx.state((model, optimizer)))
 
 
-# ---- what is wrong is said
+# ---- errors
 
 
 @pytest.mark.once
-def test_what_a_loss_function_must_not_return_is_told():
+def test_invalid_results_of_a_loss_function_are_errors():
     model, optimizer = setup(mlp())
     for result, text in (
         (lambda loss: jnp.stack([loss, loss]), r"got float32 of shape \(2,\); take its mean: jnp.mean"),
@@ -410,7 +410,7 @@ def test_what_a_loss_function_must_not_return_is_told():
 
 
 @pytest.mark.once
-def test_arguments_that_do_not_fit_are_told():
+def test_invalid_arguments_are_errors():
     with pytest.raises(TypeError, match=r"takes \(model, batch\), got one of \(p, s, b, r\); write def loss_fn"):
         make_train_step(lambda p, s, b, r: p)
     with pytest.raises(TypeError, match=r"is a function, got None; write def loss_fn\(model, batch\)$"):
@@ -435,16 +435,16 @@ def test_arguments_that_do_not_fit_are_told():
     with pytest.raises(TypeError, match="with an NNX model, got the class Linear; "):
         jaxmp.nnx.Optimizer(nnx.Linear, optax.sgd(0.1))
 
-    own, others = (inspect.signature(make).parameters for make in (make_train_step, jaxmp.make_train_step))
-    assert list(own) == list(others) and "sharding" in own
-    assert all(own[name] == others[name] for name in others if name != "loss_fn")
+    for_nnx, general = (inspect.signature(make).parameters for make in (make_train_step, jaxmp.make_train_step))
+    assert list(for_nnx) == list(general) and "sharding" in for_nnx
+    assert all(for_nnx[name] == general[name] for name in general if name != "loss_fn")
     with pytest.raises(TypeError, match="unexpected keyword argument 'accumulate'"):
         make_train_step(loss_fn, accumulate=2)
 
 
 @nnx.jit
 def own_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
-    """A step as the guide writes it."""
+    """Take a step that is written as in the guide."""
     loss, grads = value_and_grad(loss_fn, optimizer)(model, batch)
     optimizer.update(model, grads)
     return loss
@@ -452,7 +452,7 @@ def own_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
 
 @nnx.jit
 def flax_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
-    """A step with the gradients of Flax's own function."""
+    """Take a step with the gradients of ``nnx.value_and_grad``."""
     loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
     optimizer.update(model, grads)
     return loss
@@ -465,7 +465,7 @@ def made_step(*args: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("step", "adapter"), [(made_step, apply_policy), (own_step, jaxmp.nnx.autocast), (flax_step, apply_policy)]
 )
-def test_the_model_that_apply_policy_was_called_with_is_refused_where_its_copy_is_meant(step, adapter):
+def test_training_the_original_model_in_place_of_its_copy_raises(step, adapter):
     net = mlp()
     model, scale = adapter(net, "mixed_bfloat16"), jaxmp.NoOpLossScale()
     before = host(values(net))
@@ -481,7 +481,7 @@ def test_the_model_that_apply_policy_was_called_with_is_refused_where_its_copy_i
         before = host(values(net))
 
 
-def test_a_model_with_a_copy_for_evaluation_trains_in_float32_where_that_is_written():
+def test_the_original_of_an_evaluation_copy_trains_under_an_explicit_float32_policy():
     net, twin = mlp(), mlp()
     apply_policy(net, "bfloat16")
     model = apply_policy(net, "float32")
@@ -491,12 +491,12 @@ def test_a_model_with_a_copy_for_evaluation_trains_in_float32_where_that_is_writ
 
 
 @pytest.mark.once
-def test_a_model_with_a_copy_under_another_policy_is_taken_by_a_step_with_a_policy_and_refused_without():
+def test_the_original_of_a_copy_trains_only_in_a_step_that_has_a_policy():
     net = mlp()
     apply_policy(net, "bfloat16")
     optimizer, step = Optimizer(net, optax.sgd(0.1)), make_train_step(loss_fn, policy="mixed_bfloat16")
     assert np.isfinite(step(net, optimizer, ROWS)["loss"])
-    clone = nnx.clone(net)  # has arrays of its own
+    clone = nnx.clone(net)  # has copies of the arrays
     assert np.isfinite(make_train_step(loss_fn)(clone, Optimizer(clone, optax.sgd(0.1)), ROWS)["loss"])
 
     net = mlp()
@@ -507,7 +507,7 @@ def test_a_model_with_a_copy_under_another_policy_is_taken_by_a_step_with_a_poli
 
 
 @pytest.mark.once
-def test_a_tree_of_models_or_of_variables_is_a_model():
+def test_a_tree_of_models_or_variables_can_be_trained_like_a_model():
     for model in ([nnx.Linear(2, 1, rngs=nnx.Rngs(0))], {"kernel": nnx.Param(jnp.ones((2, 1)))}):
         optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
         step = make_train_step(lambda model, x: jnp.sum(x @ jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))[-1]))
@@ -515,7 +515,7 @@ def test_a_tree_of_models_or_of_variables_is_a_model():
 
 
 @pytest.mark.once
-def test_a_teacher_in_the_batch_or_beside_the_student_is_followed_and_one_closed_over_is_as_it_was_compiled():
+def test_a_teacher_that_the_loss_closes_over_keeps_its_values_of_compile_time():
     class Both(nnx.Module):
         def __init__(self) -> None:
             self.student, self.teacher = mlp(), mlp(4)
@@ -525,9 +525,9 @@ def test_a_teacher_in_the_batch_or_beside_the_student_is_followed_and_one_closed
 
     def losses(model: Any, wrt: Any, batch: Any, teacher: Any, loss_fn: Any, **options: Any) -> list[float]:
         optimizer, step = Optimizer(model, optax.sgd(0.0), wrt=wrt), make_train_step(loss_fn, **options)
-        found = [step(model, optimizer, batch)["loss"]]
+        first = step(model, optimizer, batch)["loss"]
         teacher.layers[2].kernel[...] *= 2
-        return [*map(float, [*found, step(model, optimizer, batch)["loss"]])]
+        return [float(first), float(step(model, optimizer, batch)["loss"])]
 
     teacher, x = mlp(4), ROWS["x"]
     expected = losses(
@@ -543,11 +543,11 @@ def test_a_teacher_in_the_batch_or_beside_the_student_is_followed_and_one_closed
     teacher = mlp(4)
     close(losses(mlp(), nnx.Param, x, teacher, lambda model, x: distance(model, teacher, x)), [expected[0]] * 2)
     assert expected[1] > 1.1 * expected[0]
-    assert "another model, such as a teacher, in the batch" in str(make_train_step.__doc__)
+    assert "such as a teacher, pass that model in the batch" in str(make_train_step.__doc__)
 
 
 @pytest.mark.once
-def test_a_moving_average_without_a_decay_and_the_other_way_round_are_refused():
+def test_a_moving_average_without_a_decay_and_a_decay_without_an_average_raise():
     model, optimizer = setup(mlp())
     with pytest.raises(ValueError, match=r"ema_decay needs a moving average .*jaxmp.nnx.Optimizer\(..., ema=True\)"):
         make_train_step(loss_fn, ema_decay=0.9)(model, optimizer, ROWS)
@@ -562,7 +562,7 @@ def test_a_moving_average_without_a_decay_and_the_other_way_round_are_refused():
         optimizer.update(model, nnx.state(model, nnx.Param))
 
 
-def test_what_a_loss_function_does_to_the_model_beside_writing_variables_is_told():
+def test_a_loss_function_that_changes_more_than_values_of_variables_raises():
     def sows(model: Any, batch: Any) -> jax.Array:
         model.seen = nnx.Intermediate(batch["x"])
         return loss_fn(model, batch)
@@ -587,19 +587,19 @@ def test_what_a_loss_function_does_to_the_model_beside_writing_variables_is_told
 
     model, optimizer = setup(mlp())
     with pytest.raises(
-        ValueError, match=r"added, removed or changed\n'seen'\. Call .*\n.*pop what the loss adds: nnx.pop\(model"
+        ValueError, match=r"added, removed or changed\n'seen'\. Call .*\n.*remove added Variables: nnx.pop\(model"
     ):
         make_train_step(sows)(model, optimizer, ROWS)
     make_train_step(pops)(model, optimizer, ROWS)
-    with pytest.raises(ValueError, match=r"changed\n'calls'\. .*\nkeep what changes in a Variable"):
+    with pytest.raises(ValueError, match=r"changed\n'calls'\. .* store\nchanging values in Variables"):
         make_train_step(counts)(model, optimizer, ROWS)
-    with pytest.raises(ValueError, match=r"an attribute that is no array\. .*\nkeep what changes in a Variable"):
+    with pytest.raises(ValueError, match=r"an attribute that is not an array\. .* store\nchanging values in Var"):
         make_train_step(lists)(model, optimizer, ROWS)
     with pytest.raises(ValueError, match="got a write to 'layers/0/bias'"):
         make_train_step(reshapes)(model, optimizer, ROWS)
 
 
-def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_to_make():
+def test_the_error_for_arrays_that_a_step_deleted_in_another_model_says_to_copy_them():
     def distance(model: Any, batch: Any) -> jax.Array:
         return jnp.mean((model(batch["x"]) - batch["target"](batch["x"])) ** 2)
 
@@ -618,7 +618,7 @@ def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_t
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(values(target)))
 
 
-def test_the_mode_of_a_model_is_chosen_before_the_step():
+def test_a_loss_function_that_sets_the_mode_of_the_model_raises():
     def trains(model: Any, batch: Any) -> jax.Array:
         model.train()
         return loss_fn(model, batch)
@@ -650,7 +650,7 @@ def test_a_loss_function_cannot_write_to_objects_in_the_batch():
             make_train_step(loss, **options)(model, Optimizer(model, optax.sgd(0.1)), batch)
 
 
-def test_the_products_of_a_model_under_a_policy_are_the_policys():
+def test_the_products_of_a_model_under_a_policy_have_its_compute_dtype():
     model, optimizer = setup(mlp(), "mixed_float16")
     step = make_train_step(loss_fn, accumulate_steps=2)
     program = jax.make_jaxpr(lambda batch: step(*nnx.clone((model, optimizer)), batch))(ROWS)

@@ -1,4 +1,4 @@
-"""A model under a policy flows through NNX's transforms, split and merge, clones and pickles like the bare one."""
+"""NNX's transforms, split and merge, copies and pickles of a model under a policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
 
 @pytest.fixture(autouse=True)
 def usual_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # NNX's own norms add half and float32
+    with jax.numpy_dtype_promotion("standard"):  # NNX's norms add half and float32 arrays
         yield
 
 
@@ -61,12 +61,12 @@ def test_jit_compiles_once_for_models_under_equal_policies():
     assert len(traces) == 1
 
 
-def test_split_and_merge_keep_the_policy_and_the_tree_is_the_bare_models():
+def test_split_and_merge_keep_the_policy_and_the_tree_of_the_bare_model():
     bare = Net(rngs())
     model, twin = model_and_twin()
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, params, others = nnx.split(model, nnx.Param, ...)
     assert jax.tree.structure(nnx.as_pure(params)) == jax.tree.structure(values(bare, nnx.Param))
-    merged = nnx.merge(graphdef, params, rest)
+    merged = nnx.merge(graphdef, params, others)
     same_bits(merged(IMAGE), twin(IMAGE))
     assert merged.again is merged.layers[0]
 
@@ -75,14 +75,14 @@ def test_copies_keep_the_policy_and_the_modes_of_the_model():
     for how in (copy.copy, copy.deepcopy, nnx.clone, lambda model: pickle.loads(pickle.dumps(model))):
         model, twin = model_and_twin()
         same_bits(how(model)(IMAGE), twin(IMAGE))
-        model, twin = model_and_twin()  # whose statistics are as they were made
+        model, twin = model_and_twin()  # with the initial statistics
         model.eval()
         quiet = nnx.view(twin, deterministic=True, use_running_average=True)
         same_bits(how(model)(IMAGE), quiet(IMAGE))
 
 
 class Remat(Net):
-    """:class:`Net` whose middle is computed again in the backward pass."""
+    """:class:`Net` with ``nnx.remat`` around its middle layers."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         def middle(self: Any, x: jax.Array) -> jax.Array:
@@ -93,7 +93,7 @@ class Remat(Net):
         return self.again(nnx.remat(middle)(self, nnx.relu(self.norm(self.conv(x))).mean((1, 2))))
 
 
-def test_remat_of_a_method_that_hands_on_self_is_as_by_hand():
+def test_remat_of_a_function_of_self_computes_the_same_as_with_dtype_set_by_hand():
     is_as_by_hand(apply_policy(Remat(rngs()), "mixed_float16"), Remat(rngs(), jnp.float16), IMAGE)
 
 
@@ -104,7 +104,7 @@ def stacked(rngs: nnx.Rngs, kind: Any) -> Any:
 
 
 class Stack(nnx.Module):
-    """Three layers of one kind, their params stacked, one after the other by ``nnx.scan``."""
+    """Three layers of one class with stacked params, in an ``nnx.scan``."""
 
     def __init__(self, rngs: nnx.Rngs, kind: Any) -> None:
         self.layers = stacked(rngs, kind)
@@ -135,7 +135,7 @@ def test_in_a_scan_over_layers_products_are_half_and_the_carry_keeps_its_dtype()
 
 
 class Looped(nnx.Module):
-    """A layer whose result is the carry of a loop, or a part of it, and a head that is called in the loop."""
+    """A layer whose result is in the carry of a loop, and a head that is called in the loop."""
 
     def __init__(self, rngs: nnx.Rngs, loop: str = "scan") -> None:
         self.loop, self.layer, self.head = loop, nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 5, rngs=rngs)
@@ -153,7 +153,7 @@ class Looped(nnx.Module):
 
 
 def head_keeps_its_digits(loop: Any) -> None:
-    """Asserts that a loop gives what float64 gives for a float32 head."""
+    """Assert that a float32 head in a loop gives the results of float64."""
     bare = Looped(rngs(), loop)
     model, (layer, head) = apply_policy(bare, "mixed_bfloat16", {"head": "float32"}), (bare.layer, bare.head)
 
@@ -169,19 +169,19 @@ def head_keeps_its_digits(loop: Any) -> None:
     np.testing.assert_allclose(model(VECTORS), want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_float32_head_in_a_loop_keeps_its_digits_and_the_carry_its_dtype():
+def test_in_a_loop_a_float32_head_is_not_rounded_and_the_carry_keeps_its_dtype():
     for loop in ("scan", "while_loop"):
         head_keeps_its_digits(loop)
 
 
-def test_a_float32_head_called_in_the_loop_of_a_loss_keeps_its_digits():
+def test_a_float32_head_in_a_loop_of_the_loss_function_is_not_rounded():
     model = apply_policy(Looped(rngs()), "mixed_bfloat16", {"head": "float32"})
     got = jax.lax.scan(lambda _, x: (None, model.head(x)), None, VECTORS.astype("bfloat16"))[1]
     kernel, bias = (np.asarray(param[...], np.float64) for param in (model.head.kernel, model.head.bias))
     np.testing.assert_allclose(got, np.asarray(VECTORS.astype("bfloat16"), np.float64) @ kernel + bias, rtol=1e-5)
 
 
-def test_vmap_over_stacked_modules_is_as_each_alone():
+def test_vmap_over_stacked_modules_gives_the_same_results_as_single_modules():
     model = apply_policy(Stack(rngs(), Scale), "mixed_float16")
     out = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(model.layers, VECTORS)
     graphdef, state = nnx.split(apply_policy(Stack(rngs(), Scale), "mixed_float16").layers)
@@ -192,7 +192,7 @@ def test_vmap_over_stacked_modules_is_as_each_alone():
 
 
 class Decorated(nnx.Module):
-    """Its methods are made by transforms, in the class's body."""
+    """A module whose methods are results of transforms."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
@@ -208,7 +208,7 @@ class Decorated(nnx.Module):
         return x @ self.kernel
 
 
-def test_methods_made_by_transforms_run_under_the_policy():
+def test_methods_that_are_results_of_transforms_run_under_the_policy():
     model = apply_policy(Decorated(rngs()), "mixed_float16")
     want = (VECTORS.astype("float16") @ model.kernel[...].astype("float16")).astype("float32")
     same_bits(model(VECTORS), want)
@@ -218,14 +218,14 @@ def test_methods_made_by_transforms_run_under_the_policy():
     assert grads["kernel"].dtype == jnp.float32 and np.all(np.isfinite(grads["kernel"]))
 
 
-def test_an_abstract_model_takes_a_policy():
+def test_a_policy_can_be_applied_to_an_abstract_model():
     model = nnx.eval_shape(lambda: apply_policy(Net(rngs()), "mixed_float16"))
     again = apply_policy(nnx.eval_shape(lambda: Net(rngs())), "float16")
     assert model.conv.kernel.get_raw_value().dtype == jnp.float32
     assert again.conv.kernel.get_raw_value().dtype == jnp.float16
 
 
-def test_what_a_method_sets_is_set_on_the_model():
+def test_attributes_that_a_method_sets_or_deletes_change_on_the_model():
     class Counter(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.kernel, self.calls, self.gone = nnx.Param(jnp.ones((8, 8))), 0, "here"
@@ -245,7 +245,7 @@ def test_what_a_method_sets_is_set_on_the_model():
 
 
 class Shared(nnx.Module):
-    """One layer in two places, a Variable in two modules, and an attribute that is no object."""
+    """A shared layer, a shared Variable, and an attribute that is a number."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
@@ -260,10 +260,10 @@ class Shared(nnx.Module):
 
 
 @pytest.mark.parametrize(("adapter", "counts"), [(apply_policy, True), (autocast, False)])
-def test_what_is_shared_is_shared_in_a_trace_too(adapter, counts):
+def test_shared_modules_and_variables_stay_shared_in_a_trace(adapter, counts):
     model, twin = (adapter(Shared(rngs()), "mixed_bfloat16") for _ in range(2))
     traced = nnx.jit(lambda model, x: model(x, counts))
-    for _ in range(2):  # compiled, some values keep digits that the eager calls round away
+    for _ in range(2):  # a compiled program rounds less often than eager calls
         out, expected = traced(model, VECTORS), twin(VECTORS, counts)
         np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.1)
     assert model.calls == twin.calls == 2 * counts
@@ -273,7 +273,7 @@ def test_what_is_shared_is_shared_in_a_trace_too(adapter, counts):
     assert np.any(model.norm.mean[...])
 
 
-def test_a_model_under_a_policy_has_modes_of_its_own():
+def test_a_model_and_its_original_have_separate_modes():
     for adapter in (apply_policy, autocast):
         net = Net(rngs())
         model = adapter(net, "mixed_float16")
@@ -284,7 +284,7 @@ def test_a_model_under_a_policy_has_modes_of_its_own():
         assert model.drop.deterministic and not net.drop.deterministic
 
 
-def test_captured_values_are_those_that_were_computed():
+def test_captured_values_have_the_dtypes_in_which_they_were_computed():
     class Sower(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.linear = nnx.Linear(8, 8, rngs=rngs)
@@ -298,7 +298,7 @@ def test_captured_values_are_those_that_were_computed():
     assert [leaf.dtype.name for leaf in jax.tree.leaves(captured)] == ["float16"]
 
 
-def test_an_exception_in_a_model_leaves_nothing_behind():
+def test_an_exception_in_a_model_leaves_no_state_behind():
     class Fails(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.gain, self.linear = nnx.Param(jnp.ones(8)), nnx.Linear(8, 8, rngs=rngs)
@@ -310,14 +310,14 @@ def test_an_exception_in_a_model_leaves_nothing_behind():
     model = apply_policy(Fails(rngs()), "float32", {"linear": "mixed_float16"})
     with pytest.raises(RuntimeError, match="stop"):
         model(VECTORS)
-    assert not hasattr(model, "called")  # nothing that the method did is kept
+    assert not hasattr(model, "called")  # the method's changes are undone
     assert jax.config.jax_default_matmul_precision is None
     assert products(jax.lax.dot, VECTORS, jnp.ones((8, 8), "float16")) == ["float32*float16"]
     assert outcomes((apply_policy(Net(rngs()), "mixed_float16"),), IMAGE)[0][0].dtype == jnp.float32
 
 
 class Coder(nnx.Module):
-    """Without ``__call__``: its methods are called by name."""
+    """A module without ``__call__``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.kernel, self.linear = nnx.Param(jnp.ones((8, 8))), nnx.Linear(8, 8, rngs=rngs)
@@ -331,7 +331,7 @@ class Coder(nnx.Module):
         return z @ self.kernel
 
 
-def test_a_module_without_call_is_a_module_like_others():
+def test_a_module_without_call_runs_under_its_policy():
     model = apply_policy(Coder(rngs()), "mixed_float16")
     assert model.encode(VECTORS).dtype == model.decode(VECTORS).dtype == jnp.float32
     graphdef, state = nnx.split(model)
@@ -343,7 +343,7 @@ def test_a_module_without_call_is_a_module_like_others():
 
 
 class Owner(nnx.Module):
-    """Does what people do with their own Params and with themselves."""
+    """A module whose methods swap, alias, replace and train its Params."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.kernel, self.other = nnx.Param(jnp.ones((8, 8)) / 3), nnx.Param(jnp.ones((8, 8)) / 7)
@@ -377,7 +377,7 @@ class Owner(nnx.Module):
         return loss
 
 
-def test_methods_store_and_return_the_params_and_never_their_casts_and_context_managers_act_on_the_model():
+def test_methods_store_and_return_the_params_and_not_casts_of_them():
     bare = Owner(rngs())
     model = apply_policy(bare, "mixed_float16")
     returned, params = model.alias()
@@ -402,7 +402,7 @@ def test_a_train_step_that_is_a_method_trains_the_params():
     assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(before)[:1], jax.tree.leaves(after)[:1], strict=True))
 
 
-def test_a_weight_norm_writes_the_kernel_in_float32():
+def test_a_weight_norm_stores_the_kernel_in_float32():
     model = apply_policy(nnx.WeightNorm(nnx.Linear(8, 4, rngs=rngs()), rngs=rngs()), "mixed_float16")
     assert model(VECTORS).dtype == model.layer_instance.kernel.dtype == jnp.float32
     assert model.layer_instance.dtype == jnp.float16
@@ -428,7 +428,7 @@ def test_methods_of_a_mixin_and_partial_methods_run_under_the_policy():
         assert products(lambda state, call=call: call(nnx.merge(graphdef, state)), state) == ["float16"]
 
 
-def test_params_and_layers_in_a_dataclass_that_jax_knows_are_found():
+def test_a_policy_covers_params_and_layers_in_a_registered_dataclass():
     @struct.dataclass
     class Parts:
         layer: Any

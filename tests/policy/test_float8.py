@@ -1,4 +1,4 @@
-"""The recipe of float8 products, the policies that have one, and the devices that can."""
+"""The settings of float8 products, policies with such settings, and devices with float8 products."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TestRecipe:
             assert str(recipe) == text and float8.get_recipe(text) == recipe and float8.get_recipe("None") is None
             assert float8.get_recipe(text.replace(",", " , ").upper()) == recipe
 
-    def test_errors_name_the_field_what_came_and_what_may(self):
+    def test_errors_name_the_field_its_value_and_the_allowed_values(self):
         for name, value, words in (
             ("gradient", "int8", "'float8_e4m3fn' or 'float8_e5m2', got 'int8'"),
             ("weight_gradient", "bf16", "'float8' or 'compute', got 'bf16'"),
@@ -43,7 +43,7 @@ class TestRecipe:
             with pytest.raises(ValueError, match=f"{name}.*{re.escape(words)}"):
                 Float8(**{name: value})
 
-    def test_errors_of_texts_name_what_is_wrong_in_them(self):
+    def test_errors_for_texts_name_the_wrong_part(self):
         for text, words in {
             "float7": "got 'float7'",
             "float8(": "got 'float8('",
@@ -59,11 +59,11 @@ class TestRecipe:
         with pytest.raises(TypeError, match=r"a text such as .* got 8"):
             float8.get_recipe(8)
 
-    def test_sizes_may_be_numpys(self):
+    def test_sizes_may_be_numpy_integers(self):
         recipe = Float8(min_dim=np.int64(16), min_tokens=np.uint8(32))
         assert recipe == Float8(min_dim=16, min_tokens=32) and type(recipe.min_dim) is int
 
-    def test_products_that_are_too_small_or_not_aligned_are_refused(self):
+    def test_products_that_are_too_small_or_not_aligned_are_not_float8(self):
         def why(tokens, inner, outer, recipe=RECIPE, **options):
             shapes = jax.ShapeDtypeStruct((tokens, inner), "bfloat16"), jax.ShapeDtypeStruct((inner, outer), "bfloat16")
             return float8.refusal(*shapes, PLAIN, recipe, **options)
@@ -86,13 +86,13 @@ class TestPolicy:
         assert policy == Policy("float32", "bfloat16", "float32", float8=Float8()) == get_policy("mixed_fp8")
         text = "params=float32,compute=bfloat16,output=float32,float8"
         assert str(policy) == text and get_policy(text) == policy
-        own = Policy("f32", "bf16", "f32", matmul_precision="highest", float8="float8(min_dim=1024, gradient=e4m3)")
-        assert str(own).endswith(",matmul_precision=highest,float8(gradient=float8_e4m3fn,min_dim=1024)")
-        assert get_policy(str(own)) == own == get_policy(str(own).replace(",", " , "))
+        custom = Policy("f32", "bf16", "f32", matmul_precision="highest", float8="float8(min_dim=1024, gradient=e4m3)")
+        assert str(custom).endswith(",matmul_precision=highest,float8(gradient=float8_e4m3fn,min_dim=1024)")
+        assert get_policy(str(custom)) == custom == get_policy(str(custom).replace(",", " , "))
         assert get_policy("c=bf16,float8(min_dim=1024,keep=compute),o=f32").output_dtype == np.float32
         assert str(jaxmp.jmp.Policy("f32", "bf16", "f32", float8="float8")) == "p=full,c=bf16,o=full,float8"
 
-    def test_maps_carry_it(self):
+    def test_policy_maps_have_float8_settings(self):
         policies = PolicyMap(
             "mixed_float8", {"**/head": "mixed_bfloat16", "**/up": "c=bf16,float8(min_dim=1,keep=compute)"}
         )
@@ -101,14 +101,14 @@ class TestPolicy:
         assert get_policy(str(policies)) == policies
         assert str(PolicyMap("mixed_float8", {"head": "half"}).resolve(("head",))[0]) == str(get_policy("mixed_float8"))
 
-    def test_it_survives_copies(self):
+    def test_copies_keep_the_settings(self):
         policy = get_policy("mixed_float8")
         assert pickle.loads(pickle.dumps(policy)) == policy and hash(policy) == hash(get_policy("mixed_float8"))
         assert policy.with_output_dtype("bfloat16").float8 == Float8()
         assert dataclasses.replace(policy, param_dtype="bfloat16").float8 == Float8()
         assert policy != get_policy("mixed_bfloat16") == dataclasses.replace(policy, float8=None)
 
-    def test_float8_products_go_with_bfloat16_only_and_float8_is_no_dtype(self):
+    def test_float8_products_need_bfloat16_and_float8_is_not_a_compute_dtype(self):
         for call in (
             lambda: Policy("float32", "float16", "float32", float8="float8"),
             lambda: get_policy("compute=float32,float8"),
@@ -118,7 +118,7 @@ class TestPolicy:
         with pytest.raises(ValueError, match="use bfloat16, with float8='float8' for such products"):
             Policy("float32", "float8_e4m3fn", "float32")
 
-    def test_auto_never_picks_it(self):
+    def test_auto_never_means_a_policy_with_float8(self):
         for name in hardware.GPUS:
             with hardware.assumed(name):
                 assert get_policy("auto").float8 is None
@@ -130,21 +130,21 @@ class TestDevice:
         monkeypatch.delenv("JAXMP_FLOAT8", raising=False)
         monkeypatch.setattr(float8, "_warned", [])
 
-    def test_a_device_without_float8_products_is_warned_of_once(self):
+    def test_a_device_without_float8_products_gives_one_warning(self):
         with pytest.warns(UserWarning, match="got cpu: .* JAXMP_FLOAT8=emulate"):
             assert float8.available() == "no"
-        assert float8.available() == "no"  # warnings are errors here
+        assert float8.available() == "no"  # a second warning would raise
 
-    def test_emulation_is_asked_for_by_a_variable(self, monkeypatch):
+    def test_an_environment_variable_turns_emulation_on(self, monkeypatch):
         monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
         assert float8.available() == "emulate"
         monkeypatch.setenv("JAXMP_FLOAT8", "1")
         with pytest.raises(ValueError, match=r"JAXMP_FLOAT8 must be unset or 'emulate', got '1'; JAXMP_FLOAT8=emulate"):
             float8.available()
 
-    def test_an_assumed_gpu_is_the_device_while_a_function_is_traced(self):
-        seen = []
-        traced = jax.jit(lambda x: (seen.append(hardware.detect().name), x)[1])
+    def test_a_function_is_traced_again_for_an_assumed_gpu(self):
+        names = []
+        traced = jax.jit(lambda x: (names.append(hardware.detect().name), x)[1])
         traced(1.0)
         with hardware.assumed("h200"):
             assert float8.available() == "native"
@@ -153,7 +153,7 @@ class TestDevice:
                 assert hardware.detect().name == "NVIDIA L4"
             assert hardware.detect().name == "NVIDIA H200"
         traced(1.0)
-        assert seen == ["cpu", "NVIDIA H200"]
+        assert names == ["cpu", "NVIDIA H200"]
         with pytest.raises(ValueError, match=r"one of h200, .*, got 'h20'; nearest: 'h200'"), hardware.assumed("h20"):
             pass
 

@@ -1,4 +1,4 @@
-"""Policies: how they are written, read back, compared and kept, and what they cast."""
+"""Policies: their text form, presets, equality, errors, maps, and casts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_policy_is_read_from_text_in_any_case_and_spacing():
     assert {text: dtypes(get_policy(text)) for text in READ} == READ
 
 
-def test_text_means_to_jmp_what_it_means_here_and_its_objects_are_taken():
+def test_jmp_reads_texts_in_the_same_way_and_its_policies_are_accepted():
     for text in ("p=f32,c=f16,o=f32", "params=float16", "p=bf16,c=f32", "float16", "float32", "bfloat16"):
         theirs = jmp.get_policy(text)
         assert dtypes(get_policy(text)) == tuple(np.dtype(dtype) for dtype in dtypes(theirs)), text
@@ -102,7 +102,7 @@ def test_a_map_as_text_reads_back_to_an_equal_one():
         assert read == policies or not policies.rules
 
 
-def test_a_map_as_text_has_its_rules_in_the_order_in_which_they_are_tried():
+def test_the_text_of_a_map_has_its_rules_in_matching_order():
     lenient = PolicyMap("mixed_float16", {"a": "float16"}, strict=False)
     assert str(PolicyMap(lenient, {"b": "bfloat16"})) == (
         "params=float32,compute=float16,output=float32; b -> params=bfloat16,compute=bfloat16,output=bfloat16; "
@@ -129,7 +129,7 @@ def test_a_policy_may_be_any_spelling_of_its_dtypes():
     assert len({Policy(*spelling) for spelling in spellings}) == 1
 
 
-def test_auto_is_what_suits_the_attached_device():
+def test_auto_is_the_recommended_policy_of_the_attached_device():
     assert get_policy("auto") == get_policy(jaxmp.hardware.recommended_policy())
 
 
@@ -142,8 +142,8 @@ def test_the_names_of_lightning_and_accelerate_are_read():
         "float32": ("32-true", "O0"),
         "float64": ("64-true",),
     }
-    for preset, others in names.items():
-        assert {get_policy(name) for name in others} == {get_policy(preset)}
+    for preset, aliases in names.items():
+        assert {get_policy(name) for name in aliases} == {get_policy(preset)}
 
 
 def test_a_map_has_the_dtypes_of_its_root():
@@ -153,7 +153,7 @@ def test_a_map_has_the_dtypes_of_its_root():
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "O2"])
-def test_half_in_an_override_is_the_policy_at_hand(policy):
+def test_half_in_an_override_means_the_policy_of_the_map(policy):
     policies = PolicyMap(PolicyMap(policy, {"body": "float32"}), {"body/head": "half"})
     assert policies.resolve(("body", "head"))[0] == policies.root == PolicyMap(policy).root
     assert get_policy("mixed_bfloat16; body/head -> half; body -> float32").resolve(("body", "head"))[0] == get_policy(
@@ -179,7 +179,7 @@ def test_the_output_dtype_can_be_changed():
     assert get_policy("float32").with_output_dtype(jnp.bfloat16).matmul_precision == "highest"
 
 
-# --- what cannot be read ----------------------------------------------------------------------------------------------
+# --- texts that cannot be read ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_the_output_dtype_can_be_changed():
         ("float8_e4m3fn", "16 bits or more, got param_dtype=float8_e4m3fn: a float8 product needs a scale"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_what_can(text, said):
+def test_the_error_for_an_unreadable_policy_names_readable_ones(text, said):
     with pytest.raises(ValueError, match=said):
         get_policy(text)
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_read_is_named_with_what_can(text, said):
         (
             lambda: Policy("float32", jnp.float4_e2m1fn, "float32"),
             ValueError,
-            "compute_dtype=float4_e2m1fn: no product here computes in it; use bfloat16 or float16$",
+            "compute_dtype=float4_e2m1fn: jaxmp computes no products in it; use bfloat16 or float16$",
         ),
         (
             lambda: PolicyMap("float32", {"**/head": "half"}),
@@ -239,12 +239,12 @@ def test_what_cannot_be_read_is_named_with_what_can(text, said):
         ),
     ],
 )
-def test_a_policy_or_a_map_that_cannot_be_says_why(call, error, said):
+def test_the_error_for_an_invalid_policy_or_map_says_why(call, error, said):
     with pytest.raises(error, match=said):
         call()
 
 
-def test_what_is_no_policy_is_named_with_the_presets():
+def test_the_error_for_an_object_that_is_not_a_policy_names_the_presets():
     with_a_dtype = [
         jnp.ones(2),
         np.float16(1),
@@ -265,7 +265,7 @@ def compute(policies: PolicyMap, text: str, classes: Any = None) -> str:
     return policies.resolve(tuple(filter(None, text.split("/"))), classes)[0].compute_dtype.name
 
 
-def test_the_first_pattern_that_matches_wins_and_covers_what_is_below():
+def test_the_first_pattern_that_matches_wins_and_covers_the_modules_below():
     policies = PolicyMap("mixed_float16", {"a/b": "mixed_bfloat16", "a": "float32", "**/head": "float64"})
     got = {
         path: compute(policies, path) for path in ("", "a", "a/x", "a/b", "a/b/c/d", "head/x", "x/head", "a/head", "b")
@@ -276,7 +276,7 @@ def test_the_first_pattern_that_matches_wins_and_covers_what_is_below():
     }
 
 
-def test_a_pattern_on_a_class_covers_what_is_below_an_instance():
+def test_a_pattern_on_a_class_covers_the_modules_below_an_instance():
     policies = PolicyMap("mixed_float16", {Norm: "float32"})
     classes = {(): object, ("n",): BatchNorm, ("n", "x"): object}
     assert [compute(policies, path, classes) for path in ("", "n", "n/x")] == ["float16", "float32", "float32"]
@@ -284,7 +284,7 @@ def test_a_pattern_on_a_class_covers_what_is_below_an_instance():
     assert policies.resolve((), classes) == (get_policy("mixed_float16"), None)
 
 
-def test_a_map_over_a_map_is_tried_before_it():
+def test_the_overrides_of_a_map_come_before_those_of_its_default_map():
     inner = PolicyMap("mixed_float16", {"a": "float32", "b": "float32"})
     outer = PolicyMap(inner, {"a": "mixed_bfloat16", "**": "float16"})
     assert [compute(outer, path) for path in ("a", "b")] == ["bfloat16", "float16"]
@@ -293,7 +293,7 @@ def test_a_map_over_a_map_is_tried_before_it():
     assert PolicyMap(inner) == inner
 
 
-def test_O2_is_a_map_that_makes_norms_float32_and_does_not_miss_those_that_are_not_there():
+def test_O2_makes_norms_float32_and_accepts_a_model_without_norms():
     policies = get_policy("O2")
     assert compute(policies, "n", {("n",): BatchNorm}) == "float32"
     assert compute(policies, "n", {("n",): Norm}) == "float16"
@@ -365,10 +365,10 @@ def test_floating_arrays_of_every_kind_are_cast_and_nothing_else():
     assert {cast[name].dtype for name in ("jax", "numpy", "scalar", "shape", "bfloat16")} == {F16}
     assert isinstance(cast["numpy"], np.ndarray)
     assert isinstance(cast["shape"], jax.ShapeDtypeStruct)
-    assert all(got is given for got, given in zip(cast["rest"], tree["rest"], strict=True))
+    assert all(got is leaf for got, leaf in zip(cast["rest"], tree["rest"], strict=True))
 
 
-def test_a_cast_to_the_dtype_it_has_is_no_operation():
+def test_a_cast_to_the_same_dtype_is_not_an_operation():
     policy = get_policy("p=f32,c=f16,o=bf16")
     for cast, dtype in ((policy.cast_to_param, F32), (policy.cast_to_compute, F16), (policy.cast_to_output, BF16)):
         x = jnp.ones(3, dtype)
@@ -376,7 +376,7 @@ def test_a_cast_to_the_dtype_it_has_is_no_operation():
         assert not jax.make_jaxpr(cast)(x).eqns
 
 
-def test_casting_is_differentiated_and_batched():
+def test_casts_can_be_differentiated_and_batched():
     policy = get_policy("mixed_float16")
     gradient = jax.grad(lambda x: policy.cast_to_output(policy.cast_to_compute(x) * 2).sum())(jnp.ones(2))
     assert gradient.dtype == F32
@@ -409,16 +409,16 @@ def test_wrap_gives_the_gradients_of_casts_by_hand_in_the_dtype_of_the_params():
     ("policy", "precision"),
     [("float32", "HIGHEST"), ("mixed_float16", None), ("tensorfloat32", "HIGH")],
 )
-def test_wrap_asks_for_the_precision_of_the_policy(policy, precision):
+def test_wrap_sets_the_precision_of_the_policy(policy, precision):
     x = jnp.ones((2, 2))
     fun = get_policy(policy).wrap(jnp.dot)
     (eqn,) = (eqn for eqn in jax.make_jaxpr(fun)(x, x).eqns if eqn.primitive.name == "dot_general")
-    asked = eqn.params["precision"]
-    assert (asked and asked[0].name) == precision
+    params = eqn.params["precision"]
+    assert (params and params[0].name) == precision
     assert products(fun, x, x) == [get_policy(policy).compute_dtype.name]
 
 
-def test_the_precision_ends_with_an_exception():
+def test_the_precision_is_restored_after_an_exception():
     def fail():
         raise RuntimeError("inside")
 
