@@ -47,7 +47,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 
     A module with a ``dtype`` field, such as ``nn.Dense``, computes in that dtype as Flax defines it. If you set a
     ``dtype`` or ``param_dtype`` that differs from the class's default, the module keeps it, unless an override matches
-    the module. A submodule that already has a policy keeps its policy.
+    the module. A submodule that already has a policy keeps its policy. Flax's attention without a ``dtype`` has half
+    products and a float32 softmax; with ``decode=True`` it computes in the dtype of its inputs.
 
     In a module without a ``dtype`` field, the results of layers are half precision. If such a module has params of its
     own, it is traced in float32, and the rules of :func:`jaxmp.autocast` decide the dtype of each operation. If it has

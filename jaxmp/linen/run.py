@@ -268,6 +268,8 @@ class RootRun:
         is_container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
         defaults = self._defaults_of(module)
         dtypes = fill_dtypes(module, defaults, policy, is_overridden, is_container)
+        if isinstance(module, nn.MultiHeadDotProductAttention) and module.dtype is None and not module.decode:
+            return "float32", dtypes  # as written, the softmax would be half; a cache stays half
         if is_bridge(type(module)) or ("dtype" in defaults and is_floating(module.dtype)):
             return "written", dtypes
         if owns_params or (is_overridden and not is_parent):

@@ -43,7 +43,7 @@ class ModuleNode:
         of ``nnx.WeightNorm`` and ``nnx.SpectralNorm`` is never set, because they would store the Params of their layer
         in it.
         """
-        if name == "dtype" and isinstance(self.module, _WRITE_PARAMS):
+        if name == "dtype" and (isinstance(self.module, _WRITE_PARAMS) or self.is_attention()):
             return False
         dtype = self.dtypes[name]
         if overridden or is_default(dtype, _default(self.module, name)):
@@ -55,6 +55,10 @@ class ModuleNode:
             if is_default(outer.dtypes.get(name, default), default):
                 return True
         return False
+
+    def is_attention(self) -> bool:
+        """Return whether the module is Flax's attention without a dtype of its author."""
+        return isinstance(self.module, nnx.MultiHeadAttention) and self.dtypes.get("dtype") is None
 
     def own_params(self) -> list[nnx.Param[Any]]:
         """Return the Params that belong to the module and not to its submodules."""

@@ -43,8 +43,9 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     A module with a ``dtype`` attribute, such as ``nnx.Linear``, computes in that dtype as Flax defines it. If you set a
     ``dtype`` or ``param_dtype`` that differs from the constructor's default, the module keeps it, unless an override
-    matches the module. A nested module that already has a policy keeps its policy. ``init_cache`` without a ``dtype``
-    creates a cache in the module's compute dtype.
+    matches the module. A nested module that already has a policy keeps its policy. Flax's attention without a
+    ``dtype`` has half products and a float32 softmax. ``init_cache`` without a ``dtype`` creates a cache in the
+    module's compute dtype.
 
     In a module without a ``dtype`` attribute, the results of layers are half precision. If such a module has Params of
     its own, it is traced in float32, and the rules of :func:`jaxmp.autocast` decide the dtype of each operation. If it
@@ -162,6 +163,8 @@ def _decide(
     mode: Mode = None
     if by_autocast:
         mode = "autocast"
+    elif node.is_attention():
+        mode = "float32"  # as written, its derivative would have float32 products
     elif "dtype" in node.dtypes or node.wraps_linen:
         mode = "written"
     elif node.own_params() or (overridden and not node.is_parent()):

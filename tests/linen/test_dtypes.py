@@ -40,10 +40,6 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "Dense": (lambda **hand: nn.Dense(3, **hand), data(*VECTOR)),
     "Conv": (lambda **hand: nn.Conv(3, (3, 3), **hand), data(*IMAGE)),
     "Embed and attend": (lambda dtype=None: Tied(dtype), jnp.array([[0, 4, 2]])),
-    "attention with dropout": (
-        lambda **hand: nn.MultiHeadDotProductAttention(num_heads=2, dropout_rate=0.5, deterministic=False, **hand),
-        data(*SEQUENCE),
-    ),
     "WeightNorm": (lambda **hand: nn.WeightNorm(nn.Dense(3, **hand), **hand), data(*VECTOR)),
     "Bidirectional": (
         lambda **hand: nn.Bidirectional(nn.RNN(nn.LSTMCell(3, **hand)), nn.RNN(nn.GRUCell(3, **hand))),
@@ -85,7 +81,7 @@ def test_a_layer_is_the_same_computation_as_with_dtype_set_by_hand(layer, policy
     ("layer", "policy"),
     [
         ("Conv", "mixed_bfloat16"),
-        ("attention with dropout", "mixed_float16"),
+        ("WeightNorm", "mixed_float16"),
     ],
 )
 def test_a_layer_gives_the_same_bits_as_with_dtype_set_by_hand(layer, policy):
@@ -138,16 +134,23 @@ def test_a_norm_between_layers_computes_the_same_as_with_dtype_set_by_hand():
         norm_is_as_by_hand(norm)
 
 
-def test_attention_with_normalized_queries_and_float32_softmax_computes_the_same_as_with_dtype_set_by_hand():
-    make = functools.partial(
-        nn.MultiHeadDotProductAttention, num_heads=2, normalize_qk=True, force_fp32_for_softmax=True
-    )
+def test_attention_has_half_products_and_a_float32_softmax():
+    def half_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        scores = jnp.einsum("...qhd,...khd->...hqk", query / jnp.sqrt(query.shape[-1]).astype(query.dtype), key)
+        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(query.dtype)
+        return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+
+    make = functools.partial(nn.MultiHeadDotProductAttention, num_heads=2, normalize_qk=True)
     x = data(*SEQUENCE)
     with standard_promotion():
-        variables = shapes(make(), x)
-        model, by_hand = apply_policy(make(), "mixed_bfloat16"), make(dtype=jnp.bfloat16)
-        is_as_by_hand(model, by_hand, variables, x)
-        assert products(model.apply, variables, x) == products(by_hand.apply, variables, x)
+        variables = numbers(shapes(make(), x))
+        model = apply_policy(make(), "mixed_bfloat16")
+        gives_the_same_bits(model, make(dtype=jnp.bfloat16, attention_fn=half_attention), variables, x)
+        gradient = jax.grad(lambda variables: model.apply(variables, x).sum())
+        assert set(products(gradient, variables)) == {"bfloat16"}
+        assert dtypes_of(model.apply(variables, x)) == {"float32"}
+        of_author = apply_policy(make(dtype=jnp.bfloat16), "mixed_float16")
+        is_as_by_hand(of_author, make(dtype=jnp.bfloat16), variables, x)
 
 
 def test_spectral_norm_computes_the_same_as_with_dtype_set_by_hand_and_its_statistics_stay_float32():

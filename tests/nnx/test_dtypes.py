@@ -11,7 +11,7 @@ import pytest
 from autocast_tools import in_turn
 from flax import nnx
 from jax import lax
-from linen_zoo import HALVES, data, of_dtype, same_bits, standard_promotion
+from linen_zoo import HALVES, data, of_dtype, products, same_bits, standard_promotion
 from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, is_close, model_products, outcomes, rngs, values
 
 from jaxmp._internals.jax.sources import names_of
@@ -42,8 +42,6 @@ def run(model: Any, x: jax.Array) -> Any:
 LAYERS: dict[str, tuple[Any, Any]] = {
     "Linear": (lambda **hand: nnx.Linear(8, 4, rngs=rngs(), **hand), run),
     "Embed.attend": (lambda **hand: nnx.Embed(5, 8, rngs=rngs(), **hand), attended),
-    # Tested in bfloat16 only, because XLA has no float16 kernel for jax.nn.dot_product_attention on a CPU.
-    "MultiHeadAttention": (lambda **hand: nnx.MultiHeadAttention(2, 8, rngs=rngs(), decode=False, **hand), run),
     "BatchNorm": (lambda **hand: nnx.BatchNorm(8, rngs=rngs(), **hand), run),
     "LoRA": (lora, run),
     "SimpleCell": (lambda **hand: nnx.SimpleCell(8, 4, rngs=rngs(), **hand), carried),
@@ -64,6 +62,27 @@ def test_a_layer_gives_the_same_outputs_gradients_and_statistics_as_with_dtype_s
     model, by_hand = apply_policy(make(), policy), make(dtype=jnp.dtype(HALVES[policy]))
     is_as_by_hand(model, by_hand, of_dtype(SEQUENCE, inputs), call=call)
     same_bits(values(model, nnx.BatchStat), values(by_hand, nnx.BatchStat))
+
+
+def test_attention_has_half_products_and_a_float32_softmax():
+    def half_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
+        scores = jnp.einsum("...qhd,...khd->...hqk", query / jnp.sqrt(query.shape[-1]).astype(query.dtype), key)
+        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(query.dtype)
+        return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+
+    def make(**hand: Any) -> nnx.Module:
+        return nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs(), **hand)
+
+    model = apply_policy(make(), "mixed_bfloat16")
+    by_hand = make(dtype=jnp.bfloat16, attention_fn=half_attention)
+    got, want = outcomes((model, by_hand), SEQUENCE, call=run)
+    is_close(got, want)
+    graphdef, params = nnx.split(model)
+
+    def loss(params: Any) -> jax.Array:
+        return nnx.merge(graphdef, params)(SEQUENCE).sum()
+
+    assert set(products(jax.grad(loss), params)) == {"bfloat16"}
 
 
 def test_a_model_of_all_kinds_of_modules_computes_the_same_as_with_dtype_set_by_hand():
