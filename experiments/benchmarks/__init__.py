@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a table and writes it with device, versions, date and command."""
+"""Benchmarks. Each one prints a table and writes it to a file with the device, versions, date and command."""

@@ -1,1 +1,1 @@
-"""Trains ResNet-50, GPT-2 and BERT under every policy, and holds what comes out against float32."""
+"""Trains ResNet-50, GPT-2 and BERT under every policy, and compares their accuracy with float32."""

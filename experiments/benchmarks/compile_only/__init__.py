@@ -1,1 +1,1 @@
-"""Memory, products, kernels and bytes of whole train steps on a GPU that is not there."""
+"""Memory, products, kernels and bytes of whole train steps, compiled for a GPU that is not attached."""

@@ -1,1 +1,1 @@
-"""Programs of libraries in JAX under autocast, beside two simple ways to compute in half precision."""
+"""Programs of JAX libraries under autocast, compared with two simple ways to compute in half precision."""
