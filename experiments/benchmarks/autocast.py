@@ -42,8 +42,8 @@ TIME_GOAL, MEMORY_GOAL = 1.01, 1.02
 COLUMNS = ("step", "ms", "quartiles", "time ratio", "quartiles of the ratio", "compiled MiB", "memory ratio")
 PROGRAM_COLUMNS = ("program", "products by operand dtypes", "casts", "round trips")
 INTRO = (
-    "A ratio is the time of a step over the time by hand in the same round, median over the rounds. `by hand, again` is "
-    "the step by hand compiled a second time. Memory is arguments, results and temporaries of the compiled step."
+    "A ratio is the time of a step over the time by hand in the same round, median over the rounds. `by hand, again` "
+    "is the step by hand compiled a second time. Memory is arguments, results and temporaries of the compiled step."
 )
 
 

@@ -339,8 +339,8 @@ def main(config: Config) -> None:
             here = place()
             if here["backend"] != "gpu" and not config.smoke:
                 raise ValueError(
-                    f"this benchmark needs a GPU, but JAX finds only {here['device']}; install jax[cuda13] on a machine "
-                    "with a GPU, or run every piece at small size with --smoke (make gpu SMOKE=1)"
+                    f"this benchmark needs a GPU, but JAX finds only {here['device']}; install jax[cuda13] on a "
+                    "machine with a GPU, or run every piece at small size with --smoke (make gpu SMOKE=1)"
                 )
             folder = run_folder("gpu", folder).absolute()
             stack.enter_context(alone_in(folder))

@@ -44,8 +44,8 @@ LINEN, NNX, AUTOCAST = "jaxmp, Linen policy", "jaxmp, NNX policy", "jaxmp.autoca
 BY_HAND, TORCH, ROUNDING = "Flax, dtype= by hand", "PyTorch autocast", "rounding alone"
 WAYS = (LINEN, NNX, AUTOCAST, BY_HAND, TORCH)
 NOTE = (
-    "Relative L2 error compared with float64: the larger of the errors of the compiled program and of its operations run "
-    "one by one. In brackets: the computed value over the correct value, at the entry with the largest error."
+    "Relative L2 error compared with float64: the larger of the errors of the compiled program and of its operations "
+    "run one by one. In brackets: the computed value over the correct value, at the entry with the largest error."
 )
 # XLA may not leave out a rounding of the program. Its CPU kernels that accumulate products in half precision (from JAX
 # 0.12 on) are turned off, because this benchmark does not measure them.

@@ -31,7 +31,7 @@ def read(file: Path) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         why = str(error)
     if why:
-        raise ValueError(f"{file} is no result of a run ({why}); remove it, and it is measured anew")
+        raise ValueError(f"{file} is not a result of a run ({why}); remove it, and it is measured again")
     return content
 
 

@@ -207,7 +207,9 @@ def test_a_variant_that_breaks_is_told_in_its_row_and_the_others_are_timed(tmp_p
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
         (result,) = loss_scaling.main(dataclasses.replace(config, run_dir=tmp_path / "one"))
         variants["no scaling"] = breaks
-        with pytest.raises(FloatingPointError, match="no scaling, which all are held against: RuntimeError: no such"):
+        with pytest.raises(
+            FloatingPointError, match="no scaling, which all variants are compared with: RuntimeError: no such"
+        ):
             loss_scaling.main(dataclasses.replace(config, run_dir=tmp_path / "none"))
     assert result["variants"]["jmp"] == {"error": "RuntimeError: no such kernel"}
     assert len(result["variants"]["no scaling"]["milliseconds"]) == 2

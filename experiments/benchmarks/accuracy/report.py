@@ -24,9 +24,9 @@ COLUMNS = (
     "policy", "loss scale", "seeds", "accuracy %", "loss", "Δ", "minutes", "× faster", "memory", "memory saved",
     "skipped")  # fmt: skip
 NOTE = (
-    "Accuracy and loss are of held-out data. All metrics are the mean ± standard deviation over the seeds. Δ: difference "
-    "to float32 with the same seed, {unit}. Minutes: training time without compilation and evaluation. Memory: peak of "
-    "the compiled step (arguments, results and temporaries). Skipped: skipped steps in all runs together."
+    "Accuracy and loss are of held-out data. All metrics are the mean ± standard deviation over the seeds. Δ: "
+    "difference to float32 with the same seed, {unit}. Minutes: training time without compilation and evaluation. "
+    "Memory: peak of the compiled step (arguments, results and temporaries). Skipped: skipped steps in all runs."
 )
 _POINTS = 100  # the number of points of a training curve in a record; each is the mean over a span of steps
 

@@ -1,1 +1,1 @@
-"""Shared by benchmarks: models, code by hand, readers of programs, run folders."""
+"""Code that benchmarks share: common flags, the record of a result, and the train steps of each library."""

@@ -189,7 +189,9 @@ def test_without_orbax_a_run_that_is_cut_begins_anew_and_finished_ones_stay(line
         patched.setattr(kept.Clock, "late", late)
         accuracy.main(config)
     out = capsys.readouterr().out
-    assert out.count("without Orbax (pip install orbax-checkpoint) a run that the minutes cut begins anew") == 1
+    assert (
+        out.count("without Orbax (pip install orbax-checkpoint) a run that is not finished in time starts again") == 1
+    )
     assert out.endswith(f"{kept.UNFINISHED}\n")
     (first,) = (tmp_path / "cut").glob("*-seed0.json")
     assert "float32" in first.name and not list(tmp_path.rglob("checkpoints"))
@@ -330,7 +332,7 @@ def test_what_cannot_be_or_is_damaged_ends_it_with_one_line(line, tmp_path, caps
     (tmp_path / "images-float32-seed0.json").write_text("{}")
     with pytest.raises(SystemExit):
         accuracy.main(smoke(tmp_path))
-    assert "images-float32-seed0.json is no result of a run (it has no setting)" in capsys.readouterr().err
+    assert "images-float32-seed0.json is not a result of a run (it has no setting)" in capsys.readouterr().err
 
 
 # What known numbers say.
@@ -392,7 +394,7 @@ def test_text_may_gain_half_a_percent_of_loss_and_less_in_float8_or_without_floa
     for losses, met, start in [
         ([3.0, 4.0, 5.06], True, "met: any is +0.40 ± 0.69 % of the loss from float32 over 3 seeds, "),
         ([3.0, 4.0, 5.09], False, "NOT MET: any is +0.60 ± 1.04 % of the loss from float32 over 3 seeds, "),
-        ([3.0, 4.02], None, "open: any is +0.25 ± 0.35 % of the loss from float32 over 2 seeds, of 3 that are wanted"),
+        ([3.0, 4.02], None, "open: any is +0.25 ± 0.35 % of the loss from float32 over 2 seeds, of 3 that are needed"),
     ]:
         found = accuracy_report.goal("gpt2", "any", texts(losses), texts([3.0, 4.0, 5.0]))
         assert found[0] is met and found[1].startswith(start) and found[1].endswith(", the goal at most 0.5 gained")

@@ -128,7 +128,7 @@ def test_a_difference_between_programs_is_said_in_words_and_goals_say_whether_th
     assert autocast.goals({"variants": rows, "differences": []}) == [
         "met: time / by hand's is 1.0000, the goal at most 1.01",
         "NOT MET: memory of the compiled step / by hand's is 1.030, the goal at most 1.02",
-        "met: the same products in the same dtypes as by hand, and no casts added that undo one another",
+        "met: the same products in the same dtypes as by hand, and no more casts that undo the cast before",
     ]
 
 

@@ -147,7 +147,7 @@ def test_bad_flags_end_it_with_one_line(capsys):
         assert text in error and error.count("\n") == 1
 
     for mesh in ["fsdp=4", "fsdp", "data=2,fsdp=4,", "fsdp=8 data=1"]:
-        with pytest.raises(ValueError, match=f"--mesh has the GPUs of --topology, .* got '{mesh}' for 8"):
+        with pytest.raises(ValueError, match=f"--mesh must have all GPUs of --topology, .* got '{mesh}' for 8"):
             sharded.mesh_of(mesh, 8)
 
 

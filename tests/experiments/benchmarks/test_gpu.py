@@ -205,7 +205,7 @@ def test_a_folder_has_pieces_of_one_device_and_of_full_size_only_on_a_gpu(on, tm
     with pytest.raises(SystemExit, match="2"):
         gpu.main(gpu.Config(run_dir=tmp_path / "run"))
     said = capsys.readouterr().err
-    assert said.startswith("error: this measures a GPU, but JAX finds only 1 × cpu") and said.count("\n") == 1
+    assert said.startswith("error: this benchmark needs a GPU, but JAX finds only 1 × cpu") and said.count("\n") == 1
     assert "make gpu SMOKE=1" in said and not (tmp_path / "run").exists()
     gpu.main(config)
     on(device="1 × another")

@@ -201,5 +201,5 @@ def test_the_table_has_shares_of_the_step_without_remat_and_why_there_is_none():
     assert table.rows == [
         ("none", "10,000", "1.000", "24"), ("attention", "5,000", "0.500", ""), ("full", "out of memory", "", ""),
     ]  # fmt: skip
-    assert "Largest batch: whose step needs at most 1,024 MiB, by compiling; near that limit" in " ".join(table.notes)
+    assert "Largest batch: the compiled step needs at most 1,024 MiB. Near this limit" in " ".join(table.notes)
     assert table.notes.count("nothing fits") == 1

@@ -205,13 +205,16 @@ def test_a_bad_flag_ends_the_benchmark_with_one_line(capsys):
         (train_step.Config(smoke=True, rows=("apex",)), "--rows must be among"),
         (train_step.Config(smoke=True, rounds=0), "--rounds must be at least 1, got 0"),
         (train_step.Config(smoke=True, energy_s=-1), "--energy-s must be at least 0, got -1"),
-        (train_step.Config(report_only=True), "--report-only reads what lies in --run-dir"),
+        (train_step.Config(report_only=True), "--report-only reads results from --run-dir"),
         (train_step.Config(smoke=True, block_ms=float("nan")), "--block-ms must be at least 0.1, got nan"),
         (train_step.Config(smoke=True, models=()), "the number of --models must be at least 1, got 0"),
-        (train_step.Config(alone="hand-bf16"), "--alone is of one model, got --models resnet50 bert gpt2"),
+        (train_step.Config(alone="hand-bf16"), "--alone needs a single model, got --models resnet50 bert gpt2"),
         (train_step.Config(look="width", report_only=True), "writes its report when it measures, got --report-only"),
-        (train_step.Config(smoke=True, look="width", models=("resnet50",)), "is at transformers, which have one, got"),
-        (train_step.Config(smoke=True, look="busy", passes=("forward",)), "is at the train step, got --passes forward"),
+        (train_step.Config(smoke=True, look="width", models=("resnet50",)), "need a transformer, got"),
+        (
+            train_step.Config(smoke=True, look="busy", passes=("forward",)),
+            "measures the train step, got --passes forward",
+        ),
     ]:
         with pytest.raises(SystemExit) as stopped:
             train_step.main(config)

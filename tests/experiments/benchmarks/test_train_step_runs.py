@@ -49,11 +49,11 @@ def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
     assert model["train"]["jaxmp-bf16"]["tensor_flops"] == 1.0 and model["train"]["hand-fp32"]["tensor_flops"] == 0.0
     assert model["train"]["flax-fp16"]["error"] == "RuntimeError: no such kernel"
     assert "loss" not in model["forward"]["jaxmp-bf16"]
-    assert model["goals"] == ["The goals are for the sizes of the field: not judged here."]
+    assert model["goals"] == ["The goals are for the full sizes, so they are not judged here."]
     assert set(written["ceiling"]["best"]) == {"fp32", "bf16", "fp16"}
     markdown, (printed, said) = (tmp_path / "train_step.md").read_text(), capsys.readouterr()
     assert "RuntimeError: no such kernel\n" in said and "in prepare" in said  # where it was raised
-    assert said.endswith("error: a smoke test is to see that everything runs, but flax-fp16 did not; see above\n")
+    assert said.endswith("error: in a smoke test every row must run, but flax-fp16 did not; see above\n")
     for text in (
         "the train step",
         "the forward pass alone",
@@ -218,14 +218,14 @@ def test_a_folder_is_gone_on_with_in_the_same_setting_only(rows_alone, tmp_path,
 def test_a_damaged_file_in_the_folder_is_named(rows_alone, tmp_path, capsys):
     file = tmp_path / "alone-gpt2-hand-bf16.json"
     for text, why, report_only in (
-        ('{"row": ', r"is no result of a run \(Expecting", False),
-        ("{}", r"is no result of a run \(it has no setting", True),
+        ('{"row": ', r"is not a result of a run \(Expecting", False),
+        ("{}", r"is not a result of a run \(it has no setting", True),
     ):
         file.write_text(text)
         with pytest.raises(SystemExit):
             train_step.main(dataclasses.replace(WHOLE, run_dir=tmp_path, report_only=report_only))
         said = capsys.readouterr().err
-        assert re.search(f"error: {file} {why}", said) and said.endswith("remove it, and it is measured anew\n")
+        assert re.search(f"error: {file} {why}", said) and said.endswith("remove it, and it is measured again\n")
 
 
 def test_nothing_to_measure_or_to_report_is_an_error_that_says_why(rows_alone, monkeypatch, tmp_path, capsys):
@@ -245,7 +245,7 @@ def test_nothing_to_measure_or_to_report_is_an_error_that_says_why(rows_alone, m
 
     with pytest.raises(SystemExit):
         train_step.main(train_step.Config(report_only=True, run_dir=tmp_path))
-    assert f"a report is of what was measured, but in {tmp_path} is nothing" in capsys.readouterr().err
+    assert f"a report needs results, but {tmp_path} has none" in capsys.readouterr().err
 
 
 @pytest.mark.slow("compiles a transformer")
@@ -382,7 +382,7 @@ def test_a_look_at_what_runs_names_the_rows_that_do_not_and_tries_them_again(qui
     wrong = ", ".join(f"{model}'s flax-fp16" for model in ("resnet50", "bert", "gpt2"))
     out, err = capsys.readouterr()
     assert (
-        err.endswith(f"error: every row is to run, but {wrong} did not; see above\n") and "not installed: torch" in out
+        err.endswith(f"error: every row must run, but {wrong} did not; see above\n") and "not installed: torch" in out
     )
     models = json.loads((tmp_path / "train_step_run.json").read_text())["models"]
     able = {name: sorted(model["points"][0]["milliseconds"]) for name, model in models.items()}
@@ -392,6 +392,6 @@ def test_a_look_at_what_runs_names_the_rows_that_do_not_and_tries_them_again(qui
     prepared = []
     monkeypatch.setattr(measure, "prepare", lambda case, row, _: prepared.append(row.label) or Prepared(lambda: None))
     train_step.main(config)
-    assert len(prepared) == 8 and "every row is to run" not in capsys.readouterr().err
+    assert len(prepared) == 8 and "every row must run" not in capsys.readouterr().err
     train_step.main(config)
     assert len(prepared) == 8  # nothing is left

@@ -57,7 +57,9 @@ def test_only_what_is_between_the_markers_is_replaced_and_a_damaged_result_is_na
 
     (tmp_path / "accuracy-1").mkdir()
     (tmp_path / "accuracy-1" / "accuracy.json").write_text('{"runs": [')
-    with pytest.raises(ValueError, match=r"accuracy-1/accuracy.json is no result of a run \(.*\); write it again, or"):
+    with pytest.raises(
+        ValueError, match=r"accuracy-1/accuracy.json is not a result of a run \(.*\); write it again, or"
+    ):
         headline.Sources(tmp_path)
 
 
