@@ -192,7 +192,7 @@ def page_files(config: Config, folder: Path) -> list[Path]:
     if config.report is None:
         return []
     if len(config.report) > 1:
-        raise ValueError(f"--report takes one file, got {len(config.report)}; leave the others away")
+        raise ValueError(f"--report takes one file, got {len(config.report)}; leave out the others")
     (file,) = config.report or (folder / "report.html",)
     if file.is_dir() or not file.parent.is_dir():
         raise ValueError(f"--report must be a file in a folder that exists, got {file}; name another")

@@ -188,7 +188,7 @@ def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
     prompt = dataset.tokenizer.encode((config.prompt or "\n\n").encode(errors="surrogateescape")).tolist()
     if config.sample_tokens and not prompt:
         raise ValueError(
-            f"--prompt must have a token at least, got {config.prompt!r}, which has no {dataset.tokenizer.name}"
+            f"--prompt must have at least one token, got {config.prompt!r}, which has no {dataset.tokenizer.name}"
         )
 
     def losses(model: nn.Module) -> Any:

@@ -142,7 +142,7 @@ def free_bytes(limit: str | None = None) -> int:
         available = None
     if available is None:
         raise ValueError(
-            "this device does not say how much memory is free; say it with --memory-limit, 4GB for example"
+            "this device does not say how much memory is free; set it with --memory-limit, for example 4GB"
         )
     return int(SHARE * 1024 * int(available[1]))
 
@@ -198,7 +198,7 @@ def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Call
             raise ValueError(f"--memory-limit is for --batch-size auto, got --batch-size {flags.batch_size}")
         return config
     if flags.mesh is not None or processes.several():
-        raise ValueError("--batch-size auto looks at one device alone; name a number beside --mesh and --processes")
+        raise ValueError("--batch-size auto works on a single device; give a number with --mesh and --processes")
     if flags.resume:
         began = json.loads((folder_to_resume(name, flags.run_dir) / "config.json").read_text())
         return dataclasses.replace(flags, batch_size=began["config"]["batch_size"])

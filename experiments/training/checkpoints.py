@@ -241,7 +241,7 @@ class Checkpoints:
     def _write_checksums(self) -> None:
         (folder,) = unfinished(self._folder)
         if not (folder / _MERGED).is_file():
-            raise FileNotFoundError(f"{folder / _MERGED} was not written, without which nothing can be read back")
+            raise FileNotFoundError(f"{folder / _MERGED} was not written, and the checkpoint cannot be read without it")
         checksums.write(folder)
 
     def wait(self) -> None:

@@ -30,13 +30,13 @@ def find_damage(folder: Path) -> str | None:
     except OSError as error:
         return str(error)
     if text + end != _first_line(lines):
-        return f"{FILE} is not what was written, without which nothing tells whether the rest is"
+        return f"{FILE} was changed after it was written, so the other files cannot be checked"
     expected = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines.splitlines())}
     for name in sorted(expected):  # a file that is not among them, such as a file manager leaves, does no harm
         if name not in checksums:
             return f"{name} is missing"
         if expected[name] != checksums[name]:
-            return f"{name} is not what was written"
+            return f"{name} was changed after it was written"
     return None
 
 

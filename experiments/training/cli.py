@@ -179,7 +179,7 @@ def check(config: Any) -> None:
       ValueError: one is out of range.
     """
     if config.batch_size == "auto":
-        raise ValueError("--batch-size auto is for a training script by itself; name a number here")
+        raise ValueError("--batch-size auto works only in a training script; give a number here")
     require("--accumulate", config.accumulate, 1)
     require("--batch-size", config.batch_size, 1)
     require("--ema", config.ema, 0, 1)

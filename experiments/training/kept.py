@@ -14,7 +14,7 @@ from experiments.measure.turns import LACKS
 from experiments.report.json_files import strict_json, write_json
 from experiments.report.progress import Progress
 
-UNFINISHED = "not all is measured: the same command goes on from here"
+UNFINISHED = "not everything is measured: the same command continues from here"
 """The last line of a command that leaves measurements to the next one."""
 
 

@@ -70,7 +70,7 @@ def running(
             if largest_batch is not None:
                 config = batch_size.settled(name, config, prepare, largest_batch)
             if processes.several() and config.watch:
-                raise ValueError("--watch reads values of one process alone; leave it away beside --processes")
+                raise ValueError("--watch works in a single process only; leave it out with --processes")
             run = (_resume if config.resume else _start)(name, config, prepare, locks)
         if isinstance(run, Finished):
             yield run
@@ -113,7 +113,7 @@ def _resume(name: str, config: C, prepare: Callable[[C], Experiment], locks: con
     require_same_data(checkpoint, experiment, config.seed)
     summary = finished(folder, checkpoint, experiment)
     if summary is not None:
-        tell(f"{folder} has had its {experiment.steps} steps; raise --steps to train on")
+        tell(f"{folder} has trained all its {experiment.steps} steps; raise --steps to train further")
         return Finished(summary)
     state = checkpoint.restore(experiment.init(config.seed), experiment.precision, config.override, free=True)
     tell(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
@@ -182,7 +182,7 @@ def to_resume(name: str, config: cli.Training, folder: Path) -> Checkpoint:
     from experiments.training import checkpoints
 
     for path in checkpoints.unfinished(checkpoints_folder(folder)):
-        tell(f"warning: {path} was not finished when its process ended, and is left out", file=sys.stderr)
+        tell(f"warning: {path} was not finished when its process ended, and is ignored", file=sys.stderr)
     checkpoint = checkpoints.read_last(checkpoints_folder(folder), check=processes.first())
     require_same_flags(name, config, checkpoint)
     metrics, size = folder / "metrics.csv", checkpoint.about["metrics_bytes"]
@@ -241,7 +241,7 @@ def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> di
     """
     if checkpoint.step > experiment.steps:
         raise ValueError(
-            f"--steps must be at least the {checkpoint.step} that {folder} has had, got {experiment.steps}; "
+            f"--steps must be at least the {checkpoint.step} that {folder} has trained, got {experiment.steps}; "
             "start another run to train less"
         )
     path = folder / "summary.json"
@@ -252,5 +252,5 @@ def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> di
         return summary if summary["steps"] == experiment.steps else None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is no summary of a run ({type(error).__name__}: {error}); remove it, and --resume writes it anew"
+            f"{path} is not a summary of a run ({type(error).__name__}: {error}); remove it, and --resume writes it again"
         ) from error

@@ -38,7 +38,7 @@ def read_policy(policy: str, loss_scale: str, opt_level: str | None = None) -> t
         if policy != "auto":
             raise ValueError(
                 f"--opt-level names a policy, as --policy does: got --opt-level {opt_level} and --policy {policy}; "
-                "leave one of them away"
+                "leave out one of them"
             )
         automatic = OPT_LEVELS[opt_level]
         chosen = jaxmp.get_policy("mixed_float16" if opt_level == "O1" else opt_level)
@@ -134,7 +134,7 @@ def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: 
         raise ValueError(
             "--autocast computes float32 params in half precision, got a policy of "
             f"{policy.param_dtype.name} params that computes in {policy.compute_dtype.name}; use --policy "
-            "mixed_bfloat16 or mixed_float16, or leave --autocast away"
+            "mixed_bfloat16 or mixed_float16, or leave out --autocast"
         )
     overrides = {}
     for pattern, text in read_overrides(override).items():

@@ -343,7 +343,7 @@ def _compact(value: Any) -> Any:
 
 def _shown(name: str, value: Any) -> str:
     if value is None:
-        return "not measured: the one step of this process compiled"
+        return "not measured: this process ran a single step, which compiled"
     if name == "loss_scale":
         return f"{value:g}"
     if isinstance(value, float):

@@ -43,7 +43,9 @@ def sample(
       ValueError: the prompt is empty.
     """
     if not len(prompt):
-        raise ValueError("a sample goes on from a prompt of at least one token, got none; write --prompt 'a word', say")
+        raise ValueError(
+            "a sample needs a prompt of at least one token, got none; write --prompt 'a word', for example"
+        )
     last_tokens = np.asarray(prompt, np.int32)[-context:]
     window = jnp.asarray(np.pad(last_tokens, (0, context - len(last_tokens))))
     run = jax.jit(functools.partial(_run, apply, count, temperature, top_k))

@@ -121,7 +121,7 @@ def check(config: Any) -> None:
     if not config.clip > 0:
         raise ValueError(f"--clip must be positive, got {config.clip:g}")
     if (path := config.save_weights) is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"--save-weights must be a file in a folder that is there, got {path}")
+        raise ValueError(f"--save-weights must be a file in an existing folder, got {path}")
     if config.width % config.heads:
         raise ValueError(f"--width must be a multiple of --heads, got {config.width} for {config.heads} heads")
 
@@ -138,7 +138,7 @@ def load(config: Any) -> Text:
     if config.vocabulary is not None and config.vocabulary < text.tokenizer.size:
         raise ValueError(
             f"--vocabulary must be at least the {text.tokenizer.size} tokens of {text.tokenizer.name}, got "
-            f"{config.vocabulary}; leave it away, or take --tokens pairs"
+            f"{config.vocabulary}; leave it out, or use --tokens pairs"
         )
     for split, part in (("training", text.train), ("held-out", text.test)):
         if len(part) <= config.context:

@@ -64,5 +64,5 @@ def tensorboard(folder: Path, start: int = 0) -> Any:
             continue
     raise ValueError(
         "--tensorboard needs a package that writes its files, but neither torch with tensorboard nor tensorboardX is "
-        "installed; pip install tensorboardX, or leave --tensorboard away"
+        "installed; pip install tensorboardX, or leave out --tensorboard"
     )

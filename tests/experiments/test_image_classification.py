@@ -203,7 +203,7 @@ def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path
 def test_compare_hands_the_flags_of_the_task_on_and_refuses_its_own_and_unknown_ones(capsys):
     for flag in ["policy=float16", "seed=3", "--run-dir=x", "resume"]:
         name = flag.lstrip("-").partition("=")[0]
-        with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
+        with pytest.raises(ValueError, match=f"--flags sets the task's flags, but --{name} is set by the comparison"):
             compare.prepare(compare.Config(flags=((flag,),)))
 
     args = ["--task", "mnist", "--flags", "flip", "--flags", "model=resnet18", "shift=2"]

@@ -137,7 +137,7 @@ def test_flags_that_do_not_suit_the_text_or_the_model_are_errors(config):
         ({"weight_decay": math.inf}, "--weight-decay must be at least 0 and finite, got inf"),
         ({"model": "next_token", **NEXT_TOKEN, "context": 9000}, "more than the 9000 pairs of bytes of --context, got"),
         ({"context": 5000}, "shorter than the held-out text of .* tokens, got --context 5000"),
-        ({"tokens": "pairs", "prompt": "a"}, "--prompt must have a token at least, got 'a', which has no pairs"),
+        ({"tokens": "pairs", "prompt": "a"}, "--prompt must have at least one token, got 'a', which has no pairs"),
         ({"remat": "atention"}, "unknown remat policy 'atention'"),
         ({"override": ("ln_g=float32",)}, "ln_g"),
     ]:

@@ -67,7 +67,10 @@ def test_a_run_of_one_step_claims_no_rate(tmp_path, data_dir, capsys):
     _, summary, rows = read_run(tmp_path / "run")
     assert summary["ms_per_step"] is summary["examples_per_s"] is None and rows[0]["examples_per_s"] == ""
     shown = (tmp_path / "run" / "summary.md").read_text()
-    assert "None" not in shown and "| ms_per_step | not measured: the one step of this process compiled |" in shown
+    assert (
+        "None" not in shown
+        and "| ms_per_step | not measured: this process ran a single step, which compiled |" in shown
+    )
 
 
 def test_the_plan_and_the_memory_of_a_step_that_ran_compile_nothing_and_an_error_is_a_warning(tmp_path, data_dir):

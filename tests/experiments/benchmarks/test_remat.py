@@ -80,7 +80,7 @@ def test_the_largest_batch_is_the_last_that_needs_no_more_than_the_limit(steps, 
 
 def test_the_same_command_goes_on_and_compiles_nothing_twice(steps, tmp_path, capsys):
     assert remat.main(smoke(tmp_path, minutes=1e-9)) == [] and not steps
-    assert "not all is measured: the same command goes on from here" in capsys.readouterr().out
+    assert "not everything is measured: the same command continues from here" in capsys.readouterr().out
     remat.main(smoke(tmp_path, remats=("none",)))
     whole = remat.main(smoke(tmp_path))
     assert [asked[2] for asked in steps] == ["none", "attention"]
@@ -158,7 +158,7 @@ def test_a_compiler_that_breaks_or_says_nothing_is_told_in_words_and_ends_nothin
 
 def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, monkeypatch):
     for changes, text in [
-        ({"smoke": False}, "this benchmark measures a GPU, but JAX finds only cpu"),
+        ({"smoke": False}, "this benchmark needs a GPU, but JAX finds only cpu"),
         ({"remats": ()}, "the number of --remats must be at least 1, got 0"),
         ({"memory_limit": "much"}, "--memory-limit is a number of bytes, got 'much'"),
         ({"minutes": -1.0}, "--minutes must be at least 0, got -1"),

@@ -201,7 +201,7 @@ def test_rows_are_chosen_by_name_and_know_what_they_need(monkeypatch):
 
 def test_a_bad_flag_ends_the_benchmark_with_one_line(capsys):
     for config, text in [
-        (train_step.Config(), "this benchmark measures a GPU, but JAX finds only cpu"),
+        (train_step.Config(), "this benchmark needs a GPU, but JAX finds only cpu"),
         (train_step.Config(smoke=True, rows=("apex",)), "--rows must be among"),
         (train_step.Config(smoke=True, rounds=0), "--rounds must be at least 1, got 0"),
         (train_step.Config(smoke=True, energy_s=-1), "--energy-s must be at least 0, got -1"),

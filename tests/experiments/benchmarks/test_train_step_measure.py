@@ -101,7 +101,9 @@ def test_a_row_does_not_outlive_the_run_that_was_killed():
 
 def test_a_row_whose_turn_never_came_measures_nothing(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    with pytest.raises(ValueError, match="--alone is what a run starts for each row: it waits for the run's process"):
+    with pytest.raises(
+        ValueError, match="--alone is for the benchmark's own use: it waits for the benchmark's process"
+    ):
         processes.answer(lambda: {"ms": 1})
     assert capsys.readouterr().out == ""
 

@@ -116,7 +116,7 @@ def test_a_run_that_was_cut_goes_on_where_it_stopped(rows_alone, tmp_path, capsy
     config = dataclasses.replace(WHOLE, run_dir=tmp_path)
     train_step.main(dataclasses.replace(CUT, run_dir=tmp_path))
     assert started == [("gpt2", "jaxmp-bf16")] and not list(tmp_path.glob("together-*"))
-    assert "the same command goes on from here" in capsys.readouterr().out
+    assert "the same command continues from here" in capsys.readouterr().out
     results = train_step.main(config)
     assert started == [("gpt2", "jaxmp-bf16"), ("gpt2", "hand-bf16")]  # the first is not measured again
     assert results["gpt2"].ratio("train", "jaxmp-bf16", "hand-bf16") is not None

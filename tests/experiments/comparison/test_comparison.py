@@ -240,7 +240,7 @@ def test_a_task_takes_the_flags_of_its_script_but_those_that_are_up_to_the_compa
         ("digits", "keep=1"),
     ]:
         name = flag.partition("=")[0]
-        with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
+        with pytest.raises(ValueError, match=f"--flags sets the task's flags, but --{name} is set by the comparison"):
             compare.task_flags(compare.Config(task=task, flags=((flag,),)))
 
     scripts = (image_classification, language_modeling, masked_lm)

@@ -76,7 +76,7 @@ def test_a_resumed_run_ends_where_the_other_ends_with_its_metrics_and_summary(wh
     summary = train(run)
     assert shown == [(NAME, 8, 4)]
     said = capsys.readouterr().err
-    assert f"warning: {half} was not finished when its process ended, and is left out" in said and not half.exists()
+    assert f"warning: {half} was not finished when its process ended, and is ignored" in said and not half.exists()
     assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
     assert rows(run.run_dir) == rows(whole[0].run_dir)
     assert [row[:2] for row in rows(run.run_dir)] == [
@@ -121,7 +121,7 @@ def test_a_finished_run_says_so_and_is_left_alone(whole, capsys):
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in config.run_dir.rglob("*")}
     again = train(dataclasses.replace(config, resume=True))
     assert again == json.loads(json.dumps(json_files.strict_json(summary)))
-    assert f"{config.run_dir} has had its 8 steps; raise --steps to train on" in capsys.readouterr().out
+    assert f"{config.run_dir} has trained all its 8 steps; raise --steps to train further" in capsys.readouterr().out
     assert before == {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in config.run_dir.rglob("*")}
 
 
@@ -187,7 +187,7 @@ def test_what_makes_it_another_run_is_refused(run, capsys):
         ({"flip": True}, "--flip was False and is True now; resume without --flip, or"),
         ({"policy": "float16"}, f"policy '{mixed}' made {where}/checkpoints/4, in which 'params/hidden' is float32, an"
          f"d under policy '{half}' it is float16; resume with --policy {mixed}, or"),
-        ({"steps": 3}, f"--steps must be at least the 4 that {where} has had, got 3; start another run to train less"),
+        ({"steps": 3}, f"--steps must be at least the 4 that {where} has trained, got 3; start another run to train less"),
         ({"resume": False}, f"a run begins in a folder without checkpoints, but {where} has one of step 4; go on "),
     ):  # fmt: skip
         ends_with(dataclasses.replace(run, **changes), train, message, capsys)
@@ -295,7 +295,7 @@ def test_a_summary_that_is_none_is_an_error_and_can_be_made_anew(whole, tmp_path
     path = config.run_dir / "summary.json"
     for content in (b"{}", b"{", b"[]", b"\xff"):
         path.write_bytes(content)
-        ends_with(config, train, f"{path} is no summary of a run (", capsys)
+        ends_with(config, train, f"{path} is not a summary of a run (", capsys)
     stopped(config.run_dir, after=8)  # as if it had been killed before its summary
     assert train(config)["test_loss"] == whole[1]["test_loss"] and (config.run_dir / "summary.md").is_file()
     assert rows(config.run_dir) == rows(whole[0].run_dir)
@@ -317,7 +317,9 @@ def test_a_damaged_checkpoint_is_named_and_what_is_offered_works(whole, run, cap
     damaged = run.run_dir / "checkpoints" / "4"
     name = file.relative_to(damaged)
     offer = f"the last good one is of step 2; to resume from it, remove what comes after: rm -r {damaged}"
-    ends_with(run, train, f"the checkpoint {damaged} is damaged: {name} is not what was written; {offer}", capsys)
+    ends_with(
+        run, train, f"the checkpoint {damaged} is damaged: {name} was changed after it was written; {offer}", capsys
+    )
     subprocess.run(offer.split(": ")[1], shell=True, check=True)
     train(run)
     assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir)) and rows(run.run_dir) == rows(whole[0].run_dir)
