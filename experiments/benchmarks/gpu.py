@@ -362,7 +362,7 @@ def _run(run: Run, pieces: list[Piece], here: dict[str, Any]) -> None:
     run.table(pieces).show(terminal())
     if left := [piece.name for piece in run.left(pieces)]:
         command = shlex.join(["python", "-m", "experiments.benchmarks.gpu", *sys.argv[1:]])
-        print(f"to do: {', '.join(left)}; go on with: {os.environ.get('MAKE_GPU', command).strip()}")
+        print(f"to do: {', '.join(left)}; continue with: {os.environ.get('MAKE_GPU', command).strip()}")
     print(f"written to {run.folder}")
     if failed := [piece.name for piece in pieces if run.of(piece)["state"] == "failed"]:
         cli.fail(f"{', '.join(failed)} failed: the reasons and the logs are in the table", 1)

@@ -66,7 +66,8 @@ def require_gpu(smoke: bool) -> None:
     if not smoke and jax.default_backend() != "gpu":
         raise ValueError(
             f"this benchmark needs a GPU, but JAX finds only {jax.devices()[0].device_kind} "
-            f"({jax.default_backend()}); install jax[cuda13] on a machine with a GPU, or run it at small size with --smoke"
+            f"({jax.default_backend()}); install jax[cuda13] on a machine with a GPU, or run it at small size with "
+            "--smoke"
         )
 
 

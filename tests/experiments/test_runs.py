@@ -159,7 +159,9 @@ cli.main(script.Config, script.train, "")
     assert first.startswith(f"cannot keep digits under {tmp_path / 'data'} (") and "File too large" in first
     assert first.endswith("name another folder with --data-dir") and not list((tmp_path / "data").iterdir())
     (error,) = [line for line in done.stderr.splitlines() if "loss" not in line]  # the bar's lines have it
-    assert error.startswith("error: the run in run cannot go on: a checkpoint cannot be written to run/checkpoints (")
+    assert error.startswith(
+        "error: the run in run cannot continue: a checkpoint cannot be written to run/checkpoints ("
+    )
     assert "File too large" in error and error.endswith("; once there is room, start again")
 
 

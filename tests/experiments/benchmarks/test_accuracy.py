@@ -309,7 +309,7 @@ def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_
 def test_what_cannot_be_or_is_damaged_ends_it_with_one_line(line, tmp_path, capsys):
     for changes, text in [
         ({"smoke": False, "run_dir": None}, "this benchmark needs a GPU, but JAX finds only cpu"),
-        ({"steps": 5}, "is held against each other, but in .*/images-float32-seed0.json steps is 4 there and 5 here; "),
+        ({"steps": 5}, "must be comparable, but in .*/images-float32-seed0.json steps is 4 there and 5 here; "),
         ({"smoke": False}, "/images-float32-seed0.json smoke is True there and False here; take the device, the"),
         ({"tasks": ("images", "gpt2"), "flags": (("slope=1",),)}, "got --tasks images gpt2; name one of them"),
         (

@@ -78,7 +78,7 @@ def test_a_piece_that_fails_is_told_at_the_end_and_the_others_go_on(on, tmp_path
     with pytest.raises(SystemExit, match="1"):
         gpu.main(config)
     out, err = capsys.readouterr()
-    assert "found\n" in out and "to do: first; go on with: python -m experiments.benchmarks.gpu" in out
+    assert "found\n" in out and "to do: first; continue with:  python -m experiments.benchmarks.gpu" in out
     assert f"error: no such kernel (exit code 3; {tmp_path}/run/first.log)" in out
     assert err == "error: first failed: the reasons and the logs are in the table\n"
     assert states(tmp_path / "run") == {"first": "failed", "second": "done"}
@@ -107,7 +107,7 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes
     config = gpu.Config(smoke=True, minutes=4.0, run_dir=tmp_path / "run")
     gpu.main(config)
     out = capsys.readouterr().out
-    assert "== slow: begun, cut: the minutes were up" in out and "to do: part, slow, last; go on with" in out
+    assert "== slow: begun, cut: the minutes were up" in out and "to do: part, slow, last; continue with" in out
     assert states(tmp_path / "run") == {"part": "begun", "slow": "begun"} and limits == {"part": 240.0, "slow": 180.0}
     gpu.main(dataclasses.replace(config, minutes=0))
     assert states(tmp_path / "run") == {"part": "done", "slow": "done", "last": "done"}
@@ -168,7 +168,7 @@ def test_the_command_that_goes_on_is_the_one_that_was_typed(on, tmp_path, capsys
     monkeypatch.setenv("MAKE_GPU", done.stdout.splitlines()[-1])
     gpu.main(gpu.Config(smoke=True, minutes=0, run_dir=tmp_path / "run"))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to do: ")]
-    start, command = line.split("; go on with: ")
+    start, command = line.split("; continue with: ")
     first, *others = shlex.split(command)
     assert start == "to do: one" and [first, *sorted(others)] == ["make", *sorted(["gpu", *typed])]
 

@@ -98,7 +98,7 @@ def test_flags_that_contradict_each_other_are_an_error(prepare):
         ({"override": ("**/Dens=float32",), **O1}, r"'\*\*/Dens' matched none; nearest paths: 'CNN/Dense_"),
         (
             {"api": "nnx", "override": ("head=float32",), **O1},
-            "--api nnx puts none, got 'head=float32'; use --api linen",
+            "--api nnx puts no names there, got 'head=float32'; use --api linen",
         ),
     ]:
         with pytest.raises(ValueError, match=text):

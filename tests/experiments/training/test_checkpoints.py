@@ -243,7 +243,7 @@ def test_the_last_good_one_is_offered_and_following_the_offer_helps(tmp_path):
         damage(tmp_path / str(step))
     offer = (
         rf"the checkpoint {tmp_path}/3 is damaged: .*; the checkpoint {tmp_path}/2 is damaged: .*; the last good one "
-        rf"is of step 1; to resume from it, remove what comes after: rm -r {tmp_path}/3 {tmp_path}/2$"
+        rf"is of step 1; to resume from it, remove the later ones: rm -r {tmp_path}/3 {tmp_path}/2$"
     )
     with pytest.raises(CheckpointError, match=offer) as error:
         read_last(tmp_path)
@@ -254,7 +254,7 @@ def test_the_last_good_one_is_offered_and_following_the_offer_helps(tmp_path):
     with pytest.raises(CheckpointError, match="has no finished checkpoint to resume from; start again without --res"):
         read_last(tmp_path / "none")
     damage(tmp_path / "1")
-    with pytest.raises(CheckpointError, match="there is no good one: start again without --resume, in another folder"):
+    with pytest.raises(CheckpointError, match="there is no good one; start again without --resume, in another folder"):
         read_last(tmp_path)
 
 
@@ -306,7 +306,7 @@ def test_params_or_statistics_of_another_dtype_are_refused_with_both_policies_an
     with Checkpoints(tmp_path, keep=1) as manager:
         manager.save(1, state(dtype=dtypes[0]), {"precision": {"policy": before}})
     message = (
-        rf"with the same param dtypes only, but policy '{before}' made {tmp_path}/1, in which 'params/dense/bias' is "
+        rf"with the same param dtypes, but policy '{before}' made {tmp_path}/1, in which 'params/dense/bias' is "
         rf"{dtypes[0].name}, and under policy '{after}' it is {dtypes[1].name}; resume with --policy {before}, or"
     )
     with pytest.raises(CheckpointError, match=message):

@@ -110,7 +110,7 @@ def test_sigterm_saves_the_step_at_hand_and_the_run_goes_on_from_there(whole, tm
     assert signal.getsignal(signal.SIGTERM) is before
     assert checkpoints.steps(config.run_dir / "checkpoints") == [2, 3]
     assert not (config.run_dir / "summary.json").exists()
-    said = "stopped by SIGTERM after step 3, which is saved; to go on, start the same again with --resume --run-dir "
+    said = "stopped by SIGTERM after step 3, which is saved; to continue, run the same command with --resume --run-dir "
     assert f"{said}'{config.run_dir}'\n" in capsys.readouterr().out
     assert train(dataclasses.replace(config, resume=True))["resumed_at_step"] == 3
     assert bits(last(config.run_dir)) == bits(last(whole[0].run_dir)) and rows(config.run_dir) == rows(whole[0].run_dir)
@@ -187,8 +187,8 @@ def test_what_makes_it_another_run_is_refused(run, capsys):
         ({"flip": True}, "--flip was False and is True now; resume without --flip, or"),
         ({"policy": "float16"}, f"policy '{mixed}' made {where}/checkpoints/4, in which 'params/hidden' is float32, an"
          f"d under policy '{half}' it is float16; resume with --policy {mixed}, or"),
-        ({"steps": 3}, f"--steps must be at least the 4 that {where} has trained, got 3; start another run to train less"),
-        ({"resume": False}, f"a run begins in a folder without checkpoints, but {where} has one of step 4; go on "),
+        ({"steps": 3}, f"--steps must be at least the 4 that {where} has trained, got 3; start another run to train "),
+        ({"resume": False}, f"a run begins in a folder without checkpoints, but {where} has one of step 4; continue "),
     ):  # fmt: skip
         ends_with(dataclasses.replace(run, **changes), train, message, capsys)
     config = language_modeling.Config(run_dir=run.run_dir, resume=True)
@@ -213,7 +213,7 @@ def test_another_policy_with_the_same_params_goes_on_and_the_loss_scale_too(whol
 
 def test_a_folder_without_a_run_or_without_a_checkpoint_is_an_error(run, tmp_path, capsys):
     none = dataclasses.replace(run, run_dir=tmp_path / "none")
-    ends_with(none, train, f"goes on with a run, but {none.run_dir} has no config.json of one; start", capsys)
+    ends_with(none, train, f"continues a run, but {none.run_dir} has no config.json of a run; start", capsys)
     assert not none.run_dir.exists()
     shutil.rmtree(run.run_dir / "checkpoints")
     ends_with(run, train, f"{run.run_dir}/checkpoints has no finished checkpoint to resume from; start again", capsys)
@@ -281,8 +281,8 @@ def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resum
         train(run)
     *_, error = capsys.readouterr().err.splitlines()
     assert end.value.code == 1 and error == (
-        f"error: the run in {run.run_dir} cannot go on: a checkpoint cannot be written to {run.run_dir}/checkpoints "
-        "(no space left); once there is room, go on with --resume"
+        f"error: the run in {run.run_dir} cannot continue:  a checkpoint cannot be written to {run.run_dir}/checkpoints "
+        "(no space left); once there is room, continue with --resume"
     )
     monkeypatch.undo()
     train(run)
@@ -306,7 +306,7 @@ def test_metrics_that_are_something_else_or_were_cut_off_are_an_error(run, capsy
     whole = metrics.read_bytes()
     for garbage in (b"\xff", b"a,b\nx,y\n", b"step,split,loss\n1\n", b"step,split\n1,train,2,3\n"):
         metrics.write_bytes(garbage * len(whole))
-        ends_with(run, train, f"goes on after its metrics, but {metrics} has something else (", capsys)
+        ends_with(run, train, f"continues after its metrics, but {metrics} has something else (", capsys)
     metrics.write_bytes(whole[:90])
     ends_with(run, train, f"bytes of its metrics, but {metrics} has fewer; put the file back, or start another", capsys)
 
@@ -316,7 +316,7 @@ def test_a_damaged_checkpoint_is_named_and_what_is_offered_works(whole, run, cap
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     damaged = run.run_dir / "checkpoints" / "4"
     name = file.relative_to(damaged)
-    offer = f"the last good one is of step 2; to resume from it, remove what comes after: rm -r {damaged}"
+    offer = f"the last good one is of step 2; to resume from it, remove the later ones: rm -r {damaged}"
     ends_with(
         run, train, f"the checkpoint {damaged} is damaged: {name} was changed after it was written; {offer}", capsys
     )

@@ -130,8 +130,8 @@ def test_bad_input_is_one_error_on_every_process_and_none_hangs(folder):
     job = Job(folder, [str(folder), str(folder / "bad")], module="process_errors")
     assert job.end() == [2, 2], [job.output(n) for n in range(2)]
     expected = {
-        "mesh": "the numbers of --mesh must make all devices, got data=3 for 4 devices of 2 processes; write --mesh",
-        "axis": "--mesh is a number of devices for each of data, fsdp, tensor, or some of them, got 'row=4'; write",
+        "mesh": "the product of the numbers of --mesh must be the number of devices, got data=3 for 4 devices of 2 processes",
+        "axis": "--mesh gives a number of devices to some of the axes data, fsdp, tensor, got 'row=4'; write",
         "batch": "times the 4 devices of --mesh that a batch is split over, got 6 and --accumulate 1; take",
         "weights": "(on process 1 of 2)",
         "flags": "must have the same flags and the same code, but --batch-size is 8 on process 0 and 16 on process 1",
