@@ -1,7 +1,4 @@
-"""Build `digits`, 1,797 real handwritten digits, as a local TFDS set.
-
-The images of 8×8 pixels come with scikit-learn.
-"""
+"""Build `digits`, 1,797 handwritten digits of 8×8 pixels from scikit-learn, as a TFDS data set."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ import tensorflow_datasets as tfds
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """Images of 8×8 pixels in 17 levels from 0 to 255, with labels 0 to 9.
+    """Images of 8×8 pixels with 17 levels from 0 to 255, and labels 0 to 9.
 
-    Every fifth of each class is for the test.
+    Every fifth image of each class is in the test split.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -31,7 +28,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
                 }
             ),
             supervised_keys=("image", "label"),
-            disable_shuffling=True,  # the order of scikit-learn
+            disable_shuffling=True,  # keep the order of scikit-learn
         )
 
     def _split_generators(self, _: Any) -> dict[str, Any]:

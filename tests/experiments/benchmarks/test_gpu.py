@@ -78,7 +78,7 @@ def test_a_piece_that_fails_is_told_at_the_end_and_the_others_go_on(on, tmp_path
     with pytest.raises(SystemExit, match="1"):
         gpu.main(config)
     out, err = capsys.readouterr()
-    assert "found\n" in out and "to do: first; continue with:  python -m experiments.benchmarks.gpu" in out
+    assert "found\n" in out and "to do: first; continue with: python -m experiments.benchmarks.gpu" in out
     assert f"error: no such kernel (exit code 3; {tmp_path}/run/first.log)" in out
     assert err == "error: first failed: the reasons and the logs are in the table\n"
     assert states(tmp_path / "run") == {"first": "failed", "second": "done"}

@@ -48,7 +48,7 @@ def test_a_damaged_set_is_named_and_prepared_anew_once_it_is_removed(tmp_path):
         folder = root / "digits" / "1.0.0"
         shutil.copytree(tmp_path / "whole", root)
         change(folder)
-        message = rf"^{folder} is damaged \({reason}\); remove {folder} and it is prepared anew$"
+        message = rf"^{folder} is damaged \({reason}\); remove {folder} and it is prepared again$"
         with pytest.raises(data.DataError, match=message):
             data.read("digits", root)
     shutil.rmtree(folder)

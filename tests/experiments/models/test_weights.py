@@ -156,7 +156,7 @@ def test_weights_and_files_that_are_not_a_models_are_refused_by_name(tmp_path):
         ),
         (
             {"lm_head.weight": np.ones((41, 16))},
-            r"lm_head\.weight must be the same as wte\.weight, for the model has one",
+            r"lm_head\.weight must be the same as wte\.weight, because the model has one",
         ),
     ]:
         tensors = {name.removeprefix("transformer."): tensor for name, tensor in published("gpt2").items()}

@@ -184,8 +184,8 @@ def test_a_resumed_run_keeps_the_batch_that_it_began_with(tmp_path):
 
 
 def test_a_limit_that_nothing_fits_in_or_for_a_batch_that_is_named_is_an_error():
-    remedies = r"recompute more \(--remat attention or full\), use a half-precision policy, a smaller model or shorter examples"
-    message = rf"a batch of 4 must fit in memory, but its step needs 3.00 GB of 2.00 GB; {remedies}, or raise --memory"
+    remedies = r"recompute more \(--remat attention or full\), use a half-precision policy, .*, or raise --memory"
+    message = rf"a batch of 4 must fit in memory, but its step needs 3.00 GB of 2.00 GB; {remedies}"
     with pytest.raises(ValueError, match=message):
         largest_batch(affine(10**9, 5 * 10**8), 2 * 10**9, least=4)
 

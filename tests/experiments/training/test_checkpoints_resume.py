@@ -281,8 +281,8 @@ def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resum
         train(run)
     *_, error = capsys.readouterr().err.splitlines()
     assert end.value.code == 1 and error == (
-        f"error: the run in {run.run_dir} cannot continue:  a checkpoint cannot be written to {run.run_dir}/checkpoints "
-        "(no space left); once there is room, continue with --resume"
+        f"error: the run in {run.run_dir} cannot continue: a checkpoint cannot be written to "
+        f"{run.run_dir}/checkpoints (no space left); once there is room, continue with --resume"
     )
     monkeypatch.undo()
     train(run)

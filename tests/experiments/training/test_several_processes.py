@@ -119,7 +119,7 @@ def test_a_process_that_hangs_ends_all_and_says_where(hanging):
     assert all(code not in (0, None) for code in hanging.end())
     said = hanging.said(0)
     assert "error: this process has made no step for longer than --stall-seconds allows" in said
-    assert "start all again with --resume" in said and "in hanging" in said.split("Where it hangs:")[1]
+    assert "Start all again with --resume" in said and "in hanging" in said.split("It hangs here:")[1]
 
 
 # --- what a user gets wrong ------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_bad_input_is_one_error_on_every_process_and_none_hangs(folder):
     job = Job(folder, [str(folder), str(folder / "bad")], module="process_errors")
     assert job.end() == [2, 2], [job.output(n) for n in range(2)]
     expected = {
-        "mesh": "the product of the numbers of --mesh must be the number of devices, got data=3 for 4 devices of 2 processes",
+        "mesh": "the product of the numbers of --mesh must be the number of devices, got data=3 for 4 devices",
         "axis": "--mesh gives a number of devices to some of the axes data, fsdp, tensor, got 'row=4'; write",
         "batch": "times the 4 devices of --mesh that a batch is split over, got 6 and --accumulate 1; take",
         "weights": "(on process 1 of 2)",
