@@ -1,4 +1,6 @@
-"""Trains a task under several policies and loss scales, and compares their results, time and memory.
+"""Trains a task under several policies and loss scales.
+
+It compares their results, time and memory.
 
 python -m experiments.compare --task pysource --policies mixed_float16 --loss-scales none static:4096 dynamic headroom
 
@@ -98,7 +100,7 @@ class Config:
 
 
 def variants(policies: tuple[str, ...], loss_scales: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the policies with their loss scales, the baseline first, without repetitions.
+    """Return the policies with their loss scales, the baseline first.
 
     Raises:
       ValueError: a policy or a loss scale is unknown.
@@ -202,7 +204,7 @@ def page_files(config: Config, folder: Path) -> list[Path]:
 
 
 def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data: list[str]) -> None:
-    """Print the tables and a conclusion, and write them with the picture and all numbers."""
+    """Print and write the tables and a conclusion, with the picture and numbers."""
     where = environment()
     cores = bool(jaxmp.hardware.detect().tensor_cores)
     tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes, cores)]

@@ -122,7 +122,10 @@ def optimizer(config: Config, steps: int) -> optax.GradientTransformation:
 
 
 def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``loss_fn(params, model_state, batch, rng)`` of the network with the function ``apply``."""
+    """Return the loss function of a network, ``loss_fn(params, state, batch, rng)``.
+
+    ``apply`` is the function of the network.
+    """
 
     def loss_fn(params: Any, model_state: Any, batch: images.Batch, rng: Any, train: bool = True) -> Any:
         logits, model_state = apply(params, model_state, batch["image"], train)

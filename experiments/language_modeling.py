@@ -1,4 +1,6 @@
-"""Trains a language model on any text, under any policy: a small next-token model, or GPT-2.
+"""Trains a language model on any text, under any policy.
+
+It is a small next-token model, or GPT-2.
 
 python -m experiments.language_modeling --policy mixed_float16 --loss-scale none
 
@@ -78,7 +80,10 @@ class Config(ModelFlags, text_training.TextTraining):
 
 
 def settled(config: Config) -> Config:
-    """Fill in the flags that were not given, from ``--size`` and from the defaults of the model and device."""
+    """Fill in the flags that were not given.
+
+    They come from ``--size``, and from the defaults of the model and device.
+    """
     of_size = {name: value for name, value in SIZES.get(config.size or "", {}).items() if getattr(config, name) is None}
     return text_training.settled(dataclasses.replace(config, **of_size), config.model)
 
@@ -139,7 +144,10 @@ def prepare(config: Config) -> Experiment:
 
 
 def load(config: Config) -> tokens.Text:
-    """Return the text of the flags, on the device. The flags must come from :func:`settled`."""
+    """Return the text of the flags, on the device.
+
+    The flags must come from :func:`settled`.
+    """
     if config.model == "next_token":
         return tokens.load(config.dataset, config.data_dir, "pairs", config.vocabulary)
     return text_training.load(config)
@@ -180,7 +188,10 @@ def next_token(config: Config, dataset: tokens.Text, place: text.Place | None = 
 
 
 def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
-    """Return the task of GPT-2. Sequences have one token more than the context, because the last is only predicted."""
+    """Return the task of GPT-2.
+
+    Sequences have one token more than the context, because the last is only predicted.
+    """
     blocks, remat = text_training.split_remat(config.remat)
     vocabulary = config.vocabulary or dataset.tokenizer.size
     prompt = dataset.tokenizer.encode((config.prompt or "\n\n").encode(errors="surrogateescape")).tolist()

@@ -1,4 +1,4 @@
-"""Trains BERT from scratch on any text, under any policy, to predict masked tokens.
+"""Trains BERT on any text, under any policy, to predict masked tokens.
 
 python -m experiments.masked_lm --policy mixed_float16
 
@@ -95,7 +95,10 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         return {"tokens": shown, "targets": targets, "guesses": guesses}
 
     def weight(batch: Batch) -> jax.Array:
-        """Return the weight with which the mean over this microbatch or batch enters the mean over all predictions."""
+        """Return the weight of this batch's mean in the mean over all predictions.
+
+        The batch may be a microbatch.
+        """
         expected = batch["guesses"].sum()
         return (batch["targets"] != IGNORE).sum().astype(jnp.float32) / jnp.where(expected > 0, expected, 1)
 

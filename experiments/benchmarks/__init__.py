@@ -1,1 +1,4 @@
-"""Benchmarks. Each one prints a table and writes it to a file with the device, versions, date and command."""
+"""Benchmarks, each of which writes a table to a file and prints it.
+
+A result has the device, versions, date and command.
+"""

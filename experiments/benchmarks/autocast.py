@@ -1,4 +1,4 @@
-"""Compare a training step under autocast with one in half precision by hand and one in float32.
+"""Compare a step under autocast with half precision by hand and with float32.
 
 python -m experiments.benchmarks.autocast --models gpt2 lstm
 
@@ -65,9 +65,9 @@ def case_of(name: str, config: Config) -> Workload:
 
 
 def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
-    """Return ``start() -> state`` and ``step(state, batch) -> (state, loss)`` of a variant.
+    """Return the functions ``start`` and ``step`` of a variant.
 
-    The step is jitted and donates its state.
+    They are ``start() -> state`` and ``step(state, batch) -> (state, loss)``. The step is jitted and donates its state.
     """
     model = by_hand.build(case, jaxmp.get_policy(policy).compute_dtype if variant.startswith(BY_HAND) else None)
     loss_fn = by_hand.loss_fn_of(model)
@@ -78,7 +78,10 @@ def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
 
 
 def differences(by_hand: dict[str, dict[str, Any]], autocast: dict[str, dict[str, Any]]) -> list[str]:
-    """Describe where autocast's programs are worse than those by hand. The list is empty if they are not."""
+    """Describe where autocast's programs are worse than those by hand.
+
+    The list is empty if they are not.
+    """
     faults = []
     # XLA's CPU compiler adds its own casts around operations that it cannot do in half precision.
     for stage in by_hand if jax.default_backend() != "cpu" else ("lowered",):

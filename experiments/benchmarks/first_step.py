@@ -1,4 +1,6 @@
-"""Measure the time to trace, lower and compile a train step of GPT-2, compared with half precision by hand.
+"""Measure the time to trace, lower and compile a train step of GPT-2.
+
+It is compared with half precision by hand.
 
 python -m experiments.benchmarks.first_step
 
@@ -132,7 +134,10 @@ def alone(name: str, config: Config) -> dict[str, Any]:
 
 
 def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stages]]]:
-    """Measure each model in a new process in each round. Return one entry per round, by model."""
+    """Measure each model in a new process in each round.
+
+    Return one entry per round, by model.
+    """
     names = [f"{api}:{way}" for api in APIS for way in WAYS]
     program = [sys.executable, "-m", "experiments.benchmarks.first_step"]
     program += ["--layers", str(config.layers), "--policy", config.policy]
@@ -151,7 +156,10 @@ def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stag
 
 
 def rows_of(runs: dict[str, list[dict[str, Stages]]]) -> list[dict[str, Any]]:
-    """Return a row for each model: the quartiles of its stages, and of its ratio to the model by hand."""
+    """Return a row for each model.
+
+    It has the quartiles of the model's stages and of its ratio to the model by hand.
+    """
     rows = []
     for name, times in runs.items():
         api, way = name.split(":")

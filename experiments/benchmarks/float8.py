@@ -1,4 +1,4 @@
-"""Measure products, a layer, two blocks and a step of GPT-2 in float8, compared with bfloat16.
+"""Measure products, layers, blocks and steps of GPT-2 in float8 and bfloat16.
 
 python -m experiments.benchmarks.float8 --run-dir runs/float8
 
@@ -99,7 +99,10 @@ def label(way: str, route: Route) -> str:
 
 
 class Blocks(nn.Module):
-    """Two blocks of GPT-2 on (tokens, width). The result is the mean square of their output."""
+    """Two blocks of GPT-2 on (tokens, width).
+
+    The result is the mean square of their output.
+    """
 
     width: int
     batch: int
@@ -112,16 +115,16 @@ class Blocks(nn.Module):
 
 
 def model_of(size: Any) -> gpt2.GPT2:
-    """Return GPT-2 in the size of that name, or a small one if ``size`` is not a name."""
+    """Return GPT-2 in a named size, or a small one if ``size`` is not a name."""
     return gpt2.sized(size if isinstance(size, str) else None)
 
 
 def case_of(
     part: Part, size: Any, way: str, tokens: int, route: Route = "jaxmp"
 ) -> tuple[Callable[[], Any], Callable[..., Any]]:
-    """Return ``start() -> (state, batch)`` and ``step(state, batch) -> (state, result)``.
+    """Return the functions ``start`` and ``step`` of a case.
 
-    The state may be donated.
+    They are ``start() -> (state, batch)`` and ``step(state, batch) -> (state, result)``. The state may be donated.
     """
     least = {"min_dim": 1, "min_tokens": 1} if part == "layer" or tokens < TOKENS else {}
     recipe = jaxmp.Float8(accumulate={FAST: "fast", PRECISE: "precise"}.get(way, "fast_forward"), **least)
@@ -192,7 +195,10 @@ def peer(part: Part, size: Any, row: Row, tokens: int) -> Prepared:
 
 
 def measure(part: Part, size: Any, route: Route, config: Config, progress: Progress) -> dict[str, Any]:
-    """Return the figures of each way relative to bfloat16, or its ``error``, by the name of the way."""
+    """Return the figures of each way, relative to bfloat16.
+
+    A way that fails has an ``error`` instead.
+    """
     tokens = 64 if config.smoke else TOKENS
     if route != "torch":
         ways = WAYS[part][: 2 if config.device else None]  # the accumulation changes only the time
@@ -235,7 +241,10 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
 
 
 def pictures(part: str, cases: list[dict[str, Any]]) -> list[plots.Panel]:
-    """Draw the figures of every way relative to bfloat16. Figures that no way has are left out."""
+    """Draw the figures of every way relative to bfloat16.
+
+    Figures that no way has are left out.
+    """
     ways = {f"{case['size']}, {way}": row for case in cases for way, row in case["rows"].items() if HALF not in way}
     figures = [figure for figure in PICTURED if any(figure in row for row in ways.values())]
     bars = {figure: {name: row.get(figure) for name, row in ways.items()} for figure in figures}

@@ -1,4 +1,6 @@
-"""Run all benchmarks that need a GPU, in order of value, in pieces of a few minutes each.
+"""Run all benchmarks that need a GPU, in pieces of a few minutes each.
+
+The pieces are in order of value.
 
 python -m experiments.benchmarks.gpu --minutes 9 --run-dir runs/gpu
 
@@ -91,7 +93,7 @@ class Piece:
 
     @property
     def done(self) -> str:
-        """Return the state of the piece after a successful run with the installed packages."""
+        """Return the state of a successful piece with the installed packages."""
         return f"done, without {', '.join(self.missing)}" if self.missing else "done"
 
 
@@ -199,7 +201,9 @@ def foreseen(pieces: list[Piece], here: dict[str, Any], small: bool) -> list[str
 
 
 class Run:
-    """The state of each piece, saved in a folder from which the next command continues.
+    """The state of each piece, saved in the run folder.
+
+    The next command continues from there.
 
     Args:
       config: the flags.
@@ -218,7 +222,10 @@ class Run:
         self._about = self.has.read("gpu") or {"pieces": {}, "results": {}}
 
     def of(self, piece: Piece) -> dict[str, Any]:
-        """Return the state of a piece (done, failed, begun, to do), its seconds, and the reason for the state."""
+        """Return the state of a piece, its seconds, and the reason for the state.
+
+        The state is "done", "failed", "begun" or "to do".
+        """
         return self._about["pieces"].get(piece.name, {"state": "to do", "seconds": 0.0, "reason": ""})
 
     def left(self, pieces: list[Piece]) -> list[Piece]:
@@ -276,7 +283,10 @@ class Run:
         self._keep(piece, state, 0.0, why)
 
     def table(self, pieces: list[Piece]) -> Table:
-        """Return a table with a row for each piece: its state, its minutes, and why it failed or is not done."""
+        """Return a table with a row for each piece.
+
+        It has the state, the minutes, and why the piece failed or is not done.
+        """
         states = {piece.name: self.of(piece) for piece in pieces}
         rows = [(name, of["state"], f"{of['seconds'] / 60:.1f}", of["reason"]) for name, of in states.items()]
         return Table("What needs a GPU", ("piece", "state", "minutes", "why"), rows, left=2)

@@ -212,7 +212,10 @@ class NNXTied(nnx.Module):
 
 
 class Written(nn.Module):
-    """A Linen layer by hand. If ``dtype`` is not None, it casts its input and params first, as users do."""
+    """A Linen layer by hand.
+
+    If ``dtype`` is not None, it casts its input and params first, as users do.
+    """
 
     case: Any
     dtype: Any
@@ -224,7 +227,10 @@ class Written(nn.Module):
 
 
 class NNXWritten(nnx.Module):
-    """An NNX layer by hand. If ``dtype`` is not None, it casts its input and params first, as users do."""
+    """An NNX layer by hand.
+
+    If ``dtype`` is not None, it casts its input and params first, as users do.
+    """
 
     def __init__(self, case: Case, dtype: Any) -> None:
         self.case, self.dtype = case, dtype
@@ -277,7 +283,10 @@ def weights(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def loss_of(case: Case, y: Any) -> Any:
-    """Return the loss, summed over the batch. A mean would make gradients as small as without a loss scale."""
+    """Return the loss, summed over the batch.
+
+    A mean would make gradients as small as without a loss scale.
+    """
     if case.targets is not None:
         logits = y.astype(jnp.promote_types(y.dtype, jnp.float32))
         rows = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(case.targets)[..., None], -1)
@@ -295,7 +304,10 @@ _rounded.defvjp(lambda half, value: (_rounded(half, value), None), lambda half, 
 
 
 def float64_gradient(case: Case, half: str | None) -> np.ndarray:
-    """Return the gradient in float64. If ``half`` is given, all values but sums are rounded to it."""
+    """Return the gradient in float64.
+
+    If ``half`` is given, all values but sums are rounded to it.
+    """
     rounded = (lambda value: value) if half is None else partial(_rounded, half)
     with jax.enable_x64(True):
         x, params = jax.tree.map(lambda leaf: leaf.astype(np.float64) if leaf.dtype == np.float32 else leaf,
@@ -339,7 +351,7 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def worst(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the computed value over the correct value, at the entry with the largest error."""
+    """Return computed over correct value, at the entry with the largest error."""
     at = np.unravel_index(np.argmax(np.nan_to_num(np.abs(got - want), nan=np.inf)), want.shape)
     return float(got[at] / want[at])
 
@@ -397,7 +409,7 @@ def sentence(run: dict[str, Any]) -> str:
 
 
 def picture(results: list[dict[str, Any]], half: str) -> plots.Panel:
-    """Draw each way's error by case on a log axis, over a bar with the error of rounding alone."""
+    """Draw each way's error by case, over a bar with the error of rounding alone."""
     of_dtype = [result for result in results if result["half"] == half]
     bars = {result["case"]: 100 * result["rounding"] for result in of_dtype}
     dots: dict[str, dict[str, float]] = {}

@@ -1,4 +1,6 @@
-"""Measure how many images per second the input pipeline prepares, without a model.
+"""Measure how many images per second the input pipeline prepares.
+
+There is no model.
 
 python -m experiments.benchmarks.input_pipeline --image-size 224
 
@@ -50,7 +52,10 @@ class Config(records.Timed):
 
 
 def measure(config: Config, size: int, progress: Progress) -> dict[str, Any]:
-    """Time every variant. Return its milliseconds per batch in each round, images per second and share."""
+    """Time every variant of the input pipeline.
+
+    A row has the milliseconds per batch in each round, the images per second and the share.
+    """
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (config.examples, *STORED), np.uint8)
     on_host = images.Images(pixels, rng.integers(0, 10, config.examples, np.int32))

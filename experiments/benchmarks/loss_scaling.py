@@ -64,7 +64,7 @@ class Config(records.Sized, records.Pieces):
 
 
 def build(name: str, config: Config) -> tuple[Any, Any, str]:
-    """Return a model under the policy, a batch of random data, and a description of both.
+    """Return a model under the policy, a random batch, and their description.
 
     Raises:
       ValueError: ``--width`` is not a valid width of GPT-2.
@@ -125,7 +125,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def picture(result: dict[str, Any]) -> plots.Panel:
-    """Draw the cost of each variant in percent of a step without scaling, with quartiles."""
+    """Draw each variant's cost in percent of a step without scaling."""
     rows = {name: row["ratio"] for name, row in result["variants"].items() if name != REFERENCE and "ratio" in row}
     dots = {label: tuple(100 * (ratio - 1) for ratio in ratios) for label, ratios in rows.items()}
     return plots.Panel(

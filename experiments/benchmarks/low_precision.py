@@ -1,4 +1,6 @@
-"""Measure AdamW updates with params and moments stored in fewer bits, compared with float32.
+"""Measure AdamW updates with params and moments stored in fewer bits.
+
+They are compared with float32.
 
 python -m experiments.benchmarks.low_precision --device h200 --run-dir experiments/results/low_precision
 
@@ -45,13 +47,16 @@ class Config(records.Timed, records.Small, records.Absent):
 
 
 def optimizer(params: Any, moments: Any) -> optax.GradientTransformation:
-    """Return AdamW, wrapped in :func:`jaxmp.low_precision` unless the params are float32."""
+    """Return AdamW, wrapped in ``low_precision`` unless params are float32."""
     inner = optax.adamw(3e-4, weight_decay=0.1)
     return inner if params == "float32" else jaxmp.low_precision(inner, rounding=params, moments=moments)
 
 
 def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], Any]:
-    """Return an update's bytes per param, and a function that runs it (None if nothing is run)."""
+    """Return an update's bytes per param, and a function that runs it.
+
+    The function is None if nothing is run.
+    """
     tx, dtype = optimizer(*variant), jnp.float32 if variant == REFERENCE else jnp.bfloat16
 
     def start() -> Any:

@@ -72,13 +72,19 @@ class Config(records.Pieces, records.Small):
 
 
 def step_bytes(case: Workload, row: Row, device: str | None = None) -> int:
-    """Return the bytes that a step needs on a device. See :func:`experiments.measure.memory.of_step`."""
+    """Return the bytes that a step needs on a device.
+
+    See :func:`experiments.measure.memory.of_step`.
+    """
     start, step = jax_steps.train_step(case, row)
     return memory.of_step(step, (jax.eval_shape(start), case.batch), device)
 
 
 def measure(case: Workload, row: Row, device: str | None, limit: int | None) -> dict[str, Any]:
-    """Return the memory of a step and the largest batch within ``limit``. A missing figure has an ``error``."""
+    """Return the memory of a step and the largest batch within ``limit``.
+
+    A missing figure has an ``error``.
+    """
     figures: dict[str, Any] = {}
     try:
         needed = step_bytes(case, row, device)
@@ -94,7 +100,9 @@ def measure(case: Workload, row: Row, device: str | None, limit: int | None) -> 
 
 
 def limit_of(config: Config) -> int | None:
-    """Return the bytes that the largest batch may take; None if the largest batch is not searched.
+    """Return the bytes that the largest batch may take.
+
+    The result is None if the largest batch is not searched.
 
     Raises:
       ValueError: ``--memory-limit`` is not a number of bytes.

@@ -1,4 +1,6 @@
-"""Measure the errors before and after `jaxmp.inspect.tune` in seven small models, and how long tune takes.
+"""Measure errors before and after tune in seven small models.
+
+How long `jaxmp.inspect.tune` takes is measured too.
 
 python -m experiments.benchmarks.tune --run-dir experiments/results/tune
 
@@ -57,7 +59,10 @@ class Config(records.Small):
 
 
 class VQVAE(nn.Module):
-    """A VQ-VAE with a codebook of 32 vectors and a straight-through gradient. Its result is the loss."""
+    """A VQ-VAE with a codebook of 32 vectors and a straight-through gradient.
+
+    Its result is the loss.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -97,7 +102,10 @@ class NeuralODE(nn.Module):
 
 
 class GaussianProcess(nn.Module):
-    """The negative log-likelihood of targets under a Gaussian process with an RBF kernel of learned features."""
+    """The negative log-likelihood of targets under a Gaussian process.
+
+    Its kernel is an RBF kernel of learned features.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -153,7 +161,7 @@ def problem(name: str, smoke: bool) -> tuple[Loss, tuple[Any, ...]]:
 
 
 def only_norms_in_float32(loss_fn: Loss, args: Any, policy: str) -> dict[str, str]:
-    """Return overrides that put every operation in half precision except those of norms and softmaxes."""
+    """Return overrides with all operations in half but norms and softmaxes."""
     rows = jaxmp.cast_plan(loss_fn, policy)(*args).rows
     keys = {
         f"{row.path}:{row.primitive}"

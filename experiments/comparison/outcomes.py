@@ -1,4 +1,4 @@
-"""Train and measure one task under several policies and loss scales, for `experiments.compare`."""
+"""Train and measure a task under several policies and loss scales."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ class Task:
 
 @dataclasses.dataclass
 class Outcome:
-    """The results of a policy with a loss scale. The first four lists have one entry for each seed.
+    """The results of a policy with a loss scale.
+
+    The first four lists have one entry for each seed.
 
     Attributes:
       policy: the name of the policy.
@@ -156,9 +158,10 @@ def compare(
     title: str,
     folder: Path | None = None,
 ) -> list[Outcome]:
-    """Train every variant with every seed, count zeros in their gradients, and time all variants in turn.
+    """Train every variant with every seed, and time all variants in turn.
 
-    With the same seed, all variants start from the baseline's params, rounded to their param dtypes.
+    The zeros in their gradients are counted too. With the same seed, all variants start from the baseline's params,
+    rounded to their param dtypes.
 
     Args:
       variants: experiments by policy and loss scale, :data:`BASELINE` first.
@@ -222,7 +225,10 @@ def _compile(outcome: Outcome, experiment: Experiment, batch: Any) -> None:
 
 
 def start(experiment: Experiment, baseline: Experiment, seed: int) -> jaxmp.TrainState:
-    """Return the initial state, with the baseline's params in this experiment's param dtypes."""
+    """Return the initial state of an experiment.
+
+    It has the baseline's params, in this experiment's param dtypes.
+    """
     return experiment.create(init_params(experiment, baseline, seed))
 
 
@@ -244,9 +250,9 @@ def train(
     title: str,
     folder: Path | None = None,
 ) -> jaxmp.TrainState:
-    """Train once and add the results to ``outcome``. If training stops early, the metrics are nan.
+    """Train once and add the results to ``outcome``.
 
-    The run is recorded in ``folder``, unless it is None.
+    If training stops early, the metrics are nan. The run is recorded in ``folder``, unless it is None.
     """
     state = start(experiment, baseline, seed)
     title = f"{title}: {outcome.label}, seed {seed}"
@@ -295,5 +301,8 @@ def _turn(state: jaxmp.TrainState, experiment: Experiment, batch: Any) -> Callab
 
 
 def _cast_like(params: Any, like: Any) -> Any:
-    """Return a copy of ``params`` in the dtypes of ``like``. A copy is needed because the step donates its state."""
+    """Return a copy of ``params`` in the dtypes of ``like``.
+
+    A copy is needed because the step donates its state.
+    """
     return jax.tree.map(lambda param, other: jnp.array(param, other.dtype), params, like)

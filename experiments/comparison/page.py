@@ -15,7 +15,7 @@ from jaxmp.inspect import write_report
 
 
 def write_page(folder: Path, outcomes: list[Outcome], seeds: Sequence[int], file: Path) -> Path:
-    """Write the page on the variant with the lowest held-out loss, and return its path.
+    """Write the page on the variant with the lowest loss, and return its path.
 
     The page also shows float32 and the other variants.
 

@@ -69,15 +69,19 @@ def mean(outcome: Outcome, metric: str) -> float:
 
 
 def difference(outcome: Outcome, baseline: Outcome, metric: str) -> float:
-    """Return the difference to the baseline with the same seed, averaged over the seeds."""
+    """Return the difference to the baseline, averaged over the seeds.
+
+    The baseline has the same seed.
+    """
     pairs = zip(outcome.test, baseline.test, strict=True)
     return statistics.fmean(test[metric] - reference[metric] for test, reference in pairs)
 
 
 def criteria(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> list[Criterion]:
-    """Return the criteria of the acceptance rule, in the order of :data:`RULE_COLUMNS`.
+    """Return the criteria of the acceptance rule.
 
-    Speed, memory and FLOPs are judged only on a device with ``tensor_cores``. Accuracy is judged on every device.
+    They are in the order of :data:`RULE_COLUMNS`. Speed, memory and FLOPs are judged only on a device with
+    ``tensor_cores``. Accuracy is judged on every device.
     """
     speed_up = median_ms(baseline) / median_ms(outcome)
     bytes_, reference = outcome.step_bytes, baseline.step_bytes
@@ -95,7 +99,10 @@ def criteria(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> list[Cr
 
 
 def tables(title: str, outcomes: list[Outcome], tensor_cores: bool) -> list[Table]:
-    """Return tables of results and, on a device with ``tensor_cores``, of costs and the acceptance rule."""
+    """Return tables of results, of costs and of the acceptance rule.
+
+    Costs and the rule are shown only on a device with ``tensor_cores``.
+    """
     baseline = outcomes[0]
     results = [_result(outcome, baseline) for outcome in outcomes]
     if not tensor_cores:
@@ -152,7 +159,7 @@ def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
 
 
 def takeaway(results: dict[str, list[Outcome]], metrics: dict[str, str], tensor_cores: bool) -> str:
-    """Return the conclusion: which policies are as good as float32 in all tasks, and which are not."""
+    """Return which policies are as good as float32 in all tasks, and which not."""
     names: dict[str, bool] = {}
     for task, outcomes in results.items():
         if not math.isfinite(mean(outcomes[0], metrics[task])):
@@ -173,7 +180,7 @@ def takeaway(results: dict[str, list[Outcome]], metrics: dict[str, str], tensor_
 
 
 def _verdicts(outcomes: list[Outcome], metric: str) -> tuple[list[Outcome], list[Outcome], list[Outcome]]:
-    """Return three lists: the outcomes worse than float32, those near float32, and those that are not finite.
+    """Split the outcomes into worse than float32, near it, and not finite.
 
     An outcome is worse if the difference is more than two standard deviations over float32's seeds, and more than 0.02
     in loss or 0.5 points of accuracy.
@@ -193,7 +200,10 @@ def _verdicts(outcomes: list[Outcome], metric: str) -> tuple[list[Outcome], list
 
 
 def _loss_of_quality(outcome: Outcome, baseline: Outcome, metric: str) -> float:
-    """Return how much worse a result is than float32's: in loss, or in points of accuracy."""
+    """Return how much worse a result is than float32's.
+
+    It is in loss, or in points of accuracy.
+    """
     change = difference(outcome, baseline, metric)
     return change if metric == "loss" else -100 * change
 

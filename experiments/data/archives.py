@@ -1,4 +1,7 @@
-"""Read the archives of MNIST and Fashion-MNIST (idx files) and of CIFAR-10 (the binary and the Python tar)."""
+"""Read the archives of MNIST, Fashion-MNIST and CIFAR-10.
+
+MNIST and Fashion-MNIST are idx files. CIFAR-10 is the binary or the Python tar.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def mnist_split(images: Path, labels: Path) -> Split:
 
 
 def cifar10_split(archive: Path, split: str) -> Split:
-    """Read a split of CIFAR-10 from an archive, or from the folder of an unpacked archive.
+    """Read a split of CIFAR-10 from an archive, or from its unpacked folder.
 
     The archive is ``cifar-10-binary.tar.gz`` or ``cifar-10-python.tar.gz``.
 
@@ -113,7 +116,10 @@ def _cifar10_pickle(content: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """An unpickler that allows only arrays, because a pickle from an unknown source could call any function."""
+    """An unpickler that allows only arrays.
+
+    A pickle from an unknown source could call any function.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):

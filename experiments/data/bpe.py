@@ -87,7 +87,10 @@ class BPE:
         self._tokens_of = functools.lru_cache(2**18)(self._encode_word)
 
     def encode(self, document: bytes) -> np.ndarray:
-        """Return the tokens of a document, int32 (n,). The letters of the token ``end`` are encoded as text."""
+        """Return the tokens of a document, int32 (n,).
+
+        The letters of the token ``end`` are encoded as text.
+        """
         words = words_of(document.decode(errors="surrogateescape"))
         return np.fromiter(chain.from_iterable(map(self._tokens_of, words)), np.int32)
 
@@ -103,7 +106,7 @@ class BPE:
         )  # the neighbours of each remaining part
 
         def merge_at(i: int) -> Iterator[tuple[int, int, int, int, int]]:
-            """Yield the merge of part ``i`` and its right neighbour, if there is one, with its rank first."""
+            """Yield the merge of part ``i`` and its right neighbour, if there is one."""
             if i >= 0 and after[i] < len(parts) and (merge := self._merges.get((parts[i], parts[after[i]]))):
                 rank, left, right, merged = merge
                 yield rank, i, left, right, merged
@@ -124,7 +127,9 @@ class BPE:
 
 
 def find(folder: Path) -> tuple[Path, Path] | None:
-    """Return the two files in a data folder, or in ``gpt2_bpe`` or ``gpt2`` there; None if they do not exist.
+    """Return the two files in a data folder.
+
+    They may also be in ``gpt2_bpe`` or ``gpt2`` there. The result is None if they do not exist.
 
     Raises:
       DataError: only one of the two files exists.
@@ -180,7 +185,10 @@ def _unicode() -> re.Pattern[str]:
 
 
 def _pattern(letters: str, digits: str, spaces: str) -> re.Pattern[str]:
-    """Return GPT-2's pattern for words. ``re`` has no classes for letters and digits, so they are spelled out."""
+    """Return GPT-2's pattern for words.
+
+    ``re`` has no classes for letters and digits, so they are spelled out.
+    """
     words = rf" ?[{letters}]+| ?[{digits}]+| ?[^{spaces}{letters}{digits}]+"
     return re.compile(rf"'(?:[stmd]|re|ve|ll)|{words}|[{spaces}]+(?![^{spaces}])|[{spaces}]+")
 

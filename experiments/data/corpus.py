@@ -1,4 +1,7 @@
-"""Read a text as documents, and hold out a part. The text is `pysource`, a file or a folder."""
+"""Read a text as documents, and hold out a part.
+
+The text is `pysource`, a file or a folder.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ SUFFIXES = (".txt", ".py", ".md")  # the files of a folder that are read
 
 
 class Corpus(NamedTuple):
-    """Training documents and held-out documents, as bytes, and a line that describes them."""
+    """Training and held-out documents, as bytes, and a line on their origin."""
 
     train: list[bytes]
     test: list[bytes]

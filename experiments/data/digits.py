@@ -1,4 +1,7 @@
-"""Build `digits`, 1,797 handwritten digits of 8×8 pixels from scikit-learn, as a TFDS data set."""
+"""Build `digits`, 1,797 handwritten digits from scikit-learn, for TFDS.
+
+The images have 8×8 pixels.
+"""
 
 from __future__ import annotations
 

@@ -2,4 +2,7 @@
 
 
 class DataError(ValueError):
-    """A data set could not be prepared, read or split into batches. The message says what to do."""
+    """A data set could not be prepared, read or split into batches.
+
+    The message says what to do.
+    """

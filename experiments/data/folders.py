@@ -1,4 +1,7 @@
-"""Read images from folders named after their classes: ``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg``."""
+"""Read images from folders named after their classes.
+
+The files are ``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg``.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 def labels_of(folder: Path, classes: tuple[str, ...], numbers: bool = True) -> dict[str, int] | None:
-    """Return the label of each class folder; None if ``folder`` has neither ``train`` nor ``test``.
+    """Return the label of each class folder.
 
-    A class folder has the name of the class or, if ``numbers``, its number. Case is ignored, and so are all characters
-    but letters and digits, because a folder cannot have a name such as T-shirt/top.
+    The result is None if ``folder`` has neither ``train`` nor ``test``. A class folder has the name of the class or, if
+    ``numbers``, its number. Case is ignored, and so are all characters but letters and digits, because a folder cannot
+    have a name such as T-shirt/top.
 
     Raises:
       DataError: only one of ``train`` and ``test`` exists, or the folders are not exactly one for each class. The
@@ -66,7 +70,9 @@ def files_of(folder: Path, split: str, labels: dict[str, int]) -> tuple[list[Pat
 
 
 def encoded(path: Path, shape: tuple[int, int, int]) -> io.BytesIO | Image.Image:
-    """Check an image file, and return its bytes, or the image converted to the channels in ``shape``.
+    """Check an image file, and return its bytes.
+
+    If its channels are not those in ``shape``, return the converted image.
 
     Raises:
       DataError: the file is damaged, or the image has another size. The message names the file.

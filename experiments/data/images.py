@@ -1,7 +1,7 @@
-"""Make batches of labelled images, which are shuffled, augmented, normalised and resized on the device, under jit.
+"""Make batches of labelled images on the device.
 
-With ``place``, a batch is on several devices, and each process sends only the images for its devices. See
-:mod:`experiments.data.text`.
+They are shuffled, augmented, normalised and resized under jit. With ``place``, a batch is on several devices, and each
+process sends only the images for its devices. See :mod:`experiments.data.text`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class Images(NamedTuple):
 
 
 def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
-    """Put a split from :func:`experiments.data.read` on the device, if it takes at most a share of its memory."""
+    """Put a split on the device if it takes at most a share of its memory.
+
+    The split comes from :func:`experiments.data.read`.
+    """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", np.inf)
     images = Images(columns["image"], columns["label"].astype(np.int32))
     return images if images.image.nbytes > share * limit else on_device(columns)
@@ -80,7 +83,9 @@ def epochs(
     pixels: Pixels = AS_STORED,
     place: Place | None = None,
 ) -> Iterator[Batch]:
-    """Yield batches without end, shuffled in every epoch. A batch depends only on the seed and its number.
+    """Yield batches without end, shuffled in every epoch.
+
+    A batch depends only on the seed and its number.
 
     Args:
       images: the split.
@@ -118,7 +123,10 @@ def epochs(
 def in_order(
     images: Images, batch_size: int, pixels: Pixels = AS_STORED, place: Place | None = None
 ) -> Iterator[Batch]:
-    """Yield the batches of a split in order and once, for evaluation. The last batch may be smaller."""
+    """Yield the batches of a split in order and once, for evaluation.
+
+    The last batch may be smaller.
+    """
     images = images if place is None else images.from_host()
     n = len(images.label)
     parts = (slice(start, min(start + batch_size, n)) for start in range(0, n, batch_size))

@@ -1,4 +1,4 @@
-"""Turn stored pixels into a model's input under jit: shift, mirror, normalise and resize."""
+"""Shift, mirror, normalise and resize stored pixels for a model, under jit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pixels:
     dtype: str = "float32"
 
     def shape(self, image: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return the shape of the input that is made of an image of shape (height, width, channels)."""
+        """Return the shape of the input for an image (height, width, channels)."""
         return (self.size, self.size, image[2]) if self.size else image
 
 
@@ -36,7 +36,7 @@ AS_STORED = Pixels()
 
 
 def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the standard deviation of each channel, for pixels in [0, 1].
+    """Return the mean and the standard deviation of each channel in [0, 1].
 
     They are computed from exact integer sums over uint8 (n, height, width, channel).
     """
@@ -68,7 +68,10 @@ def as_input(images: jax.Array, pixels: Pixels) -> jax.Array:
 
 
 def shifted(images: jax.Array, key: jax.Array, shift: int) -> jax.Array:
-    """Move each image by up to ``shift`` pixels along both axes, and fill the border with zeros."""
+    """Move each image by up to ``shift`` pixels along both axes.
+
+    The border is filled with zeros.
+    """
 
     def move(image: jax.Array, offset: jax.Array) -> jax.Array:
         padded = jnp.pad(image, ((shift, shift), (shift, shift), (0, 0)))
@@ -87,9 +90,9 @@ def flipped(images: jax.Array, key: jax.Array) -> jax.Array:
 def augmented(
     images: jax.Array, key: jax.Array, step: int, shift: int = 0, flip: bool = False, pixels: Pixels = AS_STORED
 ) -> jax.Array:
-    """Return images, uint8 (batch, height, width, channels), as input, shifted and mirrored at random.
+    """Return images as input, shifted and mirrored at random.
 
-    The random numbers depend on the key and the step.
+    The images are uint8 (batch, height, width, channels). The random numbers depend on the key and the step.
     """
     key = jax.random.fold_in(key, step)
     if shift:

@@ -1,4 +1,7 @@
-"""Find the files of MNIST, Fashion-MNIST and CIFAR-10, and say why other files cannot be used."""
+"""Find the files of MNIST, Fashion-MNIST and CIFAR-10.
+
+The module also says why other files cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ _OFFICIAL, _OTHER = "checksum as registered in tensorflow-datasets", "checksum n
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A source of a data set's images. ``read`` returns a split's images (arrays or files) and their labels."""
+    """A source of a data set's images.
+
+    ``read`` returns a split's images (arrays or files) and their labels.
+    """
 
     origin: str
     read: Callable[[str], tuple[Sequence[np.ndarray | Path], Sequence[int]]]
@@ -79,7 +85,7 @@ def parsed(name: str, paths: Mapping[str, str | Path], origin: str) -> Found:
 
 
 def published(name: str) -> tuple[str, list[str]]:
-    """Return the URL from which TFDS downloads a data set's archives, and the names of the archives."""
+    """Return the URL and the names of the archives that TFDS downloads."""
     import tensorflow_datasets as tfds
 
     urls = list(tfds.builder_cls(name).url_infos)

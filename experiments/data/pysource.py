@@ -1,4 +1,4 @@
-"""Build `pysource`, the source code of Python's standard library, as a TFDS data set.
+"""Build `pysource`, the source code of Python's library, for TFDS.
 
 It is real text that exists on every machine.
 """

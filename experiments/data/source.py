@@ -1,6 +1,6 @@
-"""Prepare a data set with tensorflow-datasets (TFDS) as array_record files, and read it.
+"""Prepare a data set with tensorflow-datasets (TFDS), and read it.
 
-TensorFlow is never imported.
+The files are array_record files. TensorFlow is never imported.
 """
 
 from __future__ import annotations
@@ -53,12 +53,18 @@ Columns = dict[str, Any]  # by feature: an array (fixed shape) or a list of byte
 
 
 def default_data_dir() -> Path:
-    """Return the default data folder, ``$XDG_CACHE_HOME/jaxmp/data`` or ``~/.cache/jaxmp/data``."""
+    """Return the default data folder.
+
+    It is ``$XDG_CACHE_HOME/jaxmp/data`` or ``~/.cache/jaxmp/data``.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp" / "data"
 
 
 def data_folder(data_dir: str | os.PathLike[str] | None) -> Path:
-    """Return ``data_dir`` as an absolute path, or the default data folder. It may also have a tokenizer's files."""
+    """Return ``data_dir`` as an absolute path, or the default data folder.
+
+    It may also have a tokenizer's files.
+    """
     return Path(data_dir or default_data_dir()).expanduser().absolute()
 
 
@@ -90,7 +96,10 @@ def origin(name: str, data_dir: str | os.PathLike[str] | None = None) -> str:
 
 @contextlib.contextmanager
 def _prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[tfds.core.DatasetBuilder]:
-    """Yield the builder of a prepared data set. Silence TFDS, and turn errors into :class:`DataError`."""
+    """Yield the builder of a prepared data set.
+
+    Silence TFDS, and turn errors into :class:`DataError`.
+    """
     if name not in BUILDERS:
         raise DataError(f"unknown data set {name!r}; there are: {', '.join(BUILDERS)}")
     root = data_folder(data_dir)

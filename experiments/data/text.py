@@ -1,8 +1,8 @@
-"""Cut windows from a text's tokens, at random on the device under jit, or evenly spread for evaluation.
+"""Cut windows from a text's tokens.
 
-With ``place``, a batch is on several devices, and each process cuts out only the windows for its devices.
-``place(shape, rows)`` makes an array of a shape from a function that returns a slice of its rows. The batches are the
-same as without ``place``, bit for bit.
+They are drawn at random on the device under jit, or evenly spread for evaluation. With ``place``, a batch is on several
+devices, and each process cuts out only the windows for its devices. ``place(shape, rows)`` makes an array of a shape
+from a function that returns a slice of its rows. The batches are the same as without ``place``, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ Place = Callable[[tuple[int, ...], Callable[[slice], np.ndarray]], jax.Array]
 def windows(
     tokens: jax.Array, context: int, batch_size: int, seed: int, start: int = 0, *, place: Place | None = None
 ) -> Iterator[Batch]:
-    """Return batches without end, of windows at random positions. A batch depends only on the seed and its number.
+    """Return batches without end, of windows at random positions.
+
+    A batch depends only on the seed and its number.
 
     Args:
       tokens: integers (n,).
@@ -43,7 +45,10 @@ def windows(
 def spread(
     tokens: jax.Array, context: int, batch_size: int, batches: int, *, place: Place | None = None
 ) -> Iterator[Batch]:
-    """Return ``batches`` batches of windows that are evenly spread over the text, the same every time."""
+    """Return ``batches`` batches of windows, evenly spread over the text.
+
+    They are the same every time.
+    """
     return map(_split, spread_sequences(tokens, context + 1, batch_size, batches, place=place))
 
 
@@ -68,14 +73,20 @@ def sequences(
 def spread_sequences(
     tokens: jax.Array, length: int, batch_size: int, batches: int, *, place: Place | None = None
 ) -> Iterator[jax.Array]:
-    """Return ``batches`` batches, int32 (batch, length), evenly spread over the text, the same every time."""
+    """Return ``batches`` batches that are evenly spread over the text.
+
+    A batch is int32 (batch, length). The batches are the same every time.
+    """
     last = _last_start(tokens, length)
     starts = np.linspace(0, last, batches * batch_size).astype(np.int32).reshape(batches, batch_size)
     return map(_windows_on(place, tokens, length), starts)
 
 
 def _windows_on(place: Place | None, tokens: jax.Array, length: int) -> Callable[[np.ndarray | jax.Array], jax.Array]:
-    """Return a function that cuts out windows by their start positions, on one device or on several."""
+    """Return a function that cuts out windows by their start positions.
+
+    The windows are on one device or on several.
+    """
     if place is None:
         return lambda starts: _window(tokens, jnp.asarray(starts), length)
     text = np.asarray(tokens)

@@ -1,4 +1,7 @@
-"""Turn text into tokens: bytes, pairs of bytes, or GPT-2's byte pairs, which are cached on disk."""
+"""Turn text into tokens: bytes, pairs of bytes, or GPT-2's byte pairs.
+
+GPT-2's tokens are cached on disk.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,10 @@ class Bytes:
 
 
 class Pairs:
-    """A tokenizer of pairs of bytes. A token is the rank of a pair by its frequency in the training documents.
+    """A tokenizer of pairs of bytes.
 
-    The last token of the vocabulary stands for all rarer pairs.
+    A token is the rank of a pair by its frequency in the training documents. The last token of the vocabulary stands
+    for all rarer pairs.
 
     Args:
       documents: the training documents.
@@ -141,7 +145,10 @@ def load(dataset: str, data_dir: Path | None, kind: Kind, vocabulary: int) -> Te
 
 
 def _tokens(documents: list[bytes], tokenizer: Tokenizer, folder: Path) -> np.ndarray:
-    """Return the tokens of documents, from the cache in ``folder`` if possible. A damaged file is written again."""
+    """Return the tokens of documents, from the cache in ``folder`` if possible.
+
+    A damaged file is written again.
+    """
     if not tokenizer.fingerprint:
         return _encode(documents, tokenizer)
     key = hashlib.sha256(f"{tokenizer.fingerprint} {corpus.digest(documents)}".encode()).hexdigest()[:24]

@@ -1,8 +1,8 @@
-"""Measure this device's ceilings: the TFLOP/s of a large product in each dtype, and the rate of a copy.
+"""Measure this device's ceilings, the highest speeds that XLA reaches on it.
 
-Utilisation is relative to these ceilings. They are the highest speeds that XLA reaches here, not the peaks in a data
-sheet. fp32 has precision "highest", tf32 has JAX's default precision on a GPU. The bytes of a copy are those read plus
-those written.
+They are the TFLOP/s of a large product in each dtype, and the rate of a copy. Utilisation is relative to these
+ceilings. They are the highest speeds that XLA reaches here, not the peaks in a data sheet. fp32 has precision
+"highest", tf32 has JAX's default precision on a GPU. The bytes of a copy are those read plus those written.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def ceilings(smoke: bool) -> dict[str, Any]:
 
 
 def product(kind: str, shape: Shape) -> Callable[[], jax.Array]:
-    """Return a function that multiplies two random matrices, (rows, terms) and (terms, columns)."""
+    """Return a function that multiplies two random matrices.
+
+    The matrices are (rows, terms) and (terms, columns).
+    """
     rows, terms, columns = shape
     dtype, precision = KINDS[kind]
     keys = jax.random.split(jax.random.key(0))

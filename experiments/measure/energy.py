@@ -13,7 +13,9 @@ Counter = Callable[[], float]
 
 
 def counter(device: str | None = None) -> Counter | None:
-    """Return the energy counter of the first GPU that this process may use; None if it cannot be read.
+    """Return the energy counter of the first GPU that this process may use.
+
+    The result is None if it cannot be read.
 
     Args:
       device: an NVML index or UUID; None for the first device in ``CUDA_VISIBLE_DEVICES``, or ``"0"`` if that is empty.
@@ -41,9 +43,10 @@ def counter(device: str | None = None) -> Counter | None:
 
 
 def joules(run: Callable[[], Any], read: Counter, seconds: float = 3.0) -> float:
-    """Return the joules of a call of ``run``, averaged over ``seconds``. ``run`` must wait for the device.
+    """Return the joules of a call of ``run``, averaged over ``seconds``.
 
-    The counter is updated only about ten times a second, so the measurement takes seconds.
+    ``run`` must wait for the device. The counter is updated only about ten times a second, so the measurement takes
+    seconds.
     """
     started, first, calls = time.perf_counter(), read(), 0
     while time.perf_counter() - started < seconds:

@@ -1,4 +1,7 @@
-"""The origin of a result: device, versions, date and command. Also the check that there is a GPU."""
+"""The origin of a result: device, versions, date and command.
+
+Also the check that there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
 
 
 def place() -> dict[str, Any]:
-    """Return the device, versions, backend, and the bytes that JAX may use (None if the device does not say)."""
+    """Return the device, versions, backend, and the bytes that JAX may use.
+
+    The bytes are None if the device does not say.
+    """
     description, stats = environment(), jax.devices()[0].memory_stats() or {}
     about = {"backend": jax.default_backend(), "bytes": stats.get("bytes_limit")}
     return {"device": description["device"], "versions": description["versions"], **about}

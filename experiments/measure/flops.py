@@ -1,4 +1,7 @@
-"""Count the FLOPs of a function's products by dtype in its jaxpr, and the share for tensor cores."""
+"""Count the FLOPs of a function's products by dtype in its jaxpr.
+
+Also compute the share of FLOPs for tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ TENSOR_CORE_DTYPES = ("float16", "bfloat16", "tensorfloat32", "float8_e4m3fn", "
 
 
 def count(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """Return the FLOPs of matrix products and convolutions in a call ``fun(*args)``, by dtype of the operands.
+    """Return the FLOPs of the products in a call ``fun(*args)``, by dtype.
 
-    Products count as in :func:`jaxmp.cast_plan`:
+    The dtype is that of the operands. Products are matrix products and convolutions. Products count as in
+    :func:`jaxmp.cast_plan`:
 
     - A multiply-add is two FLOPs.
     - Padding counts. The zeros between the elements of a dilated operand (in the gradient of a strided convolution) do
@@ -40,7 +44,10 @@ def count(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
 
 
 def tensor_core_share(flops: dict[str, int]) -> float:
-    """Return the share of FLOPs in dtypes that tensor cores multiply; 0 if there are no FLOPs."""
+    """Return the share of FLOPs in dtypes that tensor cores multiply.
+
+    It is 0 if there are no FLOPs.
+    """
     total = sum(flops.values())
     return sum(flops.get(dtype, 0) for dtype in TENSOR_CORE_DTYPES) / total if total else 0.0
 
@@ -63,7 +70,10 @@ def _of_jaxpr(jaxpr: Any, default_float32: str) -> collections.Counter[str]:
 
 
 def _inner(value: Any) -> Iterator[Any]:
-    """Yield the jaxprs in an equation's parameter, open or closed, single or in a tuple."""
+    """Yield the jaxprs in an equation's parameter.
+
+    They may be open or closed, single or in a tuple.
+    """
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from _inner(item)

@@ -1,4 +1,7 @@
-"""Count the gradients of params and activations that are zero in half precision but not in float32."""
+"""Count gradients that are zero in half precision but not in float32.
+
+They are the gradients of params and of activations.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ import jaxmp
 
 
 def zero_share(reference: Any, grads: Any) -> float:
-    """Return the share of ``reference``'s nonzero entries that are zero in ``grads``; nan without arrays.
+    """Return the share of ``reference``'s nonzero entries that became zero.
+
+    They are zero in ``grads``. The result is nan without arrays.
 
     Args:
       reference: a tree of gradients in float32.
@@ -34,7 +39,7 @@ def zero_share(reference: Any, grads: Any) -> float:
 
 
 def gradients(loss_fn: Callable[..., Any], state: jaxmp.TrainState, batch: Any) -> tuple[Any, list[jax.Array]]:
-    """Return the gradients of the scaled loss for the params and for the output of every layer.
+    """Return the gradients of the scaled loss for params and layer outputs.
 
     A layer is a Linen module that calls no other module. The gradient of its output has the dtype of the output, as in
     backpropagation. If this gradient is zero, it is zero for all earlier layers too.

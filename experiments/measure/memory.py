@@ -17,9 +17,9 @@ NO_ROOM = sys.maxsize
 
 
 def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> int:
-    """Return the peak bytes of a step, or ``NO_ROOM`` if the compiler ran out of device memory.
+    """Return the peak bytes of a step.
 
-    The arguments are those of :func:`compiled`.
+    It is ``NO_ROOM`` if the compiler ran out of device memory. The arguments are those of :func:`compiled`.
 
     Raises:
       ValueError: the compiler does not report the memory of a step.
@@ -55,9 +55,10 @@ def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None
 
 
 def of_compiled(compiled: Any) -> int | None:
-    """Return the peak bytes of a compiled function; None if the compiler does not report them.
+    """Return the peak bytes of a compiled function.
 
-    They are the arguments, the temporaries, and the results that do not reuse an argument's memory.
+    The result is None if the compiler does not report them. They are the arguments, the temporaries, and the results
+    that do not reuse an argument's memory.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -68,5 +69,8 @@ def of_compiled(compiled: Any) -> int | None:
 
 
 def device_peak() -> int | None:
-    """Return this process's peak bytes on the first device; None on a CPU, which does not count them."""
+    """Return this process's peak bytes on the first device.
+
+    The result is None on a CPU, which does not count them.
+    """
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,4 +1,4 @@
-"""Measure each row in a separate process, one after the other, and keep cores busy."""
+"""Measure each row in a separate process, and keep cores busy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 300.0
 
 
 def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yield the name of each row and a function that measures it in a separate process.
+    """Yield each row's name, and a function that measures it in a new process.
 
     The process of the next row starts early, so that its imports run during the current measurement. Before it uses the
     device, it waits for this process's id on stdin. It prints its figures as JSON in the last line of stdout (see
@@ -76,7 +76,10 @@ def answer(measure: Callable[[], dict[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def busy_cores(count: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Keep every core of the host busy, or ``count`` of them. Yield the processes that do so."""
+    """Keep every core of the host busy, or ``count`` of them.
+
+    Yield the processes that do so.
+    """
     program = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
     started = [subprocess.Popen(program, stdout=subprocess.PIPE) for _ in range(count or os.cpu_count() or 1)]
     try:

@@ -42,15 +42,18 @@ def uses_tensor_cores(kernel: str, precision: str = "half") -> bool:
 
 
 def tensor_core_share(kernels: Mapping[str, float], precision: str = "half") -> float | None:
-    """Return the share of kernel time in tensor-core kernels; None without kernels, as on a CPU."""
+    """Return the share of kernel time in tensor-core kernels.
+
+    The result is None without kernels, as on a CPU.
+    """
     total = sum(kernels.values())
     return sum(t for name, t in kernels.items() if uses_tensor_cores(name, precision)) / total if total else None
 
 
 def of_jax(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
-    """Return the milliseconds per call of each kernel. The result is empty without a GPU.
+    """Return the milliseconds per call of each kernel.
 
-    ``run`` must return JAX arrays.
+    The result is empty without a GPU. ``run`` must return JAX arrays.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -62,7 +65,10 @@ def of_jax(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
 
 
 def kernels_of(data: Any) -> dict[str, float]:
-    """Return the milliseconds of each kernel in a trace of JAX's profiler, from the streams of its GPUs."""
+    """Return the milliseconds of each kernel in a trace of JAX's profiler.
+
+    They come from the streams of its GPUs.
+    """
     times: collections.Counter[str] = collections.Counter()
     for plane in data.planes:
         if not plane.name.startswith("/device:GPU"):
@@ -77,7 +83,10 @@ def kernels_of(data: Any) -> dict[str, float]:
 
 
 def of_torch(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
-    """Return the milliseconds per call of each kernel of a torch function; empty without a GPU."""
+    """Return the milliseconds per call of each kernel of a torch function.
+
+    The result is empty without a GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():

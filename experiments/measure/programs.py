@@ -12,7 +12,7 @@ from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind, products_o
 
 
 def facts(compiled: Any, program: HloProgram) -> dict[str, Any]:
-    """Return the counts of products and kernels of a compiled function, and its bytes.
+    """Return the products, kernels and bytes of a compiled function.
 
     Args:
       compiled: the function, compiled by JAX.
@@ -30,12 +30,18 @@ def facts(compiled: Any, program: HloProgram) -> dict[str, Any]:
 
 
 def counts(program: HloProgram) -> dict[str, Any]:
-    """Return the numbers of ``products``, ``casts`` and ``round_trips`` (casts that undo the cast before)."""
+    """Return the numbers of ``products``, ``casts`` and ``round_trips``.
+
+    A round trip is a cast that undoes the cast before.
+    """
     return {"products": products(program), "casts": casts(program), "round_trips": round_trips(program)}
 
 
 def products(program: HloProgram) -> Counter[str]:
-    """Count products, convolutions and fused attentions by operand dtypes, as in ``"dot bf16×bf16"``."""
+    """Count products and fused attentions by operand dtypes.
+
+    A key is, for example, ``"dot bf16×bf16"``. Convolutions are products too.
+    """
     counts = Counter[str]()
     for computation, instruction, times in program.instructions_by_run():
         if kind := product_kind(instruction):
@@ -49,7 +55,7 @@ def words(numbers: Mapping[str, int]) -> str:
 
 
 def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """Return the kinds of products whose numbers differ between two programs, as text."""
+    """Return the kinds of products whose numbers differ, as text."""
     return ", ".join(
         f"{ours.get(name, 0)} {name} for {theirs.get(name, 0)}"
         for name in sorted({*ours, *theirs})
@@ -67,7 +73,10 @@ def casts(program: HloProgram) -> Counter[str]:
 
 
 def round_trips(program: HloProgram) -> int:
-    """Count casts that undo the cast before: float32 to half and back, or half to float32 and back."""
+    """Count casts that undo the cast before.
+
+    They are float32 to half precision and back, or half precision to float32 and back.
+    """
     count = 0
     for computation, instruction, times in program.instructions_by_run():
         before = program.computations[computation].get(next(iter(instruction.operands), ""))
@@ -123,7 +132,10 @@ def traffic(program: HloProgram) -> tuple[float, float]:
 
 
 def _is_product(program: HloProgram, instruction: Instruction) -> bool:
-    """Return whether an instruction is a product, or a fusion around a library's product."""
+    """Return whether an instruction is a product, or contains one of a library.
+
+    A fusion may contain a library's product.
+    """
     calls = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else []
     return bool(product_kind(instruction)) or any(
         inner.opcode == "custom-call" and product_kind(inner) for inner in calls

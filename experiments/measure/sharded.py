@@ -1,4 +1,7 @@
-"""Memory and traffic of a train step that is compiled for several GPUs that are not attached."""
+"""Memory and traffic of a train step on several GPUs.
+
+The step is compiled for GPUs that are not attached.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ Way = Literal["linen", "autocast", "nnx", "hand"]
 
 
 def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way: Way = "linen") -> dict[str, Any]:
-    """Return the memory that a train step needs on each GPU, and the bytes that each GPU sends.
+    """Return the memory and the traffic of a train step on each GPU.
 
-    Each GPU has 8 sequences if they have at most 1,024 tokens, else 2. The blocks are a loop, and the backward pass
-    recomputes each block.
+    The traffic is the bytes that a GPU sends. Each GPU has 8 sequences if they have at most 1,024 tokens, else 2. The
+    blocks are a loop, and the backward pass recomputes each block.
 
     Args:
       model: the model, which gives the sizes.
@@ -71,7 +74,10 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
 
 
 def _program(model: GPT2, way: Way, axes: tuple[str, ...]) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
-    """Return the shapes of the params, the name of the stacked params, and a function from specs to the loss."""
+    """Return the params' shapes, their stacked part, and the loss for their specs.
+
+    The loss is a function from specs to the loss function.
+    """
     if way == "hand":
         shapes = jax.eval_shape(lambda: stacked.make_params(model))
         return shapes, "h", lambda specs: stacked.loss_fn_of(model, specs, axes)

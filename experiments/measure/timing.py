@@ -1,4 +1,7 @@
-"""Time several functions under the same conditions: in one process, after warm-up, taking turns."""
+"""Time several functions under the same conditions.
+
+They run in one process, after warm-up, and take turns.
+"""
 
 from __future__ import annotations
 
@@ -72,12 +75,15 @@ def quartiles(times: list[float]) -> tuple[float, float, float]:
 
 
 def ratio(times: list[float], other: list[float]) -> tuple[float, float, float]:
-    """Return the quartiles of the ratio of two functions' times in the same round, in which drift cancels."""
+    """Return the quartiles of the ratio of two functions' times.
+
+    The times are of the same round, in which drift cancels.
+    """
     return quartiles([a / b for a, b in zip(times, other, strict=True)])
 
 
 def against(times: Mapping[K, list[float]], reference: K) -> dict[K, dict[str, Any]]:
-    """Return the ``milliseconds`` of each function, their quartiles ``ms``, and the quartiles ``ratio``.
+    """Return each function's ``milliseconds`` and the quartiles ``ms`` and ``ratio``.
 
     The ratio is to the times of ``reference`` in the same round.
     """
@@ -92,9 +98,9 @@ def against(times: Mapping[K, list[float]], reference: K) -> dict[K, dict[str, A
 
 
 def turn(compiled: Any, state: Any, batch: Any) -> Any:
-    """Return ``compiled`` as a function without arguments, which starts from the state of its last call.
+    """Return ``compiled`` as a function without arguments.
 
-    ``compiled`` may donate the state.
+    It starts from the state of its last call. ``compiled`` may donate the state.
     """
 
     def step() -> Any:

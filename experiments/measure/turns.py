@@ -1,4 +1,7 @@
-"""Time several functions in turn in one process. If a function fails, the others are still timed."""
+"""Time several functions in turn in one process.
+
+If a function fails, the others are still timed.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def reason(error: BaseException) -> str:
 
 
 def failed(error: BaseException) -> str:
-    """Print the traceback of a row that failed, and return the reason as :func:`reason` does."""
+    """Print the traceback of a row that failed, and return the reason."""
     text = reason(error)
     if text != OUT_OF_MEMORY:
         traceback.print_exception(error)
@@ -72,9 +75,10 @@ def failed(error: BaseException) -> str:
 def together(
     prepared: dict[str, Prepared], rounds: int, block_ms: float, after_round: Callable[[int], None] = lambda _: None
 ) -> dict[str, dict[str, Any]]:
-    """Time all rows in turn. Return the milliseconds of each row by round, and its final loss.
+    """Time all rows in turn.
 
-    A row that fails has an ``error`` instead and is removed from ``prepared``. The others are still timed.
+    Return the milliseconds of each row by round, and its final loss. A row that fails has an ``error`` instead and is
+    removed from ``prepared``. The others are still timed.
     """
     names = list(prepared)
     turns = {name: row.turn for name, row in prepared.items()}
@@ -97,7 +101,10 @@ def together(
 def all_of(
     make: Mapping[str, Callable[[], Prepared]], before: Callable[[str], None]
 ) -> tuple[dict[str, Prepared], dict[str, str]]:
-    """Prepare all functions and call each once. Return the prepared functions, and the errors of the others."""
+    """Prepare all functions and call each once.
+
+    Return the prepared functions, and the errors of the others.
+    """
     prepared, errors = dict[str, Prepared](), dict[str, str]()
     for name, ready in make.items():
         before(name)
@@ -118,7 +125,9 @@ def compared(
     block_ms: float,
     tell: Callable[[int, str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Return the times of each function and their ratio to those of the first one, or its ``error``.
+    """Return each function's times and their ratio to the first one's.
+
+    A function that fails has an ``error`` instead.
 
     Args:
       make: functions that return a :class:`Prepared`, by name.
@@ -140,7 +149,10 @@ def compared(
 
 @contextlib.contextmanager
 def caches_in(folder: Path) -> Iterator[None]:
-    """Set the compilation caches of JAX and torch to ``folder``, so that another process need not compile again."""
+    """Set the compilation caches of JAX and torch to ``folder``.
+
+    Another process then need not compile again.
+    """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     jax.config.update("jax_compilation_cache_dir", str(folder / "jax"))

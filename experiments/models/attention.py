@@ -44,7 +44,10 @@ def implementation(name: Implementation | None) -> Iterator[None]:
 
 
 def asked() -> Implementation | None:
-    """Return the implementation that :func:`implementation` has set; None if it has set none."""
+    """Return the implementation that :func:`implementation` has set.
+
+    The result is None if it has set none.
+    """
     return _implementation.get()
 
 

@@ -12,11 +12,11 @@ from experiments.models.transformer import NORMAL, Remat
 
 
 class BERT(nn.Module):
-    """A model from tokens (batch, sequence) to the logits at each position, (batch, sequence, vocabulary).
+    """A model from tokens (batch, sequence) to the logits at each position.
 
-    :mod:`experiments.models.weights` loads the published weights. There is no dropout, no pooler and no head for next
-    sentence prediction. Inside, activations are (batch · sequence, width) and the vocabulary is padded to a multiple of
-    64.
+    The logits are (batch, sequence, vocabulary). :mod:`experiments.models.weights` loads the published weights. There
+    is no dropout, no pooler and no head for next sentence prediction. Inside, activations are (batch · sequence, width)
+    and the vocabulary is padded to a multiple of 64.
 
     Attributes:
       vocabulary: the number of tokens. Their embeddings are also the output layer.
@@ -118,7 +118,10 @@ class BERT(nn.Module):
 
 
 class Layer(transformer.Block):
-    """Attention over the whole sequence and a two-layer perceptron. Each is added to its input and then normalised."""
+    """Attention over the whole sequence and a two-layer perceptron.
+
+    Each is added to its input and then normalised.
+    """
 
     def setup(self) -> None:
         self.query_key_value = nn.Dense(3 * self.width, kernel_init=NORMAL)

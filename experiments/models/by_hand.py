@@ -1,7 +1,7 @@
-"""ResNet-50, GPT-2, BERT and an LSTM with half precision by hand, as Flax users write it without jaxmp.
+"""ResNet-50, GPT-2, BERT and an LSTM with half precision by hand.
 
-Every module has ``dtype=``, attention on a GPU is JAX's, and the loss is optax's cross-entropy on float32 logits. With
-None as dtype, the model is plain code without half precision.
+Flax users write such code without jaxmp. Every module has ``dtype=``, attention on a GPU is JAX's, and the loss is
+optax's cross-entropy on float32 logits. With None as dtype, the model is plain code without half precision.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ class BERT(Transformer):
 
 
 class ResNet(nn.Module):
-    """ResNet v1.5 as in Flax's ImageNet example, from images (batch, height, width, 3) to logits (batch, classes)."""
+    """ResNet v1.5 as in Flax's ImageNet example.
+
+    It maps images (batch, height, width, 3) to logits (batch, classes).
+    """
 
     stages: tuple[int, ...]
     classes: int

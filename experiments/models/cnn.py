@@ -7,7 +7,9 @@ import jax
 
 
 class CNN(nn.Module):
-    """A model from images (batch, height, width, channels) to logits (batch, classes).
+    """A model from images to logits (batch, classes).
+
+    Images are (batch, height, width, channels).
 
     Attributes:
       classes: number of labels.

@@ -1,4 +1,4 @@
-"""Turn Linen and NNX models into two functions of arrays, which a train step needs."""
+"""Turn Linen and NNX models into functions of arrays for a train step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Functions(NamedTuple):
 
 
 def linen_functions(model: nn.Module, shape: tuple[int, int, int]) -> Functions:
-    """Return the functions of a Linen model for images of a shape (height, width, channels)."""
+    """Return the functions of a Linen model.
+
+    ``shape`` is that of the images, (height, width, channels).
+    """
 
     @jax.jit
     def init(seed: int) -> tuple[Any, Any]:

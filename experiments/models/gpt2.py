@@ -23,10 +23,11 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 class GPT2(nn.Module):
-    """A transformer from tokens (batch, sequence) to the logits of the next tokens, (batch, sequence, vocabulary).
+    """A transformer from tokens (batch, sequence) to the logits of the next ones.
 
-    Modules and params have the names of the published weights, which :mod:`experiments.models.weights` loads. There is
-    no dropout. Inside, activations are (batch · sequence, width) and the vocabulary is padded to a multiple of 64.
+    The logits are (batch, sequence, vocabulary). Modules and params have the names of the published weights, which
+    :mod:`experiments.models.weights` loads. There is no dropout. Inside, activations are (batch · sequence, width) and
+    the vocabulary is padded to a multiple of 64.
 
     Attributes:
       vocabulary: the number of tokens. Their embeddings are also the output layer.
@@ -118,7 +119,10 @@ class Block(transformer.Block):
 
 
 class Loop(nn.Module):
-    """A scan over ``depth`` blocks. Their params are stacked along the first dimension."""
+    """A scan over ``depth`` blocks.
+
+    Their params are stacked along the first dimension.
+    """
 
     heads: int
     width: int
@@ -135,7 +139,10 @@ class Loop(nn.Module):
 
 
 class Attention(nn.Module):
-    """The products around attention: ``c_attn`` makes queries, keys and values, ``c_proj`` projects the result."""
+    """The products before and after attention.
+
+    ``c_attn`` makes queries, keys and values, and ``c_proj`` projects the result.
+    """
 
     width: int
     residual: nn.initializers.Initializer
@@ -146,7 +153,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A two-layer perceptron from (tokens, width) to the same shape. Its hidden layer is four times as wide."""
+    """A two-layer perceptron from (tokens, width) to the same shape.
+
+    Its hidden layer is four times as wide.
+    """
 
     width: int
     residual: nn.initializers.Initializer

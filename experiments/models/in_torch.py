@@ -32,7 +32,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron. The causal block of GPT-2 normalises inputs; BERT's block normalises results."""
+    """Attention and a perceptron.
+
+    The causal block of GPT-2 normalises inputs; BERT's block normalises results.
+    """
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -88,9 +91,9 @@ class BERT(Transformer):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 and 1×1 convolutions with a shortcut. The result has four times ``width`` channels.
+    """1×1, 3×3 and 1×1 convolutions with a shortcut.
 
-    The 3×3 convolution has the stride (v1.5).
+    The result has four times ``width`` channels. The 3×3 convolution has the stride (v1.5).
     """
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
@@ -149,7 +152,10 @@ def build(case: Workload) -> nn.Module:
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy over examples or tokens. Under autocast it is float32 too."""
+    """Return the mean cross-entropy over examples or tokens.
+
+    Under autocast it is float32 too.
+    """
     logits = model(inputs)
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
@@ -168,7 +174,10 @@ def _normal(module: nn.Module) -> None:
 
 
 def of_library(model: nn.Module, library: str) -> nn.Module:
-    """Return the model with the float8 layers of torchao or Transformer Engine, or unchanged for other libraries."""
+    """Return the model with the float8 layers of a library.
+
+    Only torchao and Transformer Engine have such layers.
+    """
     if library == "torchao":
         from torchao.float8 import convert_to_float8_training
 

@@ -1,4 +1,7 @@
-"""A small next-token model, after Bengio et al. 2003, "A Neural Probabilistic Language Model"."""
+"""A small next-token model.
+
+It follows Bengio et al. 2003, "A Neural Probabilistic Language Model".
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ import jax
 
 
 class NextToken(nn.Module):
-    """A model from tokens (batch, context) to the logits of the next token, (batch, vocabulary).
+    """A model from tokens (batch, context) to the logits of the next token.
 
-    The embeddings of the context are concatenated. They go through a hidden layer and a layer with the width of an
-    embedding.
+    The logits are (batch, vocabulary). The embeddings of the context are concatenated. They go through a hidden layer
+    and a layer with the width of an embedding.
 
     Attributes:
       vocabulary: number of tokens.

@@ -15,7 +15,10 @@ from jaxmp.losses import projected_cross_entropy
 
 
 class CNN(nnx.Module):
-    """:class:`experiments.models.CNN` in NNX. It needs the shape of the images, (height, width, channels)."""
+    """:class:`experiments.models.CNN` in NNX.
+
+    It needs the shape of the images, (height, width, channels).
+    """
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int = 10, features: int = 32, hidden: int = 128, *, rngs: nnx.Rngs
@@ -51,7 +54,10 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """:class:`experiments.models.resnet.ResNet` with basic blocks in NNX. ``channels`` is that of the images."""
+    """:class:`experiments.models.resnet.ResNet` with basic blocks in NNX.
+
+    ``channels`` is that of the images.
+    """
 
     def __init__(
         self,
@@ -158,7 +164,10 @@ class GPT2(nnx.Module):
         return self.norm(turn(x, self.blocks))
 
     def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """Return the mean cross-entropy of ``targets``, (batch, tokens). The logits are computed in chunks."""
+        """Return the mean cross-entropy of ``targets``, (batch, tokens).
+
+        The logits are computed in chunks.
+        """
         x = self.hidden(tokens)
         return projected_cross_entropy(x.reshape(-1, x.shape[-1]), self.embed.embedding[...], targets.reshape(-1))
 

@@ -1,4 +1,7 @@
-"""Max pooling that saves the position of each maximum in a byte for the backward pass, instead of its input."""
+"""Max pooling that saves the position of each maximum, not its input.
+
+A position takes a byte.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,10 @@ def _max_pool(x: jax.Array, geometry: _Geometry) -> jax.Array:
 
 
 def _forward(x: jax.Array, geometry: _Geometry) -> tuple[jax.Array, jax.Array]:
-    """Return the maximum of each window, and its position in the window, counted row by row."""
+    """Return the maximum of each window, and its position in the window.
+
+    Positions are counted row by row.
+    """
     window, stride, padding, *_ = geometry
     edges = (padding, padding, 0)
     lowest = np.array(-np.inf, x.dtype)
@@ -114,7 +120,7 @@ _max_pool.defvjp(_forward, _backward)
 
 
 def _over(values: jax.Array, shifts: tuple[int, int], geometry: _Geometry, outside: int) -> jax.Array:
-    """Return the values of the windows that cover each position of the input, for one choice of window.
+    """Return the values of one window that covers each position of the input.
 
     ``shifts`` chooses the last window that covers a position, or an earlier one.
     """

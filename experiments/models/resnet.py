@@ -15,11 +15,11 @@ WIDTHS = {"basic": 1, "bottleneck": 4}  # the output channels of a block, in mul
 
 
 class Block(nn.Module):
-    """Convolutions with batch normalisation, and a shortcut. Arrays are (batch, height, width, channels).
+    """Convolutions with batch normalisation, and a shortcut.
 
-    ``basic`` has two 3×3 convolutions. ``bottleneck`` has convolutions of 1×1, 3×3 and 1×1, and the result has four
-    times ``width`` channels. The stride is in the 3×3 convolution (v1.5). The last scale starts at zero, so the block
-    starts as its shortcut (Goyal et al. 2017).
+    Arrays are (batch, height, width, channels). ``basic`` has two 3×3 convolutions. ``bottleneck`` has convolutions of
+    1×1, 3×3 and 1×1, and the result has four times ``width`` channels. The stride is in the 3×3 convolution (v1.5). The
+    last scale starts at zero, so the block starts as its shortcut (Goyal et al. 2017).
     """
 
     kind: Literal["basic", "bottleneck"]
@@ -49,9 +49,9 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network from images (batch, height, width, channels) to logits (batch, classes).
+    """A residual network from images to logits (batch, classes).
 
-    The running statistics are in the collection ``batch_stats``.
+    The images are (batch, height, width, channels). The running statistics are in the collection ``batch_stats``.
 
     Attributes:
       stages: the number of blocks in each stage. From the second on, a stage halves the image and doubles the width.
@@ -86,7 +86,10 @@ def resnet18(classes: int = 10, small_images: bool = False) -> ResNet:
 
 
 def resnet50(classes: int = 10, small_images: bool = False) -> ResNet:
-    """Return a ResNet-50 v1.5. It has 25,557,032 params for 1,000 classes and large images."""
+    """Return a ResNet-50 v1.5.
+
+    It has 25,557,032 params for 1,000 classes and large images.
+    """
     return ResNet((3, 4, 6, 3), "bottleneck", classes, small_images=small_images)
 
 

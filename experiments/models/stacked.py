@@ -25,7 +25,10 @@ _CHUNK = 128
 
 
 def stack(params: Any) -> Any:
-    """Return the params of :class:`GPT2` with the params of all blocks stacked along axis 0, under ``h``."""
+    """Return the params of :class:`GPT2` with its blocks stacked under ``h``.
+
+    The blocks are stacked along axis 0.
+    """
     rest = {name: leaf for name, leaf in params.items() if not name.startswith("h_")}
     blocks = [params[f"h_{n}"] for n in range(len(params) - len(rest))]
     return {**rest, "h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
@@ -39,9 +42,9 @@ def make_params(model: GPT2) -> Any:
 def loss_fn_of(
     model: GPT2, specs: Any, axes: tuple[str, ...] = ("fsdp",), dtype: Any = "bfloat16"
 ) -> Callable[..., Any]:
-    """Return the loss function of a train step: the mean cross-entropy of ``labels``, float32.
+    """Return the loss function of a train step.
 
-    A batch has ``inputs`` and ``labels``, both (batch, sequence).
+    It is the mean cross-entropy of ``labels``, float32. A batch has ``inputs`` and ``labels``, both (batch, sequence).
 
     Args:
       model: the model, which gives the sizes.

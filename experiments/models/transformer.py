@@ -29,7 +29,10 @@ class Embed(nn.Embed):
         return rows
 
     def cross_entropy(self, x: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
-        """Return the mean loss of ``x`` (tokens, features). See :func:`jaxmp.losses.projected_cross_entropy`."""
+        """Return the mean loss of ``x`` (tokens, features).
+
+        See :func:`jaxmp.losses.projected_cross_entropy`.
+        """
         (x,) = self.promote_dtype(x, dtype=self.dtype)  # as `attend` does, because a norm may return float32
         return projected_cross_entropy(x, self.embedding, labels, **options)
 
@@ -45,7 +48,10 @@ def embed(rows: int, width: int) -> Embed:
 
 
 def aligned(vocabulary: int) -> int:
-    """Return the number of rows of the embeddings: ``vocabulary`` padded to a multiple of 64 for tensor cores."""
+    """Return the number of rows of the embeddings.
+
+    It is ``vocabulary`` padded to a multiple of 64 for tensor cores.
+    """
     return align_dim(vocabulary, 64)
 
 
@@ -77,7 +83,10 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def __call__(self, x: jax.Array, batch: int, mask: jax.Array | None = None) -> jax.Array:
-        """Return the output of the block for ``x`` (batch · sequence, width) and ``mask`` (batch, sequence)."""
+        """Return the output of the block.
+
+        ``x`` is (batch · sequence, width), ``mask`` is (batch, sequence).
+        """
         if self.remat not in get_args(Remat):
             raise ValueError(f"remat must be one of {', '.join(get_args(Remat))}, got {self.remat!r}")
 

@@ -1,10 +1,11 @@
-"""Convert published weights of GPT-2 and BERT in safetensors files to params of the models here, and back.
+"""Convert published weights of GPT-2 and BERT to params, and back.
 
-GPT-2's tensors are those of ``openai-community/gpt2``, with or without the prefix ``transformer.``. Its kernels are
-stored as (in, out). BERT's tensors are those of ``bert-base-uncased`` with its head for masked tokens. The params of
-its norms may have the names ``weight`` and ``bias`` or the older names ``gamma`` and ``beta``. Its kernels are stored
-as (out, in), and queries, keys and values are separate tensors. The rows with which the models pad the vocabulary are
-zeros in the params and are not in the files.
+The files are safetensors. The params are those of :mod:`experiments.models`. GPT-2's tensors are those of
+``openai-community/gpt2``, with or without the prefix ``transformer.``. Its kernels are stored as (in, out). BERT's
+tensors are those of ``bert-base-uncased`` with its head for masked tokens. The params of its norms may have the names
+``weight`` and ``bias`` or the older names ``gamma`` and ``beta``. Its kernels are stored as (out, in), and queries,
+keys and values are separate tensors. The rows with which the models pad the vocabulary are zeros in the params and are
+not in the files.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _Leaf(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The published form of a model's weights: :data:`PUBLISHED_GPT2`, :data:`PUBLISHED_BERT`.
+    """The published form of a model's weights.
 
     Attributes:
       model: makes the model from the shapes of the tensors and the number of layers.
@@ -141,7 +142,9 @@ class Published(NamedTuple):
         return traverse_util.unflatten_dict(params, sep="/")
 
     def load_for(self, params: Any, path: Path) -> dict[str, Any]:
-        """Return the params in a file for a model. The context of the model may be shorter than that of the file.
+        """Return the params in a file for a model.
+
+        The context of the model may be shorter than that of the file.
 
         Args:
           params: the params of the model, or their shapes.
@@ -166,7 +169,9 @@ class Published(NamedTuple):
         return loaded
 
     def tensors(self, params: Any, *, vocabulary: int) -> Tensors:
-        """Return the published tensors by name, from params or from a tree like them, such as gradients.
+        """Return the published tensors by name.
+
+        ``params`` may also be a tree like the params, such as gradients.
 
         Args:
           params: the params of the model.

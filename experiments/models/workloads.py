@@ -1,7 +1,8 @@
-"""The models for benchmarks of mixed precision: ResNet-50, BERT-Base and GPT-2, with their batches and losses.
+"""The models for benchmarks: ResNet-50, BERT-Base and GPT-2.
 
-They are the models of :mod:`experiments.models`, in float32 and without a dtype in their code. A benchmark sets the
-precision. :mod:`experiments.models.by_hand` has models of the same sizes without jaxmp.
+A workload also has the batches and the losses. They are the models of :mod:`experiments.models`, in float32 and without
+a dtype in their code. A benchmark sets the precision. :mod:`experiments.models.by_hand` has models of the same sizes
+without jaxmp.
 """
 
 from __future__ import annotations

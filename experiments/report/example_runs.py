@@ -1,4 +1,6 @@
-"""Trains the runs whose page the site shows: a small GPT-2 in float16, bfloat16 and float32.
+"""Trains the runs whose page the site shows.
+
+They train a small GPT-2 in float16, bfloat16 and float32.
 
 python -m experiments.report.example_runs
 
@@ -66,7 +68,7 @@ def main(config: Config) -> None:
 
 
 def keep(run: Path, kept: Path) -> None:
-    """Copy the files that the page reads, without the data that the page does not show.
+    """Copy the files that the page reads, without data that it does not show.
 
     Left out are the list of arrays in the memory plan and the shares of all kinds of tensors but the one in the heat
     map.

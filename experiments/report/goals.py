@@ -1,4 +1,4 @@
-"""Compare a figure with its goal, and write the outcome as a sentence or as a table cell."""
+"""Compare a figure with its goal, as a sentence or as a table cell."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Goal(NamedTuple):
         return self.value >= self.limit if self.least else self.value <= self.limit
 
     def sentence(self) -> str:
-        """Return a sentence with the figure, the limit, and "met", "NOT MET" or "not measured"."""
+        """Return a sentence with the figure, the limit and the verdict.
+
+        The verdict is "met", "NOT MET" or "not measured".
+        """
         figure = self.name if self.value is None else f"{self.name} is {self.value:{self.form}}"
         if self.limit is None:
             return figure
@@ -38,7 +41,10 @@ class Goal(NamedTuple):
         return f"{verdict}: {figure}, the goal at {'least' if self.least else 'most'} {self._limit(self.form)}"
 
     def cell(self, form: str = "", mark: str = "") -> str:
-        """Return the table cell of the figure. It is empty if the figure was not measured."""
+        """Return the table cell of the figure.
+
+        It is empty if the figure was not measured.
+        """
         if self.value is None:
             return ""
         form = form or self.form

@@ -1,6 +1,7 @@
-"""Write the main table of the README: mixed precision for ResNet-50, BERT-Base and GPT-2 on a GPU.
+"""Write the main table of the README.
 
-The figures come from the newest result of each kind in experiments/results:
+It compares mixed precision for ResNet-50, BERT-Base and GPT-2 on a GPU. The figures come from the newest result of each
+kind in experiments/results:
 
 - train_step*: measured train steps
 - compile_only*: train steps compiled for a GPU that was not attached
@@ -34,7 +35,7 @@ COMPILED, TYPED = "ᶜ", "ʳ"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A file of results: its path, what it holds, and the device, versions, date and command behind it."""
+    """A file of results, with the device, versions, date and command behind it."""
 
     path: Path
     data: dict[str, Any]
@@ -58,9 +59,9 @@ class Row:
 
 
 def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) -> Source | None:
-    """Return the newest ``results/NAME*/NAME.json`` for which ``holds`` is true, or None.
+    """Return the newest ``results/NAME*/NAME.json`` that fits, or None.
 
-    ``holds`` leaves out smoke tests and runs of small models.
+    It fits if ``holds`` is true for it. ``holds`` leaves out smoke tests and runs of small models.
 
     Raises:
       ValueError: one of the files is not JSON.
@@ -134,7 +135,10 @@ class Sources:
 
 
 def goal(key: str, form: str = "") -> Callable[[Sources, str], str]:
-    """Return a function that writes the cell of a goal, with a dash for a model that has no such goal."""
+    """Return a function that writes the cell of a goal.
+
+    The cell is a dash for a model that has no such goal.
+    """
 
     def cell(sources: Sources, model: str) -> str:
         judged, mark = sources.goals(model).get(key, (None, ""))
@@ -144,7 +148,10 @@ def goal(key: str, form: str = "") -> Callable[[Sources, str], str]:
 
 
 def largest(sources: Sources, model: str) -> str:
-    """Return the largest batch without remat, and with everything except attention recomputed."""
+    """Return the largest batch without remat and with it.
+
+    With remat, everything except attention is recomputed.
+    """
     if model == "resnet50":
         return "–"
     for group in sources.remat.data["groups"] if sources.remat else []:
@@ -156,7 +163,10 @@ def largest(sources: Sources, model: str) -> str:
 
 
 def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
-    """Return a function that writes the difference to float32, averaged over the seeds."""
+    """Return a function that writes the difference to float32.
+
+    The difference is averaged over the seeds.
+    """
 
     def cell(sources: Sources, model: str) -> str:
         runs = sources.accuracy.data["runs"] if sources.accuracy else []
@@ -207,7 +217,7 @@ def _filled_table(sources: Sources) -> list[str]:
 
 
 def filled(results: Path) -> list[str]:
-    """Return the rows that have a figure, in Markdown, and the meaning of their marks."""
+    """Return the filled rows in Markdown, and the meaning of their marks."""
     table = _filled_table(Sources(results))
     text = "".join(table)
     notes = {
@@ -219,7 +229,7 @@ def filled(results: Path) -> list[str]:
 
 
 def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
-    """Return the filled rows in Markdown, and lines that say where their figures come from.
+    """Return the filled rows in Markdown, and lines on the figures' origin.
 
     Args:
       results: the folder of results.

@@ -1,4 +1,7 @@
-"""Strict JSON files: nan and infinities are written as strings, so that every JSON parser reads them."""
+"""Strict JSON files, which every JSON parser reads.
+
+nan and infinities are written as strings.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from typing import Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes strict JSON atomically. Non-finite numbers become strings ("nan", "inf", "-inf")."""
+    """Writes strict JSON atomically.
+
+    Non-finite numbers become strings ("nan", "inf", "-inf").
+    """
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(_strict(value), indent=2, default=str) + "\n")
     new.replace(path)
@@ -29,7 +35,7 @@ def _strict(value: Any) -> Any:
 
 
 def numbers(value: Any) -> Any:
-    """Return ``value`` with the strings "nan", "inf" and "-inf" turned back into numbers."""
+    """Return ``value`` with "nan", "inf" and "-inf" turned back into numbers."""
     if isinstance(value, dict):
         return {key: numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,7 @@
-"""The style of plots, plots of benchmark results, and the curves of a run. No display is needed."""
+"""The style of plots, plots of benchmark results, and the curves of a run.
+
+No display is needed.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,17 @@ def save(figure: Any, path: Path, caption: str = "", dpi: int = 110) -> None:
 
 
 def color(i: int) -> str:
-    """Return the colour of line ``i``. The colours repeat if there are more lines than colours."""
+    """Return the colour of line ``i``.
+
+    The colours repeat if there are more lines than colours.
+    """
     return COLORS[i % len(COLORS)]
 
 
 def row_axis(axes: Any, labels: list[str], named: bool = True, above: float = 0.6, below: float = 0.6) -> None:
-    """Make one row for each label, from the top down, with a light grid line at each tick of the x axis.
+    """Make one row for each label, from the top down.
+
+    There is a light grid line at each tick of the x axis.
 
     Args:
       axes: matplotlib axes, styled by :func:`style`.

@@ -24,7 +24,7 @@ Each step was measured in one run.
 
 
 class Timed(NamedTuple):
-    """A train step with a recorded time: measured and predicted milliseconds, and its name."""
+    """A train step with its measured and its predicted milliseconds."""
 
     measured: float
     predicted: float
@@ -47,12 +47,12 @@ def on_record(results: Sequence[dict[str, Any]]) -> list[Timed]:
 
 
 def apart(first: Timed, other: Timed) -> float:
-    """Return the relative difference of two predictions, as a share of the smaller one."""
+    """Return the difference of two predictions, as a share of the smaller one."""
     return max(first.predicted, other.predicted) / min(first.predicted, other.predicted) - 1
 
 
 def reversed_pairs(timed: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
-    """Return the pairs of steps whose predicted order differs from the measured order.
+    """Return the pairs of steps whose predicted order is not the measured one.
 
     ``timed`` must be sorted by measured time. Pairs with equal predictions are returned too. The pairs with the largest
     difference in predictions come first.
@@ -62,7 +62,10 @@ def reversed_pairs(timed: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
 
 
 def predictions(results: Sequence[dict[str, Any]]) -> list[Table]:
-    """Return a table of recorded and predicted times, which counts the pairs predicted in the measured order."""
+    """Return a table of recorded and predicted times.
+
+    Its note counts the pairs that are predicted in the measured order.
+    """
     timed = on_record(results)
     if len(timed) < 2:
         return []

@@ -16,7 +16,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class _Bar(rich.progress.Progress):
-    """A progress bar with its text on a separate line. On a narrow terminal the last fields of the text are dropped."""
+    """A progress bar with its text on a separate line.
+
+    On a narrow terminal the last fields of the text are dropped.
+    """
 
     def get_renderables(self) -> Iterable[rich.console.RenderableType]:
         yield self.make_tasks_table(self.tasks)
@@ -25,7 +28,10 @@ class _Bar(rich.progress.Progress):
 
 
 def _fitting(text: str, width: int) -> str:
-    """Drop the last fields of ``text`` that do not fit into ``width``. Two spaces separate the fields."""
+    """Drop the last fields of ``text`` that do not fit into ``width``.
+
+    Two spaces separate the fields.
+    """
     fields = text.split("  ")
     while len(fields) > 1 and len("  ".join(fields)) > width:
         fields.pop()

@@ -1,4 +1,6 @@
-"""Copies measured figures from experiments/results into the README and six pages of docs, between two markers.
+"""Copies measured figures into the README and six pages of docs.
+
+They come from experiments/results, and are written between two markers.
 
 python -m experiments.report.readme
 
@@ -48,7 +50,10 @@ def facts(text: str) -> str:
 
 
 def block(root: Path = ROOT) -> str:
-    """Return the README's section of measured figures, from the results below ``root``."""
+    """Return the README's section of measured figures.
+
+    They come from the results below ``root``.
+    """
     results = root / "experiments" / "results"
     lines = ["## Measured", ""]
     if sums := headline.gradient_sums(results):
@@ -60,7 +65,7 @@ def block(root: Path = ROOT) -> str:
 
 
 def cost_of_scaling(results: Path) -> str:
-    """Return a sentence with the smallest and the largest cost of loss scaling in all results."""
+    """Return a sentence with the smallest and the largest cost of loss scaling."""
     costs = []
     device = ""
     for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
@@ -88,7 +93,10 @@ def folded(title: str, lines: list[str]) -> list[str]:
 
 
 def measured_block(root: Path = ROOT) -> str:
-    """Return the measured figures for docs/measured.md, from the results below ``root``."""
+    """Return the measured figures for docs/measured.md.
+
+    They come from the results below ``root``.
+    """
     results = root / "experiments" / "results"
     demo = sections(results / "demo" / "compare.md")
     conclusion = demo["Comparison"].strip().splitlines()[0]
@@ -128,7 +136,10 @@ def measured_block(root: Path = ROOT) -> str:
 
 
 def gradient_sums_block(root: Path = ROOT) -> str:
-    """Return the measured figures for docs/gradient_sums.md, from the newest result below ``root``."""
+    """Return the measured figures for docs/gradient_sums.md.
+
+    They come from the newest result below ``root``.
+    """
     source = headline.gradient_sums(root / "experiments" / "results")
     if source is None:
         name = "gradient_sums"
@@ -144,7 +155,10 @@ def gradient_sums_block(root: Path = ROOT) -> str:
 
 
 def sharding_block(root: Path = ROOT) -> str:
-    """Return the table for docs/sharding.md of the GPUs that a model needs, from the newest result below ``root``."""
+    """Return the table for docs/sharding.md of the GPUs that a model needs.
+
+    It comes from the newest result below ``root``.
+    """
     source = headline.newest(root / "experiments" / "results", "sharded", lambda run: not run["smoke"])
     if source is None:
         return "Not compiled yet: `python -m experiments.benchmarks.compile_only --topology 1x1x8`.\n"
@@ -169,7 +183,10 @@ def sharding_block(root: Path = ROOT) -> str:
 
 
 def real_libraries_block(root: Path = ROOT) -> str:
-    """Return the table for docs/real_libraries.md: the errors of gradients under autocast, by program."""
+    """Return the table for docs/real_libraries.md.
+
+    It has the errors of gradients under autocast, by program.
+    """
     file = root / "experiments" / "results" / "real_libraries" / "real_libraries.json"
     programs: dict[str, dict[str, dict]] = {}
     for row in json.loads(file.read_text())["programs"]:

@@ -44,13 +44,19 @@ class Table:
 
 
 def terminal() -> rich.console.Console:
-    """Return the console that tables are printed on. Without a terminal it is wide, so that no cell is cut."""
+    """Return the console that tables are printed on.
+
+    Without a terminal it is wide, so that no cell is cut.
+    """
     console = rich.console.Console()
     return console if console.is_terminal else rich.console.Console(width=240)
 
 
 def titled(text: str, smoke: bool) -> str:
-    """Return a table's title. In a smoke test the title says that the figures mean nothing."""
+    """Return a table's title.
+
+    In a smoke test the title says that the figures mean nothing.
+    """
     return f"SMOKE TEST, no result: {text}" if smoke else text
 
 

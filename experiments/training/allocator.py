@@ -1,4 +1,7 @@
-"""Keep the C allocator from returning large buffers to the operating system after every step."""
+"""Keep the C allocator from returning large buffers after every step.
+
+It would return them to the operating system.
+"""
 
 from __future__ import annotations
 

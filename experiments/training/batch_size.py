@@ -1,7 +1,7 @@
-"""Find the largest batch that fits in memory, by compiling the step and without running it.
+"""Find the largest batch that fits in memory.
 
-The memory of a step grows about linearly with the batch. So a line through the memory of two batches predicts the
-largest batch, and a few compilations find it.
+The step is compiled for several batches, and is not run. The memory of a step grows about linearly with the batch. So a
+line through the memory of two batches predicts the largest batch, and a few compilations find it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def largest_batch(
 
 
 def step_bytes(experiment: Experiment, batch_size: int) -> int:
-    """Return the bytes that a train step with a batch of a size needs, and those of the next batch.
+    """Return the bytes of a train step with a batch of a size and the next batch.
 
     The next batch counts because it is on the device before the step ends.
 
@@ -129,9 +129,9 @@ def step_bytes(experiment: Experiment, batch_size: int) -> int:
 
 
 def free_bytes(limit: str | None = None) -> int:
-    """Return the bytes that a step may take: ``limit``, or a share of the free memory of the device.
+    """Return the bytes that a step may take.
 
-    For a CPU this is the memory of the host.
+    They are ``limit``, or a share of the free memory of the device. For a CPU this is the memory of the host.
 
     Raises:
       ValueError: ``limit`` is not a number of bytes, or it is None and the device does not report its free memory.

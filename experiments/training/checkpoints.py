@@ -1,10 +1,10 @@
-"""Write checkpoints with Orbax, in the background and atomically, with a checksum for each file.
+"""Write checkpoints with Orbax, in the background and atomically.
 
-A checkpoint is a folder named by its step. Its item ``state`` holds the arrays of a :class:`jaxmp.TrainState` by their
-paths. The arrays of the loss scale have the prefix ``loss_scale/``, because a loss scale of another class starts fresh
-on resume. The item ``about`` holds everything else that a run needs. Orbax renames a folder to its step once it is
-complete, so a folder left by a killed process is not mistaken for a checkpoint. Checksums detect files that are damaged
-later (:mod:`experiments.training.checksums`).
+Each file has a checksum. A checkpoint is a folder named by its step. Its item ``state`` holds the arrays of a
+:class:`jaxmp.TrainState` by their paths. The arrays of the loss scale have the prefix ``loss_scale/``, because a loss
+scale of another class starts fresh on resume. The item ``about`` holds everything else that a run needs. Orbax renames
+a folder to its step once it is complete, so a folder left by a killed process is not mistaken for a checkpoint.
+Checksums detect files that are damaged later (:mod:`experiments.training.checksums`).
 
 Several processes write a checkpoint together into a shared folder. Each one writes the arrays on its devices. The first
 process also removes unfinished checkpoints, and adds the checksums when all have written. A checkpoint can be restored
@@ -205,7 +205,7 @@ class Checkpoints:
                 raise
 
     def save(self, step: int, state: jaxmp.TrainState, about: dict[str, Any]) -> None:
-        """Copy the state to the host, and write it in the background while training continues.
+        """Copy the state to the host, and write it in the background.
 
         Args:
           step: the number of steps trained so far.
@@ -228,7 +228,9 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def check(self) -> None:
-        """Raise if the checkpoint that is being written has failed, so that other processes do not wait for this one.
+        """Raise if the checkpoint that is being written has failed.
+
+        Otherwise other processes would wait for this one.
 
         Raises:
           OSError: a checkpoint cannot be written.
@@ -265,7 +267,10 @@ class Checkpoints:
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the steps of the finished checkpoints in a folder, in order, without a check for damage."""
+    """Return the steps of the finished checkpoints in a folder, in order.
+
+    They are not checked for damage.
+    """
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -276,7 +281,9 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def read_last(folder: Path, check: bool = True) -> Checkpoint:
-    """Read the last checkpoint in a folder. With ``check``, verify the checksums of its files.
+    """Read the last checkpoint in a folder.
+
+    With ``check``, verify the checksums of its files.
 
     Raises:
       CheckpointError: there is no checkpoint, or the last one is damaged. The error then names the last undamaged one.
@@ -301,7 +308,9 @@ def read_last(folder: Path, check: bool = True) -> Checkpoint:
 
 
 def read(folder: Path, step: int, check: bool = True) -> Checkpoint:
-    """Read the checkpoint of a step. With ``check``, verify the checksums of its files.
+    """Read the checkpoint of a step.
+
+    With ``check``, verify the checksums of its files.
 
     Raises:
       CheckpointError: the checkpoint is damaged.
@@ -328,7 +337,10 @@ def _orbax_failures_as_damage(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Orbax's log, because it logs in each thread an error that it also raises."""
+    """Silence Orbax's log.
+
+    It logs in each thread an error that it also raises.
+    """
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -339,19 +351,28 @@ def _quiet() -> Iterator[None]:
 
 
 def _was_retrieved(record: logging.LogRecord) -> bool:
-    """Return False for asyncio's logs of exceptions that were never retrieved, because Orbax raises the first."""
+    """Return False for asyncio's logs of exceptions that were never retrieved.
+
+    Orbax raises the first of these exceptions.
+    """
     return "exception was never retrieved" not in record.getMessage()
 
 
 def _split(state: jaxmp.TrainState) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Return the leaves of a state by name: those outside the loss scale, and those of the loss scale."""
+    """Return two dictionaries of a state's leaves by name.
+
+    The second has those of the loss scale, the first all others.
+    """
     named = dict(zip(_names(state), jax.tree.leaves(state), strict=True))
     scale = {name: named.pop(name) for name in list(named) if name.startswith(_LOSS_SCALE)}
     return named, scale
 
 
 def _names(state: jaxmp.TrainState) -> list[str]:
-    """Return the paths of a state's leaves in order. Paths of the loss scale begin with ``loss_scale/``."""
+    """Return the paths of a state's leaves in order.
+
+    Paths of the loss scale begin with ``loss_scale/``.
+    """
 
     def name(path: tuple[Any, ...], node: Any) -> Any:
         if not isinstance(node, LossScalingState):
@@ -381,7 +402,10 @@ def _data(leaf: jax.Array) -> jax.Array:
 
 
 def _like(value: np.ndarray | jax.Array, leaf: jax.Array) -> jax.Array:
-    """Return ``value`` as an array like ``leaf``: with its sharding, and as a key if ``leaf`` is a key."""
+    """Return ``value`` as an array like ``leaf``.
+
+    It gets the sharding of ``leaf``, and is a key if ``leaf`` is a key.
+    """
     if isinstance(value, jax.Array):
         array = value
     elif leaf.committed:  # an array without elements, which was not read from the file

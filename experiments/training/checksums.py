@@ -1,7 +1,7 @@
-"""The checksums of a checkpoint's files, in a file that ``sha256sum --check`` can read.
+"""The checksums of a checkpoint's files.
 
-The file begins with a comment that has the checksum of the lines below. So damage in this file is not mistaken for
-damage in the files that it lists.
+``sha256sum --check`` can read them. The file begins with a comment that has the checksum of the lines below. So damage
+in this file is not mistaken for damage in the files that it lists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def write(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return a sentence on the first damaged file of a checkpoint; None if no file is damaged."""
+    """Return a sentence on the first damaged file of a checkpoint.
+
+    The result is None if no file is damaged.
+    """
     try:
         text, end, lines = (folder / FILE).read_text(errors="replace").partition("\n")
         checksums = _checksums_of(folder)
@@ -41,7 +44,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _first_line(lines: str) -> str:
-    """Return the comment before the ``lines`` of checksums, which ``sha256sum --check`` ignores."""
+    """Return the comment before the lines, which ``sha256sum --check`` ignores."""
     return f"# {hashlib.sha256(lines.encode()).hexdigest()}  the lines below\n"
 
 

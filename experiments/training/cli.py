@@ -167,7 +167,9 @@ def require(flag: str, value: float, least: float, below: float = float("inf")) 
 
 
 def chosen(flag: str, names: Sequence[str], among: Mapping[str, T]) -> dict[str, T]:
-    """Return the entries of ``among`` that a flag names, in the order of ``among``; all if the flag is empty.
+    """Return the entries of ``among`` that a flag names, in their order.
+
+    If the flag is empty, all entries are returned.
 
     Raises:
       ValueError: a name is not in ``among``.
@@ -230,7 +232,7 @@ def _groups(config_type: Any) -> dict[str, type]:
 
 @contextmanager
 def bad_values_end_it() -> Iterator[None]:
-    """Turn errors that a value of the command line causes into one line and exit code 2."""
+    """Turn errors in values of the command line into one line and exit code 2."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -250,9 +252,10 @@ def plain_warnings() -> None:
 
 
 def plain_threads() -> None:
-    """Silence the tracebacks of tensorstore's threads, one for each array that cannot be written.
+    """Silence the tracebacks of tensorstore's threads.
 
-    They cannot be caught. The error itself is raised where the checkpoint is waited for.
+    There is one for each array that cannot be written. They cannot be caught. The error itself is raised where the
+    checkpoint is waited for.
     """
     report = sys.unraisablehook
 

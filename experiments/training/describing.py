@@ -1,4 +1,4 @@
-"""Write the plan and the memory of a train step to files that ``jaxmp report`` reads."""
+"""Write the plan and the memory of a train step for ``jaxmp report``."""
 
 from __future__ import annotations
 

@@ -77,7 +77,10 @@ class Experiment:
         return hashlib.sha256(b"".join(whole)).hexdigest()[:12]
 
     def evaluate(self, state: jaxmp.TrainState) -> dict[str, float]:
-        """Return the metrics of ``eval_step``, averaged over the held-out examples. This waits for the device."""
+        """Return the metrics of ``eval_step``, averaged over the held-out examples.
+
+        This waits for the device.
+        """
         sizes, results = [], []
         for batch in self.test_batches():
             sizes.append(len(jax.tree.leaves(batch)[0]))

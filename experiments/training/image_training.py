@@ -16,7 +16,10 @@ SMALL = 64
 
 
 class Data(NamedTuple):
-    """A data set of images, with its classes, its origin, and each channel's mean and standard deviation."""
+    """A data set of images, with its classes, statistics and origin.
+
+    ``mean`` and ``std`` are those of each channel.
+    """
 
     train: images.Images
     test: images.Images
@@ -51,7 +54,10 @@ class Batches(NamedTuple):
 
 
 def batches(config: Any, dtype: str, place: Any) -> Batches:
-    """Return the batches that the flags describe, with images in ``dtype``, each placed by ``place``."""
+    """Return the batches that the flags describe.
+
+    Images have the dtype ``dtype``, and ``place`` puts each batch on the devices.
+    """
     dataset = load(config.dataset, config.data_dir)
     height, width, channels = dataset.train.image.shape[1:]
     cli.require("--shift", config.shift, 0, height)

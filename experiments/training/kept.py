@@ -36,7 +36,10 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _is_part(versions: str | None, others: str | None) -> bool:
-    """Return whether a list of versions contains the other list. A further package does not change figures."""
+    """Return whether a list of versions contains the other list.
+
+    A further package does not change figures.
+    """
     here, other = (set(text.split(", ")) if text else set() for text in (versions, others))
     return bool(here and other) and (here <= other or other <= here)
 
@@ -47,9 +50,10 @@ def _may_be_had_now(record: dict[str, Any]) -> bool:
 
 
 def require_alike(file: Path, now: dict[str, Any]) -> None:
-    """Check that new measurements have the setting of an earlier result, so that they can be compared.
+    """Check that new measurements have the setting of an earlier result.
 
-    The versions may differ in packages that only one side has, because a package may have been installed since.
+    Only then can they be compared. The versions may differ in packages that only one side has, because a package may
+    have been installed since.
 
     Args:
       file: the earlier result.
@@ -73,7 +77,7 @@ def require_alike(file: Path, now: dict[str, Any]) -> None:
 
 
 def joined(environments: list[dict[str, str]]) -> dict[str, str]:
-    """Return the devices, versions and commands of all measurements, and the newest date.
+    """Return the devices, versions, commands and newest date of measurements.
 
     Different texts are joined with semicolons.
     """
@@ -86,7 +90,9 @@ def joined(environments: list[dict[str, str]]) -> dict[str, str]:
 
 
 class Clock:
-    """The time limit of a command. Measurements that do not fit are left to the next command.
+    """The time limit of a command.
+
+    Measurements that do not fit are left to the next command.
 
     Attributes:
       unfinished: whether a measurement was left to the next command.
@@ -104,7 +110,9 @@ class Clock:
 
 
 class Kept:
-    """The measurements in a run folder. Each is in a file, and is not made again if the file exists.
+    """The measurements in a run folder.
+
+    Each is in a file, and is not made again if the file exists.
 
     Args:
       folder: the run folder.
@@ -124,7 +132,7 @@ class Kept:
         self.environments: list[dict[str, str]] = []
 
     def require_alike(self, pattern: str, **setting: Any) -> None:
-        """Check that the files of the folder that match ``pattern`` have the same setting.
+        """Check that the files that match ``pattern`` have the same setting.
 
         Raises:
           ValueError: a file has another setting, or is not a result of a run.

@@ -1,4 +1,7 @@
-"""The training loop of every script: start a run, or resume one from its last checkpoint."""
+"""The training loop of every script.
+
+It starts a run, or resumes a run from its last checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ _LENGTH = frozenset(("steps", "epochs"))
 
 
 def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str, Any]:
-    """Train as the scripts do, and return the summary of the run. See :func:`running`."""
+    """Train as the scripts do, and return the summary of the run.
+
+    See :func:`running`.
+    """
     with running(name, config, prepare) as run:
         for batch in run.batches():
             run.state, metrics = run.experiment.step(run.state, batch)
@@ -48,11 +54,12 @@ def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str,
 def running(
     name: str, config: C, prepare: Callable[[C], Experiment], largest_batch: Callable[[C], int] | None = None
 ) -> Iterator[Any]:
-    """Open a run in its folder, from its first step or its last checkpoint. The block loops over its batches.
+    """Open a run in its folder, from its first step or its last checkpoint.
 
-    When the block ends, the run is evaluated and ``run.summary`` has the results, unless SIGTERM stopped the run before
-    its last step. If the folder cannot be written to any more, the process ends with one line. If there are several
-    processes, all call this function. The first one makes the folder, writes to it and shows progress.
+    The block loops over its batches. When the block ends, the run is evaluated and ``run.summary`` has the results,
+    unless SIGTERM stopped the run before its last step. If the folder cannot be written to any more, the process ends
+    with one line. If there are several processes, all call this function. The first one makes the folder, writes to it
+    and shows progress.
 
     Args:
       name: the name of the experiment, for the run folder.
@@ -233,7 +240,9 @@ def require_same_data(checkpoint: Checkpoint, experiment: Experiment, seed: int)
 
 
 def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> dict[str, Any] | None:
-    """Return the summary of a run that has trained all its steps; None for a run that has not.
+    """Return the summary of a run that has trained all its steps.
+
+    The result is None for a run that has not.
 
     Raises:
       ValueError: the run has trained more steps than the flags ask for, or its summary is damaged.

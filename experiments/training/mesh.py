@@ -1,4 +1,4 @@
-"""Read the flag --mesh, and place batches and params on the devices of all processes."""
+"""Read the flag --mesh, and place arrays on the devices of all processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _ROWS = ("data", "fsdp")  # axes over which a batch is split
 
 
 def read(text: str | None) -> Mesh | None:
-    """Return the mesh of all devices that ``text`` describes; None without the flag and with a single process.
+    """Return the mesh of all devices that ``text`` describes.
 
-    Without the flag, several processes have the mesh ``data=N`` of all devices.
+    The result is None without the flag and with a single process. Without the flag, several processes have the mesh
+    ``data=N`` of all devices.
 
     Raises:
       ValueError: ``text`` does not describe a mesh, or the mesh does not have the number of devices.
@@ -49,7 +50,9 @@ def read(text: str | None) -> Mesh | None:
 
 
 def placing(config: Any) -> tuple[Mesh | None, Any]:
-    """Return the mesh of the flags and the function that puts a batch on it; None and None for one device.
+    """Return the mesh of the flags and the function that puts a batch on it.
+
+    Both are None for one device.
 
     Raises:
       ValueError: the mesh does not have the number of devices, or the devices do not divide a batch.
@@ -60,9 +63,10 @@ def placing(config: Any) -> tuple[Mesh | None, Any]:
 
 
 def sharding(mesh: Mesh | None, params: Any, rules: Mapping[str, PartitionSpec] | None = None) -> Sharding | None:
-    """Return the sharding of ``params``, arrays or shapes, on the mesh; None for one device.
+    """Return the sharding of ``params``, arrays or shapes, on the mesh.
 
-    ``rules`` maps patterns of params to their specs if the axis ``tensor`` is larger than 1.
+    The result is None for one device. ``rules`` maps patterns of params to their specs if the axis ``tensor`` is larger
+    than 1.
     """
     if mesh is None:
         return None
@@ -84,7 +88,9 @@ def require_rows(mesh: Mesh | None, batch_size: int, accumulate: int) -> None:
 
 
 def require_no_tensor(mesh: Mesh | None, model: str) -> None:
-    """Check that the axis ``tensor`` is 1, for a model without rules that split its products.
+    """Check that the axis ``tensor`` is 1.
+
+    Models without rules that split their products need this.
 
     Raises:
       ValueError: the axis is larger than 1.
@@ -113,7 +119,10 @@ def spread(mesh: Mesh, shape: tuple[int, ...], rows: Callable[[slice], np.ndarra
 
 
 def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """Place NumPy arrays, which every process must have, on the mesh according to the specs."""
+    """Place NumPy arrays on the mesh according to the specs.
+
+    Every process must have the whole arrays.
+    """
 
     def placed(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
@@ -122,9 +131,10 @@ def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def gathered(loss_fn: Callable[..., Any], sharding: Sharding | None) -> Callable[..., Any]:
-    """Return ``loss_fn`` for sharded params. It gathers the params over all axes but ``tensor`` first.
+    """Return ``loss_fn`` for sharded params.
 
-    Otherwise XLA moves activations between the devices in place of weights, which is about ten times as many bytes.
+    It gathers the params over all axes but ``tensor`` first. Otherwise XLA moves activations between the devices in
+    place of weights, which is about ten times as many bytes.
     """
     if sharding is None:
         return loss_fn

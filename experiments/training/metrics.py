@@ -1,4 +1,4 @@
-"""Compute metrics of a batch, and read them from the device without making it wait."""
+"""Compute metrics of a batch, and read them without making the device wait."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _STEPS_LATE = 8
 
 
 def accuracy(logits: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """Return the share of examples whose label has the largest logit, a float32 scalar.
+    """Return the share of examples whose label has the largest logit.
 
-    If n logits are tied for the largest, the example counts 1/n, the chance of a correct guess. Logits in half
-    precision are tied more often than in float32, and argmax, which takes the first one, would bias the result.
+    The result is a float32 scalar. If n logits are tied for the largest, the example counts 1/n, the chance of a
+    correct guess. Logits in half precision are tied more often than in float32, and argmax, which takes the first one,
+    would bias the result.
 
     Args:
       logits: float32 (batch, classes).

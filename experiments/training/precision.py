@@ -83,7 +83,7 @@ class Precision(NamedTuple):
         return "float32" if config.override or self.autocast else compute_dtype(self.policy).name
 
     def under_autocast(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the loss function as the train step runs it, under autocast if the flags say so."""
+        """Return the loss function, under autocast if the flags say so."""
         return jaxmp.autocast(loss_fn, **self.autocast) if self.autocast else loss_fn
 
     def description(self, origin: str) -> dict[str, str]:
@@ -150,7 +150,10 @@ def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: 
 
 
 def read_low_precision(inner: Any, low_precision: str, seed: int) -> Any:
-    """Wrap the optimizer ``inner`` for ``--low-precision``. With ``none``, ``inner`` is returned."""
+    """Wrap the optimizer ``inner`` for ``--low-precision``.
+
+    With ``none``, ``inner`` is returned.
+    """
     if low_precision == "none":
         return inner
     if low_precision in ("nearest", "kahan", "stochastic"):
@@ -159,7 +162,9 @@ def read_low_precision(inner: Any, low_precision: str, seed: int) -> Any:
 
 
 def require_matches(experiment: Any) -> None:
-    """Trace the evaluation step under autocast, so that an override that matches nothing is an error at once.
+    """Trace the evaluation step under autocast, to find unmatched overrides.
+
+    An override that matches nothing is then an error at once.
 
     Raises:
       ValueError: an override matches nothing.
@@ -169,9 +174,10 @@ def require_matches(experiment: Any) -> None:
 
 
 def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable[..., Any], Any]]) -> list[Any]:
-    """Return autocast's arguments for each of several loss functions, with the overrides that match in it.
+    """Return autocast's arguments for each of several loss functions.
 
-    The functions may call different methods of a model, whose operations have different paths.
+    Each gets the overrides that match in it. The functions may call different methods of a model, whose operations have
+    different paths.
 
     Args:
       autocast: the result of :func:`read_autocast`.
@@ -196,15 +202,18 @@ def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable
 
 
 def compute_dtype(policy: Any) -> Any:
-    """Return the compute dtype of a policy. For a PolicyMap, it is that of the root policy."""
+    """Return the compute dtype of a policy.
+
+    For a PolicyMap, it is that of the root policy.
+    """
     return (policy.root if isinstance(policy, jaxmp.PolicyMap) else policy).compute_dtype
 
 
 def read_loss_scale(text: str) -> Any:
-    """Return the loss scale that ``text`` names, such as ``none``, ``static:4096``, ``dynamic`` or ``headroom``.
+    """Return the loss scale that ``text`` names.
 
-    Parameters of the loss scale follow after a colon, as in ``dynamic:loss_scale=1024,period=100``. The first needs no
-    name.
+    Examples are ``none``, ``static:4096``, ``dynamic`` and ``headroom``. Parameters of the loss scale follow after a
+    colon, as in ``dynamic:loss_scale=1024,period=100``. The first needs no name.
 
     Raises:
       ValueError: the kind or a parameter is unknown, or a value out of range.
@@ -231,7 +240,9 @@ def read_loss_scale(text: str) -> Any:
 
 
 def read_overrides(texts: tuple[str, ...]) -> dict[str, str]:
-    """Return ``PATTERN=POLICY`` texts as the overrides of :func:`jaxmp.linen.apply_policy`.
+    """Return ``PATTERN=POLICY`` texts as a dictionary of overrides.
+
+    It is an argument of :func:`jaxmp.linen.apply_policy`.
 
     Raises:
       ValueError: a text is not of this form.

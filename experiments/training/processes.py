@@ -1,9 +1,9 @@
-"""Run several processes of a job, which start and stop together, and all end if one of them ends or hangs.
+"""Run several processes of a job, which start and stop together.
 
-``jax.distributed`` connects the processes. SLURM or Kubernetes starts them, and restarts all when one of them has
-ended. JAX notices a process that ends after at most ``HEARTBEAT_S`` and ends the others. JAX does not notice a process
-that hangs, so each process has a watchdog, which ends it if it makes no step for some time. An error before the first
-step, such as missing data on one machine, is raised in all processes.
+All of them end if one of them ends or hangs. ``jax.distributed`` connects the processes. SLURM or Kubernetes starts
+them, and restarts all when one of them has ended. JAX notices a process that ends after at most ``HEARTBEAT_S`` and
+ends the others. JAX does not notice a process that hangs, so each process has a watchdog, which ends it if it makes no
+step for some time. An error before the first step, such as missing data on one machine, is raised in all processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 
 
 def start(config: Any) -> None:
-    """Connect to the other processes, if the flags or the environment say that there are others.
+    """Connect to the other processes, if there are any.
+
+    The flags or the environment say so.
 
     Raises:
       ValueError: a flag is missing or out of range, or not all processes started in time.
@@ -168,7 +170,9 @@ def together(make: Callable[[], T], *, first_before: bool = False) -> T:
 
 
 def folder_of_first(make: Callable[[], Path]) -> Path:
-    """Return the folder that ``make`` returns on the first process. All processes must share its disk.
+    """Return the folder that ``make`` returns on the first process.
+
+    All processes must share its disk.
 
     Raises:
       ValueError: ``make`` raised, or a process does not see the files that the first one writes there.
@@ -225,9 +229,9 @@ def _code() -> str:
 
 
 def asked_to_stop(step: int) -> bool:
-    """Return whether all processes must stop after this step, because one of them received SIGTERM.
+    """Return whether all processes must stop after this step.
 
-    Every process must call this after every step.
+    They must if one of them received SIGTERM. Every process must call this after every step.
 
     Args:
       step: the number of steps that this process has trained.
@@ -239,10 +243,11 @@ def asked_to_stop(step: int) -> bool:
 
 
 class Watchdog:
-    """Ends the process and prints the stacks of all its threads, if :meth:`alive` is not called in time.
+    """Ends the process if :meth:`alive` is not called in time.
 
-    A thread prints the problem and the remedy. It cannot run if the process hangs while it holds Python's lock. Then
-    the thread of ``faulthandler``, which needs no lock, ends the process two seconds later.
+    It prints the stacks of all threads. A thread prints the problem and the remedy. It cannot run if the process hangs
+    while it holds Python's lock. Then the thread of ``faulthandler``, which needs no lock, ends the process two seconds
+    later.
     """
 
     def __init__(self, seconds: int) -> None:
@@ -286,7 +291,10 @@ def watch(seconds: int) -> None:
 
 
 def alive(times: int = 1) -> None:
-    """Restart the timer of the watchdog, if there is one. The next call may take ``times`` as long as a step."""
+    """Restart the timer of the watchdog, if there is one.
+
+    The next call may take ``times`` as long as a step.
+    """
     if _watchdog:
         _watchdog.alive(times)
 
@@ -295,7 +303,10 @@ def alive(times: int = 1) -> None:
 
 
 def end() -> None:
-    """Wait until all processes are done, because the first one still draws and writes after the others."""
+    """Wait until all processes are done.
+
+    The first one still draws and writes after the others.
+    """
     if several():
         alive(LONG)
         wait()
@@ -304,10 +315,10 @@ def end() -> None:
 
 
 def leave(code: int) -> None:
-    """End this process after an error, without a shutdown in which it would wait for the other processes.
+    """End this process after an error, without a shutdown.
 
-    It first waits a few seconds for the others, so that they can print their errors too. When the first process ends,
-    JAX ends the others.
+    In a shutdown it would wait for the other processes. It first waits a few seconds for the others, so that they can
+    print their errors too. When the first process ends, JAX ends the others.
     """
     if several():
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The folder of a run: make a new one, find the one to resume, and lock it against other processes."""
+"""The folder of a run: make one, find the one to resume, and lock it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_folder(name: str, folder: Path | None) -> Path:
 
 @contextmanager
 def _told_of_folder(folder: Path, rule: str, remedy: str) -> Iterator[None]:
-    """Turn an error of the operating system into one that names the folder and the reason."""
+    """Turn an error of the operating system into one that names the folder."""
     try:
         yield
     except OSError as error:
@@ -49,7 +49,9 @@ def _told_of_folder(folder: Path, rule: str, remedy: str) -> Iterator[None]:
 
 
 def folder_to_resume(name: str, folder: Path | None) -> Path:
-    """Return the folder of the run to resume: ``folder``, or that of the newest run of the experiment.
+    """Return the folder of the run to resume.
+
+    It is ``folder``, or that of the newest run of the experiment.
 
     Raises:
       ValueError: there is no such run.

@@ -1,6 +1,7 @@
-"""Write a run's folder and show its progress, without waiting for the device after each step.
+"""Write a run's folder and show its progress.
 
-The folder has the config, metrics, curves, checkpoints and summary.
+The run does not wait for the device after each step. The folder has the config, metrics, curves, checkpoints and
+summary.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Run:
                 self._checkpoints.__exit__(kind, *args)
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the batches of the remaining steps, and measure how long the run waits for them."""
+        """Yield the batches of the remaining steps, and measure the wait for them."""
         batches = self.experiment.train_batches(self._config.seed, self._start)
         while self._step < self.experiment.steps and not self.stopped:
             self._step += 1
@@ -169,7 +170,7 @@ class Run:
             return jax.block_until_ready(self._watch.step(self._step, state, batch))
 
     def log(self, metrics: dict[str, jax.Array]) -> None:
-        """Take a step's metrics, which are still on the device, and write those of earlier steps.
+        """Take a step's metrics from the device, and write those of earlier steps.
 
         Evaluate and save if it is time: every ``--evaluate-every`` and ``--checkpoint-every`` steps, and after the last
         step. After SIGTERM the step is saved too.
@@ -203,7 +204,10 @@ class Run:
         return self._step == self.experiment.steps or (every > 0 and self._step % every == 0)
 
     def log_evaluation(self, state: jaxmp.TrainState) -> None:
-        """Evaluate on the held-out examples and write the metrics. The time does not count as training."""
+        """Evaluate on the held-out examples and write the metrics.
+
+        The time does not count as training.
+        """
         with self._pause():
             self._test = self.experiment.evaluate(state)
             self._write({"step": self._step, "split": "test", **self._test})
@@ -211,7 +215,10 @@ class Run:
                 self._board.add_scalar(f"test/{tag}", value, self._step)
 
     def save(self, state: jaxmp.TrainState) -> None:
-        """Begin to write a checkpoint. The time that the run waits for it does not count as training."""
+        """Begin to write a checkpoint.
+
+        The time that the run waits for it does not count as training.
+        """
         assert self._checkpoints is not None
         waited = self._paused_s
         with self._pause():
@@ -303,7 +310,10 @@ class Run:
             )
 
     def _open(self, size: int) -> TextIO:
-        """Open the file of metrics, truncated to ``size`` bytes (up to the checkpoint), and read these rows."""
+        """Open the file of metrics, truncated to ``size`` bytes, and read its rows.
+
+        The size is that at the checkpoint.
+        """
         if not self._writes:
             return open(os.devnull, "w")
         path = self.folder / "metrics.csv"
@@ -330,7 +340,10 @@ class Run:
 
 
 def _readable(text: str) -> str:
-    """Replace control characters, which a model may write, because they would control the terminal."""
+    """Replace control characters, which would control the terminal.
+
+    A model may write such characters.
+    """
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

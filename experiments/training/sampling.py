@@ -75,7 +75,10 @@ def _run(
 
 
 def choose(key: jax.Array, logits: jax.Array, temperature: float, top_k: int) -> jax.Array:
-    """Draw a token from the softmax of the ``top_k`` largest ``logits``, float32 (vocabulary,)."""
+    """Draw a token from the softmax of the ``top_k`` largest logits.
+
+    The logits are float32 (vocabulary,).
+    """
     if temperature == 0:
         return jnp.argmax(logits)
     if 0 < top_k < len(logits):

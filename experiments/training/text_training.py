@@ -102,7 +102,7 @@ class TextTraining(TextFlags, cli.Training):
 
 
 def settled(config: Any, model: str) -> Any:
-    """Return the flags with the defaults of the model and device in place of those that were not given."""
+    """Fill in the defaults of the model and device for flags that were not given."""
     defaults = DEFAULTS[model]["gpu" if jax.default_backend() == "gpu" else "cpu"]
     return dataclasses.replace(
         config, **{name: value for name, value in defaults.items() if getattr(config, name) is None}
@@ -150,12 +150,15 @@ def load(config: Any) -> Text:
 
 
 def split_remat(remat: str) -> tuple[Any, str]:
-    """Split the flag ``--remat`` into the remat of the blocks and the remat of the step."""
+    """Split the flag ``--remat`` into that of the blocks and that of the step."""
     return (remat, "none") if remat in get_args(Remat) else ("none", remat)
 
 
 def adamw(config: Any) -> optax.GradientTransformation:
-    """Return AdamW with the usual settings for transformers. The flags must come from :func:`settled`."""
+    """Return AdamW with the usual settings for transformers.
+
+    The flags must come from :func:`settled`.
+    """
     learning_rate: Any = config.learning_rate
     if config.schedule == "cosine":
         rise = max(1, config.steps // 20)
@@ -204,7 +207,9 @@ class Task(NamedTuple):
 
 
 def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequence[str]) -> dict[str, PartitionSpec]:
-    """Return the specs with which the axis ``tensor`` splits pairs of layers: by columns, then by rows.
+    """Return the specs with which the axis ``tensor`` splits pairs of layers.
+
+    The first layer is split by columns, the second by rows.
 
     Args:
       first: the names of the first layers of the pairs.
@@ -279,7 +284,10 @@ class Setup:
         return jaxmp.TrainState.create_sharded(lambda: self.init_params(seed), self.tx, self.sharding, **self.fields)
 
     def closing(self, state: jaxmp.TrainState, test: dict[str, float]) -> Closing:
-        """Save the trained params to ``--save-weights``, and return the task's numbers and texts."""
+        """Save the trained params, and return the task's numbers and texts.
+
+        The file is ``--save-weights``.
+        """
         params = state.params
         if state.ema_params is not None:
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
@@ -290,7 +298,7 @@ class Setup:
         return self.task.closing(self.model, params, test)
 
     def experiment(self, step: Any, eval_step: Any, origin: str) -> Experiment:
-        """Return the experiment with its train step, its evaluation step and data from ``origin``."""
+        """Return the experiment with its steps and with data from ``origin``."""
         return Experiment(
             loss_fn=jaxmp.autocast(self.loss_fn, **self.autocast) if self.autocast else self.loss_fn,
             step=step,

@@ -1,4 +1,7 @@
-"""The flags --watch and --tensorboard: write the counts of watched steps to the run folder."""
+"""The flags --watch and --tensorboard.
+
+The counts of watched steps are written to the run folder.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,16 @@ class Watching:
         self._path.write_text("".join(f"{json.dumps(row)}\n" for row in before if row["step"] <= start))
 
     def log(self, step: int, metrics: dict[str, jax.Array], board: Any) -> None:
-        """Take a step's metrics, and write the watched steps that the device has finished."""
+        """Take a step's metrics, and write the finished watched steps."""
         if step % self.step.every == 0:
             self._metrics[step] = metrics
         self.write(board, wait=False)
 
     def write(self, board: Any, wait: bool = True) -> None:
-        """Write the watched steps that the device has finished. With ``wait``, wait for all of them."""
+        """Write the watched steps that the device has finished.
+
+        With ``wait``, wait for all of them.
+        """
         for step, numerics in self.step.take(wait).items():
             metrics = self._metrics.pop(step, None)
             if metrics is None:  # the run was stopped before it logged the step
@@ -50,7 +56,9 @@ class Watching:
 
 
 def tensorboard(folder: Path, start: int = 0) -> Any:
-    """Return a writer for TensorBoard. It removes what an earlier process wrote after the step ``start``.
+    """Return a writer for TensorBoard.
+
+    It removes what an earlier process wrote after the step ``start``.
 
     Raises:
       ValueError: no package with a writer is installed.

@@ -36,7 +36,7 @@ Variants = dict[tuple[str, str], list[Record]]
 
 
 def outcome(metrics: Path, summary: dict[str, Any], failure: str, steps: int) -> Record:
-    """Return the curves and the result of a run, from its ``metrics.csv`` and its summary."""
+    """Return the curves and the result of a run, from its files."""
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
     train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
@@ -64,7 +64,10 @@ def _curve(rows: list[dict[str, str]], points: int) -> dict[str, list[float]]:
 
 
 def by_variant(recorded: list[Record]) -> dict[str, Variants]:
-    """Group the records by task, then by policy and loss scale. The order of the records is kept."""
+    """Group the records by task, then by policy and loss scale.
+
+    The order of the records is kept.
+    """
     tasks: dict[str, Variants] = {}
     for record in recorded:
         tasks.setdefault(record["task"], {}).setdefault((record["policy"], record["loss_scale"]), []).append(record)
@@ -72,7 +75,10 @@ def by_variant(recorded: list[Record]) -> dict[str, Variants]:
 
 
 def differences(task: str, runs: list[Record], baseline: list[Record]) -> list[float]:
-    """Return the differences to float32 by seed: points of accuracy, or % of the loss."""
+    """Return the differences to float32 by seed.
+
+    They are points of accuracy, or % of the loss.
+    """
     reference = {run["seed"]: run["final"] for run in baseline}
     pairs = [(run["final"], reference[run["seed"]]) for run in runs if run["seed"] in reference]
     if METRICS[task] == "accuracy":
@@ -115,7 +121,7 @@ def title(runs: list[Record]) -> str:
 
 
 def _most(name: str) -> float:
-    """Return by how many percent the loss under a policy may be higher than the baseline's.
+    """Return how many percent the loss may be above the baseline's.
 
     The limit is lower for float8 products and for params without float32 copies.
     """
@@ -185,7 +191,10 @@ def write(recorded: list[Record], folder: Path) -> None:
 
 
 def pictures(task: str, variants: Variants) -> tuple[plots.Panel, plots.Panel]:
-    """Draw each policy's held-out metric and its difference to float32: the mean and the range over the seeds."""
+    """Draw each policy's held-out metric and its difference to float32.
+
+    Both are drawn as the mean and the range over the seeds.
+    """
     metric, baseline = METRICS[task], variants.get(BASELINE, [])
     held_out = {label(*variant): _range([run["final"][metric] for run in runs]) for variant, runs in variants.items()}
     far = {label(*variant): _range(differences(task, runs, baseline)) for variant, runs in variants.items()}

@@ -81,7 +81,7 @@ def goals(result: dict[str, Any], torch: float | None = None, float32: float | N
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Return a sentence for each goal, and figures without a goal that help to explain them."""
+    """Return a sentence for each goal, and figures that help to explain the goals."""
     rows, lines = result["variants"], [goal.sentence() for goal in goals(result)]
     if (half := rows.get("jaxmp-bf16")) and (auto := rows.get("autocast-bf16")):
         same = auto["products"] == half["products"]

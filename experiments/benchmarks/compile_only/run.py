@@ -1,4 +1,6 @@
-"""Memory, products, kernels and bytes of whole train steps, compiled for a GPU that is not attached.
+"""Memory, products, kernels and bytes of train steps on an absent GPU.
+
+The steps are compiled for a GPU that is not attached.
 
 python -m experiments.benchmarks.compile_only --models gpt2
 

@@ -74,7 +74,7 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main(config: Any) -> list[dict[str, Any]]:
-    """Compile ``--sizes`` in ``--ways`` for each ``--topology``, and write sharded.md and sharded.json."""
+    """Compile all sizes and ways for each topology, and write the results."""
     with cli.bad_values_end_it():
         target = targets.target_of(config.target)
         meshes = {

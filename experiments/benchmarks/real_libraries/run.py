@@ -92,7 +92,10 @@ def measure(program: Program, halves: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _drawn(params: Any, seed: int) -> Any:
-    """Return the params with noise of a twentieth of each array's size. Seed 0 returns them unchanged."""
+    """Return the params with noise of a twentieth of each array's size.
+
+    Seed 0 returns them unchanged.
+    """
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     moved = [
@@ -103,7 +106,10 @@ def _drawn(params: Any, seed: int) -> Any:
 
 
 def _errors(fun: Callable[..., Any], draws: Sequence[Any], exact: Sequence[Results]) -> list[float]:
-    """Return the errors of the value and of the gradient, each the median over all draws of the params."""
+    """Return the errors of the value and of the gradient.
+
+    Each is the median over all draws of the params.
+    """
     try:
         results = _computed(fun, draws)
     except jax.errors.JaxRuntimeError:  # the program itself raised an error, as a solver may
@@ -176,7 +182,10 @@ def main(config: Config) -> dict[str, Any]:
 
 
 def _rows_of(part: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a stopped run if it had the same versions and half formats, else no rows."""
+    """Return the rows of a stopped run.
+
+    The result is empty if the run had other versions or half formats.
+    """
     stopped = json.loads(part.read_text()) if part.is_file() else {}
     if stopped.get("setting") != setting:
         return []

@@ -22,9 +22,9 @@ Rule = Callable[[Any, Sequence[Any]], tuple[Sequence[Any], Round | None]]
 
 
 def half_products(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
-    """Return ``fun`` with the operands of products rounded to ``half``. This is the rule T.
+    """Return ``fun`` with the operands of products rounded to ``half``.
 
-    Products are accumulated in float32, and everything else is float32.
+    This is the rule T. Products are accumulated in float32, and everything else is float32.
     """
     to_half = _rounding(half)
 
@@ -37,7 +37,10 @@ def half_products(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
 
 
 def half_everything(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
-    """Return ``fun`` with all operands and results of equations rounded to ``half``. This is the rule N."""
+    """Return ``fun`` with all operands and results of equations rounded to ``half``.
+
+    This is the rule N.
+    """
     to_half = _rounding(half)
 
     def rule(eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], Round | None]:

@@ -1,1 +1,1 @@
-"""Code that benchmarks share: common flags, the record of a result, and the train steps of each library."""
+"""Code that benchmarks share: flags, records of results, and train steps."""

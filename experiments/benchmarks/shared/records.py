@@ -102,7 +102,7 @@ def check(config: Config, **least: float) -> None:
 
 
 def folder_of(name: str, config: Config, **least: float) -> Path:
-    """Check the flags with :func:`check`, and return the run folder, which exists then."""
+    """Check the flags, and return the run folder, which exists then."""
     check(config, **least)
     return run_folder(name, config.run_dir)
 
@@ -119,7 +119,9 @@ def record(
     panels: Sequence[Sequence[plots.Panel]] = (),
     caption: str = "",
 ) -> None:
-    """Write a result to NAME.md, NAME.json and, if there are panels, NAME.png, and print its tables.
+    """Write a result to NAME.md and NAME.json, and print its tables.
+
+    If there are panels, draw NAME.png too.
 
     Args:
       folder: the run folder.

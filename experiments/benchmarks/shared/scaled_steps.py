@@ -1,4 +1,4 @@
-"""Build a full train step without loss scaling, and with the loss scaling of each library.
+"""Build a train step without loss scaling, and with that of each library.
 
 Each library is used as its documentation says. Every function takes a loss function (see
 :data:`experiments.models.workloads.LossFn`), an optimizer and ``init(key) -> (params, model state)``. It returns
@@ -87,7 +87,10 @@ def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> t
 
 
 def with_flax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
-    """Return a step with Flax's ``DynamicScale``, as in its docstring and in Flax's ImageNet example."""
+    """Return a step with Flax's ``DynamicScale``.
+
+    It is used as in its docstring and in Flax's ImageNet example.
+    """
     inner_start, _ = no_scaling(loss_fn, tx, init)
 
     def step(state: Any, batch: Any) -> Any:
@@ -103,5 +106,8 @@ def with_flax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> 
 
 
 def with_optax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
-    """Return a step with ``optax.apply_if_finite``: non-finite steps are skipped, the loss is not scaled."""
+    """Return a step with ``optax.apply_if_finite``.
+
+    Non-finite steps are skipped. The loss is not scaled.
+    """
     return no_scaling(loss_fn, optax.apply_if_finite(tx, max_consecutive_errors=25), init)

@@ -12,10 +12,11 @@ from experiments.report.goals import Goal, saved, share
 
 
 class Limits(NamedTuple):
-    """The goals of a model: upper limits of ratios, lower limits of speed-ups and of the memory saved.
+    """The goals of a model.
 
-    Times and peaks are relative to the fastest half-precision row of torch.compile AMP. The memory saved is compared
-    with float32 by hand. ``remat_memory`` is None for ResNet-50.
+    They are upper limits of ratios, and lower limits of speed-ups and of the memory saved. Times and peaks are relative
+    to the fastest half-precision row of torch.compile AMP. The memory saved is compared with float32 by hand.
+    ``remat_memory`` is None for ResNet-50.
     """
 
     time: float
@@ -51,7 +52,10 @@ RECORDED = {"resnet50": Recorded(10_908, 23_559), "bert": Recorded(13_938, 51_17
 
 
 def goals(results: Results) -> list[Goal]:
-    """Return the goals of the model. They hold for the full sizes on a GPU. Figures not measured are None."""
+    """Return the goals of the model.
+
+    They hold for the full sizes on a GPU. Figures not measured are None.
+    """
     limits = LIMITS[results.about["model"]]
     ours = results.fastest("train", "jaxmp-bf16", "jaxmp-fp16") or "jaxmp-bf16"
     torch = results.reference("train") or ""  # an empty name has no figures

@@ -1,4 +1,4 @@
-"""Build the train steps and forward passes of benchmarks.train_step that run in JAX.
+"""Build the train steps and forward passes that run in JAX.
 
 Each is written as users of the library write it:
 
@@ -37,14 +37,18 @@ HALF = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Return clipping by the global norm followed by AdamW. Every row has this optimizer, torch's rows too."""
+    """Return clipping by the global norm followed by AdamW.
+
+    Every row has this optimizer, torch's rows too.
+    """
     return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY))
 
 
 def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
-    """Return ``start() -> state`` and ``step(state, batch) -> (state, loss)`` of a row.
+    """Return the functions ``start`` and ``step`` of a row.
 
-    The step is not jitted, and its state may be donated.
+    They are ``start() -> state`` and ``step(state, batch) -> (state, loss)``. The step is not jitted, and its state may
+    be donated.
     """
     tx = optimizer()
     if row.library in ("jaxmp", "autocast"):
@@ -121,7 +125,7 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
 
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:
-    """Return the FLOPs of a train step's products by dtype, including those of attention.
+    """Return the FLOPs of a train step's products by dtype.
 
     They are counted with the portable attention, because a fused kernel hides its products.
     """
@@ -132,10 +136,11 @@ def step_flops(case: Workload, row: Row) -> dict[str, int]:
 
 @functools.cache
 def model_flops(case: Workload) -> int:
-    """Return the FLOPs of a step by convention: three times those of the forward pass's products.
+    """Return the FLOPs of a step by convention.
 
-    Attention counts with its masked half, as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The padding
-    of the vocabulary counts. Recomputation by remat does not count.
+    They are three times those of the forward pass's products. Attention counts with its masked half, as in PaLM
+    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The padding of the vocabulary counts. Recomputation by remat
+    does not count.
     """
     model = by_hand.build(case)
     params, model_state = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
@@ -144,7 +149,7 @@ def model_flops(case: Workload) -> int:
 
 
 class Made:
-    """A step of ``jaxmp.make_train_step`` that returns the loss in place of the metrics.
+    """A step of ``jaxmp.make_train_step`` that returns the loss, not the metrics.
 
     Attributes:
       train: the step of ``make_train_step``.

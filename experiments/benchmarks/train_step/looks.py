@@ -1,4 +1,4 @@
-"""The measurements of ``--look``: small widths and depths, a busy host, and which rows run."""
+"""The measurements of ``--look``: widths, depths, a busy host, rows that run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def _points(case: Workload, config: Config, value: str, progress: Progress) -> dict[str, Any]:
-    """Measure the train step at a width or depth, or with idle and busy cores in alternating blocks of rounds."""
+    """Measure the train step at a width or depth, or with idle and busy cores.
+
+    Idle and busy cores alternate in blocks of rounds.
+    """
     chosen = rows_of(case.name, config.rows or {"busy": BUSY_ROWS, "run": ()}.get(config.look, SWEEP_ROWS))
     errors = {key: f"{turns.LACKS}{row.missing}" for key, row in chosen.items() if row.missing}
     there = {key: row for key, row in chosen.items() if not row.missing}

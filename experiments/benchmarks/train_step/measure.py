@@ -1,4 +1,4 @@
-"""Measure a row alone in its process, and prepare all rows of a model to take turns."""
+"""Measure a row alone in its process, and prepare rows to take turns."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from experiments.report.progress import Progress
 
 
 def prepare(case: Workload, row: Row, which: Pass) -> Prepared:
-    """Compile a row's train step or forward pass, and put its state and its batch on the device."""
+    """Compile a row's step or forward pass, and put its arrays on the device."""
     return (_torch_steps() if row.torch else jax_steps).prepare(case, row, which, case.random_batch())
 
 
 def start_anew(rows: Iterable[Row]) -> None:
-    """Free the memory of rows that have had their turns, before ``rows`` are prepared."""
+    """Free the memory of earlier rows, before ``rows`` are prepared."""
     gc.collect()
     if any(row.torch for row in rows):
         _torch_steps().start_anew()
@@ -93,10 +93,10 @@ def alone(case: Workload, row: Row, passes: Iterable[Pass], seconds: float) -> d
 def prepare_all(
     case: Workload, rows: Mapping[str, Row], which: Pass, progress: Progress
 ) -> tuple[dict[str, Prepared], dict[str, str]]:
-    """Prepare all rows to take turns in this process. Return the prepared rows, and the errors of the others.
+    """Prepare all rows to take turns in this process.
 
-    The rows with the largest temporaries are prepared first, so that later rows can reuse the memory of these
-    temporaries.
+    Return the prepared rows, and the errors of the others. The rows with the largest temporaries are prepared first, so
+    that later rows can reuse the memory of these temporaries.
     """
     start_anew(rows.values())
     order = {"fp32": 0, "tf32": 1}

@@ -1,4 +1,4 @@
-"""Write the tables, the goals and the picture of a run folder of benchmarks.train_step."""
+"""Write the tables, the goals and the picture of a run folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ EXPLANATION = (
 
 
 def table(results: Results, which: Pass) -> Table:
-    """Return a table with a row for each of ``ROWS``: its figures, or the reason why it has none."""
+    """Return a table with a row for each of ``ROWS``.
+
+    A row without figures has the reason.
+    """
     columns = tuple(column.format(unit=results.about["unit"]) for column in COLUMNS)
     rows = []
     for key, row in rows_of(results.about["model"]).items():
@@ -98,7 +101,10 @@ def write(folder: Path) -> dict[str, Results]:
 
 
 def pictures(results: Results) -> tuple[plots.Panel, plots.Panel]:
-    """Draw each row's milliseconds and peak memory. jaxmp, other JAX code and torch have different colours."""
+    """Draw each row's milliseconds and peak memory.
+
+    jaxmp, other JAX code and torch have different colours.
+    """
     keys = [key for key in rows_of(results.about["model"]) if results.figures("train", key)]
     rows = [ROWS[key] for key in keys]
     colors = [

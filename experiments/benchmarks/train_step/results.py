@@ -38,7 +38,10 @@ class Results:
         return [which for which in get_args(Pass) if which in passes]
 
     def figures(self, which: Pass, row: str) -> dict[str, Any]:
-        """Return the figures of a row's pass, from its separate process and from the newest rounds."""
+        """Return the figures of a row's pass.
+
+        They come from its separate process and from the newest rounds.
+        """
         alone = self.alone.get(row, {})
         figures = {**alone.get(which, {}), **({"error": alone["error"]} if "error" in alone else {})}
         for turns in self.turns.get(which, []):
@@ -69,7 +72,10 @@ class Results:
         return figures.get("compiled_bytes") if figures.get("peak") is None else figures["peak"]
 
     def ratio(self, which: Pass, row: str, other: str) -> tuple[float, float, float] | None:
-        """Return the quartiles of the ratio of two rows' times in the same round, of the newest rounds with both."""
+        """Return the quartiles of the ratio of two rows' times in the same round.
+
+        The newest rounds that have both rows count.
+        """
         for turns in reversed(self.turns.get(which, [])):
             times, others = (turns.get(name, {}) for name in (row, other))
             a, b = times.get("milliseconds"), others.get("milliseconds")
@@ -83,11 +89,17 @@ class Results:
         return min(times, key=times.__getitem__) if times else None
 
     def reference(self, which: Pass) -> str | None:
-        """Return the fastest half-precision row of torch.compile; None if none has a time."""
+        """Return the fastest half-precision row of torch.compile.
+
+        The result is None if none has a time.
+        """
         return self.fastest(which, *REFERENCES)
 
     def utilisation(self, which: Pass, row: str) -> float | None:
-        """Return the model's FLOPs per second, as a share of the fastest product of the row's dtype."""
+        """Return the model's FLOPs per second as a share of the ceiling.
+
+        The ceiling is the fastest product of the row's dtype.
+        """
         best = self.ceiling.get("best", {}).get(ROWS[row].precision)
         figures = self.figures(which, row)
         if best is None or "ms" not in figures:

@@ -47,7 +47,10 @@ class Row:
 
     @property
     def missing(self) -> str | None:
-        """Return a package that the row needs and that is not installed; None if there is none."""
+        """Return a package that the row needs and that is not installed.
+
+        The result is None if there is none.
+        """
         wanted = [*["torch"] * self.torch, *[self.library] * (self.library in ("jmp", "torchao", "transformer_engine"))]
         return next((package for package in wanted if importlib.util.find_spec(package) is None), None)
 
@@ -89,7 +92,9 @@ ROWS: dict[str, Row] = {
 def rows_of(
     model: str, names: tuple[str, ...] = (), among: Iterable[str] = tuple(ROWS), flag: str = "--rows"
 ) -> dict[str, Row]:
-    """Return a model's rows in ``names``, or all its rows if ``names`` is empty, in the order of ``ROWS``.
+    """Return a model's rows in ``names``, in the order of ``ROWS``.
+
+    If ``names`` is empty, all rows of the model are returned.
 
     Raises:
       ValueError: a name is not in ``among``, the names that ``flag`` takes.

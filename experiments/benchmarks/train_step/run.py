@@ -1,4 +1,6 @@
-"""Measure a whole train step in mixed precision on one GPU: jaxmp, JAX by hand, jmp, flax and torch.
+"""Measure a whole train step in mixed precision on one GPU.
+
+The rows are jaxmp, JAX by hand, jmp, flax and torch.
 
 python -m experiments.benchmarks.train_step --run-dir runs/train_step
 
@@ -43,7 +45,9 @@ READY_SECONDS = 10.0
 
 
 class Measurement:
-    """The measurements of a command. Results that are in the folder already are not measured again.
+    """The measurements of a command.
+
+    Results that are in the folder already are not measured again.
 
     Args:
       config: the flags.
@@ -138,19 +142,28 @@ class Measurement:
         self.has.save(name, {**about, **figures}, sizes=sizes)
 
     def _known(self, case: Workload, key: str) -> dict[str, Any]:
-        """Return the figures of a row from its separate process, by pass, or the ``error`` of the process."""
+        """Return the figures of a row from its separate process, by pass.
+
+        If the process failed, its ``error`` is returned instead.
+        """
         record = self.has.read(f"alone-{case.name}-{key}")
         return {name: record[name] for name in ("train", "forward", "error") if name in record}
 
     def _not_yet(self, case: Workload, key: str, row: Row) -> list[Pass]:
-        """Return the passes that the flags ask for and that have no figures from the row's separate process."""
+        """Return the passes without figures that the flags ask for.
+
+        The figures are those from the row's separate process.
+        """
         known = self._known(case, key)
         passes: list[Pass] = [which for which in self.config.passes if which == "train" or row.forward]
         return [which for which in passes if "error" in known.get(which, {"error": ""})]
 
 
 def _to_try_again(tries: list[dict[str, Any]]) -> bool:
-    """Return whether a row without times failed for another reason than memory in the last try."""
+    """Return whether a row without times should be timed again.
+
+    It should if it failed for another reason than memory in the last try.
+    """
     timed = {key for rows in tries for key, row in rows.items() if "milliseconds" in row}
     failed = {key: row["error"] for key, row in tries[-1].items() if "error" in row and key not in timed}
     return any(not why.startswith(turns.OUT_OF_MEMORY) for why in failed.values())

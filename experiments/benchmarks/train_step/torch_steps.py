@@ -1,8 +1,8 @@
-"""Build the rows of benchmarks.train_step that run in torch, with its fastest settings for one GPU.
+"""Build the rows of benchmarks.train_step that run in torch.
 
-The settings are fused AdamW, gradients set to None, clipping by foreach, scaled dot-product attention, channels-last
-images, cuDNN's search for convolutions, inputs that stay on the device, and torch.compile around model and loss. This
-module needs torch.
+They have torch's fastest settings for one GPU. The settings are fused AdamW, gradients set to None, clipping by
+foreach, scaled dot-product attention, channels-last images, cuDNN's search for convolutions, inputs that stay on the
+device, and torch.compile around model and loss. This module needs torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Result:
-    """The result of a call. ``jax.block_until_ready`` waits for it, as for a JAX array."""
+    """The result of a call.
+
+    ``jax.block_until_ready`` waits for it, as for a JAX array.
+    """
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -73,7 +76,10 @@ def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callab
 
 
 def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
-    """Return the forward pass alone, in inference mode. The logits have the dtype of the products."""
+    """Return the forward pass alone, in inference mode.
+
+    The logits have the dtype of the products.
+    """
     model, (inputs, _) = _build(case, row).eval(), _on_device(case, batch)
     call = torch.compile(model, mode=row.mode, dynamic=False) if row.library != "torch" else model
 
@@ -86,9 +92,9 @@ def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[
 
 
 def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepared:
-    """Prepare blocks of GPT-2, or a layer of width × 4·width if ``blocks`` is 0, with gradients.
+    """Prepare blocks of GPT-2, or a single layer, with gradients.
 
-    The inputs are random numbers in bfloat16.
+    If ``blocks`` is 0, it is a layer of width × 4·width. The inputs are random numbers in bfloat16.
     """
     stack = [in_torch.Block(width, max(1, width // 64), causal=True) for _ in range(blocks)]
     model = torch.nn.Sequential(*(stack or [torch.nn.Linear(width, 4 * width, bias=False)]))
@@ -124,15 +130,18 @@ def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray])
 
 
 def peak() -> int | None:
-    """Return the peak of torch's bytes on the GPU since a row was last prepared; None without a GPU."""
+    """Return torch's peak bytes on the GPU since a row was last prepared.
+
+    The result is None without a GPU.
+    """
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def start_anew() -> None:
-    """Clear torch.compile's programs, and free unused memory. Steps prepared before cannot be called any more.
+    """Clear torch.compile's programs, and free unused memory.
 
-    torch.compile stops compiling a function after a few programs, even if they are for different models. So its
-    programs are cleared before the next model.
+    Steps prepared before cannot be called any more. torch.compile stops compiling a function after a few programs, even
+    if they are for different models. So its programs are cleared before the next model.
     """
     torch.compiler.reset()
     gc.collect()
@@ -164,6 +173,9 @@ def _autocast(row: Row) -> Iterator[None]:
 
 
 def _float32_products(row: Row) -> None:
-    """Set whether float32 products may use tensor cores. torch's switches are global, so every row sets them."""
+    """Set whether float32 products may use tensor cores.
+
+    torch's switches are global, so every row sets them.
+    """
     torch.set_float32_matmul_precision("highest" if row.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = row.precision != "fp32"
