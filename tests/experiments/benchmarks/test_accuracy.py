@@ -310,7 +310,7 @@ def test_what_cannot_be_or_is_damaged_ends_it_with_one_line(line, tmp_path, caps
     for changes, text in [
         ({"smoke": False, "run_dir": None}, "this benchmark needs a GPU, but JAX finds only cpu"),
         ({"steps": 5}, "must be comparable, but in .*/images-float32-seed0.json steps is 4 there and 5 here; "),
-        ({"smoke": False}, "/images-float32-seed0.json smoke is True there and False here; take the device, the"),
+        ({"smoke": False}, "/images-float32-seed0.json smoke is True there and False here; use the device, the"),
         ({"tasks": ("images", "gpt2"), "flags": (("slope=1",),)}, "got --tasks images gpt2; name one of them"),
         (
             {"run_dir": None, "flags": (("policy=O3",),)},

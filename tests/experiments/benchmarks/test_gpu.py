@@ -211,7 +211,7 @@ def test_a_folder_has_pieces_of_one_device_and_of_full_size_only_on_a_gpu(on, tm
     on(device="1 × another")
     with pytest.raises(SystemExit, match="2"):
         gpu.main(config)
-    assert "device is 1 × cpu there and 1 × another here; take the device" in capsys.readouterr().err
+    assert "device is 1 × cpu there and 1 × another here; use the device" in capsys.readouterr().err
 
 
 def test_pieces_are_listed_with_their_commands_and_what_they_want_that_is_not_here(capsys, monkeypatch, tmp_path):

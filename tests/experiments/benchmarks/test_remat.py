@@ -98,7 +98,7 @@ def test_a_folder_is_gone_on_with_in_the_same_setting_only(quick, tmp_path, monk
         with pytest.raises(SystemExit):
             remat.main(smoke(tmp_path, **changes))
         said = capsys.readouterr().err
-        assert re.search(rf"/gpt2-.*json {text}.*; take the device, .* or another --run-dir", said)
+        assert re.search(rf"/gpt2-.*json {text}.*; use the device, .* or another --run-dir", said)
         assert said.count("\n") == 1
     environment = remat.environment
     for name in ("device", "target"):
@@ -149,7 +149,7 @@ def test_a_batch_that_had_no_room_to_be_compiled_is_too_large_and_the_search_goe
 
 def test_a_compiler_that_breaks_or_says_nothing_is_told_in_words_and_ends_nothing(compiler):
     for needed, text in (
-        (None, "the compiler must tell how much memory a step takes, but this device's says nothing"),
+        (None, "the compiler must report how much memory a step needs, but this device's compiler does not"),
         (jax.errors.JaxRuntimeError("INTERNAL: ptxas died"), "JaxRuntimeError: INTERNAL: ptxas died"),
     ):
         compiler(lambda batch, needed=needed: needed)

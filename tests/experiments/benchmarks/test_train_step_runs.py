@@ -197,7 +197,7 @@ def test_a_folder_is_gone_on_with_in_the_same_setting_only(rows_alone, tmp_path,
     capsys.readouterr()
     for change, text in (
         ({"batch_size": 4}, "alone-gpt2-hand-bf16.json sizes is {'batch_size': 2, .* there and {'batch_size': 4, "),
-        ({"rounds": 3}, "rounds is 2 there and 3 here; take the device, the versions and the flags of that run, or"),
+        ({"rounds": 3}, "rounds is 2 there and 3 here; use the device, the versions and the flags of that run, or"),
         ({"block_ms": 2.0}, "block_ms is 1 there and 2.0 here"),
         ({"smoke": True}, "smoke is False there and True here"),
     ):
@@ -305,7 +305,7 @@ def test_a_sweep_that_is_cut_goes_on_with_the_widths_that_are_missing(quick, tmp
     assert kept.UNFINISHED not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         train_step.main(dataclasses.replace(config, rounds=3))
-    assert "rounds is 20 there and 3 here; take" in capsys.readouterr().err
+    assert "rounds is 20 there and 3 here; use" in capsys.readouterr().err
 
 
 def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():

@@ -92,7 +92,10 @@ def test_flags_that_contradict_each_other_are_an_error(prepare):
             {"autocast": True, "policy": "O2"},
             "--autocast takes one policy, got O2; name the exceptions with --override",
         ),
-        ({"autocast": True, "opt_level": "O2"}, "--opt-level O2 by module, got both; leave out one of them, or use"),
+        (
+            {"autocast": True, "opt_level": "O2"},
+            "--opt-level O2 for each module, got both; leave out one of them, or use",
+        ),
         ({"policy": "float32", **O1}, "got --opt-level O1 and --policy float32; leave out one of them"),
         ({"override": ("a=bfloat16",), **O1}, "computes in float32 or in float16, got 'a=bfloat16'; write 'a=float32'"),
         ({"override": ("**/Dens=float32",), **O1}, r"'\*\*/Dens' matched none; nearest paths: 'CNN/Dense_"),

@@ -120,7 +120,9 @@ def test_a_path_in_which_orbax_cannot_find_what_it_wrote_is_refused(tmp_path, mo
 
     monkeypatch.setattr(checkpoints, "_UNWRITABLE", "")
     folder = tmp_path / "a[1]"
-    with pytest.raises(OSError, match=r"be written to .*/a\[1\] \(.*/manifest.ocdbt was not written, without which"):
+    with pytest.raises(
+        OSError, match=r"be written to .*/a\[1\] \(.*/manifest.ocdbt was not written, and the checkpoint"
+    ):
         save(folder, state(), 1)
     assert not checkpoints.steps(folder) and not list(folder.rglob("checksums.sha256"))
 

@@ -162,7 +162,7 @@ def test_a_script_resumes_bit_for_bit(tmp_path, data_dir):
 def test_without_a_folder_it_is_the_newest_run_of_the_experiment(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = dataclasses.replace(run, run_dir=None)
-    ends_with(config, train, f"runs/ has none of {NAME}; give its folder with --run-dir, or start without", capsys)
+    ends_with(config, train, f"runs/ has no run of {NAME}; give its folder with --run-dir, or start without", capsys)
     for name in ("20260101-000000-2", "20260101-000000-10", "20251231-235959", "20260101-000000", "20260301-000000"):
         (tmp_path / "runs" / f"{NAME}-{name}").mkdir(parents=True)
     newest = tmp_path / "runs" / f"{NAME}-20260101-000000-10"  # the one of March has no config.json
