@@ -1,4 +1,4 @@
-"""Write the main table of the README.
+"""Write the main table of the README, on mixed precision on a GPU.
 
 It compares mixed precision for ResNet-50, BERT-Base and GPT-2 on a GPU. The figures come from the newest result of each
 kind in experiments/results:

@@ -1,4 +1,4 @@
-"""The accuracy benchmark in pieces and after interruptions, its goals, its tables and what it says when it cannot."""
+"""The accuracy benchmark: runs in pieces and after interruptions, goals, tables and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHECKPOINTS = "experiments.training.checkpoints"
 FLOAT32, HALF = ("float32", "none"), ("mixed_bfloat16", "none")
 
 
-# A task that trains in a moment: least squares.
+# A task that trains very fast: least squares.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def prepare_line(config):
 
 @pytest.fixture
 def line(monkeypatch):
-    """The benchmark with this task in place of the images, and the runs that it has prepared; nothing is drawn."""
+    """Replace the images by this task, draw nothing, and return the prepared runs."""
     prepared = []
     monkeypatch.setattr(plots, "curves", lambda *_: None)
     monkeypatch.setattr(plots, "panels", lambda *_: None)
@@ -118,7 +118,7 @@ def test_runs_in_pieces_give_what_all_at_once_give(line, tmp_path, capsys):
     line.clear()
     pieces = accuracy.main(smoke(tmp_path / "pieces"))
 
-    assert line == [("float32", "none"), ("bfloat16", "none")]  # the baseline's params, and the one run that is missing
+    assert line == [("float32", "none"), ("bfloat16", "none")]  # the baseline's params, and the missing run
     assert (tmp_path / "pieces/images-float32-seed1.json").stat().st_mtime_ns == before
     assert names(pieces) == names(whole) == [(p, seed) for p in ("float32", "bfloat16") for seed in (0, 1)]
     for own, other in zip(pieces, whole, strict=True):
@@ -177,7 +177,7 @@ def test_without_orbax_a_run_that_is_cut_begins_anew_and_finished_ones_stay(line
     assert "note: " not in capsys.readouterr().out
     config = smoke(tmp_path / "cut", seeds=(0,), minutes=8.0, steps=4)
     for name in [name for name in sys.modules if name.partition(".")[0] == "orbax"] + [CHECKPOINTS, "orbax"]:
-        monkeypatch.setitem(sys.modules, name, None)  # whoever imports it fails
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     calls = []
 
     def late(self, seconds=0.0):
@@ -196,12 +196,12 @@ def test_without_orbax_a_run_that_is_cut_begins_anew_and_finished_ones_stay(line
     (first,) = (tmp_path / "cut").glob("*-seed0.json")
     assert "float32" in first.name and not list(tmp_path.rglob("checkpoints"))
     written = first.stat().st_mtime_ns
-    (tmp_path / "cut/images-bfloat16-seed0/checkpoints/1").mkdir(parents=True)  # of a machine that has Orbax
+    (tmp_path / "cut/images-bfloat16-seed0/checkpoints/1").mkdir(parents=True)  # from a machine with Orbax
     resumed = accuracy.main(config)
     assert kept.UNFINISHED not in capsys.readouterr().out and first.stat().st_mtime_ns == written
     assert [(run["final"], run["train"]) for run in resumed] == [(run["final"], run["train"]) for run in whole]
     accuracy.main(config)
-    assert "Orbax" not in capsys.readouterr().out  # nothing is left to be cut
+    assert "Orbax" not in capsys.readouterr().out  # nothing is left to interrupt
 
 
 def test_a_run_that_breaks_is_told_and_the_others_go_on(line, tmp_path, monkeypatch, capsys):
@@ -254,7 +254,7 @@ def test_a_report_says_what_was_trained_where_and_how_and_alone_needs_no_device(
         assert f"- {name}: {records[0]['environment'][name]}" in text and f"- {name}: " in printed
     assert "- data: drawn at random" in text
     line.clear()
-    alone = smoke(tmp_path, seeds=(0,), smoke=False)  # in full size, too, where what is missing would need a GPU
+    alone = smoke(tmp_path, seeds=(0,), smoke=False)  # at full size too, where missing runs would need a GPU
     assert len(accuracy.main(alone)) == 2 and line == []
 
 
@@ -338,7 +338,7 @@ def test_what_cannot_be_or_is_damaged_ends_it_with_one_line(line, tmp_path, caps
     assert "images-float32-seed0.json is not a result of a run (it has no setting)" in capsys.readouterr().err
 
 
-# What known numbers say.
+# Goals and tables for known numbers.
 
 
 def record(task, policy, seed, final, **changes):

@@ -1,4 +1,4 @@
-"""The benchmarks of autocast and of the first step run, on code not prepared for them; docs/autocast.md runs."""
+"""The benchmarks of autocast and of the first step run on plain code, and the code of docs/autocast.md runs."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_varian
     assert list(model["variants"]) == list(autocast.VARIANTS)
     assert all(len(row["milliseconds"]) == 2 and row["bytes"] > 0 for row in model["variants"].values())
     losses = [row["loss"] for row in model["variants"].values()]
-    assert losses == pytest.approx([losses[0]] * 4, rel=0.05)  # all train alike
+    assert losses == pytest.approx([losses[0]] * 4, rel=0.05)  # all variants train in the same way
     markdown, printed = (tmp_path / "autocast.md").read_text(), capsys.readouterr().out
     for name in ("device", "versions", "date", "command"):
         assert f"- {name}: {result['environment'][name]}" in markdown

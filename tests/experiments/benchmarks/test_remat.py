@@ -1,4 +1,4 @@
-"""The remat benchmark: in pieces, its tables and goals, the largest batch, and what it says when it cannot."""
+"""The remat benchmark: runs in pieces, tables, the largest batch, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASE, ROW = workload("gpt2", SMOKE["gpt2"]), Row("none", "jaxmp", "bf16")
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Train steps in place of the models', whose temporaries grow with the batch; returns those asked for."""
+    """Replace the train steps by steps whose temporaries grow with the batch; return the steps asked for."""
     asked = []
 
     def train_step(case, row):
@@ -31,7 +31,7 @@ def steps(monkeypatch):
 
         def step(state, batch):
             x = batch["inputs"].astype(jnp.float32) * state
-            if row.remat == "none":  # as large as the batch, and needed whole
+            if row.remat == "none":  # as large as the batch, and needed at once
                 x = jnp.sort(jnp.tile(x, (1, 8)), axis=0)
             return state + x.mean(), x.sum()
 
@@ -44,7 +44,7 @@ def steps(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Steps of 1 kB a sequence: nothing is compiled."""
+    """Steps that need 1 kB per sequence, without compiling."""
     monkeypatch.setattr(remat, "step_bytes", lambda case, row, device=None: 1000 * case.sizes.batch_size)
     monkeypatch.setattr(remat.plots, "panels", lambda *_: None)
 
@@ -93,7 +93,7 @@ def test_a_folder_is_gone_on_with_in_the_same_setting_only(quick, tmp_path, monk
     for changes, text in (
         ({"batch_size": 4}, "sizes is {'batch_size': 2, .* there and {'batch_size': 4, "),
         ({"memory_limit": "2GB"}, "memory_limit is the device's there and 2GB here"),
-        ({"policies": ("mixed_bfloat16",), "layers": 1}, "sizes is .* there and "),  # of the same model
+        ({"policies": ("mixed_bfloat16",), "layers": 1}, "sizes is .* there and "),  # for the same model
     ):
         with pytest.raises(SystemExit):
             remat.main(smoke(tmp_path, **changes))
@@ -122,7 +122,7 @@ NO_MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while 
 
 @pytest.fixture
 def compiler(steps, monkeypatch):
-    """Puts a compiler in place of XLA that says ``needs(batch)`` bytes, or raises it; None says nothing."""
+    """Replace XLA by a compiler that reports ``needs(batch)`` bytes, or raises it; None reports nothing."""
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
 
     def says(needs):

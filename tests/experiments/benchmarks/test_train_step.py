@@ -1,4 +1,4 @@
-"""The rows of the benchmark of train steps are the same models, each in the precision that it names; its flags."""
+"""The rows of the train step benchmark have the same models in the precision of their name; its flags."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NAMES_IN_EXPERIMENTS = {
 
 
 def in_experiments(name, tree):
-    """Params by hand under the names of the models of the experiments."""
+    """Rename params by hand to the names in the models of the experiments."""
     flat = {}
     for key, value in flax.traverse_util.flatten_dict(tree, sep="/").items():
         new = key
@@ -102,9 +102,9 @@ def test_a_step_costs_three_times_the_products_of_the_forward_pass():
 # The rows.
 
 
-# float32 without a precision in its code is what the device makes of it: TF32 on a GPU.
+# float32 products without a precision have the device's default, which is TF32 on a GPU.
 DTYPES = {"bf16": {"bfloat16"}, "fp16": {"float16"}, "tf32": {"tensorfloat32"}, "fp32": {"float32"}}
-# The others differ from one of these in nothing but the dtype or the loss scale.
+# Each other row differs from one of these only in the dtype or the loss scale.
 ROWS_TRACED = ("jaxmp-bf16-remat", "flax-fp16", "jaxmp-tf32", "hand-tf32")
 
 

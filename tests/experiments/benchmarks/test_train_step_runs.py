@@ -1,4 +1,4 @@
-"""Runs of the benchmark of train steps, whole, cut and resumed, and its sweeps."""
+"""Runs of the train step benchmark: complete, interrupted and resumed, and its sweeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from experiments.training import kept
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
-# Runs. What compiles is replaced: what is timed are sleeps of nothing.
+# Runs. Compiling is replaced, and the timed steps do nothing.
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
     assert model["goals"] == ["The goals are for the full sizes, so they are not judged here."]
     assert set(written["ceiling"]["best"]) == {"fp32", "bf16", "fp16"}
     markdown, (printed, said) = (tmp_path / "train_step.md").read_text(), capsys.readouterr()
-    assert "RuntimeError: no such kernel\n" in said and "in prepare" in said  # where it was raised
+    assert "RuntimeError: no such kernel\n" in said and "in prepare" in said  # the traceback
     assert said.endswith("error: in a smoke test every row must run, but flax-fp16 did not; see above\n")
     for text in (
         "the train step",
@@ -80,7 +80,7 @@ def test_what_is_not_installed_says_so(quick, monkeypatch, tmp_path):
 
 @pytest.fixture
 def rows_alone(quick, monkeypatch, tmp_path):
-    """A run as on a GPU: what each process for a row alone finds, by default joules, and those that have begun."""
+    """A run as on a GPU, in which the figures of each row's process can be set; return the rows that started."""
     started, finds, now = [], {}, [0.0]
 
     def in_processes(commands):
@@ -118,14 +118,14 @@ def test_a_run_that_was_cut_goes_on_where_it_stopped(rows_alone, tmp_path, capsy
     assert started == [("gpt2", "jaxmp-bf16")] and not list(tmp_path.glob("together-*"))
     assert "the same command continues from here" in capsys.readouterr().out
     results = train_step.main(config)
-    assert started == [("gpt2", "jaxmp-bf16"), ("gpt2", "hand-bf16")]  # the first is not measured again
+    assert started == [("gpt2", "jaxmp-bf16"), ("gpt2", "hand-bf16")]  # the first row is not measured again
     assert results["gpt2"].ratio("train", "jaxmp-bf16", "hand-bf16") is not None
     (file,) = tmp_path.glob("together-*")
     before = file.stat().st_mtime_ns
     train_step.main(config)
     assert file.stat().st_mtime_ns == before and len(started) == 2
     train_step.main(dataclasses.replace(config, passes=("train", "forward"), rows=config.rows[:1]))
-    assert started[2:] == [("gpt2", "jaxmp-bf16")]  # for the forward pass, and the train step's figures stay
+    assert started[2:] == [("gpt2", "jaxmp-bf16")]  # for the forward pass; the figures of the train step stay
     assert set(json.loads((tmp_path / "alone-gpt2-jaxmp-bf16.json").read_text())) >= {"train", "forward"}
 
 
@@ -188,7 +188,7 @@ def test_a_second_try_comes_after_what_has_no_times_and_loses_none(rows_alone, m
     assert order == ["bert", "gpt2", "bert"]
     assert all("ms" in results["bert"].figures("train", row) for row in ("jaxmp-bf16", "hand-bf16"))
     train_step.main(dataclasses.replace(config, models=("bert",)))
-    assert order == ["bert", "gpt2", "bert"]  # each has times now
+    assert order == ["bert", "gpt2", "bert"]  # all rows have times now
 
 
 def test_a_folder_is_gone_on_with_in_the_same_setting_only(rows_alone, tmp_path, monkeypatch, capsys):
@@ -260,7 +260,7 @@ def test_a_real_row_runs_from_the_command_to_the_table(monkeypatch, tmp_path):
 
 
 def test_the_sweeps_say_where_half_precision_pays(quick, tmp_path, capsys, monkeypatch):
-    times = iter([2.0, 4.0, 2.0, 4.0])  # at the second value half is slower
+    times = iter([2.0, 4.0, 2.0, 4.0])  # at the second value half precision is slower
 
     def one_each(prepared, *_):
         half = next(times)
@@ -317,7 +317,7 @@ def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
 
     alone, beside = point("64", "jaxmp-bf16", "torch-fp32"), point("128", "jaxmp-bf16", "jaxmp-tf32")
     start, missing = "jaxmp, bf16: faster than jaxmp, TF32 by width:", "not measured at 64"
-    assert notes(alone) == (f"{start} {missing}",)  # and torch's float32 is not half
+    assert notes(alone) == (f"{start} {missing}",)  # torch's float32 row is not half precision
     assert notes(beside, alone) == (f"{start} 1.25× at 128, {missing}",)
 
 
@@ -386,7 +386,7 @@ def test_a_look_at_what_runs_names_the_rows_that_do_not_and_tries_them_again(qui
     )
     models = json.loads((tmp_path / "train_step_run.json").read_text())["models"]
     able = {name: sorted(model["points"][0]["milliseconds"]) for name, model in models.items()}
-    both = ["jaxmp-bf16", "jaxmp-bf16-remat"]  # remat is of transformers
+    both = ["jaxmp-bf16", "jaxmp-bf16-remat"]  # only transformers have remat
     assert able == {"resnet50": ["jaxmp-bf16"], "bert": both, "gpt2": both}
     assert models["resnet50"]["text"] == "ResNet of 1 blocks a stage, 2×32×32×3"
     prepared = []
@@ -394,4 +394,4 @@ def test_a_look_at_what_runs_names_the_rows_that_do_not_and_tries_them_again(qui
     train_step.main(config)
     assert len(prepared) == 8 and "every row must run" not in capsys.readouterr().err
     train_step.main(config)
-    assert len(prepared) == 8  # nothing is left
+    assert len(prepared) == 8  # nothing is left to do

@@ -1,4 +1,4 @@
-"""Archives of the stock sets that are damaged, empty or malicious: the file is named, and nothing is left behind."""
+"""Damaged, empty or malicious archives: the error names the file, and nothing is left behind."""
 
 from __future__ import annotations
 

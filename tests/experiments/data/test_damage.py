@@ -1,4 +1,4 @@
-"""A prepared set that was damaged afterwards: one line each."""
+"""A prepared data set that was damaged later: the error is one line."""
 
 from __future__ import annotations
 

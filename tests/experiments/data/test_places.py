@@ -1,4 +1,4 @@
-"""Where files of the stock sets are found, and that what is there and does not do is never passed over in silence."""
+"""Where files of TFDS's data sets are found, and that files that cannot be used are never ignored silently."""
 
 from __future__ import annotations
 

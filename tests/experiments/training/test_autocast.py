@@ -1,4 +1,4 @@
-"""``--opt-level O1`` and ``--autocast``: what runs in which dtype, what the summary says, and what cannot be."""
+"""``--opt-level O1`` and ``--autocast``: dtypes, the summary, and flags that do not go together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments import compare, image_classification, language_modeling
 from experiments.measure import flops
 from experiments.training.precision import read_autocast
 
-SOURCES = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # the whole library is read for seconds
+SOURCES = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # reading the whole library takes seconds
 SMALL = {
     image_classification: {"steps": 2, "batch_size": 32},
     language_modeling: {"steps": 2, "batch_size": 64, "vocabulary": 64, "test_batches": 1, "dataset": SOURCES},

@@ -1,4 +1,4 @@
-"""The flags of the experiments: what they mean, that --help has them all, and one line for what cannot be."""
+"""The flags of the experiments: their meaning, --help, and errors of one line."""
 
 from __future__ import annotations
 
