@@ -50,7 +50,7 @@ STAGES = ("trace", "lower", "compile")
 GOAL = 1.05
 VOCABULARY, WIDTH, LENGTH = 512, 64, 32
 TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
-COLUMNS = ("GPT-2", *(f"{stage}, s" for stage in STAGES), "in all, s", "ratio", "quartiles of the ratio")
+COLUMNS = ("GPT-2", *(f"{stage}, s" for stage in STAGES), "total, s", "ratio", "quartiles of the ratio")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,9 @@ REFERENCE = ("float32", "float32")
 VARIANTS = (REFERENCE, *itertools.product(("stochastic", "kahan", "nearest"), ("float32", "bfloat16", "float8")))
 GOALS = {"bfloat16": 0.57, "float8": 0.47}
 FIGURES = {"kept": ".2f", "moved": ".2f", "temporary": ".2f", "step": ",.0f", "of": ".3f", "ms": ".3g", "ratio": ".3f"}
-COLUMNS = ("params", "moments", "B a param: kept", "moved", "temporary", "step MiB", "/ float32", "ms", "ratio")
+COLUMNS = (
+    "params", "moments", "stored B/param", "moved B/param", "temporary B/param", "step MiB", "/ float32", "ms",
+    "ratio")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from experiments.training.precision import Precision, read_low_precision, read_o
 from jaxmp.sharding import Sharding
 
 _ROOM_TO_EVALUATE = 4096  # the number of tokens in a batch of the evaluation, which keeps the logits of all of them
-_HINT = tyro.conf.arg(help_behavior_hint="(default: what suits model and device)")
+_HINT = tyro.conf.arg(help_behavior_hint="(default: depends on model and device)")
 Number = Annotated[int | None, _HINT, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, _HINT, tyro.conf.arg(metavar="FLOAT")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")]
