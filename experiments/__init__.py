@@ -1,1 +1,1 @@
-"""Experiments on real data: one readable script each, and the data, models and benchmarks they share."""
+"""Training scripts on real data, and the data, models and benchmarks that they share."""

@@ -1,4 +1,6 @@
-"""Trains the same task under several policies and loss scales, and shows what each did to result, time and memory.
+"""Trains a task under several policies and loss scales.
+
+It compares their results, time and memory.
 
 python -m experiments.compare --task pysource --policies mixed_float16 --loss-scales none static:4096 dynamic headroom
 
@@ -6,11 +8,11 @@ python -m experiments.compare --task cifar10 --steps 300 --flags model=resnet18 
 
 python -m experiments.compare --demo
 
-Every policy is trained with every seed; one that computes in float16 under each of the loss scales, others without
-one. A policy may name its own: float16@static:4096. autocast:mixed_bfloat16 leaves the model in float32 and runs the
-loss function under autocast. Float32 is always there, as what the others are measured against. The run folder holds
-compare.md, compare.json and compare.png. --report adds a page of all runs. --demo runs both tasks in under 4 minutes on
-two cores.
+Every policy is trained with every seed. A policy that computes in float16 is trained with each of the loss scales,
+other policies without one. A policy may name its loss scale, as in float16@static:4096. autocast:mixed_bfloat16 leaves
+the model in float32 and runs the loss function under autocast. float32 is always trained too, and the others are
+compared with it. The run folder holds compare.md, compare.json and compare.png. --report adds a page of all runs.
+--demo compares policies on digits and on pysource in under 4 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-if not __package__:  # started as a file: the folder above this one has the packages
+if not __package__:  # started as a file, so add the folder with the packages to the path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jax.numpy as jnp
@@ -48,7 +50,7 @@ TASKS = {
     "gpt2": Task(language_modeling, {"model": "gpt2"}),
     "bert": Task(masked_lm, {}),
 }
-# What picture and sentence show of each.
+# The metric of each task in the picture and in the sentence.
 METRICS = {name: "accuracy" if name in data.IMAGES else "loss" for name in TASKS}
 _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16", "float16@none")
 
@@ -58,36 +60,39 @@ class Config:
     """Flags of the comparison."""
 
     task: Literal[tuple(TASKS)] = "digits"
-    """pysource: next-token prediction by a little model. gpt2 and bert: those transformers, on text that
-    --flags dataset=PATH may name. The others: image classification."""
+    """pysource: next-token prediction by a small model. gpt2, bert: the transformers, on a text that
+    --flags dataset=PATH can set. All others: image classification."""
     flags: Annotated[
         tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLAG[=VALUE] ...")
     ] = ()
-    """Flags of the task's own script, as in 'model=resnet18 flip'; see its --help."""
+    """Flags of the task's script, as in 'model=resnet18 flip'; see the --help of that script."""
     policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]")] = ("mixed_float16", "mixed_bfloat16")
-    """Policies beside float32, each perhaps with its loss scale after an @. autocast:mixed_bfloat16 leaves the model in
-    float32 and runs the loss function under jaxmp.autocast; bfloat16_sr+float8 has --low-precision float8."""
+    """Policies to compare with float32. A loss scale may follow after an @. autocast:mixed_bfloat16 leaves the model in
+    float32 and runs the loss function under jaxmp.autocast. bfloat16_sr+float8 is bfloat16_sr with --low-precision
+    float8."""
     loss_scales: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SCALE")] = ("none", "dynamic")
-    """Loss scales for policies that compute in float16 and name none: none, static:4096, dynamic, headroom."""
+    """Loss scales for policies that compute in float16, unless they name one: none, static:4096, dynamic, headroom."""
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="SEED")] = (0, 1, 2)
     """Seeds to train with."""
     steps: int = 0
-    """Steps to train; 0 for what the task has as its own."""
+    """Steps to train; 0 for the task's default."""
     batch_size: int = 0
-    """Examples a step; 0 for what the task has as its own."""
+    """Examples per step; 0 for the task's default."""
     override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
-    """Another policy for the modules whose path matches, in all but float32."""
+    """Another policy for the modules whose path matches, in all variants but float32."""
     remat: str = "none"
-    """Recomputation in the backward pass, in all: none, full, dots, dots_no_batch; attention in gpt2 and bert."""
+    """Recomputation in the backward pass, in all variants: none, full, dots or dots_no_batch; gpt2 and bert also have
+    attention."""
     rounds: int = 7
     """Rounds of timing."""
     demo: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Both tasks, under float32, mixed_float16 with and without scaling, mixed_bfloat16 and float16."""
+    """Compare float32, mixed_float16 with and without loss scaling, mixed_bfloat16 and float16 on digits and
+    pysource."""
     report: Annotated[
         tuple[Path, ...] | None, tyro.conf.arg(metavar="[FILE]", help_behavior_hint="(default: none)")
     ] = None
     """Write a page of all runs that opens in any browser, as jaxmp report does. Without FILE it is report.html in the
-    folder of the runs. With two tasks, each file name begins with its task."""
+    run folder. With --demo, there is a page for each task, and its file name ends in the task's name."""
     data_dir: cli.Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: cli.Folder = None
@@ -95,42 +100,40 @@ class Config:
 
 
 def variants(policies: tuple[str, ...], loss_scales: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Policies with their loss scales, the baseline first, none twice.
+    """Return the policies with their loss scales, the baseline first.
 
     Raises:
       ValueError: a policy or a loss scale is unknown.
     """
-    found = [BASELINE]
+    pairs = [BASELINE]
     for text in policies:
-        policy, at, own = text.partition("@")
-        half = compute_dtype(read_policy(read_variant(policy)[0], own or "none")[0]) == jnp.float16
-        found += [(policy, scale) for scale in ([own] if at else loss_scales if half else ["none"])]
-    for policy, scale in found:
+        policy, at, scale_text = text.partition("@")
+        half = compute_dtype(read_policy(read_variant(policy)[0], scale_text or "none")[0]) == jnp.float16
+        pairs += [(policy, scale) for scale in ([scale_text] if at else loss_scales if half else ["none"])]
+    for policy, scale in pairs:
         read_policy(read_variant(policy)[0], scale)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(pairs))
 
 
 def plan(config: Config) -> list[Config]:
-    """The comparisons to make: one, or the demo's two."""
+    """Return the comparisons to make: a single one, or the demo's two."""
     if not config.demo:
         return [config]
     for field in dataclasses.fields(config):
-        own = ("task", "flags", "policies", "loss_scales", "seeds")
-        if field.name in own and getattr(config, field.name) != field.default:
-            raise ValueError(
-                f"--demo has tasks, policies and seeds of its own, got --{field.name.replace('_', '-')} too"
-            )
+        set_by_demo = ("task", "flags", "policies", "loss_scales", "seeds")
+        if field.name in set_by_demo and getattr(config, field.name) != field.default:
+            raise ValueError(f"--demo sets the tasks, policies and seeds, got --{field.name.replace('_', '-')} too")
     both = dataclasses.replace(config, policies=_DEMO_POLICIES)
     text = dataclasses.replace(both, task="pysource", seeds=(0,), rounds=min(config.rounds, 5))
     return [text, dataclasses.replace(both, task="digits", seeds=(0, 1, 2))]
 
 
 def prepare(config: Config) -> dict[tuple[str, str], Experiment]:
-    """The task of ``config`` under each policy and loss scale.
+    """Return the task of ``config`` under each policy and loss scale.
 
     Raises:
-      ValueError: a flag has a value that cannot be.
-      DataError: the data cannot be had.
+      ValueError: the value of a flag is invalid.
+      DataError: the data are not available.
     """
     for flag, value in (("--steps", config.steps), ("--batch-size", config.batch_size)):
         cli.require(flag, value, 0)
@@ -141,21 +144,21 @@ def prepare(config: Config) -> dict[tuple[str, str], Experiment]:
     flags = task_flags(config)
     experiments = {}
     for variant in variants(config.policies, config.loss_scales):
-        own = dataclasses.replace(flags, override=() if variant == BASELINE else config.override)
-        experiments[variant] = TASKS[config.task].prepare(own, *variant)
+        variant_flags = dataclasses.replace(flags, override=() if variant == BASELINE else config.override)
+        experiments[variant] = TASKS[config.task].prepare(variant_flags, *variant)
     return experiments
 
 
 def task_flags(config: Config) -> Any:
-    """The flags that all variants have in common.
+    """Return the flags that all variants share.
 
     Raises:
-      ValueError: ``--flags`` say what the comparison says.
+      ValueError: ``--flags`` names a flag that the comparison sets.
     """
-    task, own = TASKS[config.task], {field.name for field in dataclasses.fields(config)}
-    flags = task.flags(config.flags, RESERVED | own | task.preset.keys() | {"evaluate_every"}, "comparison")
-    given = {name: value for name in ("steps", "batch_size") if (value := getattr(config, name))}
-    return dataclasses.replace(flags, remat=config.remat, data_dir=config.data_dir, **given)
+    task, names = TASKS[config.task], {field.name for field in dataclasses.fields(config)}
+    flags = task.flags(config.flags, RESERVED | names | task.preset.keys() | {"evaluate_every"}, "comparison")
+    changes = {name: value for name in ("steps", "batch_size") if (value := getattr(config, name))}
+    return dataclasses.replace(flags, remat=config.remat, data_dir=config.data_dir, **changes)
 
 
 def main(config: Config) -> dict[str, list[Outcome]]:
@@ -184,15 +187,15 @@ def main(config: Config) -> dict[str, list[Outcome]]:
 
 
 def page_files(config: Config, folder: Path) -> list[Path]:
-    """The file of each comparison's page; none without ``--report``.
+    """Return the file of each comparison's page; an empty list without ``--report``.
 
     Raises:
-      ValueError: the flag names several files, or one in no folder.
+      ValueError: the flag names several files, or a file in a folder that does not exist.
     """
     if config.report is None:
         return []
     if len(config.report) > 1:
-        raise ValueError(f"--report takes one file, got {len(config.report)}; leave the others away")
+        raise ValueError(f"--report takes one file, got {len(config.report)}; leave out the others")
     (file,) = config.report or (folder / "report.html",)
     if file.is_dir() or not file.parent.is_dir():
         raise ValueError(f"--report must be a file in a folder that exists, got {file}; name another")
@@ -201,7 +204,7 @@ def page_files(config: Config, folder: Path) -> list[Path]:
 
 
 def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data: list[str]) -> None:
-    """Shows the tables, writes them with the picture and the numbers, and says in a sentence what they show."""
+    """Print and write the tables and a conclusion, with the picture and numbers."""
     where = environment()
     cores = bool(jaxmp.hardware.detect().tensor_cores)
     tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes, cores)]

@@ -5,11 +5,12 @@ python -m experiments.image_classification --policy mixed_float16
 python -m experiments.image_classification --dataset cifar10 --model resnet18 --epochs 30 --batch-size 128
 --optimizer sgd --learning-rate 0.1 --weight-decay 5e-4 --schedule cosine --flip --shift 4 --policy mixed_bfloat16
 
-With the defaults (1,797 real digits of 8×8 pixels, 20 epochs, AdamW) this takes about 10 s on two CPU cores and reads
-99 % of the held-out digits right. The second trains CIFAR-10 as it is usually done; with --image-size 224 and resnet50
-GPUs are measured with it. The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png,
-checkpoints/, summary.json and summary.md; --resume goes on with a run that was stopped, and jaxmp report makes a page
-of it.
+With the defaults (1,797 digits of 8×8 pixels, 20 epochs, AdamW) the first command takes about 10 s on two CPU cores and
+classifies 99 % of the held-out digits correctly. The second command trains on CIFAR-10 with the usual settings.
+Benchmarks of GPUs use --image-size 224 and resnet50.
+
+The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
+summary.md. --resume continues a run that was stopped. jaxmp report makes a page of a run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-if not __package__:  # started as a file: the folder above this one has the packages
+if not __package__:  # started as a file, so add the folder with the packages to the path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jax
@@ -46,32 +47,32 @@ class ImageFlags:
     """The images, the network and its training."""
 
     dataset: Literal[tuple(IMAGES)] = "digits"
-    """The images. All but the digits are downloaded, or built from files below --data-dir."""
+    """The images. All data sets but the digits are downloaded, or built from files below --data-dir."""
     model: Literal["cnn", "resnet18", "resnet50"] = "cnn"
-    """The network. Residual ones have a stem for small images, or that for large ones from 65 pixels on."""
+    """The network. A ResNet has the stem for small images up to 64 pixels, and the stem for large images above."""
     api: Literal["linen", "nnx"] = "linen"
-    """Flax's API that the network is written in; nnx has cnn and resnet18."""
+    """The Flax API of the network. nnx has only cnn and resnet18."""
     epochs: int = 20
     """Passes over the training images."""
     steps: int = 0
-    """Steps to train; 0 trains --epochs."""
+    """Steps to train; 0 for as many as --epochs needs."""
     batch_size: cli.BatchSize = 64
-    """Images a step; auto for the most that fit in the device's memory."""
+    """Images per step; auto for the largest number that fits in the device's memory."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """sgd has Nesterov's momentum of 0.9."""
+    """The optimizer. sgd has Nesterov momentum of 0.9."""
     learning_rate: float = 1e-3
-    """The optimizer's, or the largest one of the schedule."""
+    """Learning rate; with a schedule, the largest learning rate."""
     weight_decay: float = 1e-4
-    """The optimizer's."""
+    """Weight decay of the optimizer."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Schedule of the learning rate; cosine rises for a twentieth of the steps and then falls to zero."""
+    """Schedule of the learning rate. cosine rises for a twentieth of the steps and then falls to zero."""
     shift: int = 0
-    """Augmentation: largest number of pixels that an image is moved each way, on the device; as many as random crops
-    have for padding."""
+    """Augmentation on the device: the largest number of pixels that an image is moved in each direction. This is the
+    padding of a random crop."""
     flip: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Augmentation: mirror half of the images, at random, left to right, on the device."""
+    """Augmentation on the device: mirror a random half of the images left to right."""
     image_size: int = 0
-    """Height and width to which images are resized on the device, bilinearly; 0 leaves them as they are."""
+    """Height and width to which images are resized bilinearly on the device; 0 for no resizing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,9 +88,9 @@ def network(config: Config, policy: Any, shape: tuple[int, int, int], classes: i
 
     Args:
       config: the flags.
-      policy: of the modules; None leaves the network as it is.
+      policy: the policy of the modules; None for no policy.
       shape: height, width and channels of an image.
-      classes: how many there are.
+      classes: the number of classes.
     """
     overrides, small = read_overrides(config.override), shape[0] <= image_training.SMALL
     if config.api == "linen":
@@ -121,9 +122,9 @@ def optimizer(config: Config, steps: int) -> optax.GradientTransformation:
 
 
 def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``loss_fn(params, model_state, batch, rng)`` for a train step.
+    """Return the loss function of a network, ``loss_fn(params, state, batch, rng)``.
 
-    ``apply`` is that of a network.
+    ``apply`` is the function of the network.
     """
 
     def loss_fn(params: Any, model_state: Any, batch: images.Batch, rng: Any, train: bool = True) -> Any:
@@ -136,9 +137,9 @@ def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def initial_states(config: Config, net: models.Functions, tx: Any, sharding: Any) -> tuple[Any, Any]:
-    """Return two functions that make a state.
+    """Return two functions that make the initial state.
 
-    The first makes it of params, on one device; the second of a seed on a mesh, or is None without one.
+    The first makes it from params on one device. The second makes it from a seed on a mesh; it is None without a mesh.
     """
 
     def fields() -> dict[str, Any]:
@@ -205,7 +206,7 @@ def prepare(config: Config) -> Experiment:
 
 
 def largest_batch(config: Config) -> int:
-    """Return the largest batch that makes sense: the whole set."""
+    """Return the largest useful batch: the whole training set."""
     return len(image_training.load(config.dataset, config.data_dir).train.label)
 
 

@@ -1,19 +1,22 @@
-"""Trains a language model on any text, under any policy: a little next-token model, or GPT-2.
+"""Trains a language model on any text, under any policy.
+
+It is a small next-token model, or GPT-2.
 
 python -m experiments.language_modeling --policy mixed_float16 --loss-scale none
 
 python -m experiments.language_modeling --model gpt2 --dataset shakespeare.txt --policy mixed_bfloat16 --remat attention
 
-The default is a real task on which float16 needs its loss scale: the gradient of a logit is (p - y) / N, and with a
-mean over N = 8,192 tokens every p below 2.4e-4 becomes 0 in float16, so that nothing pushes wrong tokens down. A run
-takes about 30 s on two CPU cores; the text is the standard library's own sources, the tokens are pairs of bytes.
+The default is a real task on which float16 needs a loss scale. The gradient of a logit is (p - y) / N. With a mean over
+N = 8,192 tokens, every p below 2.4e-4 has a gradient of 0 in float16, so the logits of wrong tokens are not pushed
+down. A run takes about 30 s on two CPU cores. The text is the source code of Python's standard library, and the tokens
+are pairs of bytes.
 
---model gpt2 trains a transformer of GPT-2's kind: on a GPU 12 layers of 768 with 16 sequences of 1,024 tokens, which is
-124M params with GPT-2's tokens and 86M with bytes; elsewhere a small one (4 layers of 128, 16×128 tokens, 250 steps)
-that takes a minute or two. --size has larger ones, up to 7B. At the end it writes.
+--model gpt2 trains GPT-2. On a GPU it has 12 layers of width 768 and batches of 16 sequences of 1,024 tokens. That is
+124M params with GPT-2's tokens and 86M with bytes. On other devices it is small (4 layers of width 128, 16×128 tokens,
+250 steps) and takes a minute or two. --size has larger models, up to 7B. At the end the model writes a text.
 
 The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
-summary.md; --resume goes on with a run that was stopped, and jaxmp report makes a page of it.
+summary.md. --resume continues a run that was stopped. jaxmp report makes a page of a run.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-if not __package__:  # started as a file: the folder above this one has the packages
+if not __package__:  # started as a file, so add the folder with the packages to the path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import flax.linen as nn
@@ -53,22 +56,22 @@ class ModelFlags:
     """The model, and the text that it writes at the end."""
 
     model: Literal["next_token", "gpt2"] = "next_token"
-    """next_token sees 4 pairs of bytes and has one hidden layer; of the sizes below it has --context and --vocabulary,
-    and its optimizer is Adam. gpt2 is the transformer."""
+    """next_token has one hidden layer, a context of 4 pairs of bytes, and Adam. Of the sizes below, it takes only
+    --context and --vocabulary. gpt2 is the transformer."""
     size: Annotated[
         Size | None, tyro.conf.arg(metavar="{124M,355M,774M,1558M,1.3B,1.8B,7B}", help_behavior_hint="(default: none)")
     ] = None
-    """Params of gpt2 with its own tokens, for --layers, --heads, --width and --context where these are not given: the
-    four published sizes, 24 layers of 2048 (1.3B), 8 of 4096 (1.8B) and 32 of 4096 (7B), the last three with a context
-    of 2048."""
+    """Sizes of gpt2 by number of params. A size sets --layers, --heads, --width and --context, unless you set them.
+    124M to 1558M are the published sizes. 1.3B has 24 layers of width 2048, 1.8B has 8 of 4096, and 7B has 32 of 4096,
+    all three with a context of 2048."""
     sample_tokens: int = 200
-    """Tokens that gpt2 writes at the end; 0 for none."""
+    """Tokens of the sample that gpt2 writes at the end; 0 for no sample."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: an empty line)")] = ""
     """The text that the sample continues."""
     temperature: float = 0.8
-    """Divides the logits of the sample; 0 takes the likeliest token."""
+    """Temperature of the sample, by which logits are divided; 0 takes the most likely token."""
     top_k: int = 40
-    """The sample is drawn from so many of the likeliest tokens; 0 draws from all."""
+    """Draw each token of the sample from this number of most likely tokens; 0 for all tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,19 +80,19 @@ class Config(ModelFlags, text_training.TextTraining):
 
 
 def settled(config: Config) -> Config:
-    """Return the flags with those of ``--size`` and the defaults of the model.
+    """Fill in the flags that were not given.
 
-    The defaults suit model and device; flags that were written stay.
+    They come from ``--size``, and from the defaults of the model and device.
     """
     of_size = {name: value for name, value in SIZES.get(config.size or "", {}).items() if getattr(config, name) is None}
     return text_training.settled(dataclasses.replace(config, **of_size), config.model)
 
 
 def check(config: Config) -> None:
-    """Checks the flags, settled.
+    """Check the flags after :func:`settled`.
 
     Raises:
-      ValueError: one has a value that cannot be, or is not the model's.
+      ValueError: the value of a flag is invalid, or the model does not have the flag.
     """
     cli.require("--sample-tokens", config.sample_tokens, 0)
     cli.require("--temperature", config.temperature, 0)
@@ -113,11 +116,11 @@ def check(config: Config) -> None:
 
 
 def prepare(config: Config) -> Experiment:
-    """Everything that training needs.
+    """Make everything that training needs.
 
     Raises:
-      ValueError: a flag has a value that cannot be.
-      DataError: the data cannot be had, or a window does not fit.
+      ValueError: the value of a flag is invalid.
+      DataError: the data are not available, or the text is shorter than a window.
     """
     config = settled(config)
     check(config)
@@ -141,14 +144,17 @@ def prepare(config: Config) -> Experiment:
 
 
 def load(config: Config) -> tokens.Text:
-    """The text that the flags, settled, mean, on the device."""
+    """Return the text of the flags, on the device.
+
+    The flags must come from :func:`settled`.
+    """
     if config.model == "next_token":
         return tokens.load(config.dataset, config.data_dir, "pairs", config.vocabulary)
     return text_training.load(config)
 
 
 def next_token(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
-    """The little model; ``--batch-size`` counts tokens."""
+    """Return the task of the small model. Its ``--batch-size`` counts tokens."""
     if len(dataset.test) <= config.context:
         raise DataError(
             f"the held-out text must have more than the {config.context} pairs of bytes of --context, got "
@@ -182,13 +188,16 @@ def next_token(config: Config, dataset: tokens.Text, place: text.Place | None = 
 
 
 def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
-    """GPT-2. A batch has a token more than the model sees: the last one is only to be predicted."""
+    """Return the task of GPT-2.
+
+    Sequences have one token more than the context, because the last is only predicted.
+    """
     blocks, remat = text_training.split_remat(config.remat)
     vocabulary = config.vocabulary or dataset.tokenizer.size
     prompt = dataset.tokenizer.encode((config.prompt or "\n\n").encode(errors="surrogateescape")).tolist()
     if config.sample_tokens and not prompt:
         raise ValueError(
-            f"--prompt must have a token at least, got {config.prompt!r}, which has no {dataset.tokenizer.name}"
+            f"--prompt must have at least one token, got {config.prompt!r}, which has no {dataset.tokenizer.name}"
         )
 
     def losses(model: nn.Module) -> Any:
@@ -247,9 +256,9 @@ def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
 
 
 def largest_batch(config: Config) -> int:
-    """Return the largest batch that makes sense.
+    """Return the largest useful batch.
 
-    It is the held-out text of next_token once, or the training text of gpt2.
+    For next_token, its ``--test-batches`` cover the held-out text once. For gpt2, a batch is the whole training text.
     """
     dataset = load(config)
     return (

@@ -1,16 +1,17 @@
-"""Trains BERT from scratch on any text, under any policy: it guesses tokens that are hidden from it.
+"""Trains BERT on any text, under any policy, to predict masked tokens.
 
 python -m experiments.masked_lm --policy mixed_float16
 
 python -m experiments.masked_lm --dataset shakespeare.txt --policy mixed_bfloat16 --remat attention --batch-size auto
 
-15 % of the tokens are to be guessed: of these 80 % are [MASK] in what the model sees, 10 % any token, 10 % themselves
-(Devlin et al. 2018, arXiv 1810.04805). They are drawn on the device from seed and step number; the held-out text has
-the same ones every time. On a GPU the model is BERT-Base with 64 sequences of 512 tokens, elsewhere a small one (4
-layers of 128, 16×128 tokens, 250 steps) that takes a minute or two. At the end it shows what it guessed.
+The model predicts 15 % of the tokens. In its input, 80 % of these are [MASK], 10 % are random tokens and 10 % are
+unchanged (Devlin et al. 2018, arXiv 1810.04805). The tokens to predict are drawn on the device from the seed and the
+step number. In the held-out text they are the same every time. On a GPU the model is BERT-Base with 64 sequences of 512
+tokens. On other devices it is small (4 layers of width 128, 16×128 tokens, 250 steps) and takes a minute or two. At the
+end the script shows some predictions.
 
 The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
-summary.md; --resume goes on with a run that was stopped, and jaxmp report makes a page of it.
+summary.md. --resume continues a run that was stopped. jaxmp report makes a page of a run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a file: the folder above this one has the packages
+if not __package__:  # started as a file, so add the folder with the packages to the path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import flax.linen as nn
@@ -43,7 +44,7 @@ from experiments.training.metrics import accuracy
 from experiments.training.precision import read_precision
 from experiments.training.text_training import Task
 
-_SHOWN, _SHOWN_TOKENS = 4, 64  # pieces of text that are shown with guesses, and tokens of each
+_SHOWN, _SHOWN_TOKENS = 4, 64  # pieces of text shown at the end, and tokens of each piece
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,11 @@ class Config(text_training.TextTraining):
 
 
 def prepare(config: Config) -> Experiment:
-    """Everything that training needs.
+    """Make everything that training needs.
 
     Raises:
-      ValueError: a flag has a value that cannot be.
-      DataError: the data cannot be had, or a sequence does not fit.
+      ValueError: the value of a flag is invalid.
+      DataError: the data are not available, or the text is shorter than a sequence.
     """
     config = text_training.settled(config, "bert")
     text_training.check(config)
@@ -78,10 +79,10 @@ def prepare(config: Config) -> Experiment:
 
 
 def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
-    """BERT. Its vocabulary is the text's and [MASK].
+    """Return the task of BERT. Its vocabulary is that of the text and [MASK].
 
-    A batch says how many of its tokens are to be guessed, a row, so that every guess has the same weight in a step
-    with microbatches, whose numbers of guesses differ, and in an evaluation.
+    ``guesses`` in a batch is the number of predicted tokens per row. With this number all predicted tokens have the
+    same weight, even though microbatches and evaluation batches differ in how many they have.
     """
     blocks, remat = text_training.split_remat(config.remat)
     size = dataset.tokenizer.size
@@ -94,7 +95,10 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         return {"tokens": shown, "targets": targets, "guesses": guesses}
 
     def weight(batch: Batch) -> jax.Array:
-        """Return a part's share of the guesses: weighted so, means of parts make the mean of all."""
+        """Return the weight of this batch's mean in the mean over all predictions.
+
+        The batch may be a microbatch.
+        """
         expected = batch["guesses"].sum()
         return (batch["targets"] != IGNORE).sum().astype(jnp.float32) / jnp.where(expected > 0, expected, 1)
 
@@ -116,7 +120,7 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         return loss_fn, eval_loss_fn
 
     def train_batches(seed: int, start: int = 0) -> Iterator[Batch]:
-        key = jax.random.split(jax.random.key(seed))[1]  # places and masks are drawn from keys of their own
+        key = jax.random.split(jax.random.key(seed))[1]  # not the key that draws the order of the text
         batches = text.sequences(dataset.train, config.context, config.batch_size, seed, start, place=place)
         return (masked(key, step, batch) for step, batch in enumerate(batches, start))
 
@@ -158,18 +162,18 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
 
 
 def in_brackets(shown: np.ndarray, targets: np.ndarray, guesses: np.ndarray, tokenizer: tokens.Tokenizer) -> str:
-    """Return a text with the guesses in brackets.
+    """Return a text with the predictions in brackets.
 
-    After a bar comes the truth if it differs from the guess.
+    A wrong prediction is followed by a bar and the correct token.
 
     Args:
-      shown: int (n,), what the model saw.
-      targets: int (n,), the truth where there was something to guess, ``IGNORE`` elsewhere.
-      guesses: int (n,), the likeliest token at every place.
-      tokenizer: of the text.
+      shown: int (n,), the input of the model.
+      targets: int (n,), the correct token where a token was predicted, ``IGNORE`` elsewhere.
+      guesses: int (n,), the most likely token at every position.
+      tokenizer: the tokenizer of the text.
     """
     parts: list[str] = []
-    plain: list[int] = []  # decoded together: a letter may be several tokens
+    plain: list[int] = []  # decoded together, because a letter may be several tokens
     for token, target, guess in zip(shown.tolist(), targets.tolist(), guesses.tolist(), strict=True):
         if target == IGNORE:
             plain.append(token)
@@ -186,7 +190,7 @@ def _guess(model: nn.Module, size: int, params: Any, shown: jax.Array) -> jax.Ar
 
 
 def largest_batch(config: Config) -> int:
-    """Return the largest batch that makes sense: the training text once."""
+    """Return the largest useful batch: the whole training text."""
     return len(text_training.load(config).train) // config.context
 
 

@@ -1,1 +1,4 @@
-"""Benchmarks: each prints a table and writes it with device, versions, date and command."""
+"""Benchmarks, each of which writes a table to a file and prints it.
+
+A result has the device, versions, date and command.
+"""

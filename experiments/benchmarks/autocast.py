@@ -1,12 +1,11 @@
-"""Compare a training step under autocast with half precision placed by hand.
-
-The step in float32 is measured beside both.
+"""Compare a step under autocast with half precision by hand and with float32.
 
 python -m experiments.benchmarks.autocast --models gpt2 lstm
 
-A step is loss, gradients and AdamW of a model by hand, warm, its state donated; the variants take turns. The programs
-are compared too, as JAX hands them to XLA and as XLA compiles them (its CPU compiler multiplies in float32 what is
-bfloat16, so there the first is what counts). The run folder holds autocast.md and autocast.json.
+A step computes the loss and its gradients, and updates with AdamW. The models are those of
+experiments/models/by_hand.py. Steps are warmed up, their state is donated, and the variants take turns. The programs
+are compared too, both as JAX lowers them and as XLA compiles them. On a CPU only the lowered programs count, because
+XLA's CPU compiler computes bfloat16 products in float32. The run folder holds autocast.md and autocast.json.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ TIME_GOAL, MEMORY_GOAL = 1.01, 1.02
 COLUMNS = ("step", "ms", "quartiles", "time ratio", "quartiles of the ratio", "compiled MiB", "memory ratio")
 PROGRAM_COLUMNS = ("program", "products by operand dtypes", "casts", "round trips")
 INTRO = (
-    "A ratio is a round's time over the same round's time by hand, median over the rounds. `by hand, again` is the "
-    "same step compiled once more. Memory is arguments, results and temporaries of the compiled step."
+    "A ratio is the time of a step over the time by hand in the same round, median over the rounds. `by hand, again` "
+    "is the step by hand compiled a second time. Memory is arguments, results and temporaries of the compiled step."
 )
 
 
@@ -53,22 +52,22 @@ class Config(records.Sized):
     """Flags of the benchmark."""
 
     models: tuple[Literal["gpt2", "bert", "resnet", "lstm"], ...] = ("gpt2", "bert", "resnet", "lstm")
-    """Models to time; of a ResNet only --batch-size and --layers, blocks a stage, count."""
+    """Models to time. A ResNet takes only --batch-size and --layers, its blocks per stage."""
     policy: Literal["mixed_bfloat16", "mixed_float16"] = "mixed_bfloat16"
-    """The half precision, by hand and of autocast."""
+    """The policy of autocast. Its compute dtype is also the dtype of the model by hand."""
 
 
 def case_of(name: str, config: Config) -> Workload:
-    """A model in the sizes of the flags."""
+    """Return a model with the sizes of the flags."""
     if name == "resnet":
         config = dataclasses.replace(config, sequence=0, width=0, vocabulary=0)
     return workload("resnet50" if name == "resnet" else name, config.sizes(ON_GPU[name], ELSEWHERE[name]))
 
 
 def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
-    """Return ``start() -> state`` and ``step(state, batch) -> (state, loss)``.
+    """Return the functions ``start`` and ``step`` of a variant.
 
-    They are those of a variant, jitted; the state is donated.
+    They are ``start() -> state`` and ``step(state, batch) -> (state, loss)``. The step is jitted and donates its state.
     """
     model = by_hand.build(case, jaxmp.get_policy(policy).compute_dtype if variant.startswith(BY_HAND) else None)
     loss_fn = by_hand.loss_fn_of(model)
@@ -79,9 +78,12 @@ def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
 
 
 def differences(by_hand: dict[str, dict[str, Any]], autocast: dict[str, dict[str, Any]]) -> list[str]:
-    """Where autocast's programs fall behind those by hand, in words; empty if nowhere."""
+    """Describe where autocast's programs are worse than those by hand.
+
+    The list is empty if they are not.
+    """
     faults = []
-    # A CPU's compiler puts casts of its own around what it cannot do in half precision.
+    # XLA's CPU compiler adds its own casts around operations that it cannot do in half precision.
     for stage in by_hand if jax.default_backend() != "cpu" else ("lowered",):
         hand, auto = by_hand[stage], autocast[stage]
         if words := programs.difference(auto["products"], hand["products"]):
@@ -92,7 +94,7 @@ def differences(by_hand: dict[str, dict[str, Any]], autocast: dict[str, dict[str
 
 
 def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
-    """Compiles and times every variant of one model's step."""
+    """Compile and time every variant of a model's step."""
     case = case_of(name, config)
     batch = jax.device_put(case.random_batch())
 
@@ -121,7 +123,7 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A row a variant, and the goals."""
+    """Return a table with a row for each variant, and the goals."""
     rows, base = [], result["variants"][BY_HAND]["bytes"]
     for variant, row in result["variants"].items():
         memory_ = (f"{row['bytes'] / 2**20:.1f}", f"{row['bytes'] / base:.4f}") if base else ("", "")
@@ -130,19 +132,19 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def goals(result: dict[str, Any]) -> list[str]:
-    """A sentence a goal: met or not."""
+    """Return a sentence for each goal that says whether it is met."""
     hand, auto = result["variants"][BY_HAND], result["variants"][AUTOCAST]
     judged = [
         Goal("time", "time / by hand's", auto["ratio"][1], TIME_GOAL, form=".4f"),
         Goal("memory", "memory of the compiled step / by hand's", share(auto["bytes"], hand["bytes"]), MEMORY_GOAL),
     ]
     behind = "; ".join(result["differences"])
-    same = "met: the same products in the same dtypes as by hand, and no casts added that undo one another"
+    same = "met: the same products in the same dtypes as by hand, and no more casts that undo the cast before"
     return [*(goal.sentence() for goal in judged), f"NOT MET: the programs differ: {behind}" if behind else same]
 
 
 def program_table(result: dict[str, Any]) -> Table:
-    """A row a program: what it multiplies and what it casts."""
+    """Return a table with a row for each program: its products and its casts."""
     rows = [
         (
             f"{variant}, {stage}",

@@ -2,16 +2,16 @@
 
 python -m experiments.benchmarks.call_cost --run-dir experiments/results/call_cost
 
-A network of two layers on 16 examples, whose arithmetic is next to nothing: what is left is what users of small models
-and of reinforcement learning pay for every step. Plain JAX is `jax.jit` of value_and_grad, Adam and apply_updates, with
-its state donated; Flax is `flax.training.train_state.TrainState` in the same way. Each calls its step on the state that
-the last call returned. Warm, waited for at the end of each turn, in turn; a ratio is one round's time over the same
-round's time of plain JAX, and the median over the rounds counts, so that drift cancels. `arrays` are those that a call
-takes and returns: each costs some time of its own.
+The model has two layers and 16 examples, so its arithmetic takes almost no time. What remains is the overhead that
+small models and reinforcement learning have in every step. Plain JAX is `jax.jit` of value_and_grad, Adam and
+apply_updates, with its state donated. Flax is `flax.training.train_state.TrainState` in the same way. Each call takes
+the state that the last call returned. The steps are warmed up and take turns, and each turn ends by waiting for the
+last call. A ratio is the time of one round over the time of plain JAX in the same round. The median over the rounds is
+reported, so that drift cancels. `arrays in` and `arrays out` count the arrays that a call takes and returns, because
+each array costs time.
 
-All of it runs on one core. On two, XLA's threads fall asleep if the next call does not come at once, and to wake them
-takes longer than what came between: any step with a little Python beside it, plain JAX's too, then costs more than that
-Python. The run folder holds call_cost.md and call_cost.json.
+Everything runs on one core. On two cores, XLA's threads go to sleep between two calls, and waking them takes longer
+than the Python code between the calls. The run folder holds call_cost.md and call_cost.json.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Config(records.Timed):
     rounds: int = 50
     """Rounds of timing."""
     block_ms: float = 20.0
-    """How long a turn should take, in milliseconds."""
+    """Target duration of a turn in milliseconds."""
 
 
 def problem() -> tuple[Any, Any]:
-    """Params of two layers, and a batch."""
+    """Return the params of two layers, and a batch."""
     rng = np.random.default_rng(0)
     shapes = {"first": (8, 32), "second": (32, 2)}
     params = {
@@ -65,14 +65,17 @@ def problem() -> tuple[Any, Any]:
 
 
 def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = None) -> Any:
-    """A mean square error."""
+    """Return the mean squared error."""
     hidden = jnp.tanh(batch["x"] @ params["first"]["kernel"] + params["first"]["bias"])
     error = hidden @ params["second"]["kernel"] + params["second"]["bias"] - batch["y"]
     return jnp.mean(error**2), model_state
 
 
 def variants() -> dict[str, tuple[Any, Any]]:
-    """Each step, and a state to begin with: the same params, which it may donate."""
+    """Return each variant's step and initial state.
+
+    The params are equal but not shared, so that steps may donate them.
+    """
     adam = optax.adam(1e-3)
     start, plain = scaled_steps.no_scaling(loss_fn, adam, lambda _: (problem()[0], None))
     flax = train_state.TrainState.create(apply_fn=None, params=problem()[0], tx=adam)
@@ -92,9 +95,9 @@ def variants() -> dict[str, tuple[Any, Any]]:
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Give the process one core, where the system can do that.
+    """Restrict the process to one core if the system supports that.
 
-    XLA then starts one thread on it.
+    XLA then starts a single thread.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield
@@ -108,7 +111,7 @@ def one_core() -> Iterator[None]:
 
 
 def measure(config: Config, progress: Progress) -> dict[str, Any]:
-    """Times every variant, in turn."""
+    """Time all variants, which take turns."""
     batch, turns, arrays = problem()[1], {}, {}
     for label, (step, state) in variants().items():
         inputs = len(jax.tree.leaves((state, batch)))
@@ -122,7 +125,7 @@ def measure(config: Config, progress: Progress) -> dict[str, Any]:
 
 
 def table(rows: dict[str, Any]) -> Table:
-    """A row a variant, and the goal."""
+    """Return a table with a row for each variant, and the goal."""
     cells = []
     for label, row in rows.items():
         in_us = {"ms": [1000 * ms for ms in row["ms"]], "ratio": row["ratio"]}
@@ -137,7 +140,7 @@ def main(config: Config) -> dict[str, Any]:
         folder = records.folder_of("call_cost", config, rounds=2)
     with one_core(), Progress("call cost", config.rounds) as progress:
         rows = measure(config, progress)
-    intro = "All on one core. A ratio is a round's time over the same round's time of plain JAX; the median counts."
+    intro = "On one core. A ratio is the time over that of plain JAX in the same round, median over the rounds."
     title = "What a call of a train step costs"
     records.record(folder, "call_cost", title, environment(), [table(rows)], {"results": rows}, [intro])
     return rows

@@ -1,16 +1,17 @@
-"""Measure the time before the first train step of a GPT-2.
+"""Measure the time to trace, lower and compile a train step of GPT-2.
 
-The time is that to trace, lower and compile, beside half precision by hand.
+It is compared with half precision by hand.
 
 python -m experiments.benchmarks.first_step
 
-The model by hand has Flax's `dtype=bfloat16` on every module and float32 params. The other two are the float32 model
-under `apply_policy`, and its loss under `jaxmp.autocast`. All have the same train step: value and gradients, then
-optax's Adam. Each is measured in a process of its own, where nothing is cached, and the ways take turns. A ratio is the
-time of one round over that of the model by hand in the same round, and the median over the rounds counts.
+The model by hand has Flax's `dtype=bfloat16` on every module and float32 params. It is compared with the float32 model
+under `apply_policy`, and with the loss of the float32 model under `jaxmp.autocast`. All have the same train step: value
+and gradients, then optax's Adam. Each measurement has a new process, where nothing is cached, and the models take
+turns. A ratio is the time of one round over the time of the model by hand in the same round. The median over the rounds
+is reported.
 
-The seconds are those of the processor, of all threads together, so that other processes of the machine hardly count.
-first_step.json has the seconds of the clock on the wall too. The run folder holds first_step.md and first_step.json.
+The reported seconds are processor time, summed over all threads, so that other processes on the machine hardly matter.
+first_step.json has the wall-clock seconds too. The run folder holds first_step.md and first_step.json.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from experiments.report.tables import Table, spread
 from experiments.training import cli
 
 Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
-"""The loss, of params, tokens and labels."""
+"""The loss as a function of params, tokens and labels."""
 Stages = dict[str, float]
-"""By stage the seconds that it takes."""
+"""The seconds that each stage takes, by the stage's name."""
 BY_HAND, POLICY, AUTOCAST = "by hand", "apply_policy", "autocast"
 WAYS = (BY_HAND, POLICY, AUTOCAST)
 STAGES = ("trace", "lower", "compile")
 GOAL = 1.05
 VOCABULARY, WIDTH, LENGTH = 512, 64, 32
 TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
-COLUMNS = ("GPT-2", *(f"{stage}, s" for stage in STAGES), "in all, s", "ratio", "quartiles of the ratio")
+COLUMNS = ("GPT-2", *(f"{stage}, s" for stage in STAGES), "total, s", "ratio", "quartiles of the ratio")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,13 +58,13 @@ class Config(records.Config):
     """Flags of the benchmark."""
 
     layers: int = 12
-    """Layers of GPT-2, 64 wide; the sizes of arrays hardly matter here."""
+    """Layers of GPT-2. The width is always 64, because the sizes of arrays hardly matter here."""
     rounds: int = 7
     """Rounds of timing."""
     policy: str = "mixed_bfloat16"
-    """Policy of the models and of autocast; its compute dtype is that of the model by hand."""
+    """Policy of the model and of autocast. The model by hand has the policy's compute dtype."""
     alone: Annotated[str, tyro.conf.arg(metavar="API:WAY", help_behavior_hint="")] = ""
-    """Measure one model alone and print JSON: what the run starts for each."""
+    """Measure a single model and print JSON. The benchmark calls itself with this flag for each model."""
 
 
 def linen_loss(way: str, layers: int, policy: str) -> tuple[Loss, Any]:
@@ -116,7 +117,7 @@ def train_step(api: str, way: str, layers: int, policy: str) -> tuple[Callable[.
 
 def seconds(step: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Stages]:
     """Trace, lower and compile a step; return the seconds of each on two clocks."""
-    jax.block_until_ready(jax.jit(lambda x: x + 1)(jnp.zeros(())))  # the device and its compiler are awake
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(jnp.zeros(())))  # initialise the device and its compiler
     clocks = {"processor": time.process_time, "wall": time.perf_counter}
     readings = [{name: clock() for name, clock in clocks.items()}]
     stage: Any = jax.jit(step)
@@ -133,7 +134,10 @@ def alone(name: str, config: Config) -> dict[str, Any]:
 
 
 def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stages]]]:
-    """Measure each model in processes of its own; return one entry a round."""
+    """Measure each model in a new process in each round.
+
+    Return one entry per round, by model.
+    """
     names = [f"{api}:{way}" for api in APIS for way in WAYS]
     program = [sys.executable, "-m", "experiments.benchmarks.first_step"]
     program += ["--layers", str(config.layers), "--policy", config.policy]
@@ -152,7 +156,10 @@ def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stag
 
 
 def rows_of(runs: dict[str, list[dict[str, Stages]]]) -> list[dict[str, Any]]:
-    """Return a row for each model: the quartiles of its stages, and of its ratio to the model by hand."""
+    """Return a row for each model.
+
+    It has the quartiles of the model's stages and of its ratio to the model by hand.
+    """
     rows = []
     for name, times in runs.items():
         api, way = name.split(":")
@@ -178,7 +185,7 @@ def _totals(runs: list[dict[str, Stages]], clock: str) -> list[float]:
 
 
 def table(rows: list[dict[str, Any]], layers: int) -> Table:
-    """Return the table of all models, and the verdicts."""
+    """Return the table of all models, with the goals."""
     cells, verdicts = [], []
     for row in rows:
         parts = [f"{row['stages'][stage][1]:.2f}" for stage in STAGES]

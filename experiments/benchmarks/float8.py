@@ -1,19 +1,21 @@
-"""Measure float8 products, a layer, two blocks and a step of GPT-2, beside bfloat16.
+"""Measure products, layers, blocks and steps of GPT-2 in float8 and bfloat16.
 
 python -m experiments.benchmarks.float8 --run-dir runs/float8
 
 python -m experiments.benchmarks.float8 --device h200 --run-dir experiments/results/float8
 
-A product has operands that are float8 already: what tensor cores make of it, with fast sums and with precise ones. A
-layer is a policy's product with both its gradients, what quantises it included, at every width. Blocks and steps are
-GPT-2's, by default in float8 only where that should pay; `float8` sums precisely in the backward pass only. All have
-16,384 tokens, and are held against bfloat16 by the same route: a policy on the model, jaxmp.autocast (blocks only), or
-torch.compile for torchao and Transformer Engine, whose heads are 64 wide. A speed-up is one round's time in bfloat16
-over the same round's time, median over the rounds.
+- product: a product whose operands are already in float8, with fast and with precise accumulation in tensor cores.
+- layer: a product with both its gradients, including the quantisation, in float8 at every width.
+- block, step: two blocks and a train step of GPT-2, in float8 only where the policy's defaults expect a speed-up.
 
-With --device all of jaxmp's are compiled for a GPU that is not there, and nothing is run. What was found stays in the
-run folder, and the same command goes on from there; on one GPU each of --routes is best a command of its own, for JAX
-keeps the memory that it has had. The run folder holds float8.md, .json and .png.
+The way `float8` accumulates precisely only in the backward pass. All parts have 16,384 tokens. Each way is compared
+with bfloat16 by the same route. The routes are a policy on the model, jaxmp.autocast (blocks only), and torch.compile
+with torchao and Transformer Engine, whose heads are 64 wide. A speed-up is the time in bfloat16 over the time of the
+way in the same round, median over the rounds.
+
+With --device all programs of jaxmp are compiled for a GPU that is not attached, and nothing is run. The run folder
+keeps the results, and the same command continues from there. On one GPU, run a command for each of --routes, because
+JAX does not give back the memory that it once allocated. The run folder holds float8.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ PEERS = (
     Row("torch.compile, bfloat16", "compile", "bf16"), Row("torchao", "torchao", "bf16"),
     Row("Transformer Engine", "transformer_engine", "bf16"))  # fmt: skip
 TITLES = {
-    "product": "A product K×4K of float8 numbers",
-    "layer": "A layer K×4K with its gradients and what quantises",
+    "product": "A product with a K×4K matrix in float8",
+    "layer": "A layer with a K×4K matrix, with its gradients and quantisation",
     "block": "Two blocks of GPT-2, K wide, with their gradients",
     "step": "A step of GPT-2 in a loop over its blocks, AdamW",
 }
@@ -71,7 +73,10 @@ TOKENS = 16_384
 FIGURES = {
     "float8 of products": "", "kernels": ",", "GB moved": ".2f", "GB / bfloat16": ".3f", "peak MiB": ",.0f",
     "MiB / bfloat16": ".3f", "ms": ".4g", "speed-up": ".3f", "quartiles": ""}  # fmt: skip
-ABOUT = "Kernels and GB are those of a call, moved by what is no product or attention; products in a loop count once."
+ABOUT = (
+    "Kernels: launched by a call. GB: moved in a call by kernels other than products and attention. "
+    "Products in a loop count once."
+)
 PICTURED = ("speed-up", "GB / bfloat16", "MiB / bfloat16")
 GOALS = {
     ("block", 2048, "GB / bfloat16"): 1.5, ("step", "1.3B", "MiB / bfloat16"): 0.89,
@@ -85,16 +90,19 @@ class Config(records.Timed, records.Pieces, records.Small, records.Absent):
     parts: tuple[Part, ...] = get_args(Part)
     """Parts to measure."""
     routes: tuple[Route, ...] = get_args(Route)
-    """A policy on the model, autocast, and torch with torchao and Transformer Engine where they are installed."""
+    """jaxmp: a policy on the model. autocast: jaxmp.autocast. torch: torchao and Transformer Engine, if installed."""
 
 
 def label(way: str, route: Route) -> str:
-    """Return the name of a way in a table, where routes stand below one another."""
+    """Return the name of a way in a table that has several routes."""
     return f"{way}, autocast" if route == "autocast" else way
 
 
 class Blocks(nn.Module):
-    """The mean square of the results of two blocks of GPT-2 on (tokens, width)."""
+    """Two blocks of GPT-2 on (tokens, width).
+
+    The result is the mean square of their output.
+    """
 
     width: int
     batch: int
@@ -107,27 +115,27 @@ class Blocks(nn.Module):
 
 
 def model_of(size: Any) -> gpt2.GPT2:
-    """GPT-2 in one of its sizes, or a small one."""
+    """Return GPT-2 in a named size, or a small one if ``size`` is not a name."""
     return gpt2.sized(size if isinstance(size, str) else None)
 
 
 def case_of(
     part: Part, size: Any, way: str, tokens: int, route: Route = "jaxmp"
 ) -> tuple[Callable[[], Any], Callable[..., Any]]:
-    """Return ``start() -> (state, batch)``, and ``step`` of them to a state and a result.
+    """Return the functions ``start`` and ``step`` of a case.
 
-    The state may be donated.
+    They are ``start() -> (state, batch)`` and ``step(state, batch) -> (state, result)``. The state may be donated.
     """
     least = {"min_dim": 1, "min_tokens": 1} if part == "layer" or tokens < TOKENS else {}
     recipe = jaxmp.Float8(accumulate={FAST: "fast", PRECISE: "precise"}.get(way, "fast_forward"), **least)
     policy = jaxmp.Policy("float32", "bfloat16", "float32", float8=None if way == HALF else recipe)
     stored = jnp.float8_e4m3fn if part == "product" and way != HALF else jnp.bfloat16
 
-    def drawn(*shape: int) -> jax.Array:  # equal numbers would take less power, and time
+    def drawn(*shape: int) -> jax.Array:  # random numbers, because equal ones take less power and time
         return jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16).astype(stored)
 
     def multiplied(w: Any, x: Any) -> Any:
-        half = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)  # as XLA's rewriter wants it
+        half = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)  # the pattern that XLA rewrites to a float8 product
         precision = lax.Precision.HIGHEST if way == PRECISE else lax.Precision.DEFAULT
         return w, lax.dot_general(*half, (((1,), (1,)), ((), ())), precision, preferred_element_type=jnp.bfloat16)
 
@@ -161,7 +169,7 @@ def case_of(
 
 
 def ready(part: Part, size: Any, way: str, tokens: int, device: str | None, route: Route) -> Prepared:
-    """A way of jaxmp's, compiled, with what its program tells."""
+    """Compile a way of jaxmp. Return it with the figures of its program."""
     start, step = case_of(part, size, way, tokens, route)
     compiled = memory.compiled(step, jax.eval_shape(start), device)
     facts = programs.facts(compiled, hlo.HloProgram(compiled.as_text()))
@@ -174,7 +182,7 @@ def ready(part: Part, size: Any, way: str, tokens: int, device: str | None, rout
 
 
 def peer(part: Part, size: Any, row: Row, tokens: int) -> Prepared:
-    """A way of torch's, which tells nothing of its program."""
+    """Prepare a way of torch. It has no figures of its program."""
     from experiments.benchmarks.train_step import torch_steps
 
     if part != "step":
@@ -187,10 +195,13 @@ def peer(part: Part, size: Any, row: Row, tokens: int) -> Prepared:
 
 
 def measure(part: Part, size: Any, route: Route, config: Config, progress: Progress) -> dict[str, Any]:
-    """By way what is known of it, or an ``error``; against the first one's, in bfloat16."""
+    """Return the figures of each way, relative to bfloat16.
+
+    A way that fails has an ``error`` instead.
+    """
     tokens = 64 if config.smoke else TOKENS
     if route != "torch":
-        ways = WAYS[part][: 2 if config.device else None]  # how sums are made changes nothing but time
+        ways = WAYS[part][: 2 if config.device else None]  # the accumulation changes only the time
         make = {}
         for way in ways:
             make[label(way, route)] = functools.partial(ready, part, size, way, tokens, config.device, route)
@@ -212,7 +223,7 @@ def measure(part: Part, size: Any, route: Route, config: Config, progress: Progr
 
 
 def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
-    """A row a size and way, and the goals."""
+    """Return a table with a row for each size and way, and the goals."""
     cells, goals = [], list[str]()
     for case in cases:
         model = model_of(case["size"])
@@ -230,9 +241,9 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
 
 
 def pictures(part: str, cases: list[dict[str, Any]]) -> list[plots.Panel]:
-    """Draw the figures of every way over those of bfloat16.
+    """Draw the figures of every way relative to bfloat16.
 
-    A single product has no other kernels that move bytes.
+    Figures that no way has are left out.
     """
     ways = {f"{case['size']}, {way}": row for case in cases for way, row in case["rows"].items() if HALF not in way}
     figures = [figure for figure in PICTURED if any(figure in row for row in ways.values())]
@@ -258,7 +269,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     routes = {*config.routes} - ({"torch"} if config.device else set())
     chosen = [case for case in cases if case[0] in config.parts and case[2] in routes]
     with Progress("float8", len(chosen)) as progress:
-        for case in sorted(chosen, key=lambda case: case[2]):  # torch at the end
+        for case in sorted(chosen, key=lambda case: case[2]):  # torch last
             name = "-".join(map(str, case))
             has.get(name, functools.partial(measure, *case, config, progress), progress)
     results = [record for case in cases if (record := has.read("-".join(map(str, case))))]

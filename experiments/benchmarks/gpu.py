@@ -1,11 +1,14 @@
-"""All that needs a GPU, in order of value, in pieces that fit into a few minutes each.
+"""Run all benchmarks that need a GPU, in pieces of a few minutes each.
+
+The pieces are in order of value.
 
 python -m experiments.benchmarks.gpu --minutes 9 --run-dir runs/gpu
 
-The pieces are the other benchmarks; --list prints them. First every row compiles and takes two steps at small size.
-Nothing new starts when the minutes are up; what runs over them is stopped, and keeps what it has measured. The same
-command goes on, on the same kind of device with the same versions; what failed is tried again after the rest. A piece's
-results are copied to experiments/results/NAME-DATE, and README's tables are written again; the run folder has logs.
+The pieces are runs of the other benchmarks; --list prints them. The first pieces check that every row compiles and
+takes two steps at small size. When the minutes are up, no piece starts. A piece that is still running is stopped, and
+keeps what it has measured. The same command continues on the same kind of device with the same versions, and tries
+failed pieces again at the end. The results of each piece are copied to experiments/results/NAME-DATE, and the README's
+tables are updated. The run folder has the logs.
 """
 
 from __future__ import annotations
@@ -35,16 +38,16 @@ from experiments.training.run_folders import alone_in, run_folder
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 LEAST = 1.0
-"""Minutes that must be left for a piece to start: compiling takes the first of them."""
+"""The minutes that must be left for a piece to start, because compiling takes about a minute."""
 TO_REPORT = 0.1
-"""The last minutes of a piece, in which it only writes its results."""
+"""The share of a piece's minutes that is left for writing its results."""
 CUT = 124
 """The exit code of `timeout` when it has ended a command."""
 
 STEP_ROWS = (
     "jaxmp-bf16", "hand-bf16", "compile-bf16", "jaxmp-fp16", "jaxmp-fp16-unscaled", "compile-fp16", "jaxmp-bf16-remat",
     "autocast-bf16", "unprepared-bf16", "jaxmp-tf32", "jaxmp-fp32", "hand-fp32")  # fmt: skip
-"""jaxmp, by hand and torch.compile: those that a goal of the README's table needs."""
+"""The rows of jaxmp, by hand and torch.compile that the goals in the README's table need."""
 FORWARD_ROWS = ("jaxmp-bf16", "hand-bf16", "autocast-bf16", "compile-bf16", "jaxmp-tf32", "jaxmp-fp32")
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 MODELS = {"gpt2": "GPT-2", "bert": "BERT", "resnet50": "ResNet-50"}
@@ -55,11 +58,14 @@ class Piece:
     """A command to run.
 
     Attributes:
-      flags: at full size, of the ``benchmark``.
-      smoke: the flags that make it small.
-      folder: its run folder below this one's; pieces that share one are reported together.
-      result: the files that are its result, as in NAME.md, NAME.json and NAME.png; empty for none.
-      wants: packages without which it fails, or lacks something.
+      name: the name of the piece.
+      title: what the piece measures.
+      benchmark: the benchmark that the piece runs.
+      flags: the flags of the benchmark at full size.
+      smoke: the flags that make the benchmark small, added to ``flags``.
+      folder: the piece's folder inside the run folder. Pieces with the same folder are reported together.
+      result: the name of the result's files NAME.md, NAME.json and NAME.png; empty if there are none.
+      wants: packages without which the piece fails or leaves out a part.
       limited: whether the benchmark takes ``--minutes``.
     """
 
@@ -74,7 +80,7 @@ class Piece:
     limited: bool = True
 
     def command(self, run_dir: Path, small: bool, minutes: float) -> list[str]:
-        """Its command line."""
+        """Return the command line of the piece."""
         flags = [*self.flags, *(self.smoke if small else ())]
         flags += ["--minutes", f"{minutes:.2f}"] if self.limited and minutes else []
         folder = run_dir / (self.folder or self.name)
@@ -82,17 +88,17 @@ class Piece:
 
     @property
     def missing(self) -> list[str]:
-        """The packages that the piece wants and that are not installed."""
+        """Return the packages in ``wants`` that are not installed."""
         return [package for package in self.wants if importlib.util.find_spec(package) is None]
 
     @property
     def done(self) -> str:
-        """The state that it ends in here."""
+        """Return the state of a successful piece with the installed packages."""
         return f"done, without {', '.join(self.missing)}" if self.missing else "done"
 
 
 def _steps(name: str, title: str, *flags: str, result: str = "train_step", folder: str = "train_step") -> Piece:
-    small = ("--smoke", "--rows", "jaxmp-bf16", "jaxmp-tf32")  # the check has had the others' train steps
+    small = ("--smoke", "--rows", "jaxmp-bf16", "jaxmp-tf32")  # the check pieces cover the train steps of all rows
     return Piece(name, title, "train_step", flags, small, folder, result, ("torch", "matplotlib"))
 
 
@@ -116,13 +122,13 @@ PIECES = (
     *(_steps(f"step-{model}", f"the train step of {title}, with its energy", "--models", model, "--rows", *STEP_ROWS,
              "--passes", "train")
       for model, title in MODELS.items()),
-    Piece("float8", "what float8 brings to products, blocks and steps", "float8", ("--routes", "jaxmp", "autocast"),
+    Piece("float8", "the speed-up of float8 in products, blocks and steps", "float8", ("--routes", "jaxmp", "autocast"),
           _BRIEF, result="float8"),
-    Piece("loss_scaling", "what loss scaling adds to a step", "loss_scaling", ("--models", "gpt2", "mlp"),
+    Piece("loss_scaling", "the time that loss scaling adds to a step", "loss_scaling", ("--models", "gpt2", "mlp"),
           (*_TINY, "--batch-size", "2", "--sequence", "8"), result="loss_scaling", wants=("jmp", "matplotlib")),
-    Piece("remat", "what recomputing saves, and the largest batch", "remat",
+    Piece("remat", "the memory that recomputation saves, and the largest batch", "remat",
           ("--policies", "mixed_bfloat16", "--remats", "none", "attention"), result="remat"),
-    Piece("float8-peers", "what float8 brings to torchao and Transformer Engine", "float8", ("--routes", "torch"),
+    Piece("float8-peers", "the speed-up of float8 in torchao and Transformer Engine", "float8", ("--routes", "torch"),
           _BRIEF, "float8", result="float8", wants=("torch", "torchao", "transformer_engine", "matplotlib")),
     *(_steps(f"forward-{model}", f"the forward pass alone of {title}", "--models", model, "--rows", *FORWARD_ROWS,
              "--passes", "forward")
@@ -130,16 +136,16 @@ PIECES = (
     _accuracy("gpt2", "GPT-2's loss in half precision and in float32, over seeds"),
     _accuracy("bert", "BERT's loss in half precision and in float32, over seeds"),
     _accuracy("images", "ResNet-50's accuracy in half precision and in float32, over seeds"),
-    _look("width", "from which width on half precision pays"),
-    _look("depth", "from which depth on half precision pays"),
+    _look("width", "the width from which half precision is faster"),
+    _look("depth", "the depth from which half precision is faster"),
     _look("busy", "the train step while the host is busy", "torch"),
-    Piece("low_precision", "what an update moves and takes by how params and moments are stored", "low_precision", (),
+    Piece("low_precision", "an update's bytes and time by the storage of params and moments", "low_precision", (),
           (*_BRIEF, "--rows", "8"), result="low_precision", wants=(), limited=False),
-    Piece("numerics", "what a watched step of GPT-2 costs", "numerics",
+    Piece("numerics", "the cost of a watched step of GPT-2", "numerics",
           ("--policy", "mixed_bfloat16", "--batch", "16", "--context", "1024", "--rounds", "10"),
           ("--layers", "1", "--width", "64", "--vocabulary", "64", "--batch", "1", "--context", "8", "--rounds", "1"),
           result="numerics", wants=(), limited=False),
-    Piece("input_pipeline", "how many images a second are prepared", "input_pipeline", (),
+    Piece("input_pipeline", "the images per second that are prepared", "input_pipeline", (),
           ("--image-size", "32", "--batch-size", "8", "--examples", "64", "--rounds", "2", "--block-ms", "1"),
           result="input_pipeline", wants=(), limited=False))  # fmt: skip
 
@@ -149,24 +155,24 @@ class Config(records.Small):
     """Flags of the run. With --smoke nothing is copied."""
 
     minutes: float = 9.0
-    """Minutes for this command; run it again to go on from there. 0 is no limit."""
+    """Minutes for this command; 0 for no limit. Run the command again to continue."""
     pieces: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PIECE [PIECE ...]", help_behavior_hint="")] = ()
-    """Pieces to run, among those that --list prints, in that order. (default: all)"""
+    """Pieces to run, in the order in which --list prints them. (default: all)"""
     list: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print the pieces and their commands, and end."""
+    """Print the pieces and their commands, and exit."""
     run_dir: cli.Folder = None
-    """Folder to write to, and to go on from. (default: runs/gpu, with --smoke runs/gpu-smoke)"""
+    """Folder to write to and to continue from. (default: runs/gpu; with --smoke runs/gpu-smoke)"""
 
 
 def place() -> dict[str, Any]:
-    """Return device, versions, backend and free memory.
+    """Return the device, versions, backend and free memory.
 
-    A process that has ended reads them, so that this one leaves the GPU alone.
+    Another process reads them and exits, so that this process does not use the GPU.
     """
     done = _captured([sys.executable, "-m", "experiments.measure.environment"])
     if done.returncode:
         raise ValueError(
-            f"JAX must find its device, but the process that asked for it ended with: {_last_word(done.stderr)}"
+            f"JAX must find a device, but the process that looked for it failed with: {_last_word(done.stderr)}"
         )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -195,15 +201,17 @@ def foreseen(pieces: list[Piece], here: dict[str, Any], small: bool) -> list[str
 
 
 class Run:
-    """The state of each piece, in a folder with which the next command continues.
+    """The state of each piece, saved in the run folder.
+
+    The next command continues from there.
 
     Args:
       config: the flags.
-      folder: the run's.
-      here: what :func:`place` told.
+      folder: the run folder.
+      here: the result of :func:`place`.
 
     Raises:
-      ValueError: the folder has pieces of another device, other versions or another size.
+      ValueError: the folder has pieces from another device, with other versions or of another size.
     """
 
     def __init__(self, config: Config, folder: Path, here: dict[str, Any]) -> None:
@@ -214,16 +222,22 @@ class Run:
         self._about = self.has.read("gpu") or {"pieces": {}, "results": {}}
 
     def of(self, piece: Piece) -> dict[str, Any]:
-        """The known state of a piece (done, failed, begun, to do), and the reason."""
+        """Return the state of a piece, its seconds, and the reason for the state.
+
+        The state is "done", "failed", "begun" or "to do".
+        """
         return self._about["pieces"].get(piece.name, {"state": "to do", "seconds": 0.0, "reason": ""})
 
     def left(self, pieces: list[Piece]) -> list[Piece]:
-        """Those that are not done, or lack less now, in order, the ones that failed before last."""
+        """Return the pieces to run, in order, those that failed before last.
+
+        A piece that was done without a package is run again once the package is installed.
+        """
         todo = [piece for piece in pieces if self.of(piece)["state"] not in ("done", piece.done)]
         return sorted(todo, key=lambda piece: self.of(piece)["state"] == "failed")
 
     def run(self, piece: Piece) -> None:
-        """Runs a piece, until it ends or the minutes do; keeps what became of it."""
+        """Run a piece until it ends or the minutes are up, and save its state."""
         minutes = (self._ends - time.monotonic()) / 60 if self.config.minutes else 0.0
         command = piece.command(self.folder, self.config.smoke, (1 - TO_REPORT) * minutes)
         most = f"at most {minutes:.1f} minutes" if minutes else "no limit"
@@ -233,14 +247,15 @@ class Run:
         state, reason = "begun", "stopped"
         try:
             code, unfinished = _follow(command, log, 60 * minutes)
-            if code and piece.benchmark == "train_step" and piece.result == "train_step":  # others report at their end
+            # The other benchmarks write their report even if they fail.
+            if code and piece.benchmark == "train_step" and piece.result == "train_step":
                 _captured([*command[:3], "--report-only", *command[-2:]])
             state, reason = piece.done, "it runs again once that is installed" if piece.missing else ""
             if unfinished or code == CUT or (code and 0 < 60 * minutes <= time.monotonic() - started):
                 state, reason = "begun", "cut: the minutes were up"
             elif code:
                 state, reason = "failed", f"{_last_word(log.read_text(errors='replace'))} (exit code {code}; {log})"
-        finally:  # Ctrl-C, too
+        finally:  # also after Ctrl-C
             self._keep(piece, state, time.monotonic() - started, reason)
         print(f"== {piece.name}: {state}{f', {reason}' if reason else ''}", flush=True)
         if piece.result and not self.config.smoke:
@@ -252,7 +267,7 @@ class Run:
         self.has.save("gpu", {name: self._about[name] for name in ("pieces", "results")})
 
     def _publish(self, piece: Piece) -> None:
-        """Copies a result, whole or not, and writes the README's tables from what there is."""
+        """Copy a result, complete or not, and update the README's tables."""
         files = list((self.folder / (piece.folder or piece.name)).glob(f"{piece.result}.*"))
         if not files:
             return
@@ -268,34 +283,37 @@ class Run:
         self._keep(piece, state, 0.0, why)
 
     def table(self, pieces: list[Piece]) -> Table:
-        """A row a piece: its state, the minutes that it took, why it failed or is not done."""
+        """Return a table with a row for each piece.
+
+        It has the state, the minutes, and why the piece failed or is not done.
+        """
         states = {piece.name: self.of(piece) for piece in pieces}
         rows = [(name, of["state"], f"{of['seconds'] / 60:.1f}", of["reason"]) for name, of in states.items()]
         return Table("What needs a GPU", ("piece", "state", "minutes", "why"), rows, left=2)
 
 
 def _new_folder(result: str) -> str:
-    """The name of a dated folder of results that nobody has yet."""
+    """Return the name of a dated folder of results that does not exist yet."""
     name = f"{result}-{datetime.date.today():%Y%m%d}"
     return next(folder for folder in (name, *(f"{name}-{i}" for i in range(2, 100))) if not (RESULTS / folder).exists())
 
 
 def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool]:
-    """Runs a command, shows what it prints and keeps all it says in ``log``.
+    """Run a command, print its standard output, and write all its output to ``log``.
 
     Args:
       command: the command line.
-      log: a file.
-      seconds: after which it is interrupted, and killed if that does not end it; 0 for no limit.
+      log: the file to write to.
+      seconds: the time limit; 0 for no limit. The command is then interrupted, and killed 15 seconds later.
 
     Returns:
-      Its exit code, and whether it said that not all is measured.
+      The exit code, and whether the command printed that something is not measured yet.
     """
     limit = ["timeout", "--signal=INT", "--kill-after=15", f"{seconds:.3f}"] if seconds else []
     unfinished = False
     with log.open("w") as file, subprocess.Popen(
         [*limit, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=file, text=True,
-        start_new_session=True,  # so that what it has started ends with it
+        start_new_session=True,  # so that the processes that the command starts can be killed with it
     ) as process:  # fmt: skip
         try:
             for line in process.stdout:
@@ -306,7 +324,7 @@ def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool]:
             code = process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # of this process's own end, too: nothing goes on behind it
+                os.killpg(process.pid, signal.SIGKILL)  # also if this process is interrupted
     return code, unfinished
 
 
@@ -314,7 +332,7 @@ def _last_word(said: str) -> str:
     """Return the line of a command's output that says why it failed."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["it said nothing"])[-1][:300]
+    return (errors or lines or ["it printed nothing"])[-1][:300]
 
 
 def main(config: Config) -> None:
@@ -331,8 +349,8 @@ def main(config: Config) -> None:
             here = place()
             if here["backend"] != "gpu" and not config.smoke:
                 raise ValueError(
-                    f"this measures a GPU, but JAX finds only {here['device']}; install jax[cuda13] where there is "
-                    "one, or see every piece run small here with --smoke (make gpu SMOKE=1)"
+                    f"this benchmark needs a GPU, but JAX finds only {here['device']}; install jax[cuda13] on a "
+                    "machine with a GPU, or run every piece at small size with --smoke (make gpu SMOKE=1)"
                 )
             folder = run_folder("gpu", folder).absolute()
             stack.enter_context(alone_in(folder))
@@ -354,7 +372,7 @@ def _run(run: Run, pieces: list[Piece], here: dict[str, Any]) -> None:
     run.table(pieces).show(terminal())
     if left := [piece.name for piece in run.left(pieces)]:
         command = shlex.join(["python", "-m", "experiments.benchmarks.gpu", *sys.argv[1:]])
-        print(f"to do: {', '.join(left)}; go on with: {os.environ.get('MAKE_GPU', command).strip()}")
+        print(f"to do: {', '.join(left)}; continue with: {os.environ.get('MAKE_GPU', command).strip()}")
     print(f"written to {run.folder}")
     if failed := [piece.name for piece in pieces if run.of(piece)["state"] == "failed"]:
         cli.fail(f"{', '.join(failed)} failed: the reasons and the logs are in the table", 1)

@@ -1,20 +1,19 @@
-"""Measure how exact the gradients of shared params are, against float64.
+"""Measure the errors of the gradients of shared params, compared with float64.
 
-Hundreds of rows, tokens, pixels or turns share them.
+A shared param is used by hundreds of rows, tokens, pixels or iterations, and its gradient is the sum over all of them.
 
 python -m experiments.benchmarks.gradient_sums --run-dir experiments/results/gradient_sums
 
-The gradient of a bias is a sum over all rows. A sum in half precision stops growing where its next term is less than
-half a unit of its last place: in bfloat16 after 256 equal terms, in float16 after 2048. Each case is a layer whose
-result a product reads; the weights of the loss are positive, and the tokens follow Zipf's law, so that sums grow as
-those of real data do. Ways: jaxmp's policies (Linen, NNX), jaxmp.autocast, Flax with `dtype=` by hand, and PyTorch
-under its autocast where it is installed.
+A sum in half precision stops growing when the next term is less than half a unit in the last place: after 256 equal
+terms in bfloat16, after 2048 in float16. In each case a product reads the output of a layer. The weights of the loss
+are positive, and the tokens follow Zipf's law, so that sums grow as they do with real data. Ways: jaxmp's policies
+(Linen, NNX), jaxmp.autocast, Flax with `dtype=` by hand, and PyTorch under its autocast if it is installed.
 
-The error is the relative L2 error of one param's gradient to float64 with unrounded operands. "Rounding alone" is the
-same in float64, but for operands, results and cotangents, each rounded to the half format before it is summed: what no
-way of summing can better. Every program runs compiled, without excess precision, and operation by operation. XLA's CPU
-adds some half arrays up in float32 by itself (sums over one axis), so the cases sum over several. The run folder holds
-gradient_sums.md, .json and .png.
+The error is the relative L2 error of one param's gradient. The reference is the gradient in float64 with unrounded
+operands. "Rounding alone" is the error of a gradient summed in float64 whose operands, results and cotangents are
+rounded to half precision before the sum. No way of summing can have a smaller error. Every program runs compiled,
+without excess precision, and operation by operation. The cases sum over several axes, because XLA's CPU backend sums
+half arrays over a single axis in float32. The run folder holds gradient_sums.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ LINEN, NNX, AUTOCAST = "jaxmp, Linen policy", "jaxmp, NNX policy", "jaxmp.autoca
 BY_HAND, TORCH, ROUNDING = "Flax, dtype= by hand", "PyTorch autocast", "rounding alone"
 WAYS = (LINEN, NNX, AUTOCAST, BY_HAND, TORCH)
 NOTE = (
-    "Relative L2 error to float64, the larger of what the compiled program and its operations one by one give; in "
-    "brackets what was computed over what is right, at the entry that is most wrong."
+    "Relative L2 error compared with float64: the larger of the errors of the compiled program and of its operations "
+    "run one by one. In brackets: the computed value over the correct value, at the entry with the largest error."
 )
-# Every rounding of the program is done. From JAX 0.12 on XLA's CPU has kernels for products that add up in half: that
-# is not what is measured here.
+# XLA may not leave out a rounding of the program. Its CPU kernels that accumulate products in half precision (from JAX
+# 0.12 on) are turned off, because this benchmark does not measure them.
 compiled = partial(
     jax.jit, compiler_options={"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
 )
@@ -68,12 +67,17 @@ class Case:
     """A layer, and the param whose gradient is measured.
 
     Attributes:
-      params: by name; each name is a part of its path in every model.
-      fun: ``fun(r, x, **params)``, where ``r`` stands around all that half precision rounds, forwards and backwards.
-      torch: ``torch(torch, x, **params)``, first the package.
-      linen: makes the layer with a ``dtype=``, None for what people write themselves, without one.
-      nnx: the same in NNX.
-      targets: labels of a cross-entropy; None for a weighted sum of the results.
+      name: the name of the case.
+      text: the values that the gradient is summed over, in words.
+      param: the name of the param whose gradient is measured.
+      x: the input.
+      params: the params by name. The path of a param in every model contains its name.
+      fun: the layer as ``fun(r, x, **params)``. It calls ``r`` on every value that half precision rounds, forward and
+        backward.
+      torch: the layer as ``torch(torch, x, **params)``. The first argument is the package.
+      linen: makes the layer with ``dtype=`` in Linen; None for a layer that users write without a ``dtype`` field.
+      nnx: like ``linen``, in NNX.
+      targets: the labels of a cross-entropy; None if the loss is a weighted sum of the results.
     """
 
     name: str
@@ -89,7 +93,7 @@ class Case:
 
 
 def cases(smoke: bool) -> list[Case]:
-    """All of them."""
+    """Return all cases, small ones for a smoke test."""
     rng = np.random.default_rng(0)
     few = 16 if smoke else 1
 
@@ -184,7 +188,7 @@ def _loop(r: Any, x: Any, recurrent: Any) -> Any:
 
 
 class Tied(nn.Module):
-    """Embeddings that are also the output layer."""
+    """An embedding that is also the output layer."""
 
     dtype: Any
 
@@ -197,7 +201,7 @@ class Tied(nn.Module):
 
 
 class NNXTied(nnx.Module):
-    """The same in NNX."""
+    """An embedding in NNX that is also the output layer."""
 
     def __init__(self, dtype: Any) -> None:
         self.table = nnx.Embed(1024, 8, dtype=dtype, rngs=nnx.Rngs(0))
@@ -208,7 +212,10 @@ class NNXTied(nnx.Module):
 
 
 class Written(nn.Module):
-    """A layer without a ``dtype`` field; with one by hand it casts at its head, as people do."""
+    """A Linen layer by hand.
+
+    If ``dtype`` is not None, it casts its input and params first, as users do.
+    """
 
     case: Any
     dtype: Any
@@ -220,7 +227,10 @@ class Written(nn.Module):
 
 
 class NNXWritten(nnx.Module):
-    """The same in NNX."""
+    """An NNX layer by hand.
+
+    If ``dtype`` is not None, it casts its input and params first, as users do.
+    """
 
     def __init__(self, case: Case, dtype: Any) -> None:
         self.case, self.dtype = case, dtype
@@ -268,12 +278,15 @@ def torch_gradient(case: Case, half: str) -> np.ndarray:
 
 
 def weights(shape: tuple[int, ...]) -> np.ndarray:
-    """The weights of a loss: positive, 1/8 on average."""
+    """Return the positive weights of a loss. Their mean is 1/8."""
     return np.random.default_rng(1).uniform(0, 0.25, shape).astype(np.float32)
 
 
 def loss_of(case: Case, y: Any) -> Any:
-    """The loss; its sum over the batch, and not its mean, as under a loss scale."""
+    """Return the loss, summed over the batch.
+
+    A mean would make gradients as small as without a loss scale.
+    """
     if case.targets is not None:
         logits = y.astype(jnp.promote_types(y.dtype, jnp.float32))
         rows = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(case.targets)[..., None], -1)
@@ -291,7 +304,10 @@ _rounded.defvjp(lambda half, value: (_rounded(half, value), None), lambda half, 
 
 
 def float64_gradient(case: Case, half: str | None) -> np.ndarray:
-    """The gradient in float64: with unrounded operands, or with all rounded to ``half`` that is not a sum."""
+    """Return the gradient in float64.
+
+    If ``half`` is given, all values but sums are rounded to it.
+    """
     rounded = (lambda value: value) if half is None else partial(_rounded, half)
     with jax.enable_x64(True):
         x, params = jax.tree.map(lambda leaf: leaf.astype(np.float64) if leaf.dtype == np.float32 else leaf,
@@ -301,7 +317,7 @@ def float64_gradient(case: Case, half: str | None) -> np.ndarray:
 
 
 def half_gradient(case: Case, way: str, half: str) -> tuple[Callable[..., Any], Any]:
-    """A way's gradients as a function of params and input, and the params."""
+    """Return a way's gradient as a function of params and input, and the params."""
     dtype = half if way == BY_HAND else None
     if way == NNX:
         model = case.nnx(dtype=dtype) if case.nnx else NNXWritten(case, dtype)
@@ -324,24 +340,24 @@ def _name(case: Case, path: Any) -> str:
 
 
 def measured(case: Case, gradient: Any) -> np.ndarray:
-    """The gradient of the case's param, from a tree of all."""
+    """Return the gradient of the case's param, from a tree of all gradients."""
     leaves = jax.tree_util.tree_leaves_with_path(gradient)
     return next(np.asarray(leaf, np.float64) for path, leaf in leaves if _name(case, path) == case.param)
 
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
-    """The relative L2 error."""
+    """Return the relative L2 error."""
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def worst(got: np.ndarray, want: np.ndarray) -> float:
-    """The entry that is most wrong, over what it should be."""
+    """Return computed over correct value, at the entry with the largest error."""
     at = np.unravel_index(np.argmax(np.nan_to_num(np.abs(got - want), nan=np.inf)), want.shape)
     return float(got[at] / want[at])
 
 
 def measure(case: Case, half: str) -> dict[str, Any]:
-    """The errors of every way that there is."""
+    """Return the errors of every way that is installed."""
     want = float64_gradient(case, None)
     ways: dict[str, dict[str, float]] = {}
     for way in WAYS:
@@ -361,14 +377,14 @@ def measure(case: Case, half: str) -> dict[str, Any]:
 
 
 def percent(value: float) -> str:
-    """An error in words."""
+    """Format an error in percent."""
     if value < 1e-5:
         return "< 0.001 %"
     return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.0f} %"
 
 
 def table(results: list[dict[str, Any]], half: str) -> Table:
-    """A row a case, a column a way."""
+    """Return a table with a row for each case and a column for each way."""
     of_dtype = [result for result in results if result["half"] == half]
     ways = [way for way in WAYS if any(way in result["ways"] for result in of_dtype)]
     rows = []
@@ -393,7 +409,7 @@ def sentence(run: dict[str, Any]) -> str:
 
 
 def picture(results: list[dict[str, Any]], half: str) -> plots.Panel:
-    """A row a case: each way's error on a log axis; the bar is the error of rounding alone."""
+    """Draw each way's error by case, over a bar with the error of rounding alone."""
     of_dtype = [result for result in results if result["half"] == half]
     bars = {result["case"]: 100 * result["rounding"] for result in of_dtype}
     dots: dict[str, dict[str, float]] = {}
@@ -414,9 +430,12 @@ def main(config: Config) -> list[dict[str, Any]]:
             for case in each_case:
                 results.append(measure(case, half))
                 progress.advance(1, case.name, half)
-    title, grey = "Errors of the gradients of params", "grey: what rounding alone explains. "
+    title, grey = "Errors of the gradients of params", "grey: the error of rounding alone. "
     tables, panels = ([make(results, half) for half in config.halves] for make in (table, picture))
-    data, missing = {"smoke": config.smoke, "results": results}, "PyTorch is not installed here: its rows are missing."
+    data, missing = (
+        {"smoke": config.smoke, "results": results},
+        "PyTorch is not installed here, so its columns are missing.",
+    )
     text, shows = () if "torch " in where["versions"] else [missing], "errors by case and way"
     records.record(folder, "gradient_sums", title, where, tables, data, text, shows, [panels], grey)
     return results

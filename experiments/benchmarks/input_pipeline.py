@@ -1,11 +1,14 @@
-"""How many images a second the input pipeline makes, with the model left out.
+"""Measure how many images per second the input pipeline prepares.
+
+There is no model.
 
 python -m experiments.benchmarks.input_pipeline --image-size 224
 
-Random images, as many and as large as CIFAR-10's, are shuffled, cropped, mirrored, normalised and resized on the
-device by the code that trains: batches of `experiments.data.images.epochs`, held on the device or sent from the host
-one ahead. `share` is the part of its time that a consumer of --consumer images/s would give to its input, if nothing
-ran at once. The run folder holds input_pipeline.md and .json.
+The images are random, with the number and size of CIFAR-10's images. They are shuffled, cropped, mirrored, normalised
+and resized on the device by the code that the training scripts use, `experiments.data.images.epochs`. The data set is
+either held on the device, or on the host and each batch is sent one step ahead. `share` is the time to prepare a batch
+over the time in which a model that takes --consumer images/s uses it, if the two did not overlap. The run folder holds
+input_pipeline.md and .json.
 """
 
 from __future__ import annotations
@@ -37,19 +40,22 @@ class Config(records.Timed):
     image_size: int = 0
     """Height and width to resize to; 0 for 224 on a GPU, 64 elsewhere."""
     batch_size: int = 256
-    """Images a batch."""
+    """Images per batch."""
     examples: int = 50_000
-    """Images in the set."""
+    """Images in the data set."""
     dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...] = ("float32", "bfloat16")
     """Dtypes of the batches."""
     shift: int = 4
-    """Largest number of pixels that an image is moved each way."""
+    """Largest number of pixels that an image is moved in each direction."""
     consumer: float = 7000.0
-    """Images a second that the model would take."""
+    """Images per second that a model would take."""
 
 
 def measure(config: Config, size: int, progress: Progress) -> dict[str, Any]:
-    """Times every variant: milliseconds a batch in each round, and what follows from them."""
+    """Time every variant of the input pipeline.
+
+    A row has the milliseconds per batch in each round, the images per second and the share.
+    """
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (config.examples, *STORED), np.uint8)
     on_host = images.Images(pixels, rng.integers(0, 10, config.examples, np.int32))
@@ -91,7 +97,7 @@ def main(config: Config) -> dict[str, Any]:
     tables = [Table(f"{STORED[0]}×{STORED[1]} to {size}×{size}, batches of {config.batch_size}", COLUMNS, rows)]
     intro = (
         f"Of {config.examples:,} images: shuffled, cropped (±{config.shift} pixels), mirrored, normalised, resized. "
-        f"Share: of the time in which a consumer of {config.consumer:,.0f} images/s takes a batch."
+        f"Share: the time per batch over the time in which a model that takes {config.consumer:,.0f} images/s uses it."
     )
     result = {"config": dataclasses.asdict(config), "size": size, "variants": variants}
     title = "Images a second of the input pipeline"

@@ -1,9 +1,10 @@
-"""Measure the cost of loss scaling: jaxmp, jmp, flax and optax, interleaved.
+"""Measure the cost of loss scaling in jaxmp, jmp, flax and optax.
 
 python -m experiments.benchmarks.loss_scaling --models mlp gpt2
 
-A step is forward, backward and AdamW, warm, its state donated. What scaling costs goes with the params, what a step
-costs with params times examples. The run folder holds loss_scaling.md, .json and .png.
+A step is forward, backward and AdamW. Steps are warmed up, their state is donated, and the variants take turns. The
+cost of scaling is proportional to the number of params, and the cost of a step to params times examples. The run folder
+holds loss_scaling.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ SIZES = {
     "mlp": (Sizes(8192, 0, 8, 4096), Sizes(8192, 0, 3, 512)),
     "gpt2": (Sizes(16, 1024, vocabulary=50304), Sizes(8, 512, 2, 128, 1024)),
 }
-"""On a GPU, and elsewhere."""
+"""The sizes on a GPU, and on other devices."""
 COLUMNS = ("step", "ms", "quartiles", "ratio", "quartiles of the ratio", "adds", "adds ms")
 INTRO = (
-    "A ratio is a round's time over the same round's time without scaling, median over the rounds. "
-    "`no scaling, again` is the same step compiled once more."
+    "A ratio is the time of a step over the time without scaling in the same round, median over the rounds. "
+    "`no scaling, again` is the step without scaling compiled a second time."
 )
 
 
@@ -59,14 +60,14 @@ class Config(records.Sized, records.Pieces):
     models: tuple[Literal["mlp", "gpt2"], ...] = ("mlp", "gpt2")
     """Models to time."""
     policy: str = "mixed_float16"
-    """Precision of the models; the params are float32."""
+    """Policy of the models. The params are float32."""
 
 
 def build(name: str, config: Config) -> tuple[Any, Any, str]:
-    """A model under the policy, a batch of random data, and both in words.
+    """Return a model under the policy, a random batch, and their description.
 
     Raises:
-      ValueError: ``--width`` is none that GPT-2 can have.
+      ValueError: ``--width`` is not a valid width of GPT-2.
     """
     sizes = config.sizes(*SIZES[name])
     layers, shape = f"{name}, {sizes.layers} layers of {sizes.width}", f"batch {sizes.batch_size}"
@@ -84,10 +85,10 @@ def build(name: str, config: Config) -> tuple[Any, Any, str]:
 
 
 def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
-    """Times every variant of one model's step.
+    """Time every variant of a model's step.
 
     Raises:
-      FloatingPointError: the step without scaling, which all are held against, has failed.
+      FloatingPointError: the step without scaling failed, so there is nothing to compare with.
     """
     model, batch, text = build(name, config)
 
@@ -107,12 +108,12 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
     make = {label: functools.partial(ready, variant) for label, variant in VARIANTS.items()}
     rows = compared(make, config.rounds, config.block_ms, functools.partial(progress.advance, title=name))
     if why := rows[REFERENCE].get("error"):
-        raise FloatingPointError(f"{REFERENCE}, which all are held against: {why}")
+        raise FloatingPointError(f"{REFERENCE}, which all variants are compared with: {why}")
     return {"model": text, "policy": str(jaxmp.get_policy(config.policy)), "variants": rows}
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A row a variant."""
+    """Return a table with a row for each variant."""
     rows = []
     for label, row in result["variants"].items():
         if "error" in row:
@@ -124,7 +125,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def picture(result: dict[str, Any]) -> plots.Panel:
-    """Return the cost of each variant in percent of an unscaled step, with quartiles."""
+    """Draw each variant's cost in percent of a step without scaling."""
     rows = {name: row["ratio"] for name, row in result["variants"].items() if name != REFERENCE and "ratio" in row}
     dots = {label: tuple(100 * (ratio - 1) for ratio in ratios) for label, ratios in rows.items()}
     return plots.Panel(
@@ -142,7 +143,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         has = kept.Kept(folder, config.minutes, where, **flags)
         for name, text in texts.items():
             has.require_alike(f"measured-{name}.json", model=text)
-    # What was compiled is there when the same command goes on.
+    # The same command finds the compiled programs when it continues.
     cache = caches_in(folder.absolute() / "cache") if config.minutes else contextlib.nullcontext()
     with cache, Progress("loss scaling", len(texts) * config.rounds) as progress:
         measured = [

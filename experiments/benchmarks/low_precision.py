@@ -1,11 +1,14 @@
-"""Measure updates by the storage of params and moments, beside AdamW in float32.
+"""Measure AdamW updates with params and moments stored in fewer bits.
+
+They are compared with float32.
 
 python -m experiments.benchmarks.low_precision --device h200 --run-dir experiments/results/low_precision
 
-The update is AdamW's of a matrix with a float32 gradient, its state donated. A ratio is one round's time over the same
-round's of float32, median over the rounds. A step is GPT-2's, 24 layers of 2048 in a loop, 8×2048 tokens, all computed
-again in the backward pass; it is compiled, on a GPU or for one: MiB are the most that it needs. With --device nothing
-is run. The run folder holds low_precision.md and low_precision.json.
+The update is AdamW's update of a matrix with a float32 gradient; its state is donated. A ratio is the time of an update
+over the time of the float32 update in the same round, median over the rounds. For `step MiB`, a train step of GPT-2 is
+compiled on a GPU or for one, and the figure is its peak memory. The GPT-2 has 24 layers of width 2048 in a loop and
+8×2048 tokens, and the backward pass recomputes every layer. With --device nothing is run. The run folder holds
+low_precision.md and low_precision.json.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ REFERENCE = ("float32", "float32")
 VARIANTS = (REFERENCE, *itertools.product(("stochastic", "kahan", "nearest"), ("float32", "bfloat16", "float8")))
 GOALS = {"bfloat16": 0.57, "float8": 0.47}
 FIGURES = {"kept": ".2f", "moved": ".2f", "temporary": ".2f", "step": ",.0f", "of": ".3f", "ms": ".3g", "ratio": ".3f"}
-COLUMNS = ("params", "moments", "B a param: kept", "moved", "temporary", "step MiB", "/ float32", "ms", "ratio")
+COLUMNS = (
+    "params", "moments", "stored B/param", "moved B/param", "temporary B/param", "step MiB", "/ float32", "ms",
+    "ratio")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,13 +49,16 @@ class Config(records.Timed, records.Small, records.Absent):
 
 
 def optimizer(params: Any, moments: Any) -> optax.GradientTransformation:
-    """AdamW; the reference is as it comes."""
+    """Return AdamW, wrapped in ``low_precision`` unless params are float32."""
     inner = optax.adamw(3e-4, weight_decay=0.1)
     return inner if params == "float32" else jaxmp.low_precision(inner, rounding=params, moments=moments)
 
 
 def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], Any]:
-    """Bytes a param of an update, and what does it once; None where nothing is run."""
+    """Return an update's bytes per param, and a function that runs it.
+
+    The function is None if nothing is run.
+    """
     tx, dtype = optimizer(*variant), jnp.float32 if variant == REFERENCE else jnp.bfloat16
 
     def start() -> Any:
@@ -71,7 +79,7 @@ def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], 
 
 
 def step_mib(config: Config, variant: tuple[str, str]) -> float:
-    """Return the peak memory of a train step."""
+    """Return the peak memory of a train step in MiB."""
     length, layers, width, batch = (32, 2, 256, 2) if config.smoke else (2048, 24, 2048, 8)
     model = GPT2(50257, length, layers, width // 128, width, "full", loop=True)
     model = jaxmp.linen.apply_policy(model, "mixed_bfloat16" if variant == REFERENCE else "bfloat16_sr")

@@ -1,15 +1,17 @@
-"""Measure an instrumented step: jaxmp.inspect.Watch on a train step of GPT-2.
+"""Measure the cost of jaxmp.inspect.Watch on a train step of GPT-2.
 
 python -m experiments.benchmarks.numerics --batch 2 --context 256
 
 python -m experiments.benchmarks.numerics --policy mixed_bfloat16 --batch 16 --context 1024 --device h200
 
-A plain step and a watched one are compiled, then run in turn; a ratio is one round's time over the same round's time of
-the plain step, and the median counts. The watched step takes the plain one's place: it trains, too. What it takes
-longer, with what reading its counts takes, is the cost of watching; of one step in a hundred it is so many percent of
-the training time as it takes plain steps. With --device nothing is run: both are compiled for a GPU that is not there,
-and jaxmp.inspect.roofline says what they would take; how counters wait for each other there it does not know. The run
-folder holds numerics.md and numerics.json.
+A plain step and a watched step are compiled and then take turns. A ratio is the time over the time of the plain step in
+the same round, median over the rounds. The watched step also trains, so it takes the place of a plain step. The cost of
+watching is the additional time of the watched step and the time to read its counts. `1 of 100 watched` is this cost in
+percent of the training time if one step in a hundred is watched.
+
+With --device nothing is run. Both steps are compiled for a GPU that is not attached, and jaxmp.inspect.roofline
+predicts their times. The prediction leaves out the time that counters on the GPU wait for each other. The run folder
+holds numerics.md and numerics.json.
 """
 
 from __future__ import annotations
@@ -44,15 +46,15 @@ class Config(records.Absent):
     """Flags of the benchmark."""
 
     layers: int = 12
-    """Blocks of GPT-2; 12 of width 768 are its small one."""
+    """Blocks of GPT-2. The small GPT-2 has 12 blocks of width 768."""
     width: int = 768
-    """Width of the residual stream; heads are 64 wide."""
+    """Width of the residual stream. Heads are 64 wide."""
     vocabulary: int = 50257
-    """Tokens."""
+    """Tokens in the vocabulary."""
     batch: int = 2
-    """Sequences."""
+    """Sequences per batch."""
     context: int = 256
-    """Tokens in each."""
+    """Tokens per sequence."""
     policy: str = "float32"
     """Policy of autocast."""
     rounds: int = 3
@@ -60,7 +62,10 @@ class Config(records.Absent):
 
 
 def measure(config: Config) -> dict[str, Any]:
-    """Milliseconds of each step by round, or those predicted."""
+    """Return the milliseconds and ratio of each step.
+
+    They are measured, or predicted for ``config.device``.
+    """
     model = GPT2(config.vocabulary, config.context, config.layers, max(1, config.width // 64), config.width)
     tokens = jax.ShapeDtypeStruct((config.batch, config.context + 1), jnp.int32)
 
@@ -83,7 +88,10 @@ def measure(config: Config) -> dict[str, Any]:
 
 
 def timed(step: Any, watch: Watch, state: Any, batch: Any, rounds: int) -> dict[str, Any]:
-    """Milliseconds of each by round, and of reading; under ``first`` those of the call that compiles."""
+    """Time the plain step, the watched step, and the reading of counts.
+
+    ``first`` in each row is the milliseconds of the first call, which compiles.
+    """
     times: dict[str, list[float]] = {"plain": [], "watched": [], "reading": []}
 
     def took(name: str, run: Callable[..., Any], *args: Any) -> Any:
@@ -104,7 +112,7 @@ def timed(step: Any, watch: Watch, state: Any, batch: Any, rounds: int) -> dict[
 
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
-        jaxmp.get_policy(config.policy)  # an error, if it is none
+        jaxmp.get_policy(config.policy)  # raises if the policy is unknown
         where = environment(target=config.device)
         folder = records.folder_of("numerics", config, layers=1, width=64, vocabulary=2, batch=1, context=1)
     result = measure(config)

@@ -2,13 +2,19 @@
 
 python -m experiments.benchmarks.remat --target h200 --run-dir experiments/results/remat
 
-GPT-2 (16×1024) and BERT-Base (64×512), the whole train step, once for each kind of remat: none; attention, which
-computes everything but attention again; dots, which keeps matrix products; full. All is found by compiling, the largest
-batch in at most five tries and those that had no room; near the limit XLA computes some of a step again by itself. What
-remat costs is measured by the rows of benchmarks.train_step that have it.
+The benchmark compiles the whole train step of GPT-2 (16×1024) and BERT-Base (64×512) for each kind of remat:
 
---target compiles for a GPU that is not there. What was found stays in the run folder; the same command goes on from
-there, with the same device, versions and --memory-limit. The run folder holds remat.md, .json and .png.
+- none: nothing is recomputed.
+- attention: everything except attention is recomputed.
+- dots: everything except matrix products is recomputed.
+- full: everything is recomputed.
+
+All figures come from compiling. The largest batch takes at most five compilations, not counting those for which the
+compiler finds no room. Near the limit XLA recomputes a part of the step by itself. The rows of benchmarks.train_step
+with remat measure its cost in time.
+
+--target compiles for a GPU that is not attached. The run folder keeps the results, and the same command continues from
+there with the same device, versions and --memory-limit. The run folder holds remat.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ Group = dict[str, Any]
 PRECISIONS = {policy: precision for precision, policy in jax_steps.POLICIES.items()}
 MIB = 2**20
 COLUMNS = ("remat", "step MiB", "memory ÷ none", "largest batch")
-NOTE = "Step MiB: what the compiled step needs at most (arguments, results and temporaries)."
+NOTE = "Step MiB: peak memory of the compiled step (arguments, results and temporaries)."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,28 +56,35 @@ class Config(records.Pieces, records.Small):
     models: tuple[Literal["gpt2", "bert"], ...] = ("gpt2", "bert")
     """Models to compile."""
     policies: tuple[Policy, ...] = ("mixed_bfloat16", "mixed_float16")
-    """Policies of the models; mixed_float16 has dynamic loss scaling."""
+    """Policies of the models. With mixed_float16 the loss scale is dynamic."""
     remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
-    """Recomputation of the blocks in the backward pass."""
+    """Kinds of recomputation of the blocks in the backward pass."""
     batch_size: int = 0
-    """Sequences a step; 0 for 16 (gpt2) and 64 (bert)."""
+    """Sequences per step; 0 for 16 (gpt2) and 64 (bert)."""
     layers: int = 0
-    """Blocks; 0 for 12, with --smoke 2."""
+    """Blocks; 0 for 12, or 2 with --smoke."""
     memory_limit: str = ""
-    """Memory that the largest batch may take, as in 20GB; without it --smoke looks for none. (default: nine tenths of
-    what is free of the 95 % of a GPU's memory that JAX takes)"""
+    """Memory that the step with the largest batch may take, as in 20GB. With --smoke and without this flag, the largest
+    batch is not searched. (default: JAX takes 95 % of a GPU's memory, and the step may take nine tenths of what is free
+    of it)"""
     target: Literal["", "h200"] = ""
-    """Compile for this GPU: needs the extra compile-only, and no GPU."""
+    """Compile for this GPU. No GPU is needed, but the extra compile-only is."""
 
 
 def step_bytes(case: Workload, row: Row, device: str | None = None) -> int:
-    """Bytes that a step needs on a device, as :func:`experiments.measure.memory.of_step` finds them."""
+    """Return the bytes that a step needs on a device.
+
+    See :func:`experiments.measure.memory.of_step`.
+    """
     start, step = jax_steps.train_step(case, row)
     return memory.of_step(step, (jax.eval_shape(start), case.batch), device)
 
 
 def measure(case: Workload, row: Row, device: str | None, limit: int | None) -> dict[str, Any]:
-    """Memory of a step, and the largest batch within ``limit``; an ``error`` where a figure is missing."""
+    """Return the memory of a step and the largest batch within ``limit``.
+
+    A missing figure has an ``error``.
+    """
     figures: dict[str, Any] = {}
     try:
         needed = step_bytes(case, row, device)
@@ -80,14 +93,16 @@ def measure(case: Workload, row: Row, device: str | None, limit: int | None) -> 
             sized = functools.partial(workload, case.name, case.sizes)
             largest = largest_batch(lambda batch: step_bytes(sized(batch_size=batch), row, device), limit)
             figures["largest"] = {"batch": largest.batch, "bytes": largest.bytes, "limit": largest.limit}
-    except (RuntimeError, ValueError) as error:  # XLA's; the compiler does not tell, or nothing fits
+    except (RuntimeError, ValueError) as error:  # an error of XLA, an unknown size, or nothing fits
         why = str(error) if isinstance(error, ValueError) else reason(error)
         figures |= {"largest": {"error": why}} if figures else {"error": why}
     return figures
 
 
 def limit_of(config: Config) -> int | None:
-    """Bytes that the largest batch may take; None if none is looked for.
+    """Return the bytes that the largest batch may take.
+
+    The result is None if the largest batch is not searched.
 
     Raises:
       ValueError: ``--memory-limit`` is not a number of bytes.
@@ -96,12 +111,12 @@ def limit_of(config: Config) -> int | None:
         return read_bytes(config.memory_limit)
     if config.smoke:
         return None
-    # As that GPU's own scripts would have it.
+    # The same share that the scripts use on an attached GPU.
     return int(SHARE * cli.GPU_SHARE * targets.TARGETS["h200"].memory_bytes) if config.target else free_bytes()
 
 
 def table(group: Group) -> Table:
-    """A row a kind of remat."""
+    """Return a table with a row for each kind of remat."""
     rows, notes, none = [], [NOTE], group["rows"].get("none", {}).get("step_bytes")
     for kind, row in group["rows"].items():
         need, largest = row.get("step_bytes"), row.get("largest", {})
@@ -110,15 +125,15 @@ def table(group: Group) -> Table:
         notes += [largest["error"]] if "error" in largest else []
         if "limit" in largest:
             notes.append(
-                f"Largest batch: whose step needs at most {largest['limit'] / MIB:,.0f} MiB, by compiling; near that "
-                "limit XLA computes some of a step again by itself."
+                f"Largest batch: the compiled step needs at most {largest['limit'] / MIB:,.0f} MiB. Near this limit "
+                "XLA recomputes a part of the step by itself."
             )
     title = titled(f"{group['text']}, {group['policy']}", group["setting"]["smoke"])
     return Table(title, COLUMNS, rows, 1, (*dict.fromkeys(notes),))
 
 
 def pictures(group: Group) -> list[plots.Panel]:
-    """Memory and the largest batch of each kind."""
+    """Draw the memory and the largest batch of each kind of remat."""
     rows = group["rows"]
     needs = {kind: row["step_bytes"] / 2**30 if "step_bytes" in row else None for kind, row in rows.items()}
     batches = {kind: row.get("largest", {}).get("batch") for kind, row in rows.items()}
@@ -129,7 +144,7 @@ def pictures(group: Group) -> list[plots.Panel]:
 def main(config: Config) -> list[Group]:
     with cli.bad_values_end_it():
         if config.target:
-            jax.config.update("jax_platforms", "cpu")  # it would look for the GPU that is not there
+            jax.config.update("jax_platforms", "cpu")  # else JAX would look for a GPU
             targets.device_of(targets.target_of(config.target).text())
         else:
             require_gpu(config.smoke)

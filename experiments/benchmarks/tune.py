@@ -1,11 +1,13 @@
-"""Measure what `jaxmp.inspect.tune` finds in seven small models, and how long it takes.
+"""Measure errors before and after tune in seven small models.
+
+How long `jaxmp.inspect.tune` takes is measured too.
 
 python -m experiments.benchmarks.tune --run-dir experiments/results/tune
 
-The models are as initialised, in small sizes, on random data. An error is tune's: the larger of the loss's and that of
-all gradients together, relative to float32. Beside it are three errors without tune: under autocast's rules, with
-every operation in half, and with every operation in half but those of norms and softmaxes. The run folder holds tune.md
-and tune.json.
+The models are small and untrained, with random data. The error is the one that tune uses: the larger of the error of
+the loss and the error of all gradients together, relative to float32. Three errors without tune are measured for
+comparison: under autocast's rules, with every operation in half precision, and with every operation in half precision
+except norms and softmaxes. The run folder holds tune.md and tune.json.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ class Config(records.Small):
 
 
 class VQVAE(nn.Module):
-    """Codes from the nearest of 32 vectors; gradients go straight through."""
+    """A VQ-VAE with a codebook of 32 vectors and a straight-through gradient.
+
+    Its result is the loss.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -81,7 +86,7 @@ class GRU(nn.Module):
 
 
 class NeuralODE(nn.Module):
-    """An encoder, 16 steps of midpoint's rule without a loop, and a head."""
+    """An encoder, ``steps`` unrolled steps of the midpoint rule, and a head."""
 
     steps: int = 16
 
@@ -97,7 +102,10 @@ class NeuralODE(nn.Module):
 
 
 class GaussianProcess(nn.Module):
-    """Features, an RBF kernel of them, and the likelihood of targets by a Cholesky factor."""
+    """The negative log-likelihood of targets under a Gaussian process.
+
+    Its kernel is an RBF kernel of learned features.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -149,11 +157,11 @@ def problem(name: str, smoke: bool) -> tuple[Loss, tuple[Any, ...]]:
         x = normal(16, steps, 16) if name == "GRU" else normal(64, 16)
         variables = net.init(key, x)
         return lambda variables, x, y: ((net.apply(variables, x) - y) ** 2).mean(), (variables, x, x[..., :1])
-    raise ValueError(f"a model is one of {', '.join(MODELS)}, got {name!r}")
+    raise ValueError(f"a model must be one of {', '.join(MODELS)}, got {name!r}")
 
 
 def only_norms_in_float32(loss_fn: Loss, args: Any, policy: str) -> dict[str, str]:
-    """Return overrides with every operation in half but those of norms and softmaxes."""
+    """Return overrides with all operations in half but norms and softmaxes."""
     rows = jaxmp.cast_plan(loss_fn, policy)(*args).rows
     keys = {
         f"{row.path}:{row.primitive}"
@@ -164,7 +172,7 @@ def only_norms_in_float32(loss_fn: Loss, args: Any, policy: str) -> dict[str, st
 
 
 def measure(name: str, half: str, smoke: bool) -> dict[str, Any]:
-    """Tune a model, and measure what it is compared with."""
+    """Tune a model, and measure the errors that tune's error is compared with."""
     loss_fn, args = problem(name, smoke)
     start = time.perf_counter()
     tuned = jaxmp.inspect.tune(loss_fn, POLICIES[half])(*args)
@@ -188,12 +196,12 @@ def measure(name: str, half: str, smoke: bool) -> dict[str, Any]:
 
 
 def percent(error: float) -> str:
-    """Return an error as a cell."""
+    """Format an error in percent for a table cell."""
     return f"{100 * error:.2g} %" if math.isfinite(error) else "not finite"
 
 
 def table(results: list[dict[str, Any]], title: str) -> Table:
-    """Return a row for each model and half format."""
+    """Return a table with a row for each model and half format."""
     rows = []
     for result in results:
         errors = [percent(result[name]) for name in ("all in half", "but norms", "autocast", "tuned", "floor")]
@@ -210,7 +218,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         folder = records.folder_of("tune", config)
         for name in config.models:
             if name not in MODELS:
-                raise ValueError(f"--models are of {', '.join(MODELS)}, got {name!r}")
+                raise ValueError(f"--models must be among {', '.join(MODELS)}, got {name!r}")
     where, results = environment(), []
     with Progress("tune", len(config.models) * len(config.halves)) as progress:
         for name in config.models:

@@ -1,1 +1,1 @@
-"""One task under several policies, trained and timed side by side: what `experiments.compare` does."""
+"""Train and time one task under several policies, for `experiments.compare`."""

@@ -1,4 +1,4 @@
-"""Trains one task under several policies and loss scales, and measures what each did: the work behind `compare`."""
+"""Train and measure a task under several policies and loss scales."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ from experiments.training.precision import read_low_precision
 from jaxmp.inspect import record
 
 BASELINE = ("float32", "none")
-AUTOCAST = "autocast:"  # before a policy: the loss function runs under autocast, and the model has no policy
+AUTOCAST = "autocast:"  # prefix of a policy with which the loss function runs under autocast
 RESERVED = loop.OF_A_RUN | {"seed"}
 """Flags of a training script that every comparison sets itself."""
 
 
 def read_variant(text: str) -> tuple[str, str]:
-    """The policy and the ``--low-precision`` of a text such as ``autocast:mixed_float16`` or ``bfloat16_sr+kahan``.
+    """Return the policy and the ``--low-precision`` in a text.
+
+    Examples are ``autocast:mixed_float16`` and ``bfloat16_sr+kahan``.
 
     Raises:
-      ValueError: there is nothing like what follows the plus.
+      ValueError: the text after the plus is not a value of ``--low-precision``.
     """
     policy, plus, low = text.removeprefix(AUTOCAST).partition("+")
     if plus:
@@ -51,65 +53,69 @@ def read_variant(text: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A training script with a preset of its flags."""
+    """A training script and preset values of its flags."""
 
     script: ModuleType
     preset: dict[str, Any]
 
     def flags(self, given: Iterable[Iterable[str]], reserved: Set[str], owner: str) -> Any:
-        """The preset with the flags that are ``given``, as in ``model=resnet18``.
+        """Return the preset changed by the flags in ``given``, as in ``model=resnet18``.
 
         Raises:
-          ValueError: one is ``reserved``, which the error says is up to the ``owner``.
+          ValueError: a flag is ``reserved``. The error says that the ``owner`` sets it.
         """
         preset = self.script.Config(**self.preset)
         flags = tyro.cli(
             self.script.Config,
-            prog=f"python -m {self.script.__name__}",  # whose --help an error points to
+            prog=f"python -m {self.script.__name__}",  # so that errors point to the --help of this script
             args=[f"--{flag.lstrip('-')}" for texts in given for flag in texts],
             default=preset,
             config=(tyro.conf.OmitArgPrefixes,),
         )
         for field in dataclasses.fields(flags):
             if field.name in reserved and getattr(flags, field.name) != getattr(preset, field.name):
-                raise ValueError(f"--flags are the task's, but --{field.name.replace('_', '-')} is up to the {owner}")
+                raise ValueError(
+                    f"--flags sets the task's flags, but --{field.name.replace('_', '-')} is set by the {owner}"
+                )
         return flags
 
     def prepare(self, flags: Any, policy: str, loss_scale: str) -> Experiment:
-        """The task under a policy, as :func:`read_variant` reads it.
+        """Return the task under a policy, which :func:`read_variant` reads.
 
         Raises:
-          ValueError: a flag has a value that cannot be.
-          DataError: the data cannot be had.
+          ValueError: the value of a flag is invalid.
+          DataError: the data are not available.
         """
-        own, low = read_variant(policy)
+        name, low = read_variant(policy)
         low = low if low != "none" else flags.low_precision
         autocast = policy.startswith(AUTOCAST)
         return self.script.prepare(
-            dataclasses.replace(flags, policy=own, autocast=autocast, loss_scale=loss_scale, low_precision=low)
+            dataclasses.replace(flags, policy=name, autocast=autocast, loss_scale=loss_scale, low_precision=low)
         )
 
 
 @dataclasses.dataclass
 class Outcome:
-    """The results of a policy with a loss scale; lists have one entry for each seed.
+    """The results of a policy with a loss scale.
+
+    The first four lists have one entry for each seed.
 
     Attributes:
-      policy: the policy's name.
-      loss_scale: the loss scale's, ``none`` if there is none.
-      test: held-out metrics.
-      curves: training loss at each step.
-      skipped: steps skipped.
+      policy: the name of the policy.
+      loss_scale: the name of the loss scale; ``none`` without one.
+      test: the held-out metrics.
+      curves: the training loss at each step.
+      skipped: the number of skipped steps.
       final_scale: the loss scale after the last step.
-      failure: why training stopped early, or empty.
-      milliseconds: a step's time, one figure a round (see :func:`experiments.measure.timing.interleaved`).
-      step_bytes: what the compiled step needs; None where the compiler does not tell.
-      device_bytes: the device's peak; None where it does not count.
-      device_bytes_is_bound: whether another variant had reached that peak before, so that this one's is no higher.
-      flops: FLOPs of a step's products, by dtype.
-      zero_activations: share of the activations' gradients that became zero
-        (:func:`experiments.measure.gradients.zero_share`); not a number where they cannot be seen (NNX).
-      zero_params: the same of the params' gradients.
+      failure: the reason why training stopped early, or empty.
+      milliseconds: the time of a step, one figure per round (see :func:`experiments.measure.timing.interleaved`).
+      step_bytes: the memory of the compiled step; None if the compiler does not say.
+      device_bytes: the device's peak; None if the device does not count its memory.
+      device_bytes_is_bound: whether an earlier variant had the same peak, so that ``device_bytes`` is an upper bound.
+      flops: the FLOPs of a step's products, by dtype.
+      zero_activations: the share of the activations' gradients that became zero
+        (:func:`experiments.measure.gradients.zero_share`); nan for NNX models, whose activations cannot be seen.
+      zero_params: the share of the params' gradients that became zero.
     """
 
     policy: str
@@ -129,7 +135,7 @@ class Outcome:
 
     @property
     def label(self) -> str:
-        """The name in tables and pictures."""
+        """Return the name of the variant in tables and pictures."""
         return label(self.policy, self.loss_scale)
 
 
@@ -140,7 +146,7 @@ def run_folder(folder: Path, outcome: Outcome, seed: int) -> Path:
 
 
 def label(policy: str, loss_scale: str) -> str:
-    """The policy, and the loss scale if there is one."""
+    """Return the policy, and the loss scale if there is one."""
     return policy if loss_scale == "none" else f"{policy}, {loss_scale}"
 
 
@@ -152,34 +158,35 @@ def compare(
     title: str,
     folder: Path | None = None,
 ) -> list[Outcome]:
-    """Trains every variant with every seed, then times them in turn and looks at their gradients.
+    """Train every variant with every seed, and time all variants in turn.
 
-    A seed starts all variants from the same params, the baseline's, rounded to their own param dtype.
+    The zeros in their gradients are counted too. With the same seed, all variants start from the baseline's params,
+    rounded to their param dtypes.
 
     Args:
-      variants: policy and loss scale to the experiment under them, :data:`BASELINE` first.
-      seeds: of params and order of the examples.
-      rounds: of timing; one unit of progress each, like a step of training.
-      progress: where to show how far it is.
-      title: what to call the task there.
-      folder: where each run is recorded for its report; None for no record.
+      variants: experiments by policy and loss scale, :data:`BASELINE` first.
+      seeds: the seeds of the params and of the order of the examples.
+      rounds: the number of rounds of timing. A round counts as one step of progress.
+      progress: the progress bar.
+      title: the name of the task in the progress bar.
+      folder: the folder in which each run is recorded for its report; None for no record.
     """
     experiments = list(variants.values())
     outcomes = [Outcome(*variant) for variant in variants]
     baseline = experiments[0]
 
     def first_batch(experiment: Experiment) -> Any:
-        return next(experiment.train_batches(seeds[0]))  # in the dtype that this experiment takes
+        return next(experiment.train_batches(seeds[0]))  # images have the experiment's dtype
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # it is what we want to see
+        warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # compared on purpose
         progress.advance(0, "compiling", title)
-        # XLA compiles on one core. On a GPU it also measures kernels, which another compilation would disturb.
+        # XLA compiles on one core, so compile in parallel. Not on a GPU, where XLA also times kernels.
         with ThreadPoolExecutor(os.cpu_count() if jax.default_backend() == "cpu" else 1) as pool:
             list(pool.map(_compile, outcomes, experiments, map(first_batch, experiments)))
 
         final: list[Any] = [None] * len(variants)
-        # The device's peak never falls, so the leanest goes first: then each sets a peak of its own.
+        # The device's peak never falls, so train in order of memory. Then each variant sets a new peak.
         for i in sorted(range(len(variants)), key=lambda i: outcomes[i].step_bytes or 0):
             before = memory.device_peak()
             for seed in seeds:
@@ -192,7 +199,7 @@ def compare(
         progress.advance(0, "the zeros among the gradients", title)
         reference, batch = None, first_batch(baseline)
         for outcome, experiment, state in zip(outcomes, experiments, final, strict=True):
-            # At the params where float32 ended, with the scale that this variant ended with.
+            # All variants are compared at float32's final params, each with its own final loss scale.
             state = state.replace(params=_cast_like(final[0].params, state.params))
             params, activations = gradients(experiment.loss_fn, state, batch)
             reference = reference or (params, activations)
@@ -218,14 +225,20 @@ def _compile(outcome: Outcome, experiment: Experiment, batch: Any) -> None:
 
 
 def start(experiment: Experiment, baseline: Experiment, seed: int) -> jaxmp.TrainState:
-    """The state that training starts from: the baseline's params in this experiment's param dtypes."""
+    """Return the initial state of an experiment.
+
+    It has the baseline's params, in this experiment's param dtypes.
+    """
     return experiment.create(init_params(experiment, baseline, seed))
 
 
 def init_params(experiment: Experiment, baseline: Experiment, seed: int) -> Any:
-    """The baseline's params in this experiment's param dtypes: drawn in half precision they would be others."""
-    own = jax.eval_shape(experiment.init_params, seed)
-    return _cast_like(baseline.init_params(seed), own)
+    """Return the baseline's params in this experiment's param dtypes.
+
+    Params drawn in half precision would be different numbers.
+    """
+    shapes = jax.eval_shape(experiment.init_params, seed)
+    return _cast_like(baseline.init_params(seed), shapes)
 
 
 def train(
@@ -237,9 +250,9 @@ def train(
     title: str,
     folder: Path | None = None,
 ) -> jaxmp.TrainState:
-    """Trains once and adds what came out to ``outcome``; training that cannot go on counts as not a number.
+    """Train once and add the results to ``outcome``.
 
-    The run is recorded in ``folder``, if there is one.
+    If training stops early, the metrics are nan. The run is recorded in ``folder``, unless it is None.
     """
     state = start(experiment, baseline, seed)
     title = f"{title}: {outcome.label}, seed {seed}"
@@ -288,5 +301,8 @@ def _turn(state: jaxmp.TrainState, experiment: Experiment, batch: Any) -> Callab
 
 
 def _cast_like(params: Any, like: Any) -> Any:
-    """A copy of ``params`` in the dtypes of ``like``: the step deletes the state that it is given."""
+    """Return a copy of ``params`` in the dtypes of ``like``.
+
+    A copy is needed because the step donates its state.
+    """
     return jax.tree.map(lambda param, other: jnp.array(param, other.dtype), params, like)

@@ -1,4 +1,4 @@
-"""The page of a comparison: the folders of its runs, and their report."""
+"""Write the page that shows all runs of a comparison."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from jaxmp.inspect import write_report
 
 
 def write_page(folder: Path, outcomes: list[Outcome], seeds: Sequence[int], file: Path) -> Path:
-    """Write the page on the variant that ends best beside float32, with all others, and return its path.
+    """Write the page on the variant with the lowest loss, and return its path.
+
+    The page also shows float32 and the other variants.
 
     Args:
-      folder: of the task's runs, as :func:`run_folder` has them.
-      outcomes: of the variants, float32 first.
-      seeds: of each.
-      file: the page.
+      folder: the folder of the task's runs, in which :func:`run_folder` names the folder of each run.
+      outcomes: the outcomes of all variants, float32 first.
+      seeds: the seeds of each variant.
+      file: the page to write.
     """
     for outcome in outcomes:
         for seed in seeds:

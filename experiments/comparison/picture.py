@@ -1,4 +1,4 @@
-"""The picture of a comparison: a row a task."""
+"""The picture of a comparison, with a row for each task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from experiments.report import plots
 
 @plots.drawn
 def picture(results: dict[str, list[Outcome]], metrics: dict[str, str], path: Path, caption: str) -> None:
-    """A row a task: training loss against steps, held-out result, and gradients that became zero of each variant."""
+    """Draw each variant's training loss, held-out result and zero gradients.
+
+    There is a row for each task.
+    """
     figure = plots.figure(12, 0.5 + 3.1 * len(results))
     grid = figure.subplots(len(results), 3, squeeze=False, width_ratios=(1.15, 1, 0.85))
     for (task, outcomes), (left, middle, right) in zip(results.items(), grid, strict=True):
@@ -38,8 +41,8 @@ def _training(axes: Any, task: str, outcomes: list[Outcome]) -> None:
         values = np.mean([run[:length] for run in runs], axis=0)
         width = max(1, length // 40)
         values = np.convolve(values, np.ones(width) / width, "valid")
-        skip = len(values) // 6  # the first fall, alike in all, would flatten the rest
-        # The baseline lies broad beneath, and every other curve is dashed, so that curves that coincide all show.
+        skip = len(values) // 6  # the first steep fall is the same in all curves and would flatten the rest
+        # The baseline is a broad line, and every second curve is dashed, so that equal curves can all be seen.
         dashes = {"linestyle": (0, (4, 3)), "zorder": 3} if i % 2 == 0 else {}
         look = {"linewidth": 1.6, **dashes} if i else {"linewidth": 5, "alpha": 0.25}
         axes.plot(range(width + skip, length + 1), values[skip:], color=plots.color(i), label=outcome.label, **look)

@@ -1,4 +1,4 @@
-"""The report of a comparison: tables, an acceptance rule, and one sentence."""
+"""The report of a comparison: tables, an acceptance rule, and a sentence."""
 
 from __future__ import annotations
 
@@ -25,25 +25,30 @@ RULE_COLUMNS = (
 )  # fmt: skip
 
 NOTES = {
-    "result": "Mean ± standard deviation over the seeds. Δ: mean difference to float32 with the same seeds; points are "
-    "of accuracy. Zero gradients: of the entries that are not zero in float32, the share that is exactly zero here, "
-    "for one batch, at the params where float32 ended, with the loss scale that this run ended with; an activation is "
-    "the output of a layer (– in NNX, where they cannot be seen). Skipped: steps in all runs. Final scale: the first "
-    "seed's.",
-    "cost": "Time: median and quartiles of warm steps, all variants in turn in one process. Step MiB: what the "
-    "compiled step needs at most (arguments, results and temporaries). Device MiB: the device's own peak; ≤ where "
-    "another variant had set it before, – where the device does not count.",
-    "rule": "The rule that users apply, against float32. Accuracy loss: in points. FLOPs: those of a step's products "
-    "and convolutions whose operands are float16, bfloat16, float8 or tensorfloat32, whatever this device makes of "
-    "them.",
-    "no tensor cores": "Time and memory are not shown: this device has no tensor cores, without which half precision "
-    "is slower and saves little. Run the comparison on a GPU or TPU to see them.",
+    "result": "Mean ± standard deviation over the seeds. Δ: mean difference to float32 with the same seeds, in loss "
+    "and in points of accuracy. Zero gradients: the share of entries that are exactly zero here and not zero in "
+    "float32, for one batch, at float32's final params, with this variant's final loss scale. Activations are the "
+    "outputs of layers (– for NNX models, where they cannot be seen). Skipped: skipped steps in all runs. Final scale: "
+    "with the first seed.",
+    "cost": "Time: median and quartiles of steps after warm-up, with all variants taking turns in one process. "
+    "Step MiB: peak memory of the compiled step (arguments, results and temporaries). Device MiB: the peak that the "
+    "device reports; ≤ if an earlier variant had the same peak, – if the device does not count its memory.",
+    "rule": "The acceptance rule, compared with float32. Accuracy loss: in points. FLOPs: the share of FLOPs in "
+    "products and convolutions whose operands are float16, bfloat16, float8 or tensorfloat32, even if this device "
+    "computes them in another dtype.",
+    "no tensor cores": "Time and memory are not shown, because this device has no tensor cores. Without tensor cores "
+    "half precision is slower and saves little memory. Run the comparison on a GPU or TPU to see them.",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Criterion:
-    """One part of the acceptance rule: what was measured, as text, and whether it suffices; None: it is not judged."""
+    """A criterion of the acceptance rule.
+
+    Attributes:
+      text: the measured figure as text.
+      met: whether the criterion is met; None if it is not judged.
+    """
 
     text: str
     met: bool | None
@@ -54,24 +59,29 @@ class Criterion:
 
 
 def median_ms(outcome: Outcome) -> float:
-    """Median milliseconds a step."""
+    """Return the median milliseconds of a step."""
     return quartiles(outcome.milliseconds)[1]
 
 
 def mean(outcome: Outcome, metric: str) -> float:
-    """Held-out metric, mean over the seeds."""
+    """Return a held-out metric, averaged over the seeds."""
     return statistics.fmean(test[metric] for test in outcome.test)
 
 
 def difference(outcome: Outcome, baseline: Outcome, metric: str) -> float:
-    """Mean over the seeds of the difference to the baseline with the same seed."""
-    return statistics.fmean(own[metric] - other[metric] for own, other in zip(outcome.test, baseline.test, strict=True))
+    """Return the difference to the baseline, averaged over the seeds.
+
+    The baseline has the same seed.
+    """
+    pairs = zip(outcome.test, baseline.test, strict=True)
+    return statistics.fmean(test[metric] - reference[metric] for test, reference in pairs)
 
 
 def criteria(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> list[Criterion]:
-    """The acceptance rule, criterion by criterion, in the order of :data:`RULE_COLUMNS`.
+    """Return the criteria of the acceptance rule.
 
-    Speed, memory and FLOPs are judged on a device with ``tensor_cores`` only, accuracy everywhere.
+    They are in the order of :data:`RULE_COLUMNS`. Speed, memory and FLOPs are judged only on a device with
+    ``tensor_cores``. Accuracy is judged on every device.
     """
     speed_up = median_ms(baseline) / median_ms(outcome)
     bytes_, reference = outcome.step_bytes, baseline.step_bytes
@@ -89,7 +99,10 @@ def criteria(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> list[Cr
 
 
 def tables(title: str, outcomes: list[Outcome], tensor_cores: bool) -> list[Table]:
-    """Return tables of results and, on a device with ``tensor_cores``, of costs and the acceptance rule."""
+    """Return tables of results, of costs and of the acceptance rule.
+
+    Costs and the rule are shown only on a device with ``tensor_cores``.
+    """
     baseline = outcomes[0]
     results = [_result(outcome, baseline) for outcome in outcomes]
     if not tensor_cores:
@@ -104,7 +117,7 @@ def tables(title: str, outcomes: list[Outcome], tensor_cores: bool) -> list[Tabl
 
 
 def as_json(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> dict[str, Any]:
-    """Everything that was measured, and the verdict."""
+    """Return all measurements and criteria as JSON values."""
     judged = zip(RULE_COLUMNS[2:-1], criteria(outcome, baseline, tensor_cores), strict=True)
     return {
         **dataclasses.asdict(outcome),
@@ -146,7 +159,7 @@ def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
 
 
 def takeaway(results: dict[str, list[Outcome]], metrics: dict[str, str], tensor_cores: bool) -> str:
-    """Return the last words of a comparison: which policies end like float32 in all tasks, and which do not."""
+    """Return which policies are as good as float32 in all tasks, and which not."""
     names: dict[str, bool] = {}
     for task, outcomes in results.items():
         if not math.isfinite(mean(outcomes[0], metrics[task])):
@@ -167,10 +180,10 @@ def takeaway(results: dict[str, list[Outcome]], metrics: dict[str, str], tensor_
 
 
 def _verdicts(outcomes: list[Outcome], metric: str) -> tuple[list[Outcome], list[Outcome], list[Outcome]]:
-    """Return the outcomes that end worse than float32, near it, and not finite.
+    """Split the outcomes into worse than float32, near it, and not finite.
 
-    One is worse if it is so by more than two standard deviations over float32's seeds, and by more than 0.02 of loss or
-    0.5 points of accuracy.
+    An outcome is worse if the difference is more than two standard deviations over float32's seeds, and more than 0.02
+    in loss or 0.5 points of accuracy.
     """
     baseline, *others = outcomes
     least, scale = (0.02, 1) if metric == "loss" else (0.5, 100)
@@ -187,9 +200,12 @@ def _verdicts(outcomes: list[Outcome], metric: str) -> tuple[list[Outcome], list
 
 
 def _loss_of_quality(outcome: Outcome, baseline: Outcome, metric: str) -> float:
-    """Return how much worse a result is than float32's: in loss, or in points of accuracy."""
-    found = difference(outcome, baseline, metric)
-    return found if metric == "loss" else -100 * found
+    """Return how much worse a result is than float32's.
+
+    It is in loss, or in points of accuracy.
+    """
+    change = difference(outcome, baseline, metric)
+    return change if metric == "loss" else -100 * change
 
 
 def _spoken(outcome: Outcome) -> str:

@@ -1,13 +1,11 @@
-"""Read data sets through tensorflow-datasets, without TensorFlow.
+"""Read data sets through tensorflow-datasets (TFDS), without TensorFlow.
 
-They are prepared once and then kept on the device.
+`digits` (images) and `pysource` (text) are made from installed packages, so nothing is downloaded. `mnist`,
+`fashion_mnist` and `cifar10` are TFDS's data sets. :mod:`experiments.data.stock` says where their files may be.
 
-`digits` (images) and `pysource` (text) come from what is installed on the machine: nothing is downloaded. `mnist`,
-`fashion_mnist` and `cifar10` are TFDS's; :mod:`experiments.data.stock` says where their files may lie.
-
-Every set goes through :func:`read`, which prepares it in the data folder the first time and returns its splits as
-plain columns. :mod:`experiments.data.images` and :mod:`experiments.data.text` put the columns on the device and make
-batches there. To add a set, add its builder to ``IMAGES`` or ``BUILDERS``: a local one, or one of TFDS.
+:func:`read` prepares a data set in the data folder the first time, and returns its splits as columns.
+:mod:`experiments.data.images` and :mod:`experiments.data.text` put the columns on the device and make batches there. To
+add a data set, add a builder of yours or of TFDS to ``IMAGES`` or ``BUILDERS``.
 """
 
 from __future__ import annotations

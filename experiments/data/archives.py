@@ -1,6 +1,6 @@
 """Read the archives of MNIST, Fashion-MNIST and CIFAR-10.
 
-They are idx files, and CIFAR's tar in both forms.
+MNIST and Fashion-MNIST are idx files. CIFAR-10 is the binary or the Python tar.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _IDX_IMAGES, _IDX_LABELS = 0x0803, 0x0801  # unsigned bytes, of 3 dimensions and
 
 
 def mnist_split(images: Path, labels: Path) -> Split:
-    """A split of MNIST's format, from its two idx files, gzipped or not.
+    """Read a split in MNIST's format from its two idx files, gzipped or not.
 
     Raises:
-      DataError: a file is damaged or empty, or the two do not fit each other; the message names it.
+      DataError: a file is damaged or empty, or the files do not belong together. The message names the file.
     """
     pixels, numbers = _idx(images, _IDX_IMAGES), _idx(labels, _IDX_LABELS)
     if len(pixels) != len(numbers):
         got = f"{len(pixels)} in {images} and {len(numbers)} in {labels}"
-        raise DataError(f"images and labels must be as many, got {got}; get them anew")
+        raise DataError(f"there must be as many labels as images, got {got}; download them again")
     return pixels[..., None], _labels(numbers, labels)
 
 
 def cifar10_split(archive: Path, split: str) -> Split:
-    """Read a split of CIFAR-10 from an archive or its folder.
+    """Read a split of CIFAR-10 from an archive, or from its unpacked folder.
 
     The archive is ``cifar-10-binary.tar.gz`` or ``cifar-10-python.tar.gz``.
 
     Raises:
-      DataError: the file is damaged or lacks a batch; the message names it.
+      DataError: a file is damaged or a batch is missing. The message names the file.
     """
     batches = CIFAR10_BATCHES[split]
     splits: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -67,7 +67,9 @@ def _packed(archive: Path, batches: tuple[str, ...]) -> dict[str, bytes]:
             batch = Path(member.name).name
             if batch.removesuffix(".bin") in batches and (file := tar.extractfile(member)):
                 contents[batch] = file.read()
-        while tar.fileobj and tar.fileobj.read(1 << 20):  # the tar ends before the checksum of what packs it
+        while tar.fileobj and tar.fileobj.read(
+            1 << 20
+        ):  # read to the end of the file, to verify the checksum of the compression
             pass
     return contents
 
@@ -86,16 +88,18 @@ def _idx(path: Path, magic: int) -> np.ndarray:
     header = np.frombuffer(content, ">i4", min(1 + dimensions, len(content) // 4))
     if len(header) <= dimensions or header[0] != magic:
         got = content[:4].hex()
-        raise DataError(f"{path} must start like an idx file of {dimensions} dimensions, got {got!r}; get it anew")
+        raise DataError(
+            f"{path} must start like an idx file of {dimensions} dimensions, got {got!r}; download it again"
+        )
     shape, values = tuple(header[1:].tolist()), np.frombuffer(content, np.uint8, offset=4 * len(header))
     if values.size != np.prod(shape):
-        raise DataError(f"{path} must hold {np.prod(shape)} values by its header, got {values.size}; get it anew")
+        raise DataError(f"{path} must hold {np.prod(shape)} values by its header, got {values.size}; download it again")
     return values.reshape(shape)
 
 
 def _cifar10_binary(content: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
     if not content or len(content) % 3073:
-        raise DataError(f"{name} must consist of records of 3073 bytes, got {len(content)} bytes; get it anew")
+        raise DataError(f"{name} must consist of records of 3073 bytes, got {len(content)} bytes; download it again")
     records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
     return records[:, 1:], records[:, 0]
 
@@ -107,14 +111,14 @@ def _cifar10_pickle(content: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
         if planes.shape != (len(labels), 3072):
             raise ValueError(f"data of shape {planes.shape} for {len(labels)} labels")
     except Exception as error:  # a damaged pickle can fail in any way
-        raise DataError(f"{name} must be a pickle of CIFAR-10 ({error}); get it anew") from error
+        raise DataError(f"{name} must be a pickle of CIFAR-10 ({error}); download it again") from error
     return planes, labels
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """An unpickler of arrays and nothing else.
+    """An unpickler that allows only arrays.
 
-    A pickle can call whatever it names, and this one comes from anywhere.
+    A pickle from an unknown source could call any function.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -129,9 +133,9 @@ class _ArraysOnly(pickle.Unpickler):
 
 def _labels(labels: np.ndarray, path: Path) -> np.ndarray:
     if not labels.size:
-        raise DataError(f"a set must have examples, got none in {path}; get it anew")
+        raise DataError(f"a set must have examples, got none in {path}; download it again")
     if not 0 <= labels.min() <= labels.max() <= 9:
-        raise DataError(f"labels must be 0 to 9, got {labels.min()} to {labels.max()} in {path}; get it anew")
+        raise DataError(f"labels must be 0 to 9, got {labels.min()} to {labels.max()} in {path}; download it again")
     return labels.astype(np.int64)
 
 
@@ -140,6 +144,10 @@ def _names_the_damaged(path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the disk's; a decompressor's has no number
+        if (
+            isinstance(error, OSError) and error.errno is not None
+        ):  # an error of the disk; those of a decompressor have no number
             raise
-        raise DataError(f"{path} is damaged or was cut short ({' '.join(str(error).split())}); get it anew") from error
+        raise DataError(
+            f"{path} is damaged or was cut short ({' '.join(str(error).split())}); download it again"
+        ) from error

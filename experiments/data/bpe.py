@@ -2,8 +2,9 @@
 
 Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909.
 
-A text is cut into words, a word into bytes, and of two neighbours those that come first in the list of merges become
-one token, until none can. Words that come again are encoded once, so that megabytes take seconds.
+A text is split into words, and a word into bytes. In a word, the two neighbours that come first in the list of merges
+become one token, until no neighbours are in the list. Each different word is encoded once, so megabytes of text take
+seconds.
 """
 
 from __future__ import annotations
@@ -23,26 +24,29 @@ import numpy as np
 
 from experiments.data.errors import DataError
 
-FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and those of the Hub
+FILES = (
+    ("encoder.json", "vocab.bpe"),
+    ("vocab.json", "merges.txt"),
+)  # OpenAI's names, and those of the Hugging Face Hub
 FOLDERS = ("", "gpt2_bpe", "gpt2")  # below the data folder
 END = "<|endoftext|>"
-_GONE = -1  # in place of a part that is in the one before it
+_GONE = -1  # marks a part that was merged into the part before it
 
 
 class BPE:
-    """A tokenizer; bytes that are no UTF-8 survive it.
+    """GPT-2's tokenizer. Bytes that are not valid UTF-8 are kept.
 
     Args:
-      vocabulary: the JSON file: token, with every byte as a letter, to number.
-      merges: the text file: two tokens a line, the first to be merged first.
+      vocabulary: the JSON file with the number of each token. A token is written with a letter for each byte.
+      merges: the text file of merges, with two tokens per line. Earlier lines are merged first.
 
     Raises:
-      DataError: a file is damaged, or the two do not belong together.
+      DataError: a file is damaged, or the files do not belong together.
 
     Attributes:
-      name: what to call it.
-      size: how many tokens there are.
-      end: the number of the token between documents; None if there is none.
+      name: the name of the tokenizer.
+      size: the number of tokens.
+      end: the number of the token between documents; None if there is no such token.
       fingerprint: a hash of the files.
     """
 
@@ -83,20 +87,26 @@ class BPE:
         self._tokens_of = functools.lru_cache(2**18)(self._encode_word)
 
     def encode(self, document: bytes) -> np.ndarray:
-        """Bytes to tokens, int32 (n,); those of ``end`` are taken for text."""
+        """Return the tokens of a document, int32 (n,).
+
+        The letters of the token ``end`` are encoded as text.
+        """
         words = words_of(document.decode(errors="surrogateescape"))
         return np.fromiter(chain.from_iterable(map(self._tokens_of, words)), np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Tokens to text; what is no UTF-8 becomes U+FFFD."""
+        """Return the text of tokens. Bytes that are not valid UTF-8 become U+FFFD."""
         return b"".join(self._bytes.get(int(token), b"") for token in tokens).decode(errors="replace")
 
     def _encode_word(self, word: str) -> list[int]:
         parts = [self._byte[byte] for byte in word.encode(errors="surrogateescape")]
-        before, after = [*range(-1, len(parts) - 1)], [*range(1, len(parts) + 1)]  # of each part that is left
+        before, after = (
+            [*range(-1, len(parts) - 1)],
+            [*range(1, len(parts) + 1)],
+        )  # the neighbours of each remaining part
 
         def merge_at(i: int) -> Iterator[tuple[int, int, int, int, int]]:
-            """A possible merge of two neighbours: its rank, which comes first, and its position."""
+            """Yield the merge of part ``i`` and its right neighbour, if there is one."""
             if i >= 0 and after[i] < len(parts) and (merge := self._merges.get((parts[i], parts[after[i]]))):
                 rank, left, right, merged = merge
                 yield rank, i, left, right, merged
@@ -107,7 +117,7 @@ class BPE:
             _, i, left, right, merged = heapq.heappop(heap)
             gone = after[i]
             if parts[i] != left or gone == len(parts) or parts[gone] != right:
-                continue  # one of the two has become part of another meanwhile
+                continue  # one of the two parts has been merged since
             parts[i], parts[gone], after[i] = merged, _GONE, after[gone]
             if after[i] < len(parts):
                 before[after[i]] = i
@@ -117,10 +127,12 @@ class BPE:
 
 
 def find(folder: Path) -> tuple[Path, Path] | None:
-    """The two files in a data folder or in ``gpt2_bpe`` or ``gpt2`` there; None if there is neither.
+    """Return the two files in a data folder.
+
+    They may also be in ``gpt2_bpe`` or ``gpt2`` there. The result is None if they do not exist.
 
     Raises:
-      DataError: there is one without the other.
+      DataError: only one of the two files exists.
     """
     for place in (folder / name for name in FOLDERS):
         for names in FILES:
@@ -137,7 +149,7 @@ def find(folder: Path) -> tuple[Path, Path] | None:
 
 
 def absent(folder: Path) -> DataError:
-    """The error of files that are not there."""
+    """Return the error for missing files."""
     both = " (or ".join(" and ".join(names) for names in FILES)
     return DataError(
         f"--tokens bpe needs GPT-2's {both}), but neither {folder} nor {folder / FOLDERS[1]} has them; put them there, "
@@ -146,11 +158,10 @@ def absent(folder: Path) -> DataError:
 
 
 def words_of(text: str) -> Sequence[str]:
-    """Return the words that are encoded one by one.
+    """Split a text into the words that are encoded one by one.
 
-    They are letters, digits or other signs with a space before, and white space.
-
-    Of several spaces the last goes with the word that follows; English contractions are words of their own.
+    A word is a run of letters, of digits or of other characters, with the space before it, or a run of white space.
+    English contractions such as ``'ll`` are separate words.
     """
     return (_ascii() if text.isascii() else _unicode()).findall(text)
 
@@ -168,19 +179,25 @@ def _unicode() -> re.Pattern[str]:
         if kind in ranges:
             codes = [code for code, _ in run]
             ranges[kind].append(rf"\U{codes[0]:08x}-\U{codes[-1]:08x}")
-    # White space as Unicode has it; Python's \s has U+001C to U+001F too.
+    # White space as Unicode defines it. Python's \s also matches U+001C to U+001F.
     spaces = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
     return _pattern("".join(ranges["L"]), "".join(ranges["N"]), spaces)
 
 
 def _pattern(letters: str, digits: str, spaces: str) -> re.Pattern[str]:
-    """GPT-2's rule for words, whose classes of Unicode ``re`` has no names for."""
+    """Return GPT-2's pattern for words.
+
+    ``re`` has no classes for letters and digits, so they are spelled out.
+    """
     words = rf" ?[{letters}]+| ?[{digits}]+| ?[^{spaces}{letters}{digits}]+"
     return re.compile(rf"'(?:[stmd]|re|ve|ll)|{words}|[{spaces}]+(?![^{spaces}])|[{spaces}]+")
 
 
 def _letters() -> dict[int, str]:
-    """A printable letter for each byte, by which the files write it: its own, or else one from U+0100 on."""
+    """Return the letter with which the files write each byte.
+
+    A printable byte is its own letter. The other bytes have letters from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}

@@ -1,4 +1,7 @@
-"""Text as documents, of the standard library's sources or of any file or folder, with a part held out."""
+"""Read a text as documents, and hold out a part.
+
+The text is `pysource`, a file or a folder.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from typing import NamedTuple
 from experiments import data
 from experiments.data.errors import DataError
 
-SUFFIXES = (".txt", ".py", ".md")  # of the files of a folder that are read
+SUFFIXES = (".txt", ".py", ".md")  # the files of a folder that are read
 
 
 class Corpus(NamedTuple):
-    """Documents to train on and held-out ones, as bytes, and a line that says what they are."""
+    """Training and held-out documents, as bytes, and a line on their origin."""
 
     train: list[bytes]
     test: list[bytes]
@@ -21,17 +24,17 @@ class Corpus(NamedTuple):
 
 
 def read(dataset: str, data_dir: Path | None) -> Corpus:
-    """The documents of ``pysource``, or of a file or a folder.
+    """Read the documents of ``pysource``, of a file or of a folder.
 
-    Of one file the last tenth is held out; of a folder every tenth file, in the order of their names, or the last tenth
-    of each if there are fewer than ten.
+    With ten files or more, every tenth file in the order of names is held out. With fewer files, the last tenth of each
+    is held out.
 
     Args:
       dataset: ``pysource``, or a path.
-      data_dir: where prepared sets are kept.
+      data_dir: the folder of prepared data sets.
 
     Raises:
-      DataError: there is nothing at that path, no text in it, or it cannot be read.
+      DataError: the path does not exist, has no text, or cannot be read.
     """
     if dataset == "pysource":
         columns = data.read(dataset, data_dir)
@@ -58,12 +61,12 @@ def read(dataset: str, data_dir: Path | None) -> Corpus:
         train = [document for i, document in enumerate(documents) if i % 10 != 9]
     count = "1 file" if len(documents) == 1 else f"{len(documents)} files"
     size = sum(map(len, documents))
-    # Without the folder: a run may be resumed after its text has moved.
+    # Only the name of the folder, so that a run can be resumed after its text has moved.
     return Corpus(train, test, f"{path.resolve().name}: {count}, {size} bytes, sha256 {digest(documents)[:12]}")
 
 
 def digest(documents: list[bytes]) -> str:
-    """A hash of the documents, in their order."""
+    """Return a hash of the documents in their order."""
     whole = hashlib.sha256()
     for document in documents:
         whole.update(len(document).to_bytes(8, "big"))

@@ -1,6 +1,6 @@
-"""Build `digits`, 1,797 real handwritten digits, as a local TFDS set.
+"""Build `digits`, 1,797 handwritten digits from scikit-learn, for TFDS.
 
-The images of 8×8 pixels come with scikit-learn.
+The images have 8×8 pixels.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import tensorflow_datasets as tfds
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """Images of 8×8 pixels in 17 levels from 0 to 255, with labels 0 to 9.
+    """Images of 8×8 pixels with 17 levels from 0 to 255, and labels 0 to 9.
 
-    Every fifth of each class is for the test.
+    Every fifth image of each class is in the test split.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -31,7 +31,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
                 }
             ),
             supervised_keys=("image", "label"),
-            disable_shuffling=True,  # the order of scikit-learn
+            disable_shuffling=True,  # keep the order of scikit-learn
         )
 
     def _split_generators(self, _: Any) -> dict[str, Any]:

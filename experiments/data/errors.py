@@ -1,5 +1,8 @@
-"""The error of this package."""
+"""The error that this package raises."""
 
 
 class DataError(ValueError):
-    """A set could not be prepared, read or cut into batches; the message says what to do."""
+    """A data set could not be prepared, read or split into batches.
+
+    The message says what to do.
+    """

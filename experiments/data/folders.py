@@ -1,6 +1,6 @@
-"""Read images from folders that are named after their classes.
+"""Read images from folders named after their classes.
 
-``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg``.
+The files are ``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 def labels_of(folder: Path, classes: tuple[str, ...], numbers: bool = True) -> dict[str, int] | None:
-    """Class folder to label, or None where ``folder`` has neither ``train`` nor ``test``.
+    """Return the label of each class folder.
 
-    A class folder is called as the class, or by its number if ``numbers``. Case and all but letters and digits are
-    ignored: a folder cannot be called T-shirt/top.
+    The result is None if ``folder`` has neither ``train`` nor ``test``. A class folder has the name of the class or, if
+    ``numbers``, its number. Case is ignored, and so are all characters but letters and digits, because a folder cannot
+    have a name such as T-shirt/top.
 
     Raises:
-      DataError: there is one of the two only, or not a folder for each class and no other; the message says which.
+      DataError: only one of ``train`` and ``test`` exists, or the folders are not exactly one for each class. The
+        message says which folders are wrong.
     """
     splits = [split for split in SPLITS if (folder / split).is_dir()]
     if not splits:
@@ -50,7 +52,7 @@ def labels_of(folder: Path, classes: tuple[str, ...], numbers: bool = True) -> d
 
 
 def files_of(folder: Path, split: str, labels: dict[str, int]) -> tuple[list[Path], list[int]]:
-    """The files of a split and their labels, in the order of labels and names.
+    """Return the files of a split and their labels, sorted by label and name.
 
     Raises:
       DataError: a class has no image.
@@ -68,12 +70,12 @@ def files_of(folder: Path, split: str, labels: dict[str, int]) -> tuple[list[Pat
 
 
 def encoded(path: Path, shape: tuple[int, int, int]) -> io.BytesIO | Image.Image:
-    """Return the file as it is, or the image in the right colours.
+    """Check an image file, and return its bytes.
 
-    The file is known to hold a whole image of that shape.
+    If its channels are not those in ``shape``, return the converted image.
 
     Raises:
-      DataError: the file is damaged, or of another size; the message names it.
+      DataError: the file is damaged, or the image has another size. The message names the file.
     """
     from PIL import Image, UnidentifiedImageError
 

@@ -1,7 +1,7 @@
-"""Labelled images in batches: shuffled, augmented, normalised and resized on the device, under jit.
+"""Make batches of labelled images on the device.
 
-Where ``place`` is given, a batch lies on several devices, and each process sends the images of its own: see
-:mod:`experiments.data.text`.
+They are shuffled, augmented, normalised and resized under jit. With ``place``, a batch is on several devices, and each
+process sends only the images for its devices. See :mod:`experiments.data.text`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from experiments.data.text import Place
 Batch = dict[str, jax.Array]
 T = TypeVar("T")
 
-DEVICE_SHARE = 0.25  # of the device's memory that a split may take; a larger one stays on the host
+DEVICE_SHARE = 0.25  # the share of the device's memory that a split may take; larger splits stay on the host
 
 
 class Images(NamedTuple):
     """A split: ``image`` uint8 (n, height, width, channels) and ``label`` int32 (n,).
 
-    Both on the device, or both on the host, from where every batch is sent to the device while it works on the one
-    before. The batches are the same, bit for bit.
+    Both arrays are on the device or both are on the host. From the host, each batch is sent while the device works on
+    the batch before. The batches are the same, bit for bit.
     """
 
     image: jax.Array | np.ndarray
@@ -43,14 +43,14 @@ class Images(NamedTuple):
         return isinstance(self.image, np.ndarray)
 
     def from_host(self) -> Images:
-        """These on the host."""
+        """Return the images and labels as arrays on the host."""
         return Images(np.asarray(self.image), np.asarray(self.label))
 
 
 def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
-    """Put a split on the device if it takes no more than a share of it.
+    """Put a split on the device if it takes at most a share of its memory.
 
-    :func:`experiments.data.read` returns the split.
+    The split comes from :func:`experiments.data.read`.
     """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", np.inf)
     images = Images(columns["image"], columns["label"].astype(np.int32))
@@ -58,7 +58,7 @@ def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
 
 
 def on_device(columns: Columns) -> Images:
-    """Puts a split that :func:`experiments.data.read` returned on the device."""
+    """Put a split from :func:`experiments.data.read` on the device."""
     return Images(jnp.asarray(columns["image"]), jnp.asarray(columns["label"].astype(np.int32)))
 
 
@@ -66,7 +66,7 @@ def steps_per_epoch(images: Images, batch_size: int) -> int:
     """Return the number of whole batches in a split.
 
     Raises:
-      DataError: not one.
+      DataError: the split is smaller than a batch.
     """
     if batch_size > len(images.label):
         raise DataError(f"a batch must fit in the set's {len(images.label)} examples, got --batch-size {batch_size}")
@@ -83,18 +83,18 @@ def epochs(
     pixels: Pixels = AS_STORED,
     place: Place | None = None,
 ) -> Iterator[Batch]:
-    """Yield batches for ever; every epoch shuffles the set anew.
+    """Yield batches without end, shuffled in every epoch.
 
-    A batch depends on the seed and its number only.
+    A batch depends only on the seed and its number.
 
     Args:
       images: the split.
-      batch_size: examples a batch; what is left of an epoch is dropped.
-      seed: of the order, the shifts and the flips.
-      shift: largest number of pixels that each image is moved, up or down and left or right; 0 for none.
-      start: number of the first batch, counted from 0.
-      flip: whether every image is mirrored, left to right, with probability a half.
-      pixels: what is made of them.
+      batch_size: the examples per batch. The examples left over at the end of an epoch are dropped.
+      seed: the seed of the order, the shifts and the flips.
+      shift: the largest number of pixels that each image is moved along both axes; 0 for no shift.
+      start: the number of the first batch, counted from 0.
+      flip: whether each image is mirrored left to right with probability 1/2.
+      pixels: the normalisation and resizing of the images.
       place: puts a batch on several devices.
 
     Yields:
@@ -123,7 +123,10 @@ def epochs(
 def in_order(
     images: Images, batch_size: int, pixels: Pixels = AS_STORED, place: Place | None = None
 ) -> Iterator[Batch]:
-    """One pass over a split as it is, for evaluation; the last batch may be smaller."""
+    """Yield the batches of a split in order and once, for evaluation.
+
+    The last batch may be smaller.
+    """
     images = images if place is None else images.from_host()
     n = len(images.label)
     parts = (slice(start, min(start + batch_size, n)) for start in range(0, n, batch_size))
@@ -141,7 +144,7 @@ def _order(key: jax.Array, n: int) -> jax.Array:
     return jax.random.permutation(key, n)
 
 
-# Apart from what is made of the pixels, so that this is the same program wherever the images come from.
+# Separate from the augmentation, so that the program of the augmentation is the same for images from the host.
 @functools.partial(jax.jit, static_argnames="count")
 def _take(images: Images, order: jax.Array, start: int, count: int) -> tuple[jax.Array, jax.Array]:
     rows = jax.lax.dynamic_slice(order, (start,), (count,))
@@ -155,7 +158,7 @@ def _send(images: Images, rows: np.ndarray, place: Place | None) -> tuple[jax.Ar
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the items, each computed one earlier than it is needed."""
+    """Yield the items, and compute each one before the item before it is used."""
     ahead = next(items)
     for item in items:
         yield ahead

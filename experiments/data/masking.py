@@ -7,31 +7,35 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-IGNORE = -100  # the target of a token that is not to be guessed
+IGNORE = -100  # the target of a token that is not predicted
 
 
 class Masked(NamedTuple):
-    """Tokens with some of them hidden, and what is to be guessed; both int32 (batch, sequence)."""
+    """Tokens of which some are masked, and the targets to predict.
+
+    Both are int32 (batch, sequence).
+    """
 
     tokens: jax.Array
     targets: jax.Array
 
 
 def mask(key: jax.Array, tokens: jax.Array, size: int, mask_token: int, end: int | None, rate: float = 0.15) -> Masked:
-    """Chooses tokens to guess; 80 % of them become [MASK], 10 % any token, 10 % stay.
+    """Choose tokens to predict.
 
-    Every token is chosen by itself, so that the number of them varies and no shape does.
+    80 % of them become [MASK], 10 % a random token, and 10 % stay. Each token is chosen independently, so the number of
+    chosen tokens varies. All shapes are fixed.
 
     Args:
-      key: decides everything.
+      key: the key of all random numbers.
       tokens: int32 (batch, sequence).
-      size: tokens to draw from, 0 to size - 1.
+      size: random tokens are drawn from 0 to size - 1.
       mask_token: the number of [MASK].
-      end: a token that is never chosen, that between documents; None if there is none.
-      rate: the share of tokens chosen.
+      end: the token between documents, which is never chosen; None if there is no such token.
+      rate: the share of tokens that are chosen.
 
     Returns:
-      The tokens to show, and the targets: the true token where one was chosen, ``IGNORE`` elsewhere.
+      The input tokens, and the targets: the original token where a token was chosen, ``IGNORE`` elsewhere.
 
     >>> shown, targets = mask(jax.random.key(0), jnp.full((1, 1000), 7), 10, 10, None)
     >>> bool(jnp.all((targets == 7) | (targets == IGNORE))), bool(jnp.all(shown[targets == IGNORE] == 7))

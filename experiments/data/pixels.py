@@ -1,7 +1,4 @@
-"""Turn stored pixels into a model's input, under jit.
-
-Bytes are cropped and mirrored, floats normalised and resized.
-"""
+"""Shift, mirror, normalise and resize stored pixels for a model, under jit."""
 
 from __future__ import annotations
 
@@ -15,13 +12,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Pixels:
-    """Turn pixels into inputs, for training and evaluation alike.
+    """How pixels are turned into inputs, in training and in evaluation.
 
     Attributes:
-      size: height and width of the result; 0 leaves them as they are.
-      mean: of each channel, which is subtracted, in [0, 1]; empty for values in [0, 1] as they are.
-      std: of each channel, by which is divided.
-      dtype: of the result. All is computed in float32 and rounded once, at the end.
+      size: height and width to resize to; 0 for no resizing.
+      mean: the mean of each channel in [0, 1], which is subtracted. If it is empty, pixels are not normalised and stay
+        in [0, 1].
+      std: the standard deviation of each channel, by which pixels are divided.
+      dtype: the dtype of the result. Everything is computed in float32 and rounded once at the end.
     """
 
     size: int = 0
@@ -30,7 +28,7 @@ class Pixels:
     dtype: str = "float32"
 
     def shape(self, image: tuple[int, int, int]) -> tuple[int, int, int]:
-        """The shape that an image of shape (height, width, channels) gets."""
+        """Return the shape of the input for an image (height, width, channels)."""
         return (self.size, self.size, image[2]) if self.size else image
 
 
@@ -38,9 +36,9 @@ AS_STORED = Pixels()
 
 
 def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel in [0, 1].
+    """Return the mean and the standard deviation of each channel in [0, 1].
 
-    They come from exact sums over uint8 (n, height, width, channel).
+    They are computed from exact integer sums over uint8 (n, height, width, channel).
     """
     channels = images.shape[-1]
     total, squares = np.zeros(channels, np.int64), np.zeros(channels, np.int64)
@@ -55,10 +53,11 @@ def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]
 
 
 def as_input(images: jax.Array, pixels: Pixels) -> jax.Array:
-    """Images uint8 (batch, height, width, channels) as a model takes them.
+    """Return images, uint8 (batch, height, width, channels), as the input of a model.
 
-    The resizing is bilinear, between pixel centres, with antialiasing where it makes images smaller. It comes last but
-    for the rounding: normalising a small image costs less, and weights that sum to 1 change no mean.
+    Resizing is bilinear between pixel centres, with antialiasing if images become smaller. It comes after the
+    normalisation, because a small image is cheaper to normalise. The result is the same, because the weights of the
+    interpolation sum to 1.
     """
     x = images.astype(jnp.float32) / 255
     if pixels.mean:
@@ -71,7 +70,7 @@ def as_input(images: jax.Array, pixels: Pixels) -> jax.Array:
 def shifted(images: jax.Array, key: jax.Array, shift: int) -> jax.Array:
     """Move each image by up to ``shift`` pixels along both axes.
 
-    Zeros fill the border.
+    The border is filled with zeros.
     """
 
     def move(image: jax.Array, offset: jax.Array) -> jax.Array:
@@ -82,7 +81,7 @@ def shifted(images: jax.Array, key: jax.Array, shift: int) -> jax.Array:
 
 
 def flipped(images: jax.Array, key: jax.Array) -> jax.Array:
-    """Each image mirrored, left to right, with probability a half."""
+    """Mirror each image left to right with probability 1/2."""
     chosen = jax.random.bernoulli(key, 0.5, (len(images), 1, 1, 1))
     return jnp.where(chosen, images[:, :, ::-1], images)
 
@@ -91,9 +90,9 @@ def flipped(images: jax.Array, key: jax.Array) -> jax.Array:
 def augmented(
     images: jax.Array, key: jax.Array, step: int, shift: int = 0, flip: bool = False, pixels: Pixels = AS_STORED
 ) -> jax.Array:
-    """Return images as input, moved and mirrored by the key and the step.
+    """Return images as input, shifted and mirrored at random.
 
-    The images are uint8 (batch, height, width, channels).
+    The images are uint8 (batch, height, width, channels). The random numbers depend on the key and the step.
     """
     key = jax.random.fold_in(key, step)
     if shift:

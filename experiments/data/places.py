@@ -1,4 +1,7 @@
-"""Where the files of MNIST, Fashion-MNIST and CIFAR-10 may lie, and why some that lie there do not do."""
+"""Find the files of MNIST, Fashion-MNIST and CIFAR-10.
+
+The module also says why other files cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +30,27 @@ _OFFICIAL, _OTHER = "checksum as registered in tensorflow-datasets", "checksum n
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Where a set's images are. ``read`` takes a split to its images (arrays or files) and their labels."""
+    """A source of a data set's images.
+
+    ``read`` returns a split's images (arrays or files) and their labels.
+    """
 
     origin: str
     read: Callable[[str], tuple[Sequence[np.ndarray | Path], Sequence[int]]]
 
 
 def find(name: str, root: Path) -> tuple[Found | None, list[str]]:
-    """Return the set's archives, or else a folder of its images.
+    """Find the archives of a data set, or else a folder of its images.
 
-    They lie in ``downloads/manual`` or in ``root``, or in ``name`` there.
-
-    What is in a folder called ``name`` is the set's; elsewhere it may be another's, and is taken only if it tells.
+    The function looks in ``downloads/manual`` and in ``root``, and in their folders ``name``. Files in a folder
+    ``name`` are taken to be of this data set. Files elsewhere may be of another data set, and are used only if their
+    checksums or their class names show that they are of this one.
 
     Returns:
-      What was found, and why other things that were there did not do.
+      The source, or None, and the reasons why other files cannot be used.
 
     Raises:
-      DataError: a folder called ``name`` has something that does not do.
+      DataError: a folder ``name`` has files that cannot be used.
     """
     passed_over: list[str] = []
     manual = root / "downloads" / "manual"
@@ -79,7 +85,7 @@ def parsed(name: str, paths: Mapping[str, str | Path], origin: str) -> Found:
 
 
 def published(name: str) -> tuple[str, list[str]]:
-    """From where TFDS downloads the set's archives, and what they are called."""
+    """Return the URL and the names of the archives that TFDS downloads."""
     import tensorflow_datasets as tfds
 
     urls = list(tfds.builder_cls(name).url_infos)
@@ -100,7 +106,7 @@ def _archives(name: str, folder: Path, is_named: bool) -> Found | None:
     there = {
         file: path
         for file in names
-        for path in (folder / file.removesuffix(".gz"), folder / file)  # the latter, if both are there
+        for path in (folder / file.removesuffix(".gz"), folder / file)  # the latter if both exist
         if path.is_file()
     }
     if not there:
@@ -112,8 +118,8 @@ def _archives(name: str, folder: Path, is_named: bool) -> Found | None:
         )
     if not is_named and (other := _unregistered(name, there.values())):
         raise DataError(
-            f"{_listed(other)} may be of another set, for MNIST's and Fashion-MNIST's are called alike and the "
-            f"checksum is not the one registered for {name}; move all four to {folder / name} if they are {name}'s"
+            f"{_listed(other)} may be of another set, because MNIST's and Fashion-MNIST's files have the same names "
+            f"and the checksum is not registered for {name}; move all four to {folder / name} if they are {name}'s"
         )
     return parsed(name, there, f"the original archives, {_checked(name, there.values())}")
 

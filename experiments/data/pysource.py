@@ -1,6 +1,6 @@
-"""Build `pysource`, the sources of Python's standard library, as a TFDS set.
+"""Build `pysource`, the source code of Python's library, for TFDS.
 
-It is real text that every machine has.
+It is real text that exists on every machine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from experiments.data.errors import DataError
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """Return the ``.py`` files of this Python's standard library, with its tests.
+    """Return the ``.py`` files of this Python's standard library and its tests.
 
-    They are sorted pairs (name below it, path).
+    The result is sorted pairs of the path relative to the library and the full path.
     """
     root = Path(sysconfig.get_path("stdlib"))
     named = ((path.relative_to(root).as_posix(), path) for path in root.rglob("*.py") if path.is_file())
@@ -34,7 +34,7 @@ def stdlib_files() -> list[tuple[str, Path]]:
 def pysource(**kwargs: Any) -> Pysource:
     """Return the builder for this Python.
 
-    The set's name has its version, and a hash of the files' names and sizes.
+    The name of the data set has Python's version, and a hash of the files' names and sizes.
     """
     listing = "\n".join(f"{name} {path.stat().st_size}" for name, path in stdlib_files())
     digest = hashlib.sha256(listing.encode()).hexdigest()[:8]
@@ -43,9 +43,9 @@ def pysource(**kwargs: Any) -> Pysource:
 
 
 class Pysource(tfds.core.GeneratorBasedBuilder):
-    """One record per file: its name and its bytes.
+    """A data set with a record for each file: its name and its bytes.
 
-    Every tenth file, in the order of the names, is for the test.
+    Every tenth file in the order of names is in the test split.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -55,7 +55,7 @@ class Pysource(tfds.core.GeneratorBasedBuilder):
             builder=self,
             description="The sources of the standard library of the Python that prepared this.",
             features=tfds.features.FeaturesDict({"name": tfds.features.Text(), "source": tfds.features.Text()}),
-            disable_shuffling=True,  # the order of the names
+            disable_shuffling=True,  # keep the order of names
         )
 
     def _split_generators(self, _: Any) -> dict[str, Any]:

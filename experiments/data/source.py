@@ -1,6 +1,6 @@
-"""Prepare a set with tensorflow-datasets as array_record files, and read it.
+"""Prepare a data set with tensorflow-datasets (TFDS), and read it.
 
-TensorFlow is never imported.
+The files are array_record files. TensorFlow is never imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from experiments.data.errors import DataError
 from experiments.data.places import CLASSES
 
-if TYPE_CHECKING:  # not needed by those who read no set
+if TYPE_CHECKING:  # not imported here, because not every script reads a data set
     import tensorflow_datasets as tfds
 
 
@@ -44,16 +44,16 @@ def _pysource(**kwargs: Any) -> tfds.core.DatasetBuilder:
 
 
 Builders = dict[str, Callable[..., "tfds.core.DatasetBuilder"]]
-# Of an `image`, uint8 (height, width, channels), and a `label`: the scripts offer these.
+# The data sets with an `image`, uint8 (height, width, channels), and a `label`, which the scripts offer.
 IMAGES: Builders = {"digits": _digits, **{name: functools.partial(_stock, name) for name in CLASSES}}
 BUILDERS: Builders = {**IMAGES, "pysource": _pysource}
-_ORIGIN = "origin.json"  # beside TFDS's files: what the set was prepared from
+_ORIGIN = "origin.json"  # a file in the folder of a data set that says what it was prepared from
 
-Columns = dict[str, Any]  # feature to array (fixed shape), or to list of bytes
+Columns = dict[str, Any]  # by feature: an array (fixed shape) or a list of bytes
 
 
 def default_data_dir() -> Path:
-    """Return the folder of the sets unless one is named.
+    """Return the default data folder.
 
     It is ``$XDG_CACHE_HOME/jaxmp/data`` or ``~/.cache/jaxmp/data``.
     """
@@ -61,20 +61,22 @@ def default_data_dir() -> Path:
 
 
 def data_folder(data_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder that is named, or the default one; a tokenizer's files may lie there, too."""
+    """Return ``data_dir`` as an absolute path, or the default data folder.
+
+    It may also have a tokenizer's files.
+    """
     return Path(data_dir or default_data_dir()).expanduser().absolute()
 
 
 def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> dict[str, Columns]:
-    """Read all of a set, in its stored order: split to columns.
+    """Read a whole data set in its stored order. Return the columns of each split.
 
-    A column is an array or, for text, a list of bytes.
-
-    The first call prepares the set under ``data_dir`` (see :func:`default_data_dir`); later ones read it there, and so
-    does this one if TFDS prepared it there as array_record files. Several processes may do so at once.
+    A column is an array or, for text, a list of bytes. The first call prepares the data set under ``data_dir`` (see
+    :func:`default_data_dir`), unless TFDS has already prepared it there as array_record files. Several processes may
+    call this function at the same time.
 
     Raises:
-      DataError: the set is unknown, damaged or cannot be had, or the folder cannot be written.
+      DataError: the data set is unknown, damaged or not available, or the folder cannot be written to.
     """
     with _prepared(name, data_dir) as builder:
         return {split: _columns(source) for split, source in builder.as_data_source().items()}
@@ -84,7 +86,7 @@ def origin(name: str, data_dir: str | os.PathLike[str] | None = None) -> str:
     """Return the origin of the data set, for the record of a result.
 
     Raises:
-      DataError: as :func:`read`.
+      DataError: for the reasons given in :func:`read`.
     """
     with _prepared(name, data_dir) as builder:
         path = Path(builder.data_dir) / _ORIGIN
@@ -94,13 +96,18 @@ def origin(name: str, data_dir: str | os.PathLike[str] | None = None) -> str:
 
 @contextlib.contextmanager
 def _prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[tfds.core.DatasetBuilder]:
-    """The builder of a set that is there, in what is quiet and explains itself."""
+    """Yield the builder of a prepared data set.
+
+    Silence TFDS, and turn errors into :class:`DataError`.
+    """
     if name not in BUILDERS:
         raise DataError(f"unknown data set {name!r}; there are: {', '.join(BUILDERS)}")
     root = data_folder(data_dir)
     try:
         with _quiet():
-            nowhere = root / ".nothing"  # a builder reads what is in its folder, and that may be damaged
+            nowhere = (
+                root / ".nothing"
+            )  # a builder reads its folder, which may be damaged, so use one that does not exist
             final = root / Path(BUILDERS[name](data_dir=nowhere).data_dir).relative_to(nowhere)
             if not final.is_dir():
                 _prepare(name, root, final)
@@ -109,7 +116,7 @@ def _prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[tf
     except ModuleNotFoundError as error:
         remedy = "pip install -e '.[experiments]'"
         raise DataError(f"{name} is read with {error.name}, which is not installed; {remedy}") from error
-    # array_record's writer has no OSError for a full disk.
+    # For a full disk, array_record's writer raises a RuntimeError.
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"cannot keep {name} under {root} ({reason}); name another folder with --data-dir") from error
@@ -123,9 +130,9 @@ def _readable(name: str, root: Path, final: Path) -> tfds.core.DatasetBuilder:
     builder = BUILDERS[name](data_dir=root)
     if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
         raise DataError(
-            f"{final} has {name} as {builder.info.file_format.value} files, which only TensorFlow reads, and "
-            "array_record is what can be read without: prepare it with file_format='array_record', or move that "
-            "folder away and it is prepared anew"
+            f"{final} has {name} as {builder.info.file_format.value} files, which only TensorFlow reads, but this "
+            "project reads array_record; prepare it with file_format='array_record', or move that folder away and it "
+            "is prepared again"
         )
     return builder
 
@@ -138,32 +145,32 @@ def _names_the_damaged(final: Path) -> Iterator[None]:
         raise
     except Exception as error:  # TFDS, protobuf, array_record and pillow have errors of their own
         reason = " ".join(str(error).split())
-        raise DataError(f"{final} is damaged ({reason}); remove {final} and it is prepared anew") from error
+        raise DataError(f"{final} is damaged ({reason}); remove {final} and it is prepared again") from error
 
 
 def _prepare(name: str, root: Path, final: Path) -> None:
-    """Prepare a set in a separate folder, and move the result.
+    """Prepare a data set in a temporary folder, and move the result.
 
-    Of two processes one wins, and nobody sees half a set.
+    So no process sees an incomplete data set. If two processes prepare it at the same time, one result is kept.
     """
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".preparing-", dir=root) as scratch:
         builder = BUILDERS[name](data_dir=scratch, file_format="array_record")
-        # Only a stock set may have files to look for and to keep in the data folder.
+        # Only TFDS's own data sets have files in the download folder.
         builder.download_and_prepare(download_dir=root / "downloads" if name in CLASSES else None)
         made_from = getattr(builder, "origin", builder.info.description)
         (Path(builder.data_dir) / _ORIGIN).write_text(json.dumps({"origin": made_from}))
         final.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.rename(builder.data_dir, final)
-        except OSError:  # it is there already
+        except OSError:  # another process was faster
             if not final.is_dir():
                 raise
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence TFDS's progress bars, its announcement on stdout, and absl's advice."""
+    """Silence TFDS's progress bars, its output on stdout, and absl's warnings."""
     import tensorflow_datasets as tfds
 
     logger = logging.getLogger("absl")

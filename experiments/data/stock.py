@@ -1,10 +1,8 @@
-"""Build `mnist`, `fashion_mnist` and `cifar10` as TFDS does.
+"""Build `mnist`, `fashion_mnist` and `cifar10` without TensorFlow.
 
-They have the names, versions and features of TFDS.
-
-TFDS's own builders need TensorFlow to read what they download. These are its builders with that part replaced: they
-take the published archives, or folders of images, that lie in the data folder, and else let TFDS download the archives
-(and check them). What they prepare, in TFDS's order, stock TFDS reads.
+They have the names, versions and features of TFDS. TFDS's builders need TensorFlow to read the archives. The builders
+here replace that part. They use the published archives or folders of images in the data folder. If there are none, TFDS
+downloads and checks the archives. The examples have TFDS's order, and TFDS can read the prepared data sets.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from experiments.report.progress import Progress
 
 
 def builder(name: str, **kwargs: Any) -> tfds.core.GeneratorBasedBuilder:
-    """TFDS's builder of that name, which needs no TensorFlow any more."""
+    """Return a TFDS builder that does not need TensorFlow."""
     stock = tfds.builder_cls(name)
     with tfds.core.registered.skip_registration():
 
@@ -41,7 +39,7 @@ def builder(name: str, **kwargs: Any) -> tfds.core.GeneratorBasedBuilder:
                 place, passed_over = places.find(name, root)
                 place = place or download(name, root, dl_manager, passed_over)
                 self.origin = place.origin
-                if name == "cifar10":  # where TFDS reads the names from the archive
+                if name == "cifar10":  # TFDS would read the names from the archive
                     self.info.features["label"].names = CLASSES[name]
                 return {split: self._generate_examples(split, *place.read(split)) for split in folders.SPLITS}
 
@@ -57,10 +55,10 @@ def builder(name: str, **kwargs: Any) -> tfds.core.GeneratorBasedBuilder:
 
 
 def download(name: str, root: Path, dl_manager: Any, passed_over: Sequence[str] = ()) -> places.Found:
-    """Lets TFDS download the archives, which checks them too.
+    """Let TFDS download the archives and check them.
 
     Raises:
-      DataError: that was not possible; the message says what to put where, and what was there and did not do.
+      DataError: the download failed. The message says which files to put where, and why other files cannot be used.
     """
     url_infos = tfds.builder_cls(name).url_infos
     try:
@@ -71,7 +69,7 @@ def download(name: str, root: Path, dl_manager: Any, passed_over: Sequence[str] 
         print(f"downloading {name} from {places.published(name)[0]}", file=sys.stderr, flush=True)
         with _shown():
             paths = dl_manager.download({places.file_of(url): url for url in url_infos})
-    except Exception as error:  # whatever went wrong on the way, the remedy is the same
+    except Exception as error:  # the remedy is the same for all errors
         raise DataError(_what_to_do(name, root, " ".join(str(error).split()), passed_over)) from error
     return places.parsed(name, paths, "downloaded by tensorflow-datasets")
 
@@ -102,7 +100,7 @@ def _what_to_do(name: str, root: Path, reason: str, passed_over: Sequence[str]) 
 
 
 def _reach(url: str) -> None:
-    """Fails at once where TFDS would try again for minutes: there is no network."""
+    """Raise at once if there is no network. TFDS would try again for minutes."""
     if not urllib.request.getproxies():
         parts = urllib.parse.urlsplit(url)
         port = parts.port or {"https": 443}.get(parts.scheme, 80)

@@ -1,10 +1,8 @@
 """Cut windows from a text's tokens.
 
-They are drawn at random on the device, under jit, or evenly spread for evaluation.
-
-Where ``place`` is given, the windows of a batch lie on several devices, and each process cuts out those of its own:
-``place(shape, rows)`` makes an array of that shape from a function that has a slice of its rows. The batches are the
-same, bit for bit.
+They are drawn at random on the device under jit, or evenly spread for evaluation. With ``place``, a batch is on several
+devices, and each process cuts out only the windows for its devices. ``place(shape, rows)`` makes an array of a shape
+from a function that returns a slice of its rows. The batches are the same as without ``place``, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,14 +24,16 @@ Place = Callable[[tuple[int, ...], Callable[[slice], np.ndarray]], jax.Array]
 def windows(
     tokens: jax.Array, context: int, batch_size: int, seed: int, start: int = 0, *, place: Place | None = None
 ) -> Iterator[Batch]:
-    """Batches for ever, of windows at random places; a batch depends on the seed and its number only.
+    """Return batches without end, of windows at random positions.
+
+    A batch depends only on the seed and its number.
 
     Args:
       tokens: integers (n,).
-      context: tokens that the model sees.
-      batch_size: windows a batch.
-      seed: of the places.
-      start: number of the first batch, counted from 0.
+      context: the number of tokens that the model sees.
+      batch_size: the windows per batch.
+      seed: the seed of the positions.
+      start: the number of the first batch, counted from 0.
       place: puts a batch on several devices.
 
     Returns:
@@ -45,16 +45,19 @@ def windows(
 def spread(
     tokens: jax.Array, context: int, batch_size: int, batches: int, *, place: Place | None = None
 ) -> Iterator[Batch]:
-    """So many batches of windows evenly spread over the whole text, for evaluation: the same every time."""
+    """Return ``batches`` batches of windows, evenly spread over the text.
+
+    They are the same every time.
+    """
     return map(_split, spread_sequences(tokens, context + 1, batch_size, batches, place=place))
 
 
 def sequences(
     tokens: jax.Array, length: int, batch_size: int, seed: int, start: int = 0, *, place: Place | None = None
 ) -> Iterator[jax.Array]:
-    """Yield batches for ever, int32 (batch, length), from random places.
+    """Yield batches without end, int32 (batch, length), from random positions.
 
-    A batch depends on the seed and its number only.
+    A batch depends only on the seed and its number.
     """
     last = _last_start(tokens, length)
     window, key = _windows_on(place, tokens, length), jax.random.key(seed)
@@ -62,7 +65,7 @@ def sequences(
         if place is None:
             yield window(_random_starts(key, step, last, batch_size))
             continue
-        with jax.default_device(_host()):  # to read it from a GPU is to wait for its steps
+        with jax.default_device(_host()):  # reading from a GPU would wait for its steps
             starts = np.asarray(_random_starts(jax.random.key(seed), step, last, batch_size))
         yield window(starts)
 
@@ -70,14 +73,20 @@ def sequences(
 def spread_sequences(
     tokens: jax.Array, length: int, batch_size: int, batches: int, *, place: Place | None = None
 ) -> Iterator[jax.Array]:
-    """So many batches, int32 (batch, length), evenly spread over the whole text: the same every time."""
+    """Return ``batches`` batches that are evenly spread over the text.
+
+    A batch is int32 (batch, length). The batches are the same every time.
+    """
     last = _last_start(tokens, length)
     starts = np.linspace(0, last, batches * batch_size).astype(np.int32).reshape(batches, batch_size)
     return map(_windows_on(place, tokens, length), starts)
 
 
 def _windows_on(place: Place | None, tokens: jax.Array, length: int) -> Callable[[np.ndarray | jax.Array], jax.Array]:
-    """From the places where windows start to the windows, on one device or on several."""
+    """Return a function that cuts out windows by their start positions.
+
+    The windows are on one device or on several.
+    """
     if place is None:
         return lambda starts: _window(tokens, jnp.asarray(starts), length)
     text = np.asarray(tokens)
@@ -92,7 +101,7 @@ def _windows_on(place: Place | None, tokens: jax.Array, length: int) -> Callable
 def _host() -> jax.Device | None:
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS leaves it out
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         return None
 
 

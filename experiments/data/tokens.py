@@ -1,6 +1,6 @@
 """Turn text into tokens: bytes, pairs of bytes, or GPT-2's byte pairs.
 
-The last are kept on disk once they are made.
+GPT-2's tokens are cached on disk.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Kind = Literal["auto", "bytes", "bpe", "pairs"]
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back.
+    """Converts text to tokens and back.
 
     Attributes:
-      name: what to call it.
-      size: how many tokens there are.
-      end: the number of the token that stands between documents; None if there is none.
-      fingerprint: what tells it from others; empty if it is made from the text or takes no time.
+      name: the name of the tokenizer.
+      size: the number of tokens.
+      end: the number of the token between documents; None if there is no such token.
+      fingerprint: a hash under which tokens are cached on disk; empty if they are not cached.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """A token a byte, and one between documents.
+    """A tokenizer with a token for each byte, and a token between documents.
 
     >>> Bytes().encode(b"AB").tolist(), Bytes().decode([65, 66])
     ([65, 66], 'AB')
@@ -62,13 +62,14 @@ class Bytes:
 
 
 class Pairs:
-    """A token is a pair of bytes, the rank of that pair by frequency in the training documents.
+    """A tokenizer of pairs of bytes.
 
-    The last number of the vocabulary stands for every rarer pair.
+    A token is the rank of a pair by its frequency in the training documents. The last token of the vocabulary stands
+    for all rarer pairs.
 
     Args:
-      documents: those to count in.
-      vocabulary: how many tokens there are, 2 to 65,536.
+      documents: the training documents.
+      vocabulary: the number of tokens, 2 to 65,536.
 
     >>> pairs = Pairs([b"ababcdab", b"cdef"], vocabulary=3)
     >>> pairs.encode(b"abcdef").tolist(), pairs.decode([1, 0, 2])
@@ -99,11 +100,11 @@ class Text(NamedTuple):
     """A text on the device.
 
     Attributes:
-      train: the training documents' tokens one after the other, uint16 or int32 (n,).
-      test: the held-out ones'.
-      tokenizer: which tokens.
-      bytes_per_token: of the held-out documents.
-      origin: what the text is, and which tokens, in a line.
+      train: the tokens of all training documents, uint16 or int32 (n,).
+      test: the tokens of all held-out documents.
+      tokenizer: the tokenizer.
+      bytes_per_token: the bytes per token in the held-out documents.
+      origin: a line that describes the text and the tokens.
     """
 
     train: jax.Array
@@ -115,16 +116,16 @@ class Text(NamedTuple):
 
 @functools.cache
 def load(dataset: str, data_dir: Path | None, kind: Kind, vocabulary: int) -> Text:
-    """A text as tokens on the device.
+    """Return a text as tokens on the device.
 
     Args:
       dataset: ``pysource``, or the path of a file or a folder.
       data_dir: the data folder.
-      kind: which tokens; ``auto`` is GPT-2's if its files are in the data folder, bytes otherwise.
-      vocabulary: of pairs of bytes.
+      kind: the kind of tokens. ``auto`` is ``bpe`` if GPT-2's files are in the data folder, else ``bytes``.
+      vocabulary: the number of tokens if they are pairs of bytes.
 
     Raises:
-      DataError: the text or the files of GPT-2's encoding cannot be had, or are damaged.
+      DataError: the text or GPT-2's files are missing or damaged.
     """
     folder = data_folder(data_dir)
     files = bpe.find(folder) if kind in ("auto", "bpe") else None
@@ -138,15 +139,15 @@ def load(dataset: str, data_dir: Path | None, kind: Kind, vocabulary: int) -> Te
         tokenizer = bpe.BPE(*files)
     train, test = (_tokens(split, tokenizer, folder / "tokens") for split in (documents.train, documents.test))
     per_token = sum(map(len, documents.test)) / max(1, len(test))
-    # Pairs are the default of old: what runs of earlier versions were trained on has the same name still.
+    # Without the tokenizer's name, so that runs of earlier versions, which had only pairs, can be resumed.
     origin = documents.origin if kind == "pairs" else f"{documents.origin}, {tokenizer.name}"
     return Text(jnp.asarray(train), jnp.asarray(test), tokenizer, per_token, origin)
 
 
 def _tokens(documents: list[bytes], tokenizer: Tokenizer, folder: Path) -> np.ndarray:
-    """Return the documents' tokens, from the folder if they are there.
+    """Return the tokens of documents, from the cache in ``folder`` if possible.
 
-    A damaged file there is written anew.
+    A damaged file is written again.
     """
     if not tokenizer.fingerprint:
         return _encode(documents, tokenizer)
@@ -161,7 +162,7 @@ def _tokens(documents: list[bytes], tokenizer: Tokenizer, folder: Path) -> np.nd
         folder.mkdir(parents=True, exist_ok=True)
         with new.open("wb") as file:
             np.save(file, tokens)
-        os.replace(new, path)  # whole or not at all
+        os.replace(new, path)  # atomic
     except OSError as error:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""Measure a step: time, memory, operations, vanished gradients, and the machine."""
+"""Measure a step: time, memory, FLOPs, zero gradients, energy and kernels."""

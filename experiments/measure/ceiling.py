@@ -1,9 +1,8 @@
-"""Measure this device's ceilings, which utilisation refers to.
+"""Measure this device's ceilings, the highest speeds that XLA reaches on it.
 
-They are TFLOP/s of one product in each dtype, and the rate of a copy.
-
-Not a data sheet's peak, but the most that one large product reaches through XLA here. fp32 is at precision highest,
-tf32 at JAX's default on a GPU. A copy counts the bytes that it reads and those that it writes.
+They are the TFLOP/s of a large product in each dtype, and the rate of a copy. Utilisation is relative to these
+ceilings. They are the highest speeds that XLA reaches here, not the peaks in a data sheet. fp32 has precision
+"highest", tf32 has JAX's default precision on a GPU. The bytes of a copy are those read plus those written.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from experiments.measure import timing
 
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((8192, 8192, 8192), (16384, 768, 3072), (16384, 4096, 4096))
-"""Rows, terms and columns of the products: a large cube, and layers of transformers 768 and 4096 wide."""
+"""Rows, terms and columns of the products: a large cube, and layers of transformers of width 768 and 4096."""
 SMOKE_SHAPES: tuple[Shape, ...] = ((256, 256, 256),)
 COPY_BYTES, SMOKE_COPY_BYTES = 2**31, 2**22
 KINDS: dict[str, tuple[Any, jax.lax.Precision]] = {
@@ -31,15 +30,15 @@ KINDS: dict[str, tuple[Any, jax.lax.Precision]] = {
     "bf16": (jnp.bfloat16, jax.lax.Precision.DEFAULT),
     "fp16": (jnp.float16, jax.lax.Precision.DEFAULT),
 }
-"""The dtype of both matrices and of their product, and its precision."""
+"""The dtype of both matrices and of their product, and the precision of the product."""
 
 
 def ceilings(smoke: bool) -> dict[str, Any]:
-    """Measures them.
+    """Measure the ceilings.
 
     Returns:
-      ``"best"``: the highest TFLOP/s by precision, of those that the device can multiply; ``"copy"``: TB/s, read plus
-      written.
+      ``"best"``: the highest TFLOP/s by precision, for the precisions that the device has. ``"copy"``: TB/s of a copy,
+      read plus written.
     """
     rounds, block_ms = (1, 1.0) if smoke else (5, 50.0)
     tf32 = "tensorfloat32" in jaxmp.hardware.detect().tensor_cores
@@ -48,9 +47,9 @@ def ceilings(smoke: bool) -> dict[str, Any]:
         turns: dict[str, Callable[[], Any]] = {}
         for kind in KINDS:
             if kind != "tf32" or tf32:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # out of memory
                     turns[kind] = product(kind, shape)
-        # What the device cannot do has no ceiling, and the others have theirs.
+        # A product that fails has no ceiling, and the others are still measured.
         for kind, times in timing.interleaved(turns, rounds, block_ms, failed=lambda *_: None).items():
             best[kind] = max(best.get(kind, 0.0), 2 * math.prod(shape) / timing.quartiles(times)[1] / 1e9)
     x = jnp.zeros((SMOKE_COPY_BYTES if smoke else COPY_BYTES) // 4, jnp.float32)
@@ -60,7 +59,10 @@ def ceilings(smoke: bool) -> dict[str, Any]:
 
 
 def product(kind: str, shape: Shape) -> Callable[[], jax.Array]:
-    """A product of two random matrices, (rows, terms) and (terms, columns)."""
+    """Return a function that multiplies two random matrices.
+
+    The matrices are (rows, terms) and (terms, columns).
+    """
     rows, terms, columns = shape
     dtype, precision = KINDS[kind]
     keys = jax.random.split(jax.random.key(0))
@@ -70,6 +72,6 @@ def product(kind: str, shape: Shape) -> Callable[[], jax.Array]:
 
 
 def sentence(figures: dict[str, Any]) -> str:
-    """The ceilings in a sentence."""
+    """Return a sentence with the ceilings."""
     best = ", ".join(f"{kind} {tflops:.3g}" for kind, tflops in figures.get("best", {}).items())
     return f"Fastest product on this device, TFLOP/s: {best}; a copy moves {figures.get('copy', 0):.3g} TB/s."

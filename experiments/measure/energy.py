@@ -1,4 +1,4 @@
-"""Energy that the GPU took, from NVML's counter; none where there is no NVML."""
+"""Measure the energy of a GPU with NVML's counter."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 Counter = Callable[[], float]
-"""Joules since the driver was loaded."""
+"""A function that returns the joules since the driver was loaded."""
 
 
 def counter(device: str | None = None) -> Counter | None:
-    """Reads the counter of the first GPU that this process may use; None where it cannot be read.
+    """Return the energy counter of the first GPU that this process may use.
+
+    The result is None if it cannot be read.
 
     Args:
-      device: an index or a UUID of NVML's; None for the first of ``CUDA_VISIBLE_DEVICES``, or ``"0"``.
+      device: an NVML index or UUID; None for the first device in ``CUDA_VISIBLE_DEVICES``, or ``"0"`` if that is empty.
     """
     device = device or os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")  # the driver's own library: there wherever a GPU is
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")  # a part of the GPU's driver
         handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
 
         def read() -> float:
@@ -35,15 +37,16 @@ def counter(device: str | None = None) -> Counter | None:
         if nvml.nvmlInit_v2() or find(name, ctypes.byref(handle)):
             return None
         read()
-    except (OSError, AttributeError):  # no NVML, or one without this function; or nobody may read this GPU's counter
+    except (OSError, AttributeError):  # no NVML, an old NVML, or a counter that may not be read
         return None
     return read
 
 
 def joules(run: Callable[[], Any], read: Counter, seconds: float = 3.0) -> float:
-    """Joules a call of ``run`` takes, which must wait for the device; the mean over ``seconds``.
+    """Return the joules of a call of ``run``, averaged over ``seconds``.
 
-    The counter moves about ten times a second, hence the length.
+    ``run`` must wait for the device. The counter is updated only about ten times a second, so the measurement takes
+    seconds.
     """
     started, first, calls = time.perf_counter(), read(), 0
     while time.perf_counter() - started < seconds:

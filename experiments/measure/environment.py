@@ -1,4 +1,7 @@
-"""Where a result comes from: device, versions, date and command; whether there is a GPU for it."""
+"""The origin of a result: device, versions, date and command.
+
+Also the check that there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,18 @@ _COMPILERS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
 def environment(packages: tuple[str, ...] = (), target: str | None = None) -> dict[str, str]:
-    """Return device, versions, date and command.
+    """Return the device, versions, date and command.
 
-    The versions are those of Python, of what matters and of installed ``packages``.
+    The versions are those of Python, of the packages that every result depends on, and of ``packages``.
 
     Args:
-      packages: names of distributions.
-      target: the GPU that is not there for which all is compiled, by its name in
-        :data:`jaxmp.inspect.program.targets.TARGETS`: it comes first, and the packages that compile for it
-        are among the versions.
+      packages: names of further distributions. Those not installed are left out.
+      target: the GPU that programs are compiled for, if it is not attached: a name in
+        :data:`jaxmp.inspect.program.targets.TARGETS`. The result then begins with ``target``, and the versions include
+        the packages that compile for this GPU.
 
     Raises:
-      ValueError: there are no figures of that GPU.
+      ValueError: ``target`` is unknown.
     """
     compiled_for = {"target": targets.target_of(target).name} if target else {}
     packages = (*packages, *(_COMPILERS if target else ()))
@@ -51,9 +54,9 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
 
 
 def place() -> dict[str, Any]:
-    """Return device, versions, backend, and the bytes that JAX may have.
+    """Return the device, versions, backend, and the bytes that JAX may use.
 
-    The bytes are None where the device does not tell.
+    The bytes are None if the device does not say.
     """
     description, stats = environment(), jax.devices()[0].memory_stats() or {}
     about = {"backend": jax.default_backend(), "bytes": stats.get("bytes_limit")}
@@ -61,20 +64,21 @@ def place() -> dict[str, Any]:
 
 
 def require_gpu(smoke: bool) -> None:
-    """Ends a benchmark of GPUs where there is none, unless it only has to run.
+    """Raise if there is no GPU, unless ``smoke`` is true.
 
     Raises:
       ValueError: there is no GPU.
     """
     if not smoke and jax.default_backend() != "gpu":
         raise ValueError(
-            f"this benchmark measures a GPU, but JAX finds only {jax.devices()[0].device_kind} "
-            f"({jax.default_backend()}); install jax[cuda13] where there is one, or see it run small here with --smoke"
+            f"this benchmark needs a GPU, but JAX finds only {jax.devices()[0].device_kind} "
+            f"({jax.default_backend()}); install jax[cuda13] on a machine with a GPU, or run it at small size with "
+            "--smoke"
         )
 
 
 def version(package: str) -> str:
-    """The installed version of a package; jaxmp's own needs no installation."""
+    """Return the installed version of a package. jaxmp need not be installed."""
     return jaxmp.__version__ if package == "jaxmp" else metadata.version(package)
 
 
@@ -88,7 +92,7 @@ def _installed(package: str) -> bool:
 def command() -> str:
     """Return the command line of this process, as one would type it.
 
-    It has the variable that says how float8 is computed.
+    If the variable JAXMP_FLOAT8 is set, it comes first, because it changes how float8 is computed.
     """
     variables = [f"{_FLOAT8}={shlex.quote(os.environ[_FLOAT8])}"] if os.environ.get(_FLOAT8) else []
     return " ".join([*variables, shlex.join([*program_line(), *sys.argv[1:]])])

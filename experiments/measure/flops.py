@@ -1,4 +1,7 @@
-"""FLOPs of a function's products by dtype, counted in its jaxpr: what tensor cores could run of it."""
+"""Count the FLOPs of a function's products by dtype in its jaxpr.
+
+Also compute the share of FLOPs for tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,39 @@ import jaxmp
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.engine.flops import flops_of
 
-# What tensor cores multiply, from Volta to Blackwell; tensorfloat32 is how they take float32.
+# The dtypes that tensor cores multiply, from Volta to Blackwell. tensorfloat32 is their format for float32 arrays.
 TENSOR_CORE_DTYPES = ("float16", "bfloat16", "tensorfloat32", "float8_e4m3fn", "float8_e5m2")
 
 
 def count(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """FLOPs of the matrix products and convolutions in one call ``fun(*args)``, by dtype of the operands.
+    """Return the FLOPs of the products in a call ``fun(*args)``, by dtype.
 
-    A multiply-add is two; each product counts as in :func:`jaxmp.cast_plan`: padding like the rest, and the zeros
-    between the elements of a dilated operand (in the gradient of a strided convolution) not at all. A scan counts its
-    body as often as it runs, ``cond`` its costliest branch, a ``while`` loop's body once, for nobody knows how often it
-    runs; kernels that hide their products (Pallas, cuDNN) count nothing. Operands of two dtypes count as the wider.
-    Float32 at precision ``high`` is ``tensorfloat32``, at ``highest`` ``float32``, and without a precision what the
-    device makes of it.
+    The dtype is that of the operands. Products are matrix products and convolutions. Products count as in
+    :func:`jaxmp.cast_plan`:
+
+    - A multiply-add is two FLOPs.
+    - Padding counts. The zeros between the elements of a dilated operand (in the gradient of a strided convolution) do
+      not count.
+    - The body of a scan counts once per iteration, and ``cond`` counts its costliest branch. The body of a ``while``
+      loop counts once, because the number of iterations is unknown.
+    - Kernels that hide their products (Pallas, cuDNN) count nothing.
+    - If the operands have two dtypes, the wider one counts.
+    - Float32 is ``tensorfloat32`` at precision ``high`` and ``float32`` at ``highest``. Without a precision it is the
+      device's default.
 
     Args:
-      fun: a function that JAX can trace; jitted ones too.
-      *args: arrays or ``jax.ShapeDtypeStruct``; nothing is computed.
+      fun: a function that JAX can trace. It may be jitted.
+      *args: arrays or ``jax.ShapeDtypeStruct``. Nothing is computed.
     """
     tf32_by_default = jax.default_backend() == "gpu" and "tensorfloat32" in jaxmp.hardware.detect().tensor_cores
     return dict(_of_jaxpr(jax.make_jaxpr(fun)(*args).jaxpr, "tensorfloat32" if tf32_by_default else "float32"))
 
 
 def tensor_core_share(flops: dict[str, int]) -> float:
-    """The share of the FLOPs in dtypes that tensor cores multiply; 0 if there are none."""
+    """Return the share of FLOPs in dtypes that tensor cores multiply.
+
+    It is 0 if there are no FLOPs.
+    """
     total = sum(flops.values())
     return sum(flops.get(dtype, 0) for dtype in TENSOR_CORE_DTYPES) / total if total else 0.0
 
@@ -58,7 +70,10 @@ def _of_jaxpr(jaxpr: Any, default_float32: str) -> collections.Counter[str]:
 
 
 def _inner(value: Any) -> Iterator[Any]:
-    """The jaxprs in an equation's parameter, open or closed, alone or in a tuple."""
+    """Yield the jaxprs in an equation's parameter.
+
+    They may be open or closed, single or in a tuple.
+    """
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from _inner(item)
@@ -70,7 +85,7 @@ def _dtype(eqn: Any, default_float32: str) -> str:
     dtype = max((var.aval.dtype for var in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
     if dtype != "float32":
         return dtype
-    precision = eqn.params["precision"]  # None, a Precision for each operand, or a preset of operand and sum dtypes
+    precision = eqn.params["precision"]  # None, a Precision for each operand, or a DotAlgorithmPreset
     name = getattr(precision[0] if isinstance(precision, tuple) else precision, "name", "DEFAULT").split("_")[0]
     named = {"HIGHEST": "float32", "HIGH": "tensorfloat32", "F32": "float32", "TF32": "tensorfloat32"}
     return {**named, "BF16": "bfloat16", "F16": "float16"}.get(name, default_float32)

@@ -1,4 +1,7 @@
-"""Count gradients of params and activations that a format turned into zeros."""
+"""Count gradients that are zero in half precision but not in float32.
+
+They are the gradients of params and of activations.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ import jaxmp
 
 
 def zero_share(reference: Any, grads: Any) -> float:
-    """Return the share of ``reference``'s nonzero entries that are zero in ``grads``.
+    """Return the share of ``reference``'s nonzero entries that became zero.
 
-    Not a number for trees without arrays.
+    They are zero in ``grads``. The result is nan without arrays.
 
     Args:
-      reference: a tree of gradients, float32's.
-      grads: the gradients of the same thing in another format, scaled or not.
+      reference: a tree of gradients in float32.
+      grads: the same gradients in another format, scaled or not.
 
     Raises:
       ValueError: the trees do not match, or ``reference`` is zero everywhere.
@@ -36,16 +39,16 @@ def zero_share(reference: Any, grads: Any) -> float:
 
 
 def gradients(loss_fn: Callable[..., Any], state: jaxmp.TrainState, batch: Any) -> tuple[Any, list[jax.Array]]:
-    """The gradients of the scaled loss for the params, and for the output of every layer.
+    """Return the gradients of the scaled loss for params and layer outputs.
 
-    A layer is a Linen module called while the loss is computed that calls no other. Its output's gradient comes in the
-    dtype of that output, as backpropagation hands it to the layer: what is zero there is lost to all that lies below.
+    A layer is a Linen module that calls no other module. The gradient of its output has the dtype of the output, as in
+    backpropagation. If this gradient is zero, it is zero for all earlier layers too.
 
     Args:
-      loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, ...)`` around a Linen model; of an NNX model the
-        layers stay unseen.
-      state: its params and its loss scale are used.
-      batch: one batch.
+      loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, ...)`` of a Linen model. For an NNX model the list
+        of layer gradients is empty.
+      state: the state with the params and the loss scale.
+      batch: a batch.
     """
     outputs: list[jax.ShapeDtypeStruct] = []
 

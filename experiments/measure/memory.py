@@ -1,4 +1,4 @@
-"""Peak memory: what the compiled step needs, and what the device reports."""
+"""Peak memory of a compiled step, and the peak that the device reports."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from jaxmp.inspect.program import compiling
 from jaxmp.training.step import TrainStep
 
 NO_ROOM = sys.maxsize
-"""The need of a step that had no room to be compiled."""
+"""The bytes of a step for which the compiler ran out of device memory."""
 
 
 def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> int:
-    """Return the bytes that a step needs at most.
+    """Return the peak bytes of a step.
 
-    ``NO_ROOM`` if its compiler had none; arguments are those of :func:`compiled`.
+    It is ``NO_ROOM`` if the compiler ran out of device memory. The arguments are those of :func:`compiled`.
 
     Raises:
-      ValueError: the compiler does not tell.
+      ValueError: the compiler does not report the memory of a step.
     """
     try:
         needed = of_compiled(compiled(step, args, device))
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
+        if "RESOURCE_EXHAUSTED" not in str(
+            error
+        ):  # the compiler tries kernels on the device, which may run out of memory
             raise
         return NO_ROOM
     if needed is None:
         raise ValueError(
-            "the compiler must tell how much memory a step takes, but this device's says nothing; name a batch size, "
-            "and look for no largest one"
+            "the compiler must report how much memory a step needs, but this device's compiler does not; give a batch "
+            "size, and do not search for the largest one"
         )
     return needed
 
 
 def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> Any:
-    """A step compiled for its state, which it is given, and a batch.
+    """Compile a step for a state, which is donated, and a batch.
 
     Args:
       step: a function, or a train step.
-      args: state and batch, arrays or shapes.
-      device: a GPU that is not there to compile for, where half attention is cuDNN's; None for the device that is.
+      args: the state and the batch, as arrays or shapes.
+      device: a GPU that is not attached, to compile for. Half-precision attention is then cuDNN's. None compiles for
+        the attached device.
     """
     with attention.implementation("cudnn" if device else None):
         jitted = step if isinstance(step, TrainStep) else jax.jit(step, donate_argnums=0)
@@ -52,11 +55,10 @@ def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None
 
 
 def of_compiled(compiled: Any) -> int | None:
-    """Return the bytes that a compiled function needs at most.
+    """Return the peak bytes of a compiled function.
 
-    They are arguments, results that reuse none of them, and temporaries.
-
-    None where the compiler does not tell.
+    The result is None if the compiler does not report them. They are the arguments, the temporaries, and the results
+    that do not reuse an argument's memory.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -67,8 +69,8 @@ def of_compiled(compiled: Any) -> int | None:
 
 
 def device_peak() -> int | None:
-    """Return the most bytes this process has had on the first device so far.
+    """Return this process's peak bytes on the first device.
 
-    None where the device does not count (CPU).
+    The result is None on a CPU, which does not count them.
     """
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

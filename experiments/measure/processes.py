@@ -1,4 +1,4 @@
-"""Measure rows in processes of their own, one after the other; keep cores busy."""
+"""Measure each row in a separate process, and keep cores busy."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from typing import Any
 from experiments.report.json_files import strict_json
 
 PATIENCE = 300.0
-"""Seconds that a row alone may take: what hangs is not to take the time of all others."""
+"""The seconds that a row may take in its process, so that a row that hangs does not block the others."""
 
 
 def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Measure each row in a separate process, one after the other.
+    """Yield each row's name, and a function that measures it in a new process.
 
-    A row is a name, and the function that measures it.
-
-    While one measures, the next one's imports run. A process waits on stdin for the number of this process before it
-    touches the device, and writes what it found to stdout's last line, JSON (see :func:`answer`).
+    The process of the next row starts early, so that its imports run during the current measurement. Before it uses the
+    device, it waits for this process's id on stdin. It prints its figures as JSON in the last line of stdout (see
+    :func:`answer`).
 
     Args:
-      commands: name to command line.
+      commands: the command line of each row, by the row's name.
     """
     names, started, pipe = list(commands), list[subprocess.Popen[str]](), subprocess.PIPE
     start = functools.partial(
@@ -42,7 +41,7 @@ def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Calla
             yield name, functools.partial(_finish, started[i])
     finally:
         for process in started:
-            if process.poll() is None:  # nobody wanted its result
+            if process.poll() is None:  # its result is not needed any more
                 process.kill()
                 process.communicate()
 
@@ -55,7 +54,7 @@ def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
         process.communicate()
         return {"error": f"its process had not ended after {PATIENCE:g} s"}
     if process.returncode:
-        last = next(iter(err.strip().splitlines()[::-1]), "no word on stderr")
+        last = next(iter(err.strip().splitlines()[::-1]), "nothing on stderr")
         return {"error": f"its process ended with code {process.returncode}: {last[:160]}"}
     return json.loads(out.splitlines()[-1])
 
@@ -63,26 +62,29 @@ def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
 def answer(measure: Callable[[], dict[str, Any]]) -> None:
     """Wait for this process's turn, measure, and print the result.
 
-    It ends with the process that started it: it would measure beside the next run's rows.
+    This process ends when the process that started it ends. Otherwise it could disturb the measurements of a later run.
 
     Raises:
       ValueError: there is no number on stdin.
     """
     line = sys.stdin.readline()
     if not line.strip().isdigit():
-        raise ValueError("--alone is what a run starts for each row: it waits for the run's process number on stdin")
+        raise ValueError("--alone is for the benchmark's own use: it waits for the benchmark's process number on stdin")
     threading.Thread(target=_end_after, args=(int(line),), daemon=True).start()
     print(json.dumps(strict_json(measure())), flush=True)
 
 
 @contextlib.contextmanager
 def busy_cores(count: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Keep every core of the host busy, or ``count`` of them; yields the processes."""
+    """Keep every core of the host busy, or ``count`` of them.
+
+    Yield the processes that do so.
+    """
     program = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
     started = [subprocess.Popen(program, stdout=subprocess.PIPE) for _ in range(count or os.cpu_count() or 1)]
     try:
         for process in started:
-            process.stdout.readline()  # it is at work
+            process.stdout.readline()  # wait until the process is running
         yield started
     finally:
         for process in started:

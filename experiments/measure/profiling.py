@@ -11,15 +11,16 @@ from typing import Any
 
 import jax
 
-# First what only looks like a product: XLA's and Inductor's fusions are named after what they fuse, and products have
-# helpers that lay out, convert or sum up; then float32 products without tensor cores.
+# Kernels without tensor cores. The first two lines are kernels whose names only look like products: fusions of XLA and
+# Inductor, which are named after their operations, and helpers that lay out, convert or sum operands. The last line is
+# float32 products without tensor cores.
 _PLAIN = re.compile(
     r"^(loop|input|wrapped|fusion|reduce|copy|scatter|select|triton_(poi|red|per|softmax))_"
     r"|convert|transpose|layout|nhwctonchw|nchwtonhwc|dot_do_o|splitk_?reduce|layer_?norm|softmax"
     r"|sgemm|scudnn|simt|gemv|gemmk1|gemmsn|f32f32_f32f32|depthwise",
     re.IGNORECASE,
 )
-# NVIDIA's names of instructions and of libraries built on them.
+# NVIDIA's names of tensor-core instructions, dtypes, and libraries built on them.
 _SAYS_SO = re.compile(r"nvjet|[hgiq]mma|wmma|wgmma|tensorop|16816|1688|s?884|tf32|bf16|f16|e4m3|e5m2", re.IGNORECASE)
 _PRODUCT = re.compile(
     r"nvjet|gemm|cutlass|xmma|matmul|triton_tem|flash|fmha|sdpa|mha|conv|fprop|dgrad|wgrad", re.IGNORECASE
@@ -29,7 +30,7 @@ _PRODUCT = re.compile(
 def uses_tensor_cores(kernel: str, precision: str = "half") -> bool:
     """Return whether a kernel multiplies on tensor cores, judged by its name.
 
-    Where true float32 products were asked for, ``"fp32"``, only a name that says so counts.
+    With precision ``"fp32"``, only a kernel whose name mentions tensor cores counts.
 
     >>> [uses_tensor_cores(name) for name in ("nvjet_hsh_128x256_64x4_TNT", "ampere_sgemm_128x64_nn", "loop_add")]
     [True, False, False]
@@ -41,15 +42,18 @@ def uses_tensor_cores(kernel: str, precision: str = "half") -> bool:
 
 
 def tensor_core_share(kernels: Mapping[str, float], precision: str = "half") -> float | None:
-    """The share of the kernels' time that tensor-core kernels take; None without kernels, as on a CPU."""
+    """Return the share of kernel time in tensor-core kernels.
+
+    The result is None without kernels, as on a CPU.
+    """
     total = sum(kernels.values())
     return sum(t for name, t in kernels.items() if uses_tensor_cores(name, precision)) / total if total else None
 
 
 def of_jax(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
-    """Return the milliseconds of a call by kernel; empty without a GPU.
+    """Return the milliseconds per call of each kernel.
 
-    JAX must be able to wait for the function's result.
+    The result is empty without a GPU. ``run`` must return JAX arrays.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -61,20 +65,28 @@ def of_jax(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
 
 
 def kernels_of(data: Any) -> dict[str, float]:
-    """Milliseconds by kernel in a trace of JAX's profiler: what ran in the streams of its GPUs."""
+    """Return the milliseconds of each kernel in a trace of JAX's profiler.
+
+    They come from the streams of its GPUs.
+    """
     times: collections.Counter[str] = collections.Counter()
     for plane in data.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
         for line in plane.lines:
-            if line.name.startswith("Stream"):  # the others tell the same time by module, operation and source line
+            if line.name.startswith(
+                "Stream"
+            ):  # the other lines repeat the same times by module, operation and source line
                 for event in line.events:
                     times[event.name] += event.duration_ns / 1e6
     return dict(times)
 
 
 def of_torch(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
-    """Milliseconds a call by kernel, of a function that launches torch's; empty where there is no GPU."""
+    """Return the milliseconds per call of each kernel of a torch function.
+
+    The result is empty without a GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():

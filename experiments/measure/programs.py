@@ -12,11 +12,11 @@ from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind, products_o
 
 
 def facts(compiled: Any, program: HloProgram) -> dict[str, Any]:
-    """The counts of a compiled function, and bytes: ``traffic``, ``temporaries``, ``peak``.
+    """Return the products, kernels and bytes of a compiled function.
 
     Args:
-      compiled: of JAX.
-      program: its text, read.
+      compiled: the function, compiled by JAX.
+      program: the parsed text of ``compiled``.
     """
     moved, layout = traffic(program)
     return {
@@ -30,12 +30,18 @@ def facts(compiled: Any, program: HloProgram) -> dict[str, Any]:
 
 
 def counts(program: HloProgram) -> dict[str, Any]:
-    """``products``, ``casts``, and ``round_trips``, the casts that undo one another."""
+    """Return the numbers of ``products``, ``casts`` and ``round_trips``.
+
+    A round trip is a cast that undoes the cast before.
+    """
     return {"products": products(program), "casts": casts(program), "round_trips": round_trips(program)}
 
 
 def products(program: HloProgram) -> Counter[str]:
-    """How many matrix products, convolutions and fused attentions there are, as in ``"dot bf16×bf16"``."""
+    """Count products and fused attentions by operand dtypes.
+
+    A key is, for example, ``"dot bf16×bf16"``. Convolutions are products too.
+    """
     counts = Counter[str]()
     for computation, instruction, times in program.instructions_by_run():
         if kind := product_kind(instruction):
@@ -44,12 +50,12 @@ def products(program: HloProgram) -> Counter[str]:
 
 
 def words(numbers: Mapping[str, int]) -> str:
-    """Return the number of each kind."""
+    """Return the numbers and their kinds as text."""
     return ", ".join(f"{number} {kind}" for kind, number in sorted(numbers.items())) or "none"
 
 
 def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """Return the products that two programs do not share, in words."""
+    """Return the kinds of products whose numbers differ, as text."""
     return ", ".join(
         f"{ours.get(name, 0)} {name} for {theirs.get(name, 0)}"
         for name in sorted({*ours, *theirs})
@@ -58,7 +64,7 @@ def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 
 
 def casts(program: HloProgram) -> Counter[str]:
-    """How many casts between floating dtypes there are, as in ``"f32→bf16"``."""
+    """Count the casts between floating dtypes by kind, as in ``"f32→bf16"``."""
     counts = Counter[str]()
     for computation, instruction, times in program.instructions_by_run():
         if cast := _cast(program, computation, instruction):
@@ -67,7 +73,10 @@ def casts(program: HloProgram) -> Counter[str]:
 
 
 def round_trips(program: HloProgram) -> int:
-    """How many casts undo the cast before them: float32 to half and back, or half to float32 and back."""
+    """Count casts that undo the cast before.
+
+    They are float32 to half precision and back, or half precision to float32 and back.
+    """
     count = 0
     for computation, instruction, times in program.instructions_by_run():
         before = program.computations[computation].get(next(iter(instruction.operands), ""))
@@ -85,18 +94,20 @@ def _cast(program: HloProgram, computation: str, instruction: Instruction) -> st
 
 
 def launches(program: HloProgram) -> int:
-    """Return how many kernels a run launches.
+    """Return how many kernels a run of the program launches.
 
-    They are fusions, products, copies and the like; a loop's count as often as it repeats.
-
-    A call of a library is one, however many kernels the library makes of it.
+    Kernels are fusions, products, copies and the like. Those in a loop count once per iteration. A library call counts
+    as one kernel, even if the library launches several.
     """
     kernels = program.instructions_by_run(into_fusions=False, repeat_loops=True)
     return sum(times for _, kernel, times in kernels if kernel.opcode not in NO_KERNEL and not is_end(kernel.opcode))
 
 
 def attention_flops(program: HloProgram) -> dict[str, int]:
-    """FLOPs of cuDNN's fused attentions by dtype: two products forward, five backward, masks ignored."""
+    """Return the FLOPs of cuDNN's fused attentions by dtype.
+
+    An attention has two products forward and five backward. Masked entries count too.
+    """
     flops = Counter[str]()
     for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
         for product in products_of(program, computation, instruction, masked=False):
@@ -106,9 +117,9 @@ def attention_flops(program: HloProgram) -> dict[str, int]:
 
 
 def traffic(program: HloProgram) -> tuple[float, float]:
-    """Return the bytes that kernels other than products move, read plus written.
+    """Return two sums of bytes, read plus written.
 
-    Also those of the kernels that change a layout.
+    The first is of all kernels other than products. The second is of those among them that only change a layout.
     """
     total = layout = 0.0
     for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
@@ -121,7 +132,10 @@ def traffic(program: HloProgram) -> tuple[float, float]:
 
 
 def _is_product(program: HloProgram, instruction: Instruction) -> bool:
-    """Return whether it is a product, or a fusion around a library's product."""
+    """Return whether an instruction is a product, or contains one of a library.
+
+    A fusion may contain a library's product.
+    """
     calls = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else []
     return bool(product_kind(instruction)) or any(
         inner.opcode == "custom-call" and product_kind(inner) for inner in calls

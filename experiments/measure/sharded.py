@@ -1,4 +1,7 @@
-"""Memory and traffic of a train step that is split over GPUs that are not there."""
+"""Memory and traffic of a train step on several GPUs.
+
+The step is compiled for GPUs that are not attached.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,25 @@ Way = Literal["linen", "autocast", "nnx", "hand"]
 
 
 def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way: Way = "linen") -> dict[str, Any]:
-    """Return the bytes that a train step needs on each GPU, and sends.
+    """Return the memory and the traffic of a train step on each GPU.
 
-    A GPU has 8 sequences of 1,024 tokens, or 2 that are longer. The blocks are a loop, each computed again in its
-    backward pass.
+    The traffic is the bytes that a GPU sends. Each GPU has 8 sequences if they have at most 1,024 tokens, else 2. The
+    blocks are a loop, and the backward pass recomputes each block.
 
     Args:
-      model: its sizes.
-      target: a name of :data:`jaxmp.inspect.program.targets.TARGETS`.
-      topology: of the cluster, as in ``"1x2x4"``.
-      sizes: of the mesh, by the names of its axes; it is split along the axis ``"fsdp"``, the batch along all.
-      way: the library's step on a mesh, of the model in Linen or NNX under a policy, or of that in Linen under
-        autocast; or the program by hand of :mod:`experiments.models.stacked`.
+      model: the model, which gives the sizes.
+      target: a name in :data:`jaxmp.inspect.program.targets.TARGETS`.
+      topology: the cluster, as in ``"1x2x4"``.
+      sizes: the sizes of the mesh axes by name. Params are split along the axis ``"fsdp"``, the batch along all axes.
+      way: ``"linen"`` and ``"nnx"`` are jaxmp's train step under a policy, ``"autocast"`` is jaxmp's train step of the
+        Linen model under autocast, and ``"hand"`` is the program by hand in :mod:`experiments.models.stacked`.
     """
     axes, kind = tuple(sizes), AxisType.Explicit if way == "hand" else AxisType.Auto
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (kind,) * len(axes))
     tx = jaxmp.loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)), jaxmp.NoOpLossScale())
     params, blocks, loss_of = _program(model, way, axes)
     state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
-    rules = {"**/kernel": P(None, "fsdp")}  # the first axis of a block's: what XLA gathers without another layout
+    rules = {"**/kernel": P(None, "fsdp")}  # the axis that XLA gathers without changing the layout
     specs = jaxmp.sharding.fsdp_specs(state, mesh, rules=rules, stacked=[blocks])
     options: dict[str, Any] = {} if way == "hand" else {"sharding": Sharding(mesh, specs.params)}
     if way == "autocast":
@@ -64,13 +67,17 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
         "wire": plan.collectives.wire, "ideal": plan.ideal_wire,
         "wide_gathers": sum(row.count for row in wide if row.bytes > 1e6),
         "sent": {" ".join(key): wire for key, wire in plan.collectives.totals.items()},
-        # A bias is added in float32, so that its gradient is summed so; the rest of the cotangent goes there and back.
+        # Round trips are left out. A bias is added in float32, so that its gradient is summed in float32, and therefore
+        # the cotangent is cast to float32 and back.
         "findings": [str(finding) for finding in audited.findings if finding.kind != "round-trip"],
     }  # fmt: skip
 
 
 def _program(model: GPT2, way: Way, axes: tuple[str, ...]) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
-    """The shapes of params, those of them that are stacked, and the loss function for their specs."""
+    """Return the params' shapes, their stacked part, and the loss for their specs.
+
+    The loss is a function from specs to the loss function.
+    """
     if way == "hand":
         shapes = jax.eval_shape(lambda: stacked.make_params(model))
         return shapes, "h", lambda specs: stacked.loss_fn_of(model, specs, axes)

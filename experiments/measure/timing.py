@@ -1,4 +1,7 @@
-"""Times several functions fairly: all in one process, warm, in turn, each call waited for."""
+"""Time several functions under the same conditions.
+
+They run in one process, after warm-up, and take turns.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,19 @@ def interleaved(
     after_round: Callable[[int], None] = lambda _: None,
     failed: Callable[[K, Exception], None] | None = None,
 ) -> dict[K, list[float]]:
-    """Milliseconds a call takes, one figure a round for each function.
+    """Return the milliseconds of a call, one figure per round for each function.
 
-    In a round every function has its turn, in an order that rotates; a turn is as many calls in a row as take about
-    ``block_ms``, and ends when the device has finished. What drifts (clock, temperature, neighbours) hits all alike.
+    In a round every function has a turn, in an order that rotates. A turn is as many calls in a row as take about
+    ``block_ms``, and it ends when the device has finished. So a drift of clock, temperature or load affects all
+    functions in the same way.
 
     Args:
-      functions: name to function; what it returns is waited for.
-      rounds: how many rounds to time, after one to warm up and one to see how long a call takes.
-      block_ms: how long a turn should take, in milliseconds.
-      after_round: called with the number of each round.
-      failed: called with the name of a function that raised and with what it raised: it has no more turns, and the
-        others go on. None ends the timing with what was raised.
+      functions: functions by name. They must return JAX arrays.
+      rounds: the number of rounds to time. Two more rounds come first, to warm up and to measure the length of a call.
+      block_ms: the target duration of a turn in milliseconds.
+      after_round: called with the number of each round. The two first rounds have the numbers -2 and -1.
+      failed: called with the name and the error of a function that raises. The function then has no more turns, and the
+        others continue. If ``failed`` is None, the error is raised.
     """
     calls = dict.fromkeys(functions, 1)
     times: dict[K, list[float]] = {name: [] for name in functions}
@@ -63,7 +67,7 @@ def _turn(function: Callable[[], Any], calls: int) -> float:
 
 
 def quartiles(times: list[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile."""
+    """Return the first quartile, the median and the third quartile."""
     if len(times) < 2:
         return times[0], times[0], times[0]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -71,14 +75,17 @@ def quartiles(times: list[float]) -> tuple[float, float, float]:
 
 
 def ratio(times: list[float], other: list[float]) -> tuple[float, float, float]:
-    """Quartiles of one function's times over another's, round for round: what drifts cancels."""
+    """Return the quartiles of the ratio of two functions' times.
+
+    The times are of the same round, in which drift cancels.
+    """
     return quartiles([a / b for a, b in zip(times, other, strict=True)])
 
 
 def against(times: Mapping[K, list[float]], reference: K) -> dict[K, dict[str, Any]]:
-    """Return by function its ``milliseconds``, their quartiles, and its ratio.
+    """Return each function's ``milliseconds`` and the quartiles ``ms`` and ``ratio``.
 
-    The quartiles ``ms`` and ``ratio`` are three numbers each; the ratio is to ``reference``.
+    The ratio is to the times of ``reference`` in the same round.
     """
     return {
         name: {
@@ -91,7 +98,10 @@ def against(times: Mapping[K, list[float]], reference: K) -> dict[K, dict[str, A
 
 
 def turn(compiled: Any, state: Any, batch: Any) -> Any:
-    """A step without arguments that goes on from the state it left: ``compiled`` may donate it."""
+    """Return ``compiled`` as a function without arguments.
+
+    It starts from the state of its last call. ``compiled`` may donate the state.
+    """
 
     def step() -> Any:
         nonlocal state

@@ -1,4 +1,7 @@
-"""Time several functions in turn in one process; each may fail alone."""
+"""Time several functions in turn in one process.
+
+If a function fails, the others are still timed.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,20 @@ from experiments.measure import timing
 
 OUT_OF_MEMORY = "out of memory"
 LACKS = "not installed: "
-"""Before the package that a row needs: once it is there, the row is measured."""
+"""The beginning of the error of a row that needs a missing package. Once it is installed, the row is measured."""
 
 
 @dataclasses.dataclass
 class Prepared:
-    """A compiled function whose state is on the device, such as a step.
+    """A compiled function, such as a step, with its state on the device.
 
     Attributes:
-      turn: does it once, without waiting; what it returns ``jax.block_until_ready`` can wait for.
-      loss: does it once more for its loss; None if it has no loss.
-      compile_seconds: from Python to a program, of torch the first call; without what makes the model and its state.
-      compiled_bytes: what the program needs at most by its compiler's account; None of torch.
-      about: what else is known of it.
+      turn: calls the function without waiting. ``jax.block_until_ready`` can wait for the result.
+      loss: calls the function and returns its loss; None if there is no loss.
+      compile_seconds: the seconds to lower and compile the function, without making the model and its state. For torch,
+        the seconds of the first call.
+      compiled_bytes: the peak bytes of the program as planned by the compiler; None for torch.
+      about: further figures of the function.
     """
 
     turn: Callable[[], Any]
@@ -42,16 +46,16 @@ class Prepared:
 
 
 def broken(figures: dict[str, Any]) -> str | None:
-    """Return why a row's figures are not judged: its loss is not finite.
+    """Return an error if a row's loss is not finite, else None.
 
-    Such a step may be fast, or take little power.
+    The figures of such a row are not judged, because a step on non-finite numbers may be faster or take less power.
     """
     loss = figures.get("loss")
     return None if loss is None or math.isfinite(float(loss)) else f"not judged: its loss is {loss}"
 
 
 def reason(error: BaseException) -> str:
-    """Why a row has no figures, in a few words."""
+    """Return the reason why a row has no figures, in a few words."""
     text = str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
         return OUT_OF_MEMORY
@@ -61,7 +65,7 @@ def reason(error: BaseException) -> str:
 
 
 def failed(error: BaseException) -> str:
-    """The same, and where it was raised on stderr: a row that fails does not end the run."""
+    """Print the traceback of a row that failed, and return the reason."""
     text = reason(error)
     if text != OUT_OF_MEMORY:
         traceback.print_exception(error)
@@ -71,9 +75,10 @@ def failed(error: BaseException) -> str:
 def together(
     prepared: dict[str, Prepared], rounds: int, block_ms: float, after_round: Callable[[int], None] = lambda _: None
 ) -> dict[str, dict[str, Any]]:
-    """Milliseconds of each row, round for round and all in turn, and the loss that each ends with.
+    """Time all rows in turn.
 
-    A row that fails meanwhile has an ``error`` instead and is taken out of ``prepared``; the others go on.
+    Return the milliseconds of each row by round, and its final loss. A row that fails has an ``error`` instead and is
+    removed from ``prepared``. The others are still timed.
     """
     names = list(prepared)
     turns = {name: row.turn for name, row in prepared.items()}
@@ -81,7 +86,7 @@ def together(
 
     def fails(name: str, error: Exception) -> None:
         figures[name] = {"error": failed(error)}
-        del turns[name], prepared[name]  # the others may have its memory
+        del turns[name], prepared[name]  # frees its memory for the others
 
     for name, times in timing.interleaved(turns, rounds, block_ms, after_round, fails).items():
         figures[name] = {"milliseconds": times}
@@ -96,7 +101,10 @@ def together(
 def all_of(
     make: Mapping[str, Callable[[], Prepared]], before: Callable[[str], None]
 ) -> tuple[dict[str, Prepared], dict[str, str]]:
-    """Every way ready to take its turns after a first one, and why those that are not are not."""
+    """Prepare all functions and call each once.
+
+    Return the prepared functions, and the errors of the others.
+    """
     prepared, errors = dict[str, Prepared](), dict[str, str]()
     for name, ready in make.items():
         before(name)
@@ -104,7 +112,7 @@ def all_of(
             prepared[name] = ready()
             if prepared[name].turn:
                 jax.block_until_ready(prepared[name].turn())
-        except Exception as error:  # whatever a library raises: the others go on
+        except Exception as error:  # if one fails, the others are still prepared
             prepared.pop(name, None)
             errors[name] = failed(error)
             gc.collect()
@@ -117,13 +125,15 @@ def compared(
     block_ms: float,
     tell: Callable[[int, str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Return each way's times and their ratio to the first one's, or its ``error``.
+    """Return each function's times and their ratio to the first one's.
+
+    A function that fails has an ``error`` instead.
 
     Args:
-      make: name to what makes it ready.
-      rounds: of timing; of none, nothing is run.
-      block_ms: milliseconds of a turn.
-      tell: called with how many more rounds are done, and with what comes next.
+      make: functions that return a :class:`Prepared`, by name.
+      rounds: the number of rounds of timing. With 0, nothing is timed.
+      block_ms: the target duration of a turn in milliseconds.
+      tell: called with the number of rounds done since the last call, and with a text for the progress bar.
     """
     prepared, errors = all_of(make, lambda name: tell(0, f"compiling {name}"))
     rows = {name: prepared[name].about if name in prepared else {"error": errors[name]} for name in make}
@@ -139,12 +149,15 @@ def compared(
 
 @contextlib.contextmanager
 def caches_in(folder: Path) -> Iterator[None]:
-    """JAX and torch keep there what they compiled: the process that times need not compile it again."""
+    """Set the compilation caches of JAX and torch to ``folder``.
+
+    Another process then need not compile again.
+    """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     jax.config.update("jax_compilation_cache_dir", str(folder / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache.reset_cache()  # JAX looks for a folder when it first compiles, and keeps to what it found
+    compilation_cache.reset_cache()  # else JAX keeps the folder from its first compilation
     try:
         yield
     finally:

@@ -1,8 +1,6 @@
-"""Models in Flax, without a dtype in their code.
+"""Models in Flax Linen, without a dtype in their code. jaxmp sets their precision.
 
-jaxmp's adapters bring the precision, and its losses are used.
-
-Here are those in Linen; :mod:`experiments.models.nnx` has some of them in NNX.
+:mod:`experiments.models.nnx` has some of them in NNX.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GELU that remembers nothing but its input, in the input's dtype."""
+"""GELU that saves only its input for the backward pass, in the input's dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jaxmp
 
-_FLAT = 100.0  # beyond it gelu is 0 or x in every dtype, and x·x may overflow
+_FLAT = 100.0  # beyond ±100 gelu is 0 or x in every dtype, and x·x may overflow
 _CUBIC = 0.044715  # of the tanh form: ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))
 
 
@@ -19,14 +19,14 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
 
     Hendrycks and Gimpel 2016, arXiv 1606.08415.
 
-    Autodiff of ``jax.nn.gelu`` keeps what it needs of the way to the result, which is more than the input and may be
-    float32. Here the gradient computes it anew from the input. Both compute in float32 and round once; under
-    :func:`jaxmp.autocast` the input of a float32 call is kept in half too. For reverse mode: ``jax.jvp`` of it raises a
-    TypeError.
+    Autodiff of ``jax.nn.gelu`` saves intermediate values, which take more memory than the input and may be float32.
+    Here the gradient recomputes them from the input. Value and gradient are computed in float32 and rounded once. Under
+    :func:`jaxmp.autocast`, a float32 input is saved in half precision. Only reverse mode is supported: ``jax.jvp`` of
+    this function raises a TypeError.
 
     Args:
       x: any shape, any floating dtype.
-      approximate: the tanh form, GPT-2's (True), or that with the error function, BERT's (False).
+      approximate: True for the tanh form of GPT-2, False for the error function of BERT.
 
     Returns:
       The shape and dtype of ``x``.
@@ -55,7 +55,7 @@ def _forward(x: jax.Array, approximate: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward(approximate: bool, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
-    x = jax.lax.optimization_barrier(x)  # or XLA shares the gate with the forward pass, and keeps it in float32
+    x = jax.lax.optimization_barrier(x)  # else XLA saves the gate of the forward pass in float32
     with jaxmp.precision("float32"):
         wide = _widened(x)
         gate, near = _gate(wide, approximate), jnp.clip(wide, -_FLAT, _FLAT)
@@ -70,9 +70,9 @@ _gelu.defvjp(_forward, _backward)
 
 
 def _gate(x: jax.Array, approximate: bool) -> jax.Array:
-    """Return the normal distribution function, or its approximation.
+    """Return the normal distribution function, or its tanh approximation.
 
-    It avoids the cancellation of ``1 + tanh`` and ``1 + erf``.
+    The formulas avoid the cancellation in ``1 + tanh`` and ``1 + erf``.
     """
     if approximate:
         return jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + _CUBIC * x * x * x))

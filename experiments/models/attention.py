@@ -1,7 +1,4 @@
-"""Attention over (batch, tokens, heads, head width).
-
-It is cuDNN's fused kernel on a GPU, and plain products elsewhere.
-"""
+"""Attention: cuDNN's fused kernel on a GPU, and plain products on other devices."""
 
 from __future__ import annotations
 
@@ -22,16 +19,16 @@ _implementation: ContextVar[Implementation | None] = ContextVar("attention_imple
 
 @contextlib.contextmanager
 def implementation(name: Implementation | None) -> Iterator[None]:
-    """Trace :func:`attention` for that implementation, whatever the default backend is.
+    """Set the implementation with which :func:`attention` is traced.
 
-    Who compiles for a GPU that is not there asks for ``"cudnn"``; None goes by the default backend again. A jitted
-    function that was traced before keeps what it was traced for.
+    Use ``"cudnn"`` to compile for a GPU that is not attached. With None, the default backend decides. A jitted function
+    keeps the implementation with which it was traced.
 
     Args:
       name: ``"cudnn"``, ``"portable"`` or None.
 
     Raises:
-      ValueError: it is another.
+      ValueError: ``name`` is another value.
 
     >>> with implementation("portable"):
     ...     attention(*3 * (jnp.ones((1, 4, 2, 8)),)).shape
@@ -47,32 +44,37 @@ def implementation(name: Implementation | None) -> Iterator[None]:
 
 
 def asked() -> Implementation | None:
-    """Return the implementation to trace for."""
+    """Return the implementation that :func:`implementation` has set.
+
+    The result is None if it has set none.
+    """
     return _implementation.get()
 
 
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, mask: jax.Array | None = None
 ) -> jax.Array:
-    """Scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762).
+    """Return scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762).
 
-    On a GPU half inputs go to cuDNN, and float32 ones too where :func:`jaxmp.autocast` casts them. Other dtypes and
-    every other backend have two products in the inputs' dtype around a softmax in float32. So has what cuDNN has no
-    kernel for (an old GPU, a head whose width is not a multiple of 8), with a warning that says why: it takes more
-    memory and time.
+    On a GPU, cuDNN computes attention if the inputs are in half precision, or if :func:`jaxmp.autocast` casts them to
+    it. Otherwise there are two products in the dtype of the inputs and a softmax in float32. If cuDNN has no kernel
+    (for an old GPU, or if the head width is not a multiple of 8), a warning gives the reason, and the slower products
+    are used.
 
     Args:
-      q, k, v: (batch, tokens, heads, head width), of one floating dtype.
-      causal: whether a token sees only itself and those before it.
-      mask: (batch, tokens), True or nonzero for the keys that may be seen; None for all.
+      q: queries, (batch, tokens, heads, head width), of a floating dtype.
+      k: keys, of the same shape and dtype.
+      v: values, of the same shape and dtype.
+      causal: whether a token sees only itself and earlier tokens.
+      mask: (batch, tokens), True or nonzero for keys that are visible; None for all.
 
-    Returns:
-      (batch, tokens, heads, head width) in the dtype of ``v``. A query that may see no key gets the mean of all values.
+    Returns: (batch, tokens, heads, head width) in the dtype of ``v``. A query without visible keys gets the mean of all
+      values.
 
     Raises:
-      ValueError: the inputs are not of one shape and dtype.
-      RuntimeError: cuDNN was asked for by :func:`implementation` and is not installed; NotImplementedError, which is
-        one, that it has no kernel.
+      ValueError: the inputs differ in shape or dtype.
+      RuntimeError: :func:`implementation` asks for cuDNN, and it is not installed. If cuDNN has no kernel, the error is
+        a NotImplementedError.
 
     >>> q = k = v = jnp.ones((1, 4, 2, 8), jnp.float16)
     >>> attention(q, k, v, causal=True).dtype
@@ -83,15 +85,16 @@ def attention(
             "attention takes q, k and v of one shape (batch, tokens, heads, head width) and one dtype, got "
             + ", ".join(f"{array.shape} {array.dtype.name}" for array in (q, k, v))
         )
-    if mask is not None:  # cuDNN wants a row for each query
+    if mask is not None:  # cuDNN needs a row for each query
         mask = jnp.broadcast_to(mask.astype(bool)[:, None, None, :], (q.shape[0], 1, q.shape[1], k.shape[1]))
     chosen = asked() or ("cudnn" if jax.default_backend() == "gpu" else "portable")
     half = jaxmp.autocast_dtype() if q.dtype == jnp.float32 else q.dtype
     if chosen == "cudnn" and half in (jnp.float16, jnp.bfloat16):
-        try:  # by this name and with float32 inputs too: it is where autocast steps in
+        try:  # float32 inputs also go to this function, which autocast replaces
             return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="cudnn")
         except RuntimeError as error:  # NotImplementedError is one
-            if asked() or isinstance(error, jax.errors.JaxRuntimeError):  # the latter: it ran, out of memory say
+            # A JaxRuntimeError comes from running the kernel, for example out of memory.
+            if asked() or isinstance(error, jax.errors.JaxRuntimeError):
                 raise
             warnings.warn(f"attention runs without cuDNN, slower and in more memory: {error}", stacklevel=2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5

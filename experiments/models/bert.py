@@ -1,4 +1,4 @@
-"""BERT's encoder with its head for masked words (Devlin et al. 2018, arXiv 1810.04805)."""
+"""BERT's encoder with its head for masked tokens (Devlin et al. 2018, arXiv 1810.04805)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from experiments.models.transformer import NORMAL, Remat
 
 
 class BERT(nn.Module):
-    """Tokens (batch, sequence) to the logits of the word at each place, (batch, sequence, vocabulary).
+    """A model from tokens (batch, sequence) to the logits at each position.
 
-    :mod:`experiments.models.weights` loads the published weights. There is no dropout, no pooler and no head for the
-    next sentence. Inside, activations are (batch · sequence, width) and the vocabulary is a multiple of 64.
+    The logits are (batch, sequence, vocabulary). :mod:`experiments.models.weights` loads the published weights. There
+    is no dropout, no pooler and no head for next sentence prediction. Inside, activations are (batch · sequence, width)
+    and the vocabulary is padded to a multiple of 64.
 
     Attributes:
-      vocabulary: number of tokens; their embeddings are also the output layer.
-      sequence: longest sequence.
-      layers: number of blocks.
-      heads: attention heads in each.
-      width: of the activations.
-      remat: what each block computes again in its backward pass, see :class:`experiments.models.transformer.Block`.
+      vocabulary: the number of tokens. Their embeddings are also the output layer.
+      sequence: the length of the longest sequence.
+      layers: the number of blocks.
+      heads: the attention heads per block.
+      width: the width of the activations.
+      remat: the part of each block that its backward pass recomputes. See
+        :class:`experiments.models.transformer.Block`.
 
     >>> model = BERT(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
     >>> tokens = jnp.zeros((2, 8), jnp.int32)
@@ -64,8 +66,8 @@ class BERT(nn.Module):
 
         Args:
           tokens: (batch, sequence).
-          token_types: 0 or 1 for each token, for a first and a second text; None for 0.
-          mask: True or nonzero for the tokens that may be seen; None for all.
+          token_types: 0 for tokens of the first text and 1 for tokens of the second; None for 0 everywhere.
+          mask: True or nonzero for tokens that are visible; None for all.
         """
         return self._hidden(tokens, token_types, mask).reshape(*tokens.shape, self.width)
 
@@ -78,18 +80,18 @@ class BERT(nn.Module):
         mask: jax.Array | None = None,
         ignore_index: int | None = -100,
     ) -> jax.Array:
-        """The mean cross-entropy of ``targets``, a float32 scalar.
+        """Return the mean cross-entropy of ``targets``, a float32 scalar.
 
-        The logits never exist all at once, see :func:`jaxmp.losses.projected_cross_entropy`.
+        The logits are computed in chunks. See :func:`jaxmp.losses.projected_cross_entropy`.
 
         Args:
           tokens: (batch, sequence).
-          targets: (batch, sequence), the word at each place, or ``ignore_index``.
-          token_types: as of :meth:`hidden`.
-          mask: as of :meth:`hidden`.
-          ignore_index: the target that does not count; None counts all.
+          targets: (batch, sequence), the correct token at each position, or ``ignore_index``.
+          token_types: see :meth:`hidden`.
+          mask: see :meth:`hidden`.
+          ignore_index: the target of tokens that do not count; None if all count.
         """
-        # The step takes the most memory here: the head's arrays are computed again, and the chunks of logits are small.
+        # The step has its peak memory here, so the head is recomputed, and the chunks of logits are small.
         head = nn.remat(lambda model, x: model._head(x))
         return self.word_embeddings.cross_entropy(
             head(self, self._hidden(tokens, token_types, mask)),

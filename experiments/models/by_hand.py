@@ -1,9 +1,7 @@
-"""Place half precision by hand in ResNet-50, GPT-2, BERT and an LSTM.
+"""ResNet-50, GPT-2, BERT and an LSTM with half precision by hand.
 
-This is what a Flax user writes today.
-
-``dtype=`` on every module, JAX's own attention on a GPU, optax's cross-entropy on float32 logits. With None as dtype a
-model is code that nobody prepared for half precision. Nothing of it is jaxmp's.
+Flax users write such code without jaxmp. Every module has ``dtype=``, attention on a GPU is JAX's, and the loss is
+optax's cross-entropy on float32 logits. With None as dtype, the model is plain code without half precision.
 """
 
 from __future__ import annotations
@@ -21,12 +19,13 @@ from experiments.models.workloads import LossFn, Workload
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
-    """Attend over (batch, tokens, heads, head width).
+    """Return attention over (batch, tokens, heads, head width).
 
-    JAX's attention on a GPU or on request, cuDNN's if half.
+    On a GPU, or if :func:`experiments.models.attention.implementation` asks for cuDNN, it is JAX's attention function.
+    In half precision that function uses cuDNN.
     """
     if (attention.asked() or jax.default_backend()) in ("cudnn", "gpu"):
-        implementation = "cudnn" if q.dtype.itemsize == 2 else None  # None: what who thinks of no dtype writes
+        implementation = "cudnn" if q.dtype.itemsize == 2 else None  # None is JAX's default
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
     if causal:
@@ -35,7 +34,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
 
 
 class Attention(nn.Module):
-    """(batch, tokens, width) to the same."""
+    """A layer of attention, from (batch, tokens, width) to the same shape."""
 
     heads: int
     causal: bool
@@ -51,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The common part of GPT-2 and BERT, whose embeddings are the output layer too."""
+    """The fields of GPT-2 and BERT. Their embeddings are also the output layer."""
 
     vocabulary: int
     sequence: int
@@ -62,7 +61,7 @@ class Transformer(nn.Module):
 
 
 class GPT2(Transformer):
-    """Tokens (batch, tokens) to the logits of those that follow."""
+    """A model from tokens (batch, tokens) to the logits of the next tokens."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -78,7 +77,7 @@ class GPT2(Transformer):
 
 
 class BERT(Transformer):
-    """Tokens (batch, tokens) to the logits of the token at each place."""
+    """A model from tokens (batch, tokens) to the logits of the token at each position."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -99,7 +98,10 @@ class BERT(Transformer):
 
 
 class ResNet(nn.Module):
-    """Images (batch, height, width, 3) to logits (batch, classes), after Flax's ImageNet example, v1.5."""
+    """ResNet v1.5 as in Flax's ImageNet example.
+
+    It maps images (batch, height, width, 3) to logits (batch, classes).
+    """
 
     stages: tuple[int, ...]
     classes: int
@@ -128,7 +130,7 @@ class ResNet(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """A layer of LSTM under ``lax.scan``, (tokens, batch, width) to the same.
+    """An LSTM layer under ``lax.scan``, from (tokens, batch, width) to the same shape.
 
     Hochreiter & Schmidhuber 1997.
     """
@@ -152,7 +154,7 @@ class Recurrence(nn.Module):
 
 
 class LSTM(nn.Module):
-    """Tokens (batch, tokens) to the logits of those that follow."""
+    """A model from tokens (batch, tokens) to the logits of the next tokens."""
 
     vocabulary: int
     layers: int
@@ -168,9 +170,9 @@ class LSTM(nn.Module):
 
 
 def build(case: Workload, dtype: Any = None) -> nn.Module:
-    """A workload's model by hand.
+    """Return a workload's model by hand.
 
-    The vocabulary is padded to a multiple of 64, as those who want speed do: the padding are tokens like any other.
+    The vocabulary is padded to a multiple of 64 for speed. The padding is treated like other tokens.
     """
     sizes = case.sizes
     if case.images:
@@ -183,7 +185,7 @@ def build(case: Workload, dtype: Any = None) -> nn.Module:
 
 
 def init(case: Workload, model: nn.Module, key: jax.Array) -> tuple[Any, Any]:
-    """Fresh float32 params, and the model's other variables (running statistics)."""
+    """Return fresh float32 params, and the model's other variables (running statistics)."""
     spec = case.batch["inputs"]
     variables = dict(model.init(key, jnp.zeros((1, *spec.shape[1:]), spec.dtype)))
     return variables.pop("params"), variables

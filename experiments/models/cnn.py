@@ -1,4 +1,4 @@
-"""The classic small model for MNIST: one convolution, pooling, two dense layers."""
+"""A small model for MNIST: a convolution, pooling and two dense layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import jax
 
 
 class CNN(nn.Module):
-    """Images (batch, height, width, channels) to logits (batch, classes).
+    """A model from images to logits (batch, classes).
+
+    Images are (batch, height, width, channels).
 
     Attributes:
       classes: number of labels.
@@ -20,7 +22,7 @@ class CNN(nn.Module):
     hidden: int = 128
 
     @nn.compact
-    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:  # train: as the other models have it
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:  # all models have `train`
         x = nn.relu(nn.Conv(self.features, (3, 3))(images))
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
         x = x.reshape(len(x), -1)

@@ -1,4 +1,4 @@
-"""Models of either API as two functions of arrays, which is how a train step wants them."""
+"""Turn Linen and NNX models into functions of arrays for a train step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flax import nnx
 class Functions(NamedTuple):
     """A model as functions.
 
-    ``params`` are trained; ``model_state`` is the rest, such as running statistics.
+    ``params`` are trained. ``model_state`` has the other variables, such as running statistics.
 
     Attributes:
       init: ``init(seed) -> (params, model_state)``.
-      apply: ``apply(params, model_state, images, train) -> (logits, model_state)``; the state comes back as it went in
-        unless ``train``.
+      apply: ``apply(params, model_state, images, train) -> (logits, model_state)``. The state changes only if ``train``
+        is true.
     """
 
     init: Callable[[int], tuple[Any, Any]]
@@ -27,7 +27,10 @@ class Functions(NamedTuple):
 
 
 def linen_functions(model: nn.Module, shape: tuple[int, int, int]) -> Functions:
-    """A Linen model for images of that shape, (height, width, channels)."""
+    """Return the functions of a Linen model.
+
+    ``shape`` is that of the images, (height, width, channels).
+    """
 
     @jax.jit
     def init(seed: int) -> tuple[Any, Any]:
@@ -44,7 +47,7 @@ def linen_functions(model: nn.Module, shape: tuple[int, int, int]) -> Functions:
 
 
 def nnx_functions(build: Callable[[nnx.Rngs], nnx.Module]) -> Functions:
-    """An NNX model that ``build`` makes from random numbers."""
+    """Return the functions of the NNX model that ``build`` makes."""
 
     def split(model: nnx.Module) -> tuple[nnx.GraphDef[Any], Any, Any]:
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -57,7 +60,8 @@ def nnx_functions(build: Callable[[nnx.Rngs], nnx.Module]) -> Functions:
     graphdef = split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))[0]
 
     def apply(params: Any, model_state: Any, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
-        # Built anew: a Variable may change only in the trace that made it, and jax.grad has one of its own.
+        # Merge in each call, because a Variable may change only in the trace that made it, and jax.grad has a new
+        # trace.
         params, model_state = jax.tree.map(lambda leaf: leaf, (params, model_state))
         model = nnx.merge(graphdef, params, model_state)
         logits = model(images, train=train)

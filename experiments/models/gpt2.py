@@ -19,26 +19,26 @@ SIZES: dict[str, dict[str, int]] = {
     "1.8B": {"layers": 8, "heads": 32, "width": 4096, "context": 2048},
     "7B": {"layers": 32, "heads": 32, "width": 4096, "context": 2048},
 }
-"""Params with GPT-2's tokens; the first four are those that were published (table 2)."""
+"""Sizes by the number of params with GPT-2's tokens. The first four are the published sizes (table 2)."""
 
 
 class GPT2(nn.Module):
-    """A transformer from tokens (batch, sequence) to the next tokens' logits.
+    """A transformer from tokens (batch, sequence) to the logits of the next ones.
 
-    The logits are float, (batch, sequence, vocabulary).
-
-    Modules and params are called as in the published weights, which :mod:`experiments.models.weights` loads. There is
-    no dropout. Inside, activations are (batch · sequence, width) and the vocabulary is a multiple of 64.
+    The logits are (batch, sequence, vocabulary). Modules and params have the names of the published weights, which
+    :mod:`experiments.models.weights` loads. There is no dropout. Inside, activations are (batch · sequence, width) and
+    the vocabulary is padded to a multiple of 64.
 
     Attributes:
-      vocabulary: number of tokens; their embeddings are also the output layer.
-      sequence: longest sequence.
-      layers: number of blocks.
-      heads: attention heads in each.
-      width: of the residual stream.
-      remat: what each block computes again in its backward pass, see :class:`experiments.models.transformer.Block`.
-      loop: whether the blocks are a loop over stacked params: compiled as fast as one block, but not with the published
-        weights' names.
+      vocabulary: the number of tokens. Their embeddings are also the output layer.
+      sequence: the length of the longest sequence.
+      layers: the number of blocks.
+      heads: the attention heads per block.
+      width: the width of the residual stream.
+      remat: the part of each block that its backward pass recomputes. See
+        :class:`experiments.models.transformer.Block`.
+      loop: whether the blocks are a loop over stacked params. The loop compiles as fast as a single block, but its
+        params do not have the names of the published weights.
 
     >>> model = GPT2(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
     >>> tokens = jnp.zeros((2, 8), jnp.int32)
@@ -70,14 +70,14 @@ class GPT2(nn.Module):
         return self._hidden(tokens).reshape(*tokens.shape, self.width)
 
     def loss(self, tokens: jax.Array, targets: jax.Array, *, ignore_index: int | None = None) -> jax.Array:
-        """The mean cross-entropy of ``targets``, a float32 scalar.
+        """Return the mean cross-entropy of ``targets``, a float32 scalar.
 
-        The logits never exist all at once, see :func:`jaxmp.losses.projected_cross_entropy`.
+        The logits are computed in chunks. See :func:`jaxmp.losses.projected_cross_entropy`.
 
         Args:
           tokens: (batch, sequence).
-          targets: (batch, sequence), the token that follows each.
-          ignore_index: the target that does not count; None counts all.
+          targets: (batch, sequence), the token that follows each token.
+          ignore_index: the target of tokens that do not count; None if all count.
         """
         x = self._hidden(tokens)
         return self.wte.cross_entropy(x, targets.reshape(-1), classes=self.vocabulary, ignore_index=ignore_index)
@@ -95,10 +95,11 @@ class GPT2(nn.Module):
 class Block(transformer.Block):
     """Attention and a two-layer perceptron.
 
-    Each acts on normalised activations and is added to the residual stream.
+    Each reads normalised activations, and its result is added to the residual stream.
 
     Attributes:
-      depth: blocks of the model; what is added to the residual stream starts 1/√(2·depth) as large.
+      depth: the number of blocks in the model. The kernels that write to the residual stream start 1/√(2·depth) as
+        large as the others.
     """
 
     depth: int = 1
@@ -120,7 +121,7 @@ class Block(transformer.Block):
 class Loop(nn.Module):
     """A scan over ``depth`` blocks.
 
-    The first dimension of their params counts the blocks.
+    Their params are stacked along the first dimension.
     """
 
     heads: int
@@ -138,7 +139,10 @@ class Loop(nn.Module):
 
 
 class Attention(nn.Module):
-    """The products around attention: ``c_attn`` to queries, keys and values, ``c_proj`` back."""
+    """The products before and after attention.
+
+    ``c_attn`` makes queries, keys and values, and ``c_proj`` projects the result.
+    """
 
     width: int
     residual: nn.initializers.Initializer
@@ -149,7 +153,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers, the inner one four times as wide, (tokens, width) in and out."""
+    """A two-layer perceptron from (tokens, width) to the same shape.
+
+    Its hidden layer is four times as wide.
+    """
 
     width: int
     residual: nn.initializers.Initializer
@@ -163,7 +170,7 @@ class MLP(nn.Module):
 
 
 def sized(size: str | None) -> GPT2:
-    """GPT-2 in one of ``SIZES``; None is a small one, to see that everything runs."""
+    """Return GPT-2 in one of ``SIZES``; None for a small model for smoke tests."""
     if size is None:
         return GPT2(vocabulary=96, sequence=32, layers=2, heads=2, width=64)
     shape = SIZES[size]

@@ -1,9 +1,8 @@
 """ResNet-50, GPT-2 and BERT in torch, as a careful user writes them for one GPU.
 
-They are the peers of the train step.
-
-The same functions and as many params as the models of :mod:`experiments.models`: a test converts the weights. One
-product for query, key and value, torch's own fused attention, tied embeddings.
+The benchmark train_step compares jaxmp with them. They compute the same functions with the same params as the models of
+:mod:`experiments.models`, and a test checks this with converted weights. They have a single product for query, key and
+value, torch's fused attention, and tied embeddings.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from experiments.models.workloads import Workload
 
 
 class Attention(nn.Module):
-    """(batch, tokens, width) to the same: one projection in, torch's attention, one projection out."""
+    """A layer of attention, from (batch, tokens, width) to the same shape."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and a perceptron.
 
-    GPT-2's normalise their inputs. BERT's, which see all tokens, normalise their results.
+    The causal block of GPT-2 normalises inputs; BERT's block normalises results.
     """
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
@@ -54,7 +53,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens (batch, tokens) to logits; the embeddings are the output layer too."""
+    """The common part of GPT-2 and BERT. The embeddings are also the output layer."""
 
     def __init__(self, vocabulary: int, sequence: int, layers: int, width: int, causal: bool) -> None:
         super().__init__()
@@ -69,7 +68,7 @@ class Transformer(nn.Module):
 
 
 class GPT2(Transformer):
-    """Logits of the tokens that follow."""
+    """A model from tokens (batch, tokens) to the logits of the next tokens."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -77,7 +76,7 @@ class GPT2(Transformer):
 
 
 class BERT(Transformer):
-    """Logits of the token at each place."""
+    """A model from tokens (batch, tokens) to the logits of the token at each position."""
 
     def __init__(self, vocabulary: int, sequence: int, layers: int, width: int, causal: bool) -> None:
         super().__init__(vocabulary, sequence, layers, width, causal)
@@ -92,9 +91,9 @@ class BERT(Transformer):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 and 1×1 convolutions to four times the width, around a shortcut.
+    """1×1, 3×3 and 1×1 convolutions with a shortcut.
 
-    The 3×3 has the stride (v1.5).
+    The result has four times ``width`` channels. The 3×3 convolution has the stride (v1.5).
     """
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
@@ -117,7 +116,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images (batch, 3, height, width) to logits (batch, classes); :func:`build` makes it channels-last."""
+    """A model from images (batch, 3, height, width) to logits (batch, classes).
+
+    :func:`build` converts it to channels-last.
+    """
 
     def __init__(self, stages: tuple[int, ...], classes: int, width: int) -> None:
         super().__init__()
@@ -137,9 +139,9 @@ class ResNet(nn.Module):
 
 
 def build(case: Workload) -> nn.Module:
-    """A workload's model with fresh float32 params on the CPU.
+    """Return a workload's model with fresh float32 params on the CPU.
 
-    The vocabulary is padded to a multiple of 64, as those who want speed do: the padding are tokens like any other.
+    The vocabulary is padded to a multiple of 64 for speed. The padding is treated like other tokens.
     """
     sizes = case.sizes
     if case.images:
@@ -150,7 +152,10 @@ def build(case: Workload) -> nn.Module:
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over examples or tokens, float32 under autocast too."""
+    """Return the mean cross-entropy over examples or tokens.
+
+    Under autocast it is float32 too.
+    """
     logits = model(inputs)
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
@@ -169,9 +174,9 @@ def _normal(module: nn.Module) -> None:
 
 
 def of_library(model: nn.Module, library: str) -> nn.Module:
-    """Return the model, with a library's float8 layers if it has some.
+    """Return the model with the float8 layers of a library.
 
-    ``library`` may be torchao or Transformer Engine.
+    Only torchao and Transformer Engine have such layers.
     """
     if library == "torchao":
         from torchao.float8 import convert_to_float8_training

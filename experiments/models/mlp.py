@@ -1,4 +1,4 @@
-"""A multilayer perceptron, for benchmarks: products and little else."""
+"""A multilayer perceptron for benchmarks. It consists almost only of products."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import jax
 
 
 class MLP(nn.Module):
-    """Vectors (batch, features) to logits (batch, classes).
+    """A model from vectors (batch, features) to logits (batch, classes).
 
     Attributes:
-      layers: number of hidden layers.
-      width: width of each.
-      classes: number of labels.
+      layers: the number of hidden layers.
+      width: the width of a hidden layer.
+      classes: the number of classes.
     """
 
     layers: int = 3

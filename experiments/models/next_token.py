@@ -1,4 +1,7 @@
-"""A little next-token model, after Bengio et al. 2003, "A Neural Probabilistic Language Model"."""
+"""A small next-token model.
+
+It follows Bengio et al. 2003, "A Neural Probabilistic Language Model".
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import jax
 
 
 class NextToken(nn.Module):
-    """Tokens (batch, context) to the logits of the token that follows (batch, vocabulary).
+    """A model from tokens (batch, context) to the logits of the next token.
 
-    The embeddings of the context, side by side, go through one hidden layer and back to the width of an embedding.
+    The logits are (batch, vocabulary). The embeddings of the context are concatenated. They go through a hidden layer
+    and a layer with the width of an embedding.
 
     Attributes:
       vocabulary: number of tokens.

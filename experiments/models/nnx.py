@@ -1,4 +1,4 @@
-"""The models in Flax NNX, which compute the same as those in Linen."""
+"""Models in Flax NNX, which compute the same as the models in Linen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxmp.losses import projected_cross_entropy
 class CNN(nnx.Module):
     """:class:`experiments.models.CNN` in NNX.
 
-    It has to know the images' shape, (height, width, channels).
+    It needs the shape of the images, (height, width, channels).
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class CNN(nnx.Module):
 
 
 class Block(nnx.Module):
-    """The basic block of :class:`experiments.models.resnet.Block`."""
+    """The basic block of a ResNet, like :class:`experiments.models.resnet.Block`."""
 
     def __init__(self, channels: int, width: int, stride: int = 1, *, rngs: nnx.Rngs) -> None:
         self.conv1, self.norm1 = _conv(channels, width, 3, stride, rngs), _norm(width, rngs)
@@ -54,7 +54,10 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """:class:`experiments.models.resnet.ResNet` of basic blocks in NNX; ``channels`` are the images'."""
+    """:class:`experiments.models.resnet.ResNet` with basic blocks in NNX.
+
+    ``channels`` is that of the images.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class ResNet(nnx.Module):
 
 
 def resnet18(channels: int = 3, classes: int = 10, small_images: bool = False, *, rngs: nnx.Rngs) -> ResNet:
-    """ResNet-18."""
+    """Return a ResNet-18."""
     return ResNet((2, 2, 2, 2), channels, classes, small_images=small_images, rngs=rngs)
 
 
@@ -113,8 +116,14 @@ class GPT2(nnx.Module):
     """:class:`experiments.models.by_hand.GPT2` in NNX.
 
     Args:
-      loop: whether the layers are a loop over stacked params, each computed again in its backward pass.
-      dtype: that of every module, for half precision by hand.
+      vocabulary: the number of tokens. Their embeddings are also the output layer.
+      sequence: the length of the longest sequence.
+      layers: the number of layers.
+      width: the width of the residual stream.
+      heads: the attention heads per layer.
+      loop: whether the layers are a loop over stacked params, in which the backward pass recomputes each layer.
+      dtype: the dtype of every module, for half precision by hand.
+      rngs: the random numbers of the params.
     """
 
     def __init__(
@@ -155,7 +164,10 @@ class GPT2(nnx.Module):
         return self.norm(turn(x, self.blocks))
 
     def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """The mean cross-entropy of ``targets``, (batch, tokens), whose logits never exist all at once."""
+        """Return the mean cross-entropy of ``targets``, (batch, tokens).
+
+        The logits are computed in chunks.
+        """
         x = self.hidden(tokens)
         return projected_cross_entropy(x.reshape(-1, x.shape[-1]), self.embed.embedding[...], targets.reshape(-1))
 

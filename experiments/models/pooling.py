@@ -1,4 +1,7 @@
-"""Max pooling that remembers where each winner was, in a byte, instead of its input."""
+"""Max pooling that saves the position of each maximum, not its input.
+
+A position takes a byte.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import numpy as np
 
 import jaxmp
 
-# Two bytes that are no position in a window and differ
+# Two different bytes that are not positions in a window.
 _OUTSIDE, _NOWHERE = 255, 254
 
 
@@ -25,26 +28,29 @@ class _Geometry(NamedTuple):
 
 
 def max_pool(x: jax.Array, window: int = 3, stride: int = 2, padding: int = 1) -> jax.Array:
-    """Return the largest number of each square window, as ``flax.linen.max_pool``.
+    """Return the maximum of each square window, like ``flax.linen.max_pool``.
 
-    Of equal ones the first has the gradient.
+    If several numbers are equal to the maximum, the first one gets the gradient.
 
-    The gradient of ``flax.linen.max_pool`` looks for the winners again: it keeps the input, the largest activation of a
-    residual network. Here a byte for each window says where its winner was, and the gradient reads, for each position
-    of the input, the few windows over it; nothing is scattered. For reverse mode: ``jax.jvp`` of it raises a TypeError.
+    The gradient of ``flax.linen.max_pool`` saves the input, the largest activation of a ResNet, to find the maxima
+    again. Here a byte for each window saves the position of its maximum. The gradient at a position of the input is a
+    sum over the few windows that cover it, so nothing is scattered. Only reverse mode is supported: ``jax.jvp`` of this
+    function raises a TypeError.
 
     Args:
       x: (batch, height, width, channels) of any floating dtype.
-      window: side of a window, at most 15.
-      stride: step from one window to the next.
-      padding: rows and columns on each side of the image that never win; less than ``window``.
+      window: the side of a window, at most 15.
+      stride: the step from one window to the next.
+      padding: the rows and columns of padding on each side of the image, less than ``window``. The padding is never a
+        maximum.
 
     Returns:
       (batch, height', width', channels) in the dtype of ``x``; height' is (height + 2·padding − window) // stride + 1.
 
     Raises:
       TypeError: ``x`` is not floating.
-      ValueError: ``x`` has not four axes or is smaller than a window; a window, stride or padding that cannot be.
+      ValueError: ``x`` does not have four axes or is smaller than a window, or ``window``, ``stride`` or ``padding`` is
+        out of range.
 
     >>> max_pool(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0]
     Array([[ 5.,  7.],
@@ -71,7 +77,10 @@ def _max_pool(x: jax.Array, geometry: _Geometry) -> jax.Array:
 
 
 def _forward(x: jax.Array, geometry: _Geometry) -> tuple[jax.Array, jax.Array]:
-    """The largest of each window, and its position in the window, counted row by row."""
+    """Return the maximum of each window, and its position in the window.
+
+    Positions are counted row by row.
+    """
     window, stride, padding, *_ = geometry
     edges = (padding, padding, 0)
     lowest = np.array(-np.inf, x.dtype)
@@ -92,14 +101,14 @@ def _forward(x: jax.Array, geometry: _Geometry) -> tuple[jax.Array, jax.Array]:
 
 def _backward(geometry: _Geometry, winner: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     window, stride, padding, height, width = geometry
-    reach = -(-window // stride)  # how many windows in a row lie over one position
+    reach = -(-window // stride)  # along each axis, a position is covered by at most this many windows
     wide = jnp.float64 if cotangent.dtype == jnp.float64 else jnp.float32
-    with jaxmp.precision("float32"):  # under autocast of a float32 model the casts here are none
+    with jaxmp.precision("float32"):  # so that autocast does not remove the casts to float32
         total = jnp.zeros((winner.shape[0], height, width, winner.shape[3]), wide)
         for down, right in itertools.product(range(reach), repeat=2):
             row, column = ((np.arange(size) + padding) % stride for size in (height, width))
             row, column = row[:, None] + down * stride, column + right * stride
-            # Where in that window each position of the input is, if it is in it.
+            # The position of each input element in its window, or _NOWHERE if the window does not cover the element.
             here = np.where((row < window) & (column < window), row * window + column, _NOWHERE).astype(np.uint8)
             shifts = (padding - down * stride, padding - right * stride)
             won = _over(winner, shifts, geometry, _OUTSIDE) == here[..., None]
@@ -111,7 +120,10 @@ _max_pool.defvjp(_forward, _backward)
 
 
 def _over(values: jax.Array, shifts: tuple[int, int], geometry: _Geometry, outside: int) -> jax.Array:
-    """Return ``values`` for the window over each position: the last, or earlier ones."""
+    """Return the values of one window that covers each position of the input.
+
+    ``shifts`` chooses the last window that covers a position, or an earlier one.
+    """
     for axis, size, shift in ((1, geometry.height, shifts[0]), (2, geometry.width, shifts[1])):
         repeated = jnp.repeat(values, geometry.stride, axis)
         edges = [(0, 0, 0)] * values.ndim

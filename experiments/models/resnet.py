@@ -1,4 +1,4 @@
-"""Residual networks (He et al. 2015, arXiv 1512.03385) for images in NHWC: ResNet-18 and ResNet-50."""
+"""ResNet-18 and ResNet-50 (He et al. 2015, arXiv 1512.03385) for images in NHWC."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import jax
 from experiments.models.pooling import max_pool
 
 KERNEL_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-MOMENTUM = 0.9  # of the running statistics
-WIDTHS = {"basic": 1, "bottleneck": 4}  # channels that leave a block, in multiples of its width
+MOMENTUM = 0.9  # the momentum of the running statistics
+WIDTHS = {"basic": 1, "bottleneck": 4}  # the output channels of a block, in multiples of its width
 
 
 class Block(nn.Module):
-    """Convolutions with batch normalisation around a shortcut.
+    """Convolutions with batch normalisation, and a shortcut.
 
-    Inputs and results are (batch, height, width, channels).
-
-    ``basic`` is two of 3×3. ``bottleneck`` is 1×1, 3×3, 1×1 to four times the width; the stride is in the 3×3, which is
-    called v1.5. The last scale starts at zero, so that the block starts as its shortcut (Goyal et al. 2017).
+    Arrays are (batch, height, width, channels). ``basic`` has two 3×3 convolutions. ``bottleneck`` has convolutions of
+    1×1, 3×3 and 1×1, and the result has four times ``width`` channels. The stride is in the 3×3 convolution (v1.5). The
+    last scale starts at zero, so the block starts as its shortcut (Goyal et al. 2017).
     """
 
     kind: Literal["basic", "bottleneck"]
@@ -52,15 +51,15 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """A residual network from images to logits (batch, classes).
 
-    Images are (batch, height, width, channels); running statistics are ``batch_stats``.
+    The images are (batch, height, width, channels). The running statistics are in the collection ``batch_stats``.
 
     Attributes:
-      stages: blocks in each stage; from the second on, a stage halves the image and doubles the width.
-      kind: of the blocks.
-      classes: number of labels.
-      width: channels of the stem and of the first stage.
-      small_images: the stem for images of about 32×32, one 3×3 convolution; or else that for about 224×224, 7×7 with
-        stride 2 and max pooling with stride 2.
+      stages: the number of blocks in each stage. From the second on, a stage halves the image and doubles the width.
+      kind: the kind of the blocks.
+      classes: the number of classes.
+      width: the channels of the stem and the width of the first stage.
+      small_images: whether the stem is for images of about 32×32: a 3×3 convolution. If False, the stem is for images
+        of about 224×224: a 7×7 convolution with stride 2 and max pooling with stride 2.
     """
 
     stages: tuple[int, ...]
@@ -82,15 +81,18 @@ class ResNet(nn.Module):
 
 
 def resnet18(classes: int = 10, small_images: bool = False) -> ResNet:
-    """ResNet-18; 11,689,512 params for 1,000 classes and large images."""
+    """Return a ResNet-18. It has 11,689,512 params for 1,000 classes and large images."""
     return ResNet((2, 2, 2, 2), "basic", classes, small_images=small_images)
 
 
 def resnet50(classes: int = 10, small_images: bool = False) -> ResNet:
-    """ResNet-50 v1.5; 25,557,032 params for 1,000 classes and large images."""
+    """Return a ResNet-50 v1.5.
+
+    It has 25,557,032 params for 1,000 classes and large images.
+    """
     return ResNet((3, 4, 6, 3), "bottleneck", classes, small_images=small_images)
 
 
 def _conv(channels: int, kernel: int, stride: int) -> nn.Conv:
-    # Padded alike on both sides, as the published weights expect, and not as "SAME" pads a strided convolution.
+    # The same padding on both sides, which published weights need. "SAME" pads strided convolutions asymmetrically.
     return nn.Conv(channels, (kernel, kernel), stride, padding=kernel // 2, use_bias=False, kernel_init=KERNEL_INIT)

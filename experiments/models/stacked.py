@@ -1,10 +1,8 @@
-"""Shard GPT-2 over many devices by hand.
+"""Shard GPT-2 over many devices by hand, on a mesh with axes of type Explicit.
 
-A scan over stacked blocks gathers the weights of each block in half.
-
-What FSDP2 does, in JAX's own words, on a mesh whose axes are of type Explicit: params and optimizer split, weights
-gathered in half one block at a time and once more for the backward pass, which computes all of a block again, gradients
-reduced in float32.
+The program does what FSDP2 does in torch. Params and optimizer state are split. A scan over stacked blocks gathers the
+weights of one block at a time in half precision. The backward pass gathers them again and recomputes the block.
+Gradients are reduced in float32.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from experiments.models.attention import attention
 from experiments.models.gpt2 import GPT2
 
 _CHUNK = 128
-"""The tokens of a sequence whose logits are there at once."""
+"""The tokens per sequence in a chunk of the loss, which limits the memory of the logits."""
 
 
 def stack(params: Any) -> Any:
-    """Return the params of :class:`GPT2` with those of its blocks as one, ``h``.
+    """Return the params of :class:`GPT2` with its blocks stacked under ``h``.
 
-    Axis 0 of its leaves counts the blocks.
+    The blocks are stacked along axis 0.
     """
     rest = {name: leaf for name, leaf in params.items() if not name.startswith("h_")}
     blocks = [params[f"h_{n}"] for n in range(len(params) - len(rest))]
@@ -37,20 +35,22 @@ def stack(params: Any) -> Any:
 
 
 def make_params(model: GPT2) -> Any:
-    """Fresh float32 params."""
+    """Return fresh float32 params, stacked by :func:`stack`."""
     return stack(model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"])
 
 
 def loss_fn_of(
     model: GPT2, specs: Any, axes: tuple[str, ...] = ("fsdp",), dtype: Any = "bfloat16"
 ) -> Callable[..., Any]:
-    """The loss function of a train step: the mean cross-entropy of ``labels``, float32.
+    """Return the loss function of a train step.
+
+    It is the mean cross-entropy of ``labels``, float32. A batch has ``inputs`` and ``labels``, both (batch, sequence).
 
     Args:
-      model: its sizes.
-      specs: those of the stacked params.
-      axes: of the mesh, over which the batch, ``inputs`` and ``labels`` (batch, sequence), is split.
-      dtype: of the products.
+      model: the model, which gives the sizes.
+      specs: the specs of the stacked params.
+      axes: the mesh axes over which the batch is split.
+      dtype: the dtype of the products.
     """
     gather = functools.partial(jaxmp.sharding.gather, dtype=dtype, axes=axes)
     of_block = jax.tree.map(lambda spec: P(*spec[1:]), specs["h"], is_leaf=lambda leaf: isinstance(leaf, P))
@@ -86,7 +86,7 @@ def loss_fn_of(
         )
         return summed.astype(table.dtype), None
 
-    rows = jax.custom_vjp(looked_up)  # a row that many tokens have gets the sum of their gradients in float32
+    rows = jax.custom_vjp(looked_up)  # sums the gradients of equal tokens in float32
     rows.defvjp(lambda *args: (looked_up(*args), args), backward)
 
     def losses(total: jax.Array, chunk: Any, table: jax.Array) -> jax.Array:

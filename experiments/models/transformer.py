@@ -1,4 +1,4 @@
-"""The common parts of GPT-2 and BERT: embeddings, and blocks that recompute."""
+"""The common parts of GPT-2 and BERT: embeddings, and blocks with recomputation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ NORMAL = nn.initializers.normal(0.02)
 
 
 class Embed(nn.Embed):
-    """Tokens to vectors, and back as the tied output layer (Press & Wolf 2016, arXiv 1608.05859).
+    """Embeddings that are also the output layer (Press & Wolf 2016, arXiv 1608.05859).
 
-    The rows are looked up before they are cast: the gradient of a token that a batch has a thousand times is then
-    summed in float32.
+    The rows are looked up before they are cast, so that the gradients of equal tokens are summed in float32.
     """
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -30,36 +29,44 @@ class Embed(nn.Embed):
         return rows
 
     def cross_entropy(self, x: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
-        """The mean loss of ``x`` (tokens, features), see :func:`jaxmp.losses.projected_cross_entropy`."""
-        (x,) = self.promote_dtype(x, dtype=self.dtype)  # as `attend` has it: half also after a norm in float32
+        """Return the mean loss of ``x`` (tokens, features).
+
+        See :func:`jaxmp.losses.projected_cross_entropy`.
+        """
+        (x,) = self.promote_dtype(x, dtype=self.dtype)  # as `attend` does, because a norm may return float32
         return projected_cross_entropy(x, self.embedding, labels, **options)
 
 
-# It keeps its input alone, in half. A loop over blocks stores all that its backward pass reads, which would be
-# three arrays in float32 of each norm; without a loop XLA computes it once.
+# With remat, the norm saves only its input, in half precision. Otherwise a loop over blocks would save three float32
+# arrays of each norm for the backward pass. Without a loop, XLA merges the recomputation with the forward pass.
 LayerNorm = nn.remat(nn.LayerNorm, prevent_cse=False)
 
 
 def embed(rows: int, width: int) -> Embed:
-    """Embeddings with the initialisation of both models."""
+    """Return embeddings with the initialisation of GPT-2 and BERT."""
     return Embed(rows, width, embedding_init=NORMAL)
 
 
 def aligned(vocabulary: int) -> int:
-    """Rows of the embeddings: what tensor cores want of a dimension."""
+    """Return the number of rows of the embeddings.
+
+    It is ``vocabulary`` padded to a multiple of 64 for tensor cores.
+    """
     return align_dim(vocabulary, 64)
 
 
 class Block(nn.Module):
-    """A repeated block: ``before`` attention and ``after`` it, over (tokens, width).
+    """A block of a transformer: ``before``, attention and ``after``.
 
-    Products over two dimensions leave XLA no layouts to change: only attention sees (batch, tokens, heads, width).
+    ``before`` and ``after`` work on (tokens, width), so that XLA need not change layouts. Only attention sees (batch,
+    tokens, heads, head width).
 
     Attributes:
-      heads: attention heads.
-      width: of the residual stream.
-      remat: what the backward pass computes again: nothing; all but attention; all but products; all but the
-        operands of float8 products; all.
+      heads: the number of attention heads.
+      width: the width of the residual stream.
+      remat: the part that the backward pass recomputes. ``"none"``: nothing. ``"attention"``: everything except
+        attention. ``"dots"``: everything except products. ``"float8"``: everything except the operands of float8
+        products. ``"full"``: everything.
     """
 
     heads: int
@@ -68,7 +75,7 @@ class Block(nn.Module):
     causal = False
 
     def before(self, x: jax.Array) -> jax.Array:
-        """Queries, keys and values side by side, (tokens, 3 × width)."""
+        """Return queries, keys and values side by side, (tokens, 3 × width)."""
         raise NotImplementedError
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -76,7 +83,10 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def __call__(self, x: jax.Array, batch: int, mask: jax.Array | None = None) -> jax.Array:
-        """``x`` is (batch · sequence, width), ``mask`` (batch, sequence)."""
+        """Return the output of the block.
+
+        ``x`` is (batch · sequence, width), ``mask`` is (batch, sequence).
+        """
         if self.remat not in get_args(Remat):
             raise ValueError(f"remat must be one of {', '.join(get_args(Remat))}, got {self.remat!r}")
 

@@ -1,11 +1,11 @@
-"""Convert published weights of GPT-2 and BERT to params and back.
+"""Convert published weights of GPT-2 and BERT to params, and back.
 
-The files are safetensors; the params are those of :mod:`experiments.models`.
-
-GPT-2's tensors are those of ``openai-community/gpt2``, with or without ``transformer.`` before their names; kernels are
-stored (in, out). BERT's are those of ``bert-base-uncased`` with its head for masked words, the norms' params called
-``weight`` and ``bias`` or, as they once were, ``gamma`` and ``beta``; kernels are stored (out, in), and queries, keys
-and values apart. The rows that the models add to the vocabulary are zeros here and not in the files.
+The files are safetensors. The params are those of :mod:`experiments.models`. GPT-2's tensors are those of
+``openai-community/gpt2``, with or without the prefix ``transformer.``. Its kernels are stored as (in, out). BERT's
+tensors are those of ``bert-base-uncased`` with its head for masked tokens. The params of its norms may have the names
+``weight`` and ``bias`` or the older names ``gamma`` and ``beta``. Its kernels are stored as (out, in), and queries,
+keys and values are separate tensors. The rows with which the models pad the vocabulary are zeros in the params and are
+not in the files.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ Source = str | Path | Mapping[str, Any]
 
 
 class _Leaf(NamedTuple):
-    """The tensors in which a param is published.
+    """The published tensors of a param.
 
-    Several side by side, transposed, or without the rows that fill up.
+    Attributes:
+      names: the names of the tensors. Several tensors are concatenated along the last axis.
+      transposed: whether the tensors are transposed.
+      padded: whether the param has rows of padding that are not in the tensor.
     """
 
     names: tuple[str, ...]
@@ -53,16 +56,16 @@ class _Leaf(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The published form of a model's weights: :data:`PUBLISHED_GPT2`, :data:`PUBLISHED_BERT`.
+    """The published form of a model's weights.
 
     Attributes:
-      model: the model whose params these are, from the shapes of the tensors and the number of layers.
-      leaf: from the path of a param to its tensors.
-      canonical: from a name in a file to the name in ``leaf``.
-      layer: what the name of a layer's tensor begins with, the number in a group.
-      tied: tensors that only repeat another one.
-      unused: names of tensors that the models have no use for, in full.
-      positions: the module whose rows are the positions.
+      model: makes the model from the shapes of the tensors and the number of layers.
+      leaf: returns the tensors of a param from its path.
+      canonical: returns the name that ``leaf`` uses from a name in a file.
+      layer: a pattern for the beginning of the names of a layer's tensors. Its group is the number of the layer.
+      tied: tensors that must be equal to another tensor, and the name of that tensor.
+      unused: a pattern for the full names of tensors that the models do not use.
+      positions: the module of the position embeddings.
 
     >>> model = GPT2(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
@@ -80,16 +83,16 @@ class Published(NamedTuple):
     positions: str
 
     def load(self, source: Source) -> dict[str, Any]:
-        """The params of the model from published weights, float32 NumPy arrays.
+        """Return the params of the model from published weights, as float32 NumPy arrays.
 
-        Tensors of BERT's pooler and of its head for the next sentence are left out.
+        Tensors of BERT's pooler and of its head for next sentence prediction are ignored.
 
         Args:
           source: a safetensors file, or its tensors by name.
 
         Raises:
-          ValueError: it is no such file; tensors are missing, unknown or of another shape; the output layer is not the
-            embeddings.
+          ValueError: the file is not a safetensors file, tensors are missing, unknown or of another shape, or the
+            output layer differs from the embeddings.
         """
         tensors_by_name = source if isinstance(source, Mapping) else _read(Path(source))
         tensors = {self.canonical(name): np.asarray(tensor) for name, tensor in tensors_by_name.items()}
@@ -99,7 +102,7 @@ class Published(NamedTuple):
                 and other in tensors
                 and not np.array_equal(tensors[name], tensors[other], equal_nan=True)
             ):
-                raise ValueError(f"{name} must be the same as {other}, for the model has one tensor for both")
+                raise ValueError(f"{name} must be the same as {other}, because the model has one tensor for both")
         tensors = {
             name: np.asarray(tensor, np.float32)
             for name, tensor in tensors.items()
@@ -117,7 +120,7 @@ class Published(NamedTuple):
             raise ValueError(f"embeddings have 2 axes, got {[s for s in shapes.items() if len(s[1]) < 2]}") from None
         zeros = jnp.zeros((1, 1), jnp.int32)
         expected = traverse_util.flatten_dict(jax.eval_shape(model.init, jax.random.key(0), zeros)["params"], sep="/")
-        wanted = {  # each tensor's name, with the shape it must have
+        wanted = {  # the expected shape of each tensor, by name
             name: tensor.shape
             for path, param in expected.items()
             for name, tensor in self.leaf(path)
@@ -139,14 +142,16 @@ class Published(NamedTuple):
         return traverse_util.unflatten_dict(params, sep="/")
 
     def load_for(self, params: Any, path: Path) -> dict[str, Any]:
-        """The params in a file for a model of a given size, whose context may be shorter than the file's.
+        """Return the params in a file for a model.
+
+        The context of the model may be shorter than that of the file.
 
         Args:
-          params: those of the model, or their shapes.
+          params: the params of the model, or their shapes.
           path: a safetensors file.
 
         Raises:
-          ValueError: as from :meth:`load`, or the model is of another size.
+          ValueError: for the reasons given in :meth:`load`, or because the model has another size.
         """
         loaded = self.load(path)
         wanted = traverse_util.flatten_dict(params, sep="/")
@@ -164,14 +169,17 @@ class Published(NamedTuple):
         return loaded
 
     def tensors(self, params: Any, *, vocabulary: int) -> Tensors:
-        """The published tensors by name, of params or of anything else with a leaf for each, gradients say.
+        """Return the published tensors by name.
+
+        ``params`` may also be a tree like the params, such as gradients.
 
         Args:
-          params: the model's.
-          vocabulary: the model's; further rows of the embeddings and of the output layer's bias are left out.
+          params: the params of the model.
+          vocabulary: the vocabulary of the model. The padding of the embeddings and of the output layer's bias is left
+            out.
 
         Raises:
-          ValueError: the embeddings have another number of rows than that vocabulary needs.
+          ValueError: the embeddings do not have the number of rows that ``vocabulary`` needs.
         """
         tensors: Tensors = {}
         for path, param in traverse_util.flatten_dict(params, sep="/").items():
@@ -185,11 +193,11 @@ class Published(NamedTuple):
         return tensors
 
     def save(self, params: Any, path: str | Path, *, vocabulary: int) -> None:
-        """Writes :meth:`tensors` in float32 to a safetensors file."""
+        """Write :meth:`tensors` in float32 to a safetensors file."""
         from safetensors.numpy import save_file
 
         whole = {name: array.astype(np.float32) for name, array in self.tensors(params, vocabulary=vocabulary).items()}
-        save_file(whole, path, metadata={"format": "pt"})  # the layout, without which transformers reads no file
+        save_file(whole, path, metadata={"format": "pt"})  # transformers does not read files without this entry
 
 
 def _read(path: Path) -> Tensors:
@@ -228,7 +236,7 @@ PUBLISHED_GPT2 = Published(
     canonical=lambda name: name.removeprefix("transformer."),
     layer=r"h\.(\d+)\.",
     tied={"lm_head.weight": "wte.weight"},
-    unused=r"h\.\d+\.attn\.(masked_)?bias",  # which tokens may be seen
+    unused=r"h\.\d+\.attn\.(masked_)?bias",  # causal masks
     positions="wpe",
 )
 _BERT_MODULES = {

@@ -1,9 +1,8 @@
-"""Define the models that mixed precision is measured with.
+"""The models for benchmarks: ResNet-50, BERT-Base and GPT-2.
 
-They are ResNet-50, BERT-Base and GPT-2, with their batches and losses.
-
-They are those of :mod:`experiments.models`, in float32 and without a dtype in their code; whoever measures brings the
-precision. Code that nobody prepared for it is in :mod:`experiments.models.by_hand`, in the same sizes.
+A workload also has the batches and the losses. They are the models of :mod:`experiments.models`, in float32 and without
+a dtype in their code. A benchmark sets the precision. :mod:`experiments.models.by_hand` has models of the same sizes
+without jaxmp.
 """
 
 from __future__ import annotations
@@ -32,11 +31,12 @@ class Sizes:
     """The sizes of a model and its batch.
 
     Attributes:
-      batch_size: examples a step.
-      length: tokens of a sequence, or height and width of an image.
-      layers: blocks of a transformer, or of each stage of a ResNet; 0 for the stages of ResNet-50.
-      width: of a transformer's residual stream, whose heads are 64 wide, or of a ResNet's first stage.
-      vocabulary: a transformer's tokens, or a ResNet's classes.
+      batch_size: the examples per step.
+      length: the tokens of a sequence, or the height and width of an image.
+      layers: the blocks of a transformer, or of each stage of a ResNet; 0 for the stages of ResNet-50.
+      width: the width of a transformer's residual stream, or of a ResNet's first stage. The heads of a transformer are
+        64 wide.
+      vocabulary: the tokens of a transformer, or the classes of a ResNet.
     """
 
     batch_size: int
@@ -47,7 +47,7 @@ class Sizes:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Blocks in each stage of a ResNet."""
+        """Return the number of blocks in each stage of a ResNet."""
         return (self.layers,) * 4 if self.layers else (3, 4, 6, 3)
 
 
@@ -56,21 +56,23 @@ FULL = {
     "bert": Sizes(64, 512, vocabulary=30522),
     "gpt2": Sizes(16, 1024, vocabulary=50257),
 }
-"""The usual sizes of benchmarks."""
+"""The full sizes, which are usual in benchmarks."""
 SMOKE = {
     "resnet50": Sizes(2, 32, layers=1, width=8, vocabulary=10),
     "bert": Sizes(2, 32, layers=2, width=64, vocabulary=96),
     "gpt2": Sizes(2, 32, layers=2, width=64, vocabulary=96),
 }
-"""Small sizes that a CPU runs in a moment, for the same code."""
+"""Small sizes for smoke tests on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A model to train: one of ``NAMES``, or ``"lstm"``, which is there by hand only.
+    """A model to train.
 
     Attributes:
-      remat: what each block of a transformer computes again in its backward pass.
+      name: a name in ``NAMES``, or ``"lstm"``, which exists only in :mod:`experiments.models.by_hand`.
+      sizes: the sizes of the model and its batch.
+      remat: the part of each transformer block that its backward pass recomputes.
     """
 
     name: str
@@ -84,17 +86,17 @@ class Workload:
 
     @property
     def unit(self) -> str:
-        """The name of a batch's elements."""
+        """Return the unit of :attr:`items`: "images" or "tokens"."""
         return "images" if self.images else "tokens"
 
     @property
     def items(self) -> int:
-        """Images or tokens a step."""
+        """Return the number of images or tokens per step."""
         return self.sizes.batch_size * (1 if self.images else self.sizes.length)
 
     @property
     def text(self) -> str:
-        """Model and sizes in words."""
+        """Return a description of the model and its sizes."""
         sizes = self.sizes
         shape = f"{sizes.batch_size}×{sizes.length}"
         if self.images:
@@ -105,12 +107,12 @@ class Workload:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The description in results."""
+        """Return the description of the workload for results."""
         return {"model": self.name, "text": self.text, "items": self.items, "unit": self.unit}
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """ShapeDtypeStructs of ``inputs`` and ``labels``."""
+        """Return the ShapeDtypeStructs of ``inputs`` and ``labels``."""
         batch, length = self.sizes.batch_size, self.sizes.length
         if self.images:
             inputs = jax.ShapeDtypeStruct((batch, length, length, 3), jnp.float32)
@@ -119,7 +121,7 @@ class Workload:
 
     @functools.cached_property
     def model(self) -> nn.Module:
-        """The model of the experiments, in float32, without a policy."""
+        """Return the model in float32, without a policy."""
         sizes = self.sizes
         if self.images:
             return ResNet(sizes.stages, "bottleneck", sizes.vocabulary, sizes.width)
@@ -127,17 +129,19 @@ class Workload:
         return kind(sizes.vocabulary, sizes.length, sizes.layers, sizes.width // 64, sizes.width, self.remat)
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
-        """Fresh float32 params, and the model's other variables (running statistics)."""
+        """Return fresh float32 params, and the model's other variables (running statistics)."""
         example = [jnp.zeros((1, *spec.shape[1:]), spec.dtype) for spec in self.batch.values()]
         init = self.model.init
         variables = dict(init(key, example[0]) if self.images else init(key, *example, method="loss"))
         return variables.pop("params"), variables
 
     def loss_fn(self, model: nn.Module | None = None) -> LossFn:
-        """The loss function of a train step: the float32 mean over examples or tokens, and the new state.
+        """Return the loss function of a train step.
+
+        It returns the float32 mean of the loss over examples or tokens, and the new model state.
 
         Args:
-          model: the model under a policy with a float32 output; None is the model as it is.
+          model: the model under a policy with float32 output; None for the model without a policy.
         """
         used = self.model if model is None else model
 
@@ -151,7 +155,7 @@ class Workload:
         return loss_fn
 
     def random_batch(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """Inputs and labels drawn at random, on the host."""
+        """Return random inputs and labels, on the host."""
         rng = np.random.default_rng(seed)
 
         def draw(spec: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -163,17 +167,17 @@ class Workload:
 
 
 def workload(name: str, sizes: Sizes | None = None, remat: Any = "none", **changes: int) -> Workload:
-    """A model in the sizes of the field, or in others.
+    """Return a workload in the full sizes, or in other sizes.
 
     Args:
-      name: one of ``NAMES``, or ``"lstm"``.
-      sizes: None for ``FULL``, which has no LSTM.
-      remat: what each block of a transformer computes again in its backward pass.
-      **changes: other sizes; those that are 0 change nothing.
+      name: a name in ``NAMES``, or ``"lstm"``.
+      sizes: the sizes; None for ``FULL``, which has no LSTM.
+      remat: the part of each transformer block that its backward pass recomputes.
+      **changes: changed fields of ``sizes``. A value of 0 does not change the field.
 
     Raises:
-      ValueError: an unknown name or ``remat``, or a ``remat`` of a model that is not a transformer; a width of tokens
-        that is not a multiple of 64, the width of a head.
+      ValueError: the name or ``remat`` is unknown, a model that is not a transformer has a ``remat``, or the width is
+        not a multiple of 64, the width of a head (not for ResNets).
     """
     if name not in (*NAMES, "lstm"):
         raise ValueError(f"a workload is one of {', '.join(NAMES)}, lstm, got {name!r}")

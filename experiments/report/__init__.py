@@ -1,1 +1,1 @@
-"""Tables, pictures, progress, and the figures of the README."""
+"""Tables, plots, progress bars, and the measured figures in the README."""

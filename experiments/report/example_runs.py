@@ -1,9 +1,11 @@
-"""Trains the runs whose page the site shows: a small GPT-2 in float16, bfloat16 and float32.
+"""Trains the runs whose page the site shows.
+
+They train a small GPT-2 in float16, bfloat16 and float32.
 
 python -m experiments.report.example_runs
 
-It learns the standard library's own sources, in about four minutes on two free cores. What the page reads is kept in
-experiments/results/report, and make docs makes the page of it.
+The model learns the source text of Python's standard library. The three runs take about four minutes on two free cores.
+The files that the page needs are copied to experiments/results/report. `make docs` builds the page from them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-if __name__ == "__main__":  # before JAX is imported: its CUDA plugin would look for a GPU
+if __name__ == "__main__":  # must come before JAX is imported, because its CUDA plugin would look for a GPU
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 from experiments import language_modeling
@@ -66,7 +68,11 @@ def main(config: Config) -> None:
 
 
 def keep(run: Path, kept: Path) -> None:
-    """Copy what the page reads of a run, without the arrays in memory and the values that the heat map leaves out."""
+    """Copy the files that the page reads, without data that it does not show.
+
+    Left out are the list of arrays in the memory plan and the shares of all kinds of tensors but the one in the heat
+    map.
+    """
     kept.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.csv", "summary.json", "plan.json"):
         shutil.copy(run / name, kept / name)

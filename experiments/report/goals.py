@@ -1,4 +1,4 @@
-"""A figure held against what it is to reach, as a sentence and as a cell of a table."""
+"""Compare a figure with its goal, as a sentence or as a table cell."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class Goal(NamedTuple):
-    """A figure and what it is to reach.
+    """A figure and the limit that it should reach.
 
     Attributes:
-      key: what is judged, whether it was run or only compiled.
-      name: the same in words.
+      key: the name of the figure in code. A measured figure and a compiled one have the same key.
+      name: the name of the figure in words.
       value: the figure; None if it was not measured.
-      limit: None for a figure that only belongs to a goal.
-      least: whether it is to be at least the limit; otherwise at most.
-      form: the figure's format.
+      limit: the limit; None if the figure is only shown and has no goal.
+      least: whether the figure must be at least the limit. If False, it must be at most the limit.
+      form: the format specification of the figure.
     """
 
     key: str
@@ -26,11 +26,14 @@ class Goal(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Return whether the figure reaches the limit; both must be there."""
+        """Return whether the figure reaches the limit. Neither may be None."""
         return self.value >= self.limit if self.least else self.value <= self.limit
 
     def sentence(self) -> str:
-        """Met, NOT MET or not measured, with the figure and the limit."""
+        """Return a sentence with the figure, the limit and the verdict.
+
+        The verdict is "met", "NOT MET" or "not measured".
+        """
         figure = self.name if self.value is None else f"{self.name} is {self.value:{self.form}}"
         if self.limit is None:
             return figure
@@ -38,7 +41,10 @@ class Goal(NamedTuple):
         return f"{verdict}: {figure}, the goal at {'least' if self.least else 'most'} {self._limit(self.form)}"
 
     def cell(self, form: str = "", mark: str = "") -> str:
-        """Return the cell of a table; empty if it was not measured."""
+        """Return the table cell of the figure.
+
+        It is empty if the figure was not measured.
+        """
         if self.value is None:
             return ""
         form = form or self.form
@@ -50,10 +56,10 @@ class Goal(NamedTuple):
 
 
 def share(part: float | None, whole: float | None) -> float | None:
-    """The one over the other, if both are known."""
+    """Return ``part / whole``, or None if either is unknown."""
     return None if part is None or not whole else part / whole
 
 
 def saved(needed: float | None) -> float | None:
-    """Return the share that is saved."""
+    """Return the share that is saved if the share ``needed`` is still needed."""
     return None if needed is None else 1 - needed

@@ -1,10 +1,14 @@
-"""Write the main table of the README.
+"""Write the main table of the README, on mixed precision on a GPU.
 
-It shows what mixed precision brings to ResNet-50, BERT-Base and GPT-2 on a GPU.
+It compares mixed precision for ResNet-50, BERT-Base and GPT-2 on a GPU. The figures come from the newest result of each
+kind in experiments/results:
 
-Its figures come from experiments/results: measured train steps (train_step*), steps compiled for a GPU that was not
-there (compile_only*), what rematerialisation buys (remat*) and accuracies (accuracy*), the newest of each. What nobody
-has measured stays empty, and a line says which command fills it.
+- train_step*: measured train steps
+- compile_only*: train steps compiled for a GPU that was not attached
+- remat*: the largest batch with and without rematerialisation
+- accuracy*: accuracies
+
+Figures that nobody has measured are left out, and a line says which command measures them.
 """
 
 from __future__ import annotations
@@ -31,14 +35,14 @@ COMPILED, TYPED = "ᶜ", "ʳ"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A file of results: its path, what it holds, and the device, versions, date and command behind it."""
+    """A file of results, with the device, versions, date and command behind it."""
 
     path: Path
     data: dict[str, Any]
     where: dict[str, str]
 
     def line(self, root: Path) -> str:
-        """Device, versions, date and command, with a link."""
+        """Return the device, versions, date and command, after a link to the result."""
         link = f"[{self.path.parent.name}]({self.path.with_suffix('.md').relative_to(root)})"
         device = self.where["device"]
         if "target" in self.where:
@@ -48,24 +52,26 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row: its name, and each model's figure as text."""
+    """A table row: its name, and a function that returns the text of a model's cell."""
 
     name: str
     cell: Callable[[Sources, str], str]
 
 
 def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) -> Source | None:
-    """The newest ``results/NAME*/NAME.json`` that is a result: no smoke test, nothing small.
+    """Return the newest ``results/NAME*/NAME.json`` that fits, or None.
+
+    It fits if ``holds`` is true for it. ``holds`` leaves out smoke tests and runs of small models.
 
     Raises:
-      ValueError: one of them is damaged.
+      ValueError: one of the files is not JSON.
     """
     candidates = []
     for path in results.glob(f"{name}*/{name}.json"):
         try:
             data = json.loads(path.read_text())
         except ValueError as error:
-            raise ValueError(f"{path} is no result of a run ({error}); write it again, or remove it") from error
+            raise ValueError(f"{path} is not a result of a run ({error}); write it again, or remove it") from error
         where = data.get("environment") or next((m["environment"] for m in data.get("models", {}).values()), None)
         if where and holds(data):
             candidates.append(Source(path, data, where))
@@ -73,7 +79,7 @@ def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) ->
 
 
 def gradient_sums(results: Path) -> Source | None:
-    """The newest result on the sums of gradients."""
+    """Return the newest result of the benchmark gradient_sums."""
     return newest(results, "gradient_sums", lambda run: not run["smoke"])
 
 
@@ -101,7 +107,7 @@ class Sources:
         )
 
     def all(self) -> list[Source]:
-        """Those there are."""
+        """Return the results that exist."""
         return [source for source in (self.train_step, self.compiled, self.remat, self.accuracy) if source]
 
     def steps(self, model: str) -> Results:
@@ -112,7 +118,10 @@ class Sources:
         return Results({"model": model}, alone, rows.get("turns", {}), {})
 
     def goals(self, model: str) -> dict[str, tuple[Goal, str]]:
-        """By key, a model's goals and their marks: as measured, or else as compiled."""
+        """Return a model's goals by key, each with the mark for its table cell.
+
+        A measured figure has no mark. Where none was measured, the figure of the compiled step is used.
+        """
         steps = self.steps(model)
         goals = {goal.key: (goal, "") for goal in train_step_goals.goals(steps)}
         torch, float32 = (steps.memory("train", key) for key in (steps.reference("train") or "", "hand-fp32"))
@@ -126,7 +135,10 @@ class Sources:
 
 
 def goal(key: str, form: str = "") -> Callable[[Sources, str], str]:
-    """The figure of a goal; a dash for a model that has no such goal."""
+    """Return a function that writes the cell of a goal.
+
+    The cell is a dash for a model that has no such goal.
+    """
 
     def cell(sources: Sources, model: str) -> str:
         judged, mark = sources.goals(model).get(key, (None, ""))
@@ -136,7 +148,10 @@ def goal(key: str, form: str = "") -> Callable[[Sources, str], str]:
 
 
 def largest(sources: Sources, model: str) -> str:
-    """The largest batch without remat, and with that of all but attention."""
+    """Return the largest batch without remat and with it.
+
+    With remat, everything except attention is recomputed.
+    """
     if model == "resnet50":
         return "–"
     for group in sources.remat.data["groups"] if sources.remat else []:
@@ -148,7 +163,10 @@ def largest(sources: Sources, model: str) -> str:
 
 
 def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
-    """The difference to float32, by seed."""
+    """Return a function that writes the difference to float32.
+
+    The difference is averaged over the seeds.
+    """
 
     def cell(sources: Sources, model: str) -> str:
         runs = sources.accuracy.data["runs"] if sources.accuracy else []
@@ -199,7 +217,7 @@ def _filled_table(sources: Sources) -> list[str]:
 
 
 def filled(results: Path) -> list[str]:
-    """Return the rows that have a figure, in Markdown, and the meaning of their marks."""
+    """Return the filled rows in Markdown, and the meaning of their marks."""
     table = _filled_table(Sources(results))
     text = "".join(table)
     notes = {
@@ -211,11 +229,11 @@ def filled(results: Path) -> list[str]:
 
 
 def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
-    """Return the filled rows in Markdown, and the lines on the origin of their figures.
+    """Return the filled rows in Markdown, and lines on the figures' origin.
 
     Args:
       results: the folder of results.
-      root: what links are relative to.
+      root: the folder that links are relative to.
     """
     sources = Sources(results)
     table = _filled_table(sources)

@@ -1,11 +1,19 @@
-"""Draws the pictures of docs/inspect.md from real runs, and writes them there between their markers.
+"""Draws the pictures of docs/inspect.md from real runs.
+
+They are written between their markers in the page.
 
 python -m experiments.report.inspect_pictures
 
-training: GPT-2 in small learns the standard library's own sources in float32 and is watched. compare: what bfloat16
-changes in it then. scale: the same in float16 under a dynamic loss scale. plan: what autocast decides for a block of
-it. memory: a train step of BERT-Large compiled for an H200, which needs the packages of the extra
-compile-only and takes minutes a row; the rows stay in the run folder, and the same command goes on from there.
+The names of the pictures:
+
+- training: a small GPT-2 learns the source text of Python's standard library in float32, and its steps are watched.
+- compare: the errors of bfloat16 in that model after training.
+- scale: the dynamic loss scale while a model of the same size trains in float16.
+- plan: the decisions of autocast for a GPT-2 with one layer.
+- memory: a train step of BERT-Large compiled for an H200.
+
+The memory picture needs the packages of the extra compile-only, and each of its rows takes minutes. The rows are saved
+in the run folder, and the same command with that folder continues after the last saved row.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-if __name__ == "__main__":  # before JAX is imported: with its CUDA plugin it would look for a GPU
+if __name__ == "__main__":  # must come before JAX is imported, because its CUDA plugin would look for a GPU
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -51,11 +59,11 @@ class Config(records.Small):
     """Flags of the pictures."""
 
     pictures: tuple[Name, ...] = get_args(Name)
-    """Those to draw."""
+    """The pictures to draw."""
 
 
 class Picture(NamedTuple):
-    """A picture, and what stands below it."""
+    """A picture and the text below it."""
 
     name: str
     figure: Any
@@ -63,7 +71,7 @@ class Picture(NamedTuple):
 
 
 def language_model(smoke: bool, **flags: Any) -> language_modeling.Config:
-    """The flags of a little GPT-2."""
+    """Return the flags of a small GPT-2."""
     sizes = {"layers": 2, "heads": 4, "width": 128, "context": 64, "batch_size": 16, "steps": 60}
     sizes |= {"layers": 1, "heads": 1, "width": 8, "context": 8, "batch_size": 2, "steps": 4} if smoke else {}
     flags = {"sample_tokens": 0, "checkpoint_every": 0, "test_batches": 1, "tokens": "bytes", **sizes, **flags}
@@ -71,13 +79,16 @@ def language_model(smoke: bool, **flags: Any) -> language_modeling.Config:
 
 
 def words(config: language_modeling.Config) -> str:
-    """Its model and its batch."""
+    """Describe the model and the batch of ``config``."""
     layers = f"{config.layers} layers of {config.width}"
     return f"GPT-2 with {layers}, {config.batch_size}×{config.context} bytes of the standard library's sources"
 
 
 def of_training(folder: Path, smoke: bool) -> Iterator[Picture]:
-    """A run in float32: what would vanish in float16, and what the last step's values are."""
+    """Draw two pictures of a run in float32.
+
+    The first shows what would underflow in float16, the second the exponents of the last step's values.
+    """
     config = language_model(smoke, policy="float32", loss_scale="none", run_dir=folder)
     experiment, every = language_modeling.prepare(config), 1 if smoke else 5
     state, batches = experiment.init(0), experiment.train_batches(0)
@@ -134,7 +145,7 @@ def of_plan(folder: Path, smoke: bool) -> Iterator[Picture]:
 
 
 def of_memory(folder: Path, smoke: bool) -> Iterator[Picture]:
-    """The memory of BERT-Large's train step by policy and remat."""
+    """Draw the memory of BERT-Large's train step by policy and remat."""
     sizes = {"layers": 1, "width": 64, "vocabulary": 96} if smoke else {"layers": 24, "width": 1024}
     case = workload("bert", length=128, batch_size=16, **sizes)
     has = kept.Kept(folder, 0, environment(target=None if smoke else "h200"), smoke=smoke)
@@ -148,7 +159,10 @@ def of_memory(folder: Path, smoke: bool) -> Iterator[Picture]:
 
 
 def measure(case: Workload, row: Row, smoke: bool) -> dict[str, Any]:
-    """The memory plan of a row, without its arrays; for the device that is there if it has only to run."""
+    """Return the memory plan of a row, without its list of arrays.
+
+    The plan is for an H200. In a smoke test it is for the device that is present.
+    """
     start, step = jax_steps.train_step(case, row)
     with attention.implementation("portable" if smoke else "cudnn"):
         plan = memory(step.train, device=None if smoke else "h200")(jax.eval_shape(start), case.batch)
@@ -156,7 +170,10 @@ def measure(case: Workload, row: Row, smoke: bool) -> dict[str, Any]:
 
 
 def memory_text(case: Workload, plans: dict[str, Memory]) -> Iterator[str]:
-    """The plans as a table, in GB, beside the breakdown that is passed around."""
+    """Yield the lines of a table of the plans in GB.
+
+    Below is a comparison with a widely quoted breakdown.
+    """
     yield f"{case.text.replace('BERT', 'BERT-Large')}: the whole train step (forward, backward, clipping, AdamW),"
     yield f"compiled for {plans['float32'].device}, not run. GB (10⁹ bytes) at the peak:"
     yield ""
@@ -186,7 +203,7 @@ def memory_text(case: Workload, plans: dict[str, Memory]) -> Iterator[str]:
 
 
 def write(file: Path, name: str, text: str) -> None:
-    """Replaces what is between the markers of a picture."""
+    """Replaces the text between the markers of a picture."""
     begin, end = f"<!-- {name}: written by `python -m experiments.report.inspect_pictures` -->\n", f"<!-- /{name} -->"
     page = file.read_text()
     match = re.search(f"(?s){re.escape(begin)}.*?{re.escape(end)}", page)

@@ -1,4 +1,7 @@
-"""JSON files that any reader takes, whatever the numbers in them."""
+"""Strict JSON files, which every JSON parser reads.
+
+nan and infinities are written as strings.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,17 @@ from typing import Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes strict JSON, whole or not at all: numbers that are not finite become their names."""
+    """Writes strict JSON atomically.
+
+    Non-finite numbers become strings ("nan", "inf", "-inf").
+    """
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(_strict(value), indent=2, default=str) + "\n")
     new.replace(path)
 
 
 def strict_json(value: Any) -> Any:
-    """``value`` as it would be read back after :func:`write_json`."""
+    """Return ``value`` as a JSON parser would read it after :func:`write_json`."""
     return json.loads(json.dumps(_strict(value), default=str))
 
 
@@ -29,7 +35,7 @@ def _strict(value: Any) -> Any:
 
 
 def numbers(value: Any) -> Any:
-    """Strict JSON with the numbers that are not finite, which it has as their names, numbers again."""
+    """Return ``value`` with "nan", "inf" and "-inf" turned back into numbers."""
     if isinstance(value, dict):
         return {key: numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,7 @@
-"""The style of pictures, drawn without a display, and the curves of a run."""
+"""The style of plots, plots of benchmark results, and the curves of a run.
+
+No display is needed.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from jaxmp.inspect.plots.drawing import style as style
 
 
 def drawn(draw: Callable[..., None]) -> Callable[..., None]:
-    """Run ``draw``; without matplotlib, say so and leave the picture out.
+    """Make ``draw`` print a warning and do nothing if matplotlib is not installed.
 
-    The figures are written all the same.
+    The report is then written without the picture.
     """
 
     @functools.wraps(draw)
@@ -34,25 +37,30 @@ def drawn(draw: Callable[..., None]) -> Callable[..., None]:
 
 
 def save(figure: Any, path: Path, caption: str = "", dpi: int = 110) -> None:
-    """Writes a picture, with a small caption below it to the right."""
+    """Writes a picture, with a small caption at the bottom right."""
     figure.supxlabel(caption, fontsize=7.5, color=GREY, x=0.995, ha="right")
     figure.savefig(path, dpi=dpi)
 
 
 def color(i: int) -> str:
-    """The colour of line ``i``, whatever their number."""
+    """Return the colour of line ``i``.
+
+    The colours repeat if there are more lines than colours.
+    """
     return COLORS[i % len(COLORS)]
 
 
 def row_axis(axes: Any, labels: list[str], named: bool = True, above: float = 0.6, below: float = 0.6) -> None:
-    """A row a label, from the top down, with a light line for each mark of the x axis.
+    """Make one row for each label, from the top down.
+
+    There is a light grid line at each tick of the x axis.
 
     Args:
-      axes: styled, see :func:`style`.
-      labels: of the rows.
-      named: whether they are shown; a picture beside this one may have them.
-      above: room above the first row.
-      below: room below the last one.
+      axes: matplotlib axes, styled by :func:`style`.
+      labels: the labels of the rows.
+      named: whether the labels are shown. The panel to the left may already show them.
+      above: the space above the first row.
+      below: the space below the last row.
     """
     axes.set_yticks(range(len(labels)), labels if named else [""] * len(labels))
     axes.set_ylim(len(labels) - 1 + below, -above)
@@ -64,17 +72,19 @@ def row_axis(axes: Any, labels: list[str], named: bool = True, above: float = 0.
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Rows of figures.
+    """A plot with one row for each name: bars, dots or both.
 
     Attributes:
-      title: above it.
-      x: what the figures are.
-      bars: row to a figure; one that is None leaves its row empty.
-      dots: name of a kind of dots to row to a figure, or to its quartiles, which are drawn as a line.
-      colors: of the bars; None is blue for all.
-      line: a figure that all are held against, and its name.
-      form: how figures are written beside their bars, and beside the dots of a single kind; empty leaves them out.
-      log: whether the axis is logarithmic.
+      title: the title above the panel.
+      x: the label of the x axis.
+      bars: the figure of each row, by the row's name. A row whose figure is None has no bar.
+      dots: by the name of a kind of dots, the figure of each row. Three quartiles in place of a figure are drawn as a
+        dot at the median, on a line from the first to the last.
+      colors: the colours of the bars; None makes all of them blue.
+      line: a figure to compare the others with, drawn as a vertical line, and its name.
+      form: the format specification of the figures beside the bars, and beside the dots if there is only one kind of
+        dots. An empty string leaves the figures out.
+      log: whether the x axis is logarithmic.
     """
 
     title: str
@@ -89,9 +99,10 @@ class Panel:
 
 @drawn
 def panels(grid: Sequence[Sequence[Panel]], path: Path, caption: str = "") -> None:
-    """Writes a picture of panels; beside one another they share their rows' names if these are the same.
+    """Writes a picture of a grid of panels.
 
-    Rows may differ in length: right of a shorter one nothing is drawn.
+    Panels beside one another share the names of their rows if the names are equal. Each row of the grid may have a
+    different number of panels.
     """
     names = [
         [list(dict.fromkeys([*p.bars, *(row for dots in p.dots.values() for row in dots)])) for p in r] for r in grid
@@ -108,7 +119,8 @@ def panels(grid: Sequence[Sequence[Panel]], path: Path, caption: str = "") -> No
     ):
         for axes in places[len(row) :]:
             axes.set_axis_off()
-        above = 1.2 if any(panel.line for panel in row) else 0.6  # of all alike: rows of the same name stand level
+        # the same space above all panels of a row, so that rows with the same name are at the same height
+        above = 1.2 if any(panel.line for panel in row) else 0.6
         for j, (panel, axes) in enumerate(zip(row, places, strict=False)):
             _panel(axes, panel, names[i][j], named=not (shared[i] and j), above=above)
     handles = dict(zip(*reversed(places[len(row) - 1].get_legend_handles_labels()), strict=True))
@@ -156,13 +168,13 @@ def _panel(axes: Any, panel: Panel, names: list[str], named: bool, above: float)
 def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw loss, accuracy and loss scale of one run against its steps.
 
-    Held-out values are dots, skipped steps ticks.
+    Dots are held-out values. Vertical lines in the plot of the loss scale are skipped steps.
     """
     train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
     page = figure(10.5, 3.2)
     for axes, name in zip(page.subplots(1, 3), ("loss", "accuracy", "loss_scale"), strict=True):
-        style(axes, name if name != "loss_scale" else "loss scale; upright lines: skipped steps", "step")
-        points = [(row["step"], row[name]) for row in train if name in row]  # a fused loss never has the logits
+        style(axes, name if name != "loss_scale" else "loss scale; vertical lines: skipped steps", "step")
+        points = [(row["step"], row[name]) for row in train if name in row]  # without accuracy if the loss is fused
         if points:
             axes.plot(*zip(*points, strict=True), color=COLORS[2], linewidth=1.2, label="training")
         if name == "loss_scale":

@@ -17,11 +17,14 @@ TIMES = {
     "bert-hand-tf32": 145.9, "bert-hand-fp16": 58.2, "bert-hand-bf16": 60.7,
     "resnet50-jmp-fp16": 36.18, "resnet50-flax-fp16": 36.31, "gpt2-jmp-fp16": 35.77, "gpt2-flax-fp16": 35.42,
 }  # fmt: skip
-"""Milliseconds a step, measured on one NVIDIA H200 with JAX 0.11.2, 2026-11-20, one run each."""
+"""Milliseconds per step, measured on one NVIDIA H200 with JAX 0.11.2 on 2026-11-20.
+
+Each step was measured in one run.
+"""
 
 
 class Timed(NamedTuple):
-    """A step whose time is on record: milliseconds measured and predicted, and which it is."""
+    """A train step with its measured and its predicted milliseconds."""
 
     measured: float
     predicted: float
@@ -34,7 +37,7 @@ class Timed(NamedTuple):
 
 
 def on_record(results: Sequence[dict[str, Any]]) -> list[Timed]:
-    """The steps whose times are on record, the fastest first."""
+    """Return the steps with a recorded time, the fastest first."""
     return sorted(
         Timed(TIMES[f"{result['name']}-{key}"], row["predicted"], f"{result['name']}, {row['label']}")
         for result in results
@@ -44,21 +47,25 @@ def on_record(results: Sequence[dict[str, Any]]) -> list[Timed]:
 
 
 def apart(first: Timed, other: Timed) -> float:
-    """By what share two predictions differ, of the smaller."""
+    """Return the difference of two predictions, as a share of the smaller one."""
     return max(first.predicted, other.predicted) / min(first.predicted, other.predicted) - 1
 
 
 def reversed_pairs(timed: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
-    """Return the pairs whose first step was measured faster but is not predicted so.
+    """Return the pairs of steps whose predicted order is not the measured one.
 
-    Those whose predictions are most apart come first.
+    ``timed`` must be sorted by measured time. Pairs with equal predictions are returned too. The pairs with the largest
+    difference in predictions come first.
     """
     pairs = [pair for pair in itertools.combinations(timed, 2) if pair[0].predicted >= pair[1].predicted]
     return sorted(pairs, key=lambda pair: -apart(*pair))
 
 
 def predictions(results: Sequence[dict[str, Any]]) -> list[Table]:
-    """The times on record beside those predicted, and how many pairs of them are in order."""
+    """Return a table of recorded and predicted times.
+
+    Its note counts the pairs that are predicted in the measured order.
+    """
     timed = on_record(results)
     if len(timed) < 2:
         return []

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal; a line every now and then where there is none."""
+"""A progress bar on a terminal. Without a terminal, a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class _Bar(rich.progress.Progress):
-    """A bar with its text on a line of its own, cut to whole fields on narrow terminals."""
+    """A progress bar with its text on a separate line.
+
+    On a narrow terminal the last fields of the text are dropped.
+    """
 
     def get_renderables(self) -> Iterable[rich.console.RenderableType]:
         yield self.make_tasks_table(self.tasks)
@@ -25,7 +28,10 @@ class _Bar(rich.progress.Progress):
 
 
 def _fitting(text: str, width: int) -> str:
-    """The first of the fields of ``text``, between which are two blanks, that fit into a line."""
+    """Drop the last fields of ``text`` that do not fit into ``width``.
+
+    Two spaces separate the fields.
+    """
     fields = text.split("  ")
     while len(fields) > 1 and len("  ".join(fields)) > width:
         fields.pop()
@@ -33,12 +39,12 @@ def _fitting(text: str, width: int) -> str:
 
 
 class Progress:
-    """Shows how far a run is, and how it does, on stderr. A context manager.
+    """A context manager that shows the progress of a run on stderr.
 
     Args:
-      title: what is running.
-      total: how many steps there are.
-      done: how many of them an earlier process has done.
+      title: the name of the run.
+      total: the number of steps.
+      done: the number of steps that an earlier process has done.
     """
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
@@ -66,9 +72,12 @@ class Progress:
             self._bar.stop()
 
     def advance(self, steps: int, text: str, title: str | None = None) -> None:
-        """Shows that so many more steps are done, ``text`` with the bar, and from now on ``title`` before it.
+        """Adds ``steps`` to the steps done, and shows the bar with ``text``.
 
-        The fields of ``text`` have two blanks between them; a terminal shows as many as it has room for.
+        Args:
+          steps: the number of steps done since the last call.
+          text: fields with two spaces between them. A narrow terminal shows only those that fit.
+          title: the title from now on; None keeps the last one.
         """
         self._done += steps
         self._title = title or self._title

@@ -1,12 +1,17 @@
-"""Copies what was measured from experiments/results into the README and six pages of docs, between two markers.
+"""Copies measured figures into the README and six pages of docs.
+
+They come from experiments/results, and are written between two markers.
 
 python -m experiments.report.readme
 
-The README has a few of them: the sums of gradients, the filled rows of :mod:`experiments.report.headline`, and a
-sentence on the cost of loss scaling. docs/measured.md has all, with the facts of each run, results/demo/compare.md and
-every results/loss_scaling*/loss_scaling.md among them; docs/gradient_sums.md those on the sums; docs/sharding.md what
-was compiled for many GPUs; docs/inspect.md the times that the roofline predicts beside those on record;
-docs/real_libraries.md the errors of autocast in programs of real libraries; docs/tools/tune.md what tune finds.
+- README.md: the errors of summed gradients, the filled rows of :mod:`experiments.report.headline`, and a sentence on
+  the cost of loss scaling
+- docs/measured.md: all results, with the device, versions, date and command of each
+- docs/gradient_sums.md: the errors of summed gradients
+- docs/sharding.md: models compiled for many GPUs
+- docs/inspect.md: step times predicted by the roofline model, beside measured times
+- docs/real_libraries.md: the errors of autocast in programs of real libraries
+- docs/tools/tune.md: the policies that tune finds
 """
 
 from __future__ import annotations
@@ -28,24 +33,27 @@ BEGIN, END = "<!-- results: written by `python -m experiments.report.readme` -->
 
 
 def sections(file: Path) -> dict[str, str]:
-    """The parts of a Markdown file by heading, the table of each without the notes below it."""
+    """Return the text below each heading of a Markdown file, by heading."""
     parts = re.split(r"^#+ (.+)$", file.read_text(), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def table(text: str) -> str:
-    """The first table in ``text``."""
+    """Return the table in ``text``, without the lines around it."""
     return "\n".join(line for line in text.splitlines() if line.startswith("|"))
 
 
 def facts(text: str) -> str:
-    """Device, versions, date and command in one line."""
+    """Return the device, versions, date and command in one line."""
     fields = dict(re.findall(r"^- (\w+): (.+)$", text, flags=re.MULTILINE))
     return f"{fields['device']}; {fields['versions']}; {fields['date'][:10]}; `{fields['command']}`"
 
 
 def block(root: Path = ROOT) -> str:
-    """The README's part with measured figures, of the results below ``root``."""
+    """Return the README's section of measured figures.
+
+    They come from the results below ``root``.
+    """
     results = root / "experiments" / "results"
     lines = ["## Measured", ""]
     if sums := headline.gradient_sums(results):
@@ -57,7 +65,7 @@ def block(root: Path = ROOT) -> str:
 
 
 def cost_of_scaling(results: Path) -> str:
-    """Return a sentence on the cost of loss scaling: the least and the largest of all results."""
+    """Return a sentence with the smallest and the largest cost of loss scaling."""
     costs = []
     device = ""
     for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
@@ -85,7 +93,10 @@ def folded(title: str, lines: list[str]) -> list[str]:
 
 
 def measured_block(root: Path = ROOT) -> str:
-    """The part with measured figures of docs/measured.md, of the results below ``root``."""
+    """Return the measured figures for docs/measured.md.
+
+    They come from the results below ``root``.
+    """
     results = root / "experiments" / "results"
     demo = sections(results / "demo" / "compare.md")
     conclusion = demo["Comparison"].strip().splitlines()[0]
@@ -125,7 +136,10 @@ def measured_block(root: Path = ROOT) -> str:
 
 
 def gradient_sums_block(root: Path = ROOT) -> str:
-    """The part with measured figures of docs/gradient_sums.md, of the newest result below ``root``."""
+    """Return the measured figures for docs/gradient_sums.md.
+
+    They come from the newest result below ``root``.
+    """
     source = headline.gradient_sums(root / "experiments" / "results")
     if source is None:
         name = "gradient_sums"
@@ -141,7 +155,10 @@ def gradient_sums_block(root: Path = ROOT) -> str:
 
 
 def sharding_block(root: Path = ROOT) -> str:
-    """The part of docs/sharding.md on the GPUs that a model needs, of the newest result below ``root``."""
+    """Return the table for docs/sharding.md of the GPUs that a model needs.
+
+    It comes from the newest result below ``root``.
+    """
     source = headline.newest(root / "experiments" / "results", "sharded", lambda run: not run["smoke"])
     if source is None:
         return "Not compiled yet: `python -m experiments.benchmarks.compile_only --topology 1x1x8`.\n"
@@ -152,7 +169,9 @@ def sharding_block(root: Path = ROOT) -> str:
     for row in source.data["rows"]:
         if (row["setting"]["size"], row["way"]) != ("7B", "linen"):
             continue
-        able = {name.upper(): target for name, target in TARGETS.items() if target.capability >= (8, 0)}  # of bfloat16
+        able = {
+            name.upper(): target for name, target in TARGETS.items() if target.capability >= (8, 0)
+        }  # able to compute in bfloat16
         cards = [name for name, target in able.items() if row["peak"] <= 0.9 * target.memory_bytes]
         how = f"{row['gpus']} ({row['topology']})"
         lines.append(f"| {how} | {row['peak'] / 2**30:.1f} | {row['wire'] / 1e9:.1f} | {', '.join(cards) or 'none'} |")
@@ -164,7 +183,10 @@ def sharding_block(root: Path = ROOT) -> str:
 
 
 def real_libraries_block(root: Path = ROOT) -> str:
-    """The table of docs/real_libraries.md: the errors of gradients under autocast, by program."""
+    """Return the table for docs/real_libraries.md.
+
+    It has the errors of gradients under autocast, by program.
+    """
     file = root / "experiments" / "results" / "real_libraries" / "real_libraries.json"
     programs: dict[str, dict[str, dict]] = {}
     for row in json.loads(file.read_text())["programs"]:
@@ -184,7 +206,7 @@ def real_libraries_block(root: Path = ROOT) -> str:
 
 
 def tune_block(root: Path = ROOT) -> str:
-    """The table of docs/tools/tune.md, of the newest result below ``root``."""
+    """Return the table for docs/tools/tune.md, from the newest result below ``root``."""
     source = headline.newest(root / "experiments" / "results", "tune", lambda run: not run["smoke"])
     if source is None:
         return "Not measured yet: `python -m experiments.benchmarks.tune --run-dir experiments/results/tune`.\n"
@@ -200,9 +222,9 @@ def _percent(error: float | str) -> str:
 
 
 def roofline_block(root: Path = ROOT) -> str:
-    """Return the part of docs/inspect.md on predicted times.
+    """Return the table for docs/inspect.md of predicted and measured times.
 
-    It is of the newest steps compiled for an H200 below ``root``.
+    The predictions come from the newest steps compiled for an H200 below ``root``.
     """
     source = headline.newest(
         root / "experiments" / "results", "compile_only", lambda run: bool(predictions.predictions(run["results"]))
@@ -215,7 +237,7 @@ def roofline_block(root: Path = ROOT) -> str:
 
 
 def write(file: Path, text: str) -> None:
-    """Replaces what is between the markers of ``file``."""
+    """Replaces the text between the markers of ``file``."""
     before, begin, rest = file.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

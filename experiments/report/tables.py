@@ -1,4 +1,4 @@
-"""Tables, once for the terminal and once as Markdown."""
+"""Tables for the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import rich.table
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cells of text under headings; the first ``left`` columns are aligned left, the others right.
+    """A table of text. The first ``left`` columns are aligned left, the others right.
 
-    A row may end early: it has an error in place of figures, say.
+    A row may have fewer cells than columns, for example if it has an error message in place of figures.
     """
 
     title: str
@@ -25,7 +25,7 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def show(self, console: rich.console.Console) -> None:
-        """Prints it."""
+        """Prints the table."""
         table = rich.table.Table(title=self.title, title_justify="left", title_style="bold", header_style="bold")
         for i, column in enumerate(self.columns):
             table.add_column(column, justify="left" if i < self.left else "right")
@@ -44,23 +44,31 @@ class Table:
 
 
 def terminal() -> rich.console.Console:
-    """Where tables are shown: wide where there is no terminal, so that no cell is cut."""
+    """Return the console that tables are printed on.
+
+    Without a terminal it is wide, so that no cell is cut.
+    """
     console = rich.console.Console()
     return console if console.is_terminal else rich.console.Console(width=240)
 
 
 def titled(text: str, smoke: bool) -> str:
-    """The title of a table, which says so if its figures mean nothing."""
+    """Return a table's title.
+
+    In a smoke test the title says that the figures mean nothing.
+    """
     return f"SMOKE TEST, no result: {text}" if smoke else text
 
 
 def cell(value: float | None, form: str) -> str:
-    """A figure; empty if there is none."""
+    """Format a figure. Return an empty string if it is None or nan."""
     return "" if value is None or math.isnan(value) else format(value, form)
 
 
 def deviating(values: list[float], form: str) -> str:
-    """Mean ± standard deviation; the mean alone of one value, and of none nothing.
+    """Format the mean ± the standard deviation of ``values``.
+
+    A single value has no deviation. No values give an empty string.
 
     >>> deviating([1.0, 2.0], "+.2f")
     '+1.50 ± 0.71'
@@ -70,7 +78,7 @@ def deviating(values: list[float], form: str) -> str:
 
 
 def spread(quartiles: tuple[float, float, float], form: str) -> str:
-    """The first and the last quartile.
+    """Format the first and the last quartile.
 
     >>> spread((1.0, 2.0, 2.5), ".1f")
     '1.0 to 2.5'
@@ -79,9 +87,9 @@ def spread(quartiles: tuple[float, float, float], form: str) -> str:
 
 
 def times(row: dict[str, Any], form: str = ".4g", of: str = ".4f") -> tuple[str, str, str, str]:
-    """Return milliseconds and ratio of a row, each with its quartiles.
+    """Format the median and the quartiles of a row's milliseconds and of its ratio.
 
-    The row is one of :func:`experiments.measure.timing.against`.
+    The row comes from :func:`experiments.measure.timing.against`.
     """
     return f"{row['ms'][1]:{form}}", spread(row["ms"], form), f"{row['ratio'][1]:{of}}", spread(row["ratio"], of)
 

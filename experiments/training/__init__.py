@@ -1,1 +1,1 @@
-"""Training of a script: flags, loop, run folder and checkpoints."""
+"""What all training scripts share: flags, loop, run folder and checkpoints."""

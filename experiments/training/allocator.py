@@ -1,4 +1,7 @@
-"""Keeps the C allocator from handing large buffers back to the kernel after every step."""
+"""Keep the C allocator from returning large buffers after every step.
+
+It would return them to the operating system.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ _MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8  # glibc's malloc.h; mallopt
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory; does nothing elsewhere.
+    """Make glibc reuse freed memory. Without glibc this does nothing.
 
-    On a CPU XLA takes a step's temporaries from malloc. glibc maps blocks that large anew each time, so that every step
-    faults in all their pages: a quarter of the time of the next-token model's step. Call it before JAX starts threads.
+    On a CPU, XLA allocates a step's temporaries with malloc. For such large blocks, glibc maps new memory each time,
+    and every step waits for page faults. Call this function before JAX starts threads.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1)):

@@ -1,9 +1,7 @@
 """Find the largest batch that fits in memory.
 
-The compiled step says what it needs, so nothing runs out of memory.
-
-Memory grows in proportion to the batch, so that a line through what two batches need says where the limit is, and a
-few compilations find it. Nothing is computed meanwhile, and no array is made.
+The step is compiled for several batches, and is not run. The memory of a step grows about linearly with the batch. So a
+line through the memory of two batches predicts the largest batch, and a few compilations find it.
 """
 
 from __future__ import annotations
@@ -28,15 +26,19 @@ from experiments.training.run_folders import folder_to_resume
 
 C = TypeVar("C")
 
-SHARE = 0.9  # of the free memory that a step may take: evaluation and what lies between two arrays need some, too
+SHARE = 0.9  # the share of the free memory for a step; evaluation and gaps between arrays need the rest
 _COMPILATIONS = 5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 class Found(NamedTuple):
-    """The largest batch, its step's bytes, and the limit.
+    """The result of a search for the largest batch.
 
-    Also the bytes of every batch that was compiled.
+    Attributes:
+      batch: the largest batch.
+      bytes: the bytes that its step needs.
+      limit: the bytes that a step may take.
+      tried: the bytes of every batch that was compiled.
     """
 
     batch: int
@@ -55,21 +57,23 @@ class Found(NamedTuple):
 def largest_batch(
     needs: Callable[[int], int], limit: int, *, least: int = 1, multiple: int = 8, most: int = 2**20
 ) -> Found:
-    """The largest batch whose step needs no more than ``limit`` bytes.
+    """Return the largest batch whose step needs at most ``limit`` bytes.
+
+    The search makes at most five compilations. Compilations that run out of memory do not count. The next larger batch
+    does not fit, unless memory is so far from linear that five compilations are too few.
 
     Args:
-      needs: batch to the bytes that a step with it needs, or ``NO_ROOM``; compiles it. See :func:`step_bytes`.
-      limit: bytes that there are, see :func:`free_bytes`.
-      least: the smallest batch; others are multiples of it (microbatches a step, say).
-      multiple: larger batches are multiples of this, too.
-      most: the largest batch that makes sense.
+      needs: compiles the step with a batch, and returns its bytes or ``NO_ROOM``. See :func:`step_bytes`.
+      limit: the bytes that a step may take. See :func:`free_bytes`.
+      least: the smallest batch. All batches are multiples of it. It is the number of microbatches, for example.
+      multiple: batches that are large enough are also multiples of this number.
+      most: the largest useful batch.
 
     Returns:
-      A batch that was compiled and fits, in at most five compilations and those that had no room; the next larger one
-      does not fit, unless memory is so far from a line that these did not settle it.
+      A batch that was compiled and fits.
 
     Raises:
-      ValueError: not even the smallest fits; says what it needs.
+      ValueError: the smallest batch does not fit. The error says what it needs.
 
     >>> largest_batch(lambda batch: 1000 + 30 * batch, limit=10_000)[:3]
     (296, 9880, 10000)
@@ -83,8 +87,8 @@ def largest_batch(
     if tried[least] > limit:
         raise ValueError(
             f"a batch of {least} must fit in memory, but its step needs {in_words(tried[least])} of "
-            f"{in_words(limit)}; compute more again (--remat attention or full), take a half policy, a smaller model "
-            "or shorter examples, or raise --memory-limit if there is more"
+            f"{in_words(limit)}; recompute more (--remat attention or full), use a half-precision policy, a smaller "
+            "model or shorter examples, or raise --memory-limit if there is more memory"
         )
     fits, too_large, guess = least, math.inf, down(min(max(step, 2 * least), most))
     while guess > fits and sum(need < NO_ROOM for need in tried.values()) < _COMPILATIONS:
@@ -96,25 +100,25 @@ def largest_batch(
         after = fits + (step if fits >= step else least)  # the next larger batch
         if after >= too_large or after > most:
             break
-        if tried.get(int(min(too_large, most + 1))) == NO_ROOM:  # no line goes through it
+        if tried.get(int(min(too_large, most + 1))) == NO_ROOM:  # its bytes are unknown, so bisect
             guess = max(after, down((fits + int(too_large)) // 2))
             continue
-        # The line between the two sides of the limit, or on through the two largest that fit.
+        # A line through the two batches next to the limit, or through the two largest if all fit.
         x, x2 = sorted(tried)[-2:] if too_large == math.inf else (fits, int(too_large))
         slope = (tried[x2] - tried[x]) / (x2 - x)
         expected = x + (limit - tried[x]) / slope if slope > 0 else 4 * fits
-        # At least the next larger one, to have seen that it does not fit.
+        # Try at least the next larger batch, so that the result is known to be the largest.
         guess = max(after, down(int(min(expected, most, too_large - 1))))
     return Found(fits, tried[fits], limit, tried)
 
 
 def step_bytes(experiment: Experiment, batch_size: int) -> int:
-    """Return the bytes that a train step needs with a batch of a size.
+    """Return the bytes of a train step with a batch of a size and the next batch.
 
-    The next batch, which waits for the step, counts too.
+    The next batch counts because it is on the device before the step ends.
 
     Raises:
-      ValueError: the compiler does not tell.
+      ValueError: the compiler does not report the memory of a step.
     """
     state = jax.eval_shape(experiment.init, 0)
     batch = jax.tree.map(
@@ -127,10 +131,10 @@ def step_bytes(experiment: Experiment, batch_size: int) -> int:
 def free_bytes(limit: str | None = None) -> int:
     """Return the bytes that a step may take.
 
-    They are ``limit``, or a share of the device's memory (a CPU's is the host's).
+    They are ``limit``, or a share of the free memory of the device. For a CPU this is the memory of the host.
 
     Raises:
-      ValueError: ``limit`` is not a number of bytes, or it is None and the device does not say what it has.
+      ValueError: ``limit`` is not a number of bytes, or it is None and the device does not report its free memory.
     """
     if limit is not None:
         return read_bytes(limit)
@@ -142,16 +146,16 @@ def free_bytes(limit: str | None = None) -> int:
         available = None
     if available is None:
         raise ValueError(
-            "this device does not say how much memory is free; say it with --memory-limit, 4GB for example"
+            "this device does not say how much memory is free; set it with --memory-limit, for example 4GB"
         )
     return int(SHARE * 1024 * int(available[1]))
 
 
 def read_bytes(text: str) -> int:
-    """A number of bytes from text.
+    """Read a number of bytes.
 
     Raises:
-      ValueError: it is none, or not positive.
+      ValueError: ``text`` is not a positive number of bytes.
 
     >>> read_bytes("2GB"), read_bytes("1.5 GiB"), read_bytes("4096")
     (2000000000, 1610612736, 4096)
@@ -167,7 +171,7 @@ def read_bytes(text: str) -> int:
 
 
 def in_words(size: int) -> str:
-    """Bytes as text.
+    """Format a number of bytes.
 
     >>> in_words(1_930_000_000), in_words(512_000), in_words(1000)
     ('1.93 GB', '0.51 MB', '1.00 kB')
@@ -179,18 +183,18 @@ def in_words(size: int) -> str:
 
 
 def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Callable[[C], int]) -> C:
-    """Return a script's flags with a number for ``--batch-size auto``.
+    """Return a script's flags with a number in place of ``--batch-size auto``.
 
-    That of a resumed run is the one it began with.
+    A resumed run keeps its batch size.
 
     Args:
-      name: the experiment's.
-      config: its flags.
-      prepare: flags to the experiment they describe.
-      most: flags to the largest batch that makes sense.
+      name: the name of the experiment.
+      config: the flags.
+      prepare: makes the experiment that the flags describe.
+      most: returns the largest useful batch for the flags.
 
     Raises:
-      ValueError: not even the smallest batch fits, or there is no run to resume.
+      ValueError: the smallest batch does not fit, or there is no run to resume.
     """
     flags: Any = config
     if flags.batch_size != "auto":
@@ -198,15 +202,15 @@ def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Call
             raise ValueError(f"--memory-limit is for --batch-size auto, got --batch-size {flags.batch_size}")
         return config
     if flags.mesh is not None or processes.several():
-        raise ValueError("--batch-size auto looks at one device alone; name a number beside --mesh and --processes")
+        raise ValueError("--batch-size auto works on a single device; give a number with --mesh and --processes")
     if flags.resume:
         began = json.loads((folder_to_resume(name, flags.run_dir) / "config.json").read_text())
         return dataclasses.replace(flags, batch_size=began["config"]["batch_size"])
     experiment = prepare(dataclasses.replace(flags, batch_size=flags.accumulate))
-    limit = free_bytes(flags.memory_limit)  # what the data take on the device is not free any more
+    limit = free_bytes(flags.memory_limit)  # after prepare(), because the data may be on the device
     print("looking for the largest batch that fits", file=sys.stderr, flush=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # training will say it
+        warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # training shows it
         largest = largest_batch(
             lambda batch: step_bytes(experiment, batch), limit, least=flags.accumulate, most=most(config)
         )

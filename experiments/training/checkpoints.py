@@ -1,15 +1,14 @@
-"""Write checkpoints that survive a kill.
+"""Write checkpoints with Orbax, in the background and atomically.
 
-Orbax writes them in the background, whole or not at all; each file has a checksum.
+Each file has a checksum. A checkpoint is a folder named by its step. Its item ``state`` holds the arrays of a
+:class:`jaxmp.TrainState` by their paths. The arrays of the loss scale have the prefix ``loss_scale/``, because a loss
+scale of another class starts fresh on resume. The item ``about`` holds everything else that a run needs. Orbax renames
+a folder to its step once it is complete, so a folder left by a killed process is not mistaken for a checkpoint.
+Checksums detect files that are damaged later (:mod:`experiments.training.checksums`).
 
-A checkpoint is a folder named by its step. Its ``state`` holds the arrays of a :class:`jaxmp.TrainState` by their
-paths, the loss scale's apart from the rest, because it alone may be started afresh under another policy; its ``about``
-holds what else a run needs. Orbax gives a folder its name once all is in it, so that a kill leaves a folder that nobody
-takes for a checkpoint. A file that is damaged later is found by its checksum (:mod:`experiments.training.checksums`).
-
-Several processes write a checkpoint together, each what its devices hold, into a folder that all see; the first one
-does the rest: it removes what was left half written, and adds the checksums when all have written. Any number of
-devices restores it, each process reading what its own will hold.
+Several processes write a checkpoint together into a shared folder. Each one writes the arrays on its devices. The first
+process also removes unfinished checkpoints, and adds the checksums when all have written. A checkpoint can be restored
+on any number of devices, and each process reads only the arrays for its devices.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from experiments.training import checksums, processes
 from jaxmp.base.trees import path_name
 from jaxmp.optim.scaling_state import LossScalingState
 
-_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of the folder that Orbax is still writing
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder while Orbax writes it
 _LOSS_SCALE = "loss_scale/"
-_UNWRITABLE = "[]\\"  # Orbax looks for what it wrote with a glob, in which these have a meaning
-_MERGED = "state/manifest.ocdbt"  # what Orbax writes last of the arrays, and reads first
+_UNWRITABLE = "[]\\"  # special characters of the glob with which Orbax looks for its files
+_MERGED = "state/manifest.ocdbt"  # the file of the arrays that Orbax writes last and reads first
 
 
 class CheckpointError(ValueError):
@@ -49,14 +48,14 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole.
+    """A complete checkpoint.
 
     Attributes:
-      folder: where it lies.
-      step: the steps trained before it.
-      about: what :meth:`Checkpoints.save` was given, its ``precision`` among it.
-      shapes: shapes and dtypes of the state's arrays by their paths; those of the loss scale begin with
-        ``loss_scale/``. An array without elements is here itself.
+      folder: the folder of the checkpoint.
+      step: the number of steps trained before it.
+      about: the argument ``about`` of :meth:`Checkpoints.save`.
+      shapes: the shapes and dtypes of the state's arrays by their paths. Paths of the loss scale begin with
+        ``loss_scale/``. An array without elements is stored here in place of its shape.
     """
 
     folder: Path
@@ -66,13 +65,13 @@ class Checkpoint:
 
     @functools.cached_property
     def leaves(self) -> dict[str, np.ndarray]:
-        """The arrays of the state, on the host."""
+        """Return the arrays of the state, on the host."""
         return self._read({})
 
     def _read(self, places: dict[str, jax.sharding.Sharding]) -> dict[str, Any]:
-        """The arrays, those with a place there and the others on the host."""
+        """Read the arrays. Those in ``places`` get their sharding, the others are on the host."""
         targets = {
-            # A view of one number that has the shape asks for an array of NumPy's.
+            # A NumPy array as target asks for a NumPy array. This view has the shape but a single number.
             name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=places[name])
             if name in places
             else np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
@@ -80,7 +79,7 @@ class Checkpoint:
             if isinstance(shape, jax.ShapeDtypeStruct)
         }
         with _quiet(), _orbax_failures_as_damage(self.folder):
-            # Never with the shardings that are in the file, which are those of other devices.
+            # Every array has an explicit target, because the shardings in the file are for other devices.
             handler = ocp.StandardCheckpointHandler()
             return self.shapes | handler.restore(
                 epath.Path(self.folder.absolute() / "state"), args=ocp.args.StandardRestore(targets)
@@ -89,20 +88,20 @@ class Checkpoint:
     def restore(
         self, state: jaxmp.TrainState, precision: dict[str, str], override: Sequence[str] = (), *, free: bool = False
     ) -> jaxmp.TrainState:
-        """The state that was saved, bit for bit, in the place of the fresh ``state``.
+        """Return the saved state, bit for bit, with the shardings of the fresh ``state``.
 
-        The policy may be another one as long as the dtypes agree. A loss scale of the same class goes on from where it
-        was, under the rule of ``state``, and what only the new rule counts starts afresh; so does a loss scale of
-        another class.
+        The policy may differ if the dtypes are the same. A loss scale of the same class continues from its saved value
+        with the parameters of ``state``, and counters that were not saved start fresh. A loss scale of another class
+        starts fresh.
 
         Args:
-          state: a fresh one, of the same model and optimizer. Its arrays say where those of the new one go.
-          precision: what made it, with ``precision["policy"]`` the policy's name; for errors.
-          override: the overrides of that policy, as ``PATTERN=POLICY``; for errors.
-          free: whether what takes the place of arrays of ``state`` may have their memory: they are deleted.
+          state: a fresh state of the same model and optimizer. The new arrays get the shardings of its arrays.
+          precision: the precision of ``state``, with the policy's name in ``precision["policy"]``, for errors.
+          override: the overrides of the policy, as ``PATTERN=POLICY``, for errors.
+          free: whether to delete the arrays of ``state`` that are replaced, to free their memory.
 
         Raises:
-          CheckpointError: the params, or anything else, have other paths, shapes or dtypes.
+          CheckpointError: the params, or other arrays, have other paths, shapes or dtypes.
         """
         rest, scale = _split(state)
         saved = {name: shape for name, shape in self.shapes.items() if not name.startswith(_LOSS_SCALE)}
@@ -110,23 +109,23 @@ class Checkpoint:
         self._require_same_model(saved, fresh)
         self._require_same_dtypes(saved, fresh, precision["policy"], override)
 
-        goes_on = self.about["loss_scale"] == _kind(state)
-        wanted = rest | ({name: leaf for name, leaf in scale.items() if name in self.shapes} if goes_on else {})
+        same_scale = self.about["loss_scale"] == _kind(state)
+        wanted = rest | ({name: leaf for name, leaf in scale.items() if name in self.shapes} if same_scale else {})
         places = {name: _data(leaf).sharding for name, leaf in wanted.items() if leaf.committed}
         for leaf in wanted.values() if free else ():
             leaf.delete()
         arrays = self._read(places)
         leaves = scale | {name: _like(arrays[name], leaf) for name, leaf in wanted.items()}
         new = jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in _names(state)])
-        # What was counted is how often the old scale could not fall.
-        return new if goes_on else new.replace(stuck=jnp.zeros_like(new.stuck))
+        # `stuck` counts how often the old loss scale could not fall, so a new loss scale resets it.
+        return new if same_scale else new.replace(stuck=jnp.zeros_like(new.stuck))
 
     def _require_same_model(self, saved: dict[str, Any], fresh: dict[str, jax.Array]) -> None:
         for name in sorted(saved.keys() | fresh.keys(), key=lambda name: (not name.startswith("params/"), name)):
             there, here = _shape(saved.get(name)), _shape(fresh.get(name))
             if there != here:
                 raise CheckpointError(
-                    f"a checkpoint fits the model and the optimizer it was made with only, but {name!r} {there} in "
+                    f"a checkpoint fits only the model and the optimizer it was made with, but {name!r} {there} in "
                     f"{self.folder} and {here} in this run; resume with the flags of that run"
                 )
 
@@ -139,19 +138,18 @@ class Checkpoint:
                 flags = shlex.join(["--policy", then, *(word for text in before for word in ("--override", text))])
                 flags += " and without --override" if override and not before else ""
                 raise CheckpointError(
-                    f"a checkpoint fits policies with the same param dtypes only, but {_policy(then, before)} made "
+                    f"a checkpoint fits only policies with the same param dtypes, but {_policy(then, before)} made "
                     f"{self.folder}, in which {name!r} is {saved[name].dtype}, and under "
-                    f"{_policy(policy, override)} it is {leaf.dtype}; resume with {flags}, or another policy with such "
-                    "params"
+                    f"{_policy(policy, override)} it is {leaf.dtype}; resume with {flags}, or another policy with "
+                    "these param dtypes"
                 )
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager, which never asks whether the job is to stop.
+    """Orbax's manager without its check for preemption.
 
-    The loop asks, with numbers of steps that only rise.
-
-    Orbax would ask in the background for a step that lies behind, and the processes would agree on one that is over.
+    The training loop makes this check itself, with rising step numbers. Orbax would check in the background for an
+    earlier step, and the processes would then agree to stop at a step that is already over.
     """
 
     def reached_preemption(self, step: int) -> bool:
@@ -159,18 +157,18 @@ class _Manager(ocp.CheckpointManager):
 
 
 class Checkpoints:
-    """A context manager that writes the checkpoints of one run.
+    """A context manager that writes the checkpoints of a run in the background.
 
-    They are written in the background; it ends when the last one is written.
-
-    All processes make one, with the same arguments, and call its methods in the same order.
+    It ends when the last checkpoint is written. All processes must create it with the same arguments and call its
+    methods in the same order.
 
     Args:
-      folder: where; made if need be. What an earlier process left half written there is removed.
-      keep: how many to keep, the last ones.
+      folder: the folder of the checkpoints, which is created if it does not exist. Unfinished checkpoints in it are
+        removed.
+      keep: the number of checkpoints to keep. The oldest are removed.
 
     Raises:
-      CheckpointError: the folder has a path in which nothing can be kept.
+      CheckpointError: Orbax cannot write to a folder with this path.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -186,13 +184,13 @@ class Checkpoints:
         self._folder = folder
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-            # Called when all of a checkpoint is written, before it gets its name.
+            # Called when a checkpoint is complete, before its folder gets its final name.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
         )
         self._manager = _Manager(folder.absolute(), item_names=checksums.ITEMS, options=options)
         self._held = contextlib.ExitStack()
         self._held.enter_context(_quiet())
-        # Of the writes beside one that failed asyncio tells when they are collected: any time, after the end even.
+        # If one write fails, asyncio logs the failures of the others when they are garbage collected.
         logging.getLogger("asyncio").addFilter(_was_retrieved)
 
     def __enter__(self) -> Self:
@@ -203,25 +201,25 @@ class Checkpoints:
             with self._held, self._failures_as_one_line():
                 self._manager.close()
         except OSError:
-            if kind is None:  # otherwise what ended the run comes first
+            if kind is None:  # else the error that ended the run is raised
                 raise
 
     def save(self, step: int, state: jaxmp.TrainState, about: dict[str, Any]) -> None:
-        """Copies the state to the host, for which it waits, and has it written while training goes on.
+        """Copy the state to the host, and write it in the background.
 
         Args:
-          step: the steps trained so far.
-          state: the state after them; it may be donated afterwards.
-          about: what else the run needs, as JSON, with ``precision["policy"]`` the policy's name.
+          step: the number of steps trained so far.
+          state: the state after these steps. It may be donated after this call.
+          about: everything else that the run needs, as JSON values, with the policy's name in ``precision["policy"]``.
 
         Raises:
           OSError: this checkpoint, or the one before, cannot be written.
         """
         rest, scale = _split(state)
         leaves = {name: _data(leaf) for name, leaf in (rest | scale).items()}
-        if jax.default_backend() == "cpu":  # Orbax takes a view of a CPU's memory, which the next step overwrites
+        if jax.default_backend() == "cpu":  # Orbax keeps a view, and the next step overwrites the memory
             leaves = {name: jnp.copy(leaf) for name, leaf in leaves.items()}
-        filled = {name: leaf for name, leaf in leaves.items() if leaf.size}  # Orbax refuses to write nothing
+        filled = {name: leaf for name, leaf in leaves.items() if leaf.size}  # Orbax does not write empty arrays
         empty = {name: [str(leaf.dtype), leaf.shape] for name, leaf in leaves.items() if not leaf.size}
         record = {**about, "loss_scale": _kind(state), "empty": empty}
         items = ocp.args.Composite(state=ocp.args.StandardSave(filled), about=ocp.args.JsonSave(record))
@@ -230,10 +228,12 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def check(self) -> None:
-        """Raises if what is being written cannot be; of several processes the others would wait for this one.
+        """Raise if the checkpoint that is being written has failed.
+
+        Otherwise other processes would wait for this one.
 
         Raises:
-          OSError: it cannot be.
+          OSError: a checkpoint cannot be written.
         """
         with self._failures_as_one_line():
             self._manager.check_for_errors()
@@ -241,17 +241,17 @@ class Checkpoints:
     def _write_checksums(self) -> None:
         (folder,) = unfinished(self._folder)
         if not (folder / _MERGED).is_file():
-            raise FileNotFoundError(f"{folder / _MERGED} was not written, without which nothing can be read back")
+            raise FileNotFoundError(f"{folder / _MERGED} was not written, and the checkpoint cannot be read without it")
         checksums.write(folder)
 
     def wait(self) -> None:
-        """Returns when all is written.
+        """Wait until all checkpoints are written.
 
         Raises:
-          OSError: it cannot be.
+          OSError: a checkpoint cannot be written.
         """
         while processes.several() and self._manager.is_saving_in_progress():
-            self.check()  # or this one would wait for the others, and they for it
+            self.check()  # else the processes would wait for each other if this one failed
             time.sleep(0.01)
         with self._failures_as_one_line():
             self._manager.wait_until_finished()
@@ -262,29 +262,31 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            what = " ".join(str(error).split()).rsplit('": ', 1)[-1]  # tensorstore names every file on its way
+            what = " ".join(str(error).split()).rsplit('": ', 1)[-1]  # without tensorstore's list of files
             raise OSError(f"a checkpoint cannot be written to {self._folder} ({what[:300]})") from error
 
 
 def steps(folder: Path) -> list[int]:
     """Return the steps of the finished checkpoints in a folder, in order.
 
-    They may be damaged: nothing is read.
+    They are not checked for damage.
     """
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Return the half-written checkpoints of a process that was killed while saving."""
+    """Return the unfinished checkpoints of a process that was killed while saving."""
     return [path for path in folder.iterdir() if _UNFINISHED in path.name] if folder.is_dir() else []
 
 
 def read_last(folder: Path, check: bool = True) -> Checkpoint:
-    """The last checkpoint in a folder; with ``check`` every file of it is what was written.
+    """Read the last checkpoint in a folder.
+
+    With ``check``, verify the checksums of its files.
 
     Raises:
-      CheckpointError: there is none, or it is damaged. The error names it, and the last one that is whole.
+      CheckpointError: there is no checkpoint, or the last one is damaged. The error then names the last undamaged one.
     """
     damaged: list[tuple[Path, str]] = []
     for step in reversed(steps(folder)):
@@ -296,20 +298,22 @@ def read_last(folder: Path, check: bool = True) -> Checkpoint:
         if not damaged:
             return checkpoint
         remove = shlex.join(["rm", "-r", *(str(path) for path, _ in damaged)])
-        remedy = f"the last good one is of step {step}; to resume from it, remove what comes after: {remove}"
+        remedy = f"the last good one is of step {step}; to resume from it, remove the later ones: {remove}"
         break
     else:
-        remedy = "there is no good one: start again without --resume, in another folder"
+        remedy = "there is no good one; start again without --resume, in another folder"
     if not damaged:
         raise CheckpointError(f"{folder} has no finished checkpoint to resume from; start again without --resume")
     raise CheckpointError("; ".join([*(text for _, text in damaged), remedy]))
 
 
 def read(folder: Path, step: int, check: bool = True) -> Checkpoint:
-    """The checkpoint of a step, with ``check`` once every file of it was found to be what was written.
+    """Read the checkpoint of a step.
+
+    With ``check``, verify the checksums of its files.
 
     Raises:
-      CheckpointError: it is damaged.
+      CheckpointError: the checkpoint is damaged.
     """
     path = folder / str(step)
     if check and (problem := checksums.find_damage(path)):
@@ -326,14 +330,17 @@ def read(folder: Path, step: int, check: bool = True) -> Checkpoint:
 def _orbax_failures_as_damage(folder: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever it makes of the files
+    except Exception as error:  # Orbax raises all kinds of errors for damaged files
         what = " ".join(str(error).split())[:200]
         raise CheckpointError(f"the checkpoint {folder} is damaged: {type(error).__name__}: {what}") from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Orbax's log: it logs an error in each thread, and raises it in the end."""
+    """Silence Orbax's log.
+
+    It logs in each thread an error that it also raises.
+    """
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -344,24 +351,27 @@ def _quiet() -> Iterator[None]:
 
 
 def _was_retrieved(record: logging.LogRecord) -> bool:
-    """Drop the logs of asyncio on exceptions that nobody asked for.
+    """Return False for asyncio's logs of exceptions that were never retrieved.
 
-    Orbax raises the first one, which says the same.
+    Orbax raises the first of these exceptions.
     """
     return "exception was never retrieved" not in record.getMessage()
 
 
 def _split(state: jaxmp.TrainState) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """The leaves of a state by name: all but the loss scale's, and the loss scale's."""
+    """Return two dictionaries of a state's leaves by name.
+
+    The second has those of the loss scale, the first all others.
+    """
     named = dict(zip(_names(state), jax.tree.leaves(state), strict=True))
     scale = {name: named.pop(name) for name in list(named) if name.startswith(_LOSS_SCALE)}
     return named, scale
 
 
 def _names(state: jaxmp.TrainState) -> list[str]:
-    """Return the paths of a state's leaves, in their order.
+    """Return the paths of a state's leaves in order.
 
-    Those of the loss scale, wherever they are, begin with ``loss_scale/``.
+    Paths of the loss scale begin with ``loss_scale/``.
     """
 
     def name(path: tuple[Any, ...], node: Any) -> Any:
@@ -392,10 +402,13 @@ def _data(leaf: jax.Array) -> jax.Array:
 
 
 def _like(value: np.ndarray | jax.Array, leaf: jax.Array) -> jax.Array:
-    """``value`` on the devices, of the kind and in the place of ``leaf``."""
+    """Return ``value`` as an array like ``leaf``.
+
+    It gets the sharding of ``leaf``, and is a key if ``leaf`` is a key.
+    """
     if isinstance(value, jax.Array):
         array = value
-    elif leaf.committed:  # without elements
+    elif leaf.committed:  # an array without elements, which was not read from the file
         array = jax.make_array_from_callback(value.shape, leaf.sharding, lambda index: value[index])
     else:
         array = jnp.array(value)

@@ -1,7 +1,7 @@
-"""The checksums of a checkpoint's files, in a file that ``sha256sum --check`` reads too.
+"""The checksums of a checkpoint's files.
 
-It begins with a comment that has the checksum of its own lines, so that damage in it is not taken for damage in a file
-that it lists.
+``sha256sum --check`` can read them. The file begins with a comment that has the checksum of the lines below. So damage
+in this file is not mistaken for damage in the files that it lists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def write(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """The first file of a checkpoint that is not what its checksum says."""
+    """Return a sentence on the first damaged file of a checkpoint.
+
+    The result is None if no file is damaged.
+    """
     try:
         text, end, lines = (folder / FILE).read_text(errors="replace").partition("\n")
         checksums = _checksums_of(folder)
@@ -30,23 +33,23 @@ def find_damage(folder: Path) -> str | None:
     except OSError as error:
         return str(error)
     if text + end != _first_line(lines):
-        return f"{FILE} is not what was written, without which nothing tells whether the rest is"
+        return f"{FILE} was changed after it was written, so the other files cannot be checked"
     expected = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines.splitlines())}
-    for name in sorted(expected):  # a file that is not among them, such as a file manager leaves, does no harm
+    for name in sorted(expected):  # further files, for example of a file manager, are ignored
         if name not in checksums:
             return f"{name} is missing"
         if expected[name] != checksums[name]:
-            return f"{name} is not what was written"
+            return f"{name} was changed after it was written"
     return None
 
 
 def _first_line(lines: str) -> str:
-    """The comment before the ``lines`` of checksums: ``sha256sum --check`` passes it over."""
+    """Return the comment before the lines, which ``sha256sum --check`` ignores."""
     return f"# {hashlib.sha256(lines.encode()).hexdigest()}  the lines below\n"
 
 
 def _checksums_of(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a checkpoint's items."""
+    """Return the SHA-256 of every file of a checkpoint's items, by path."""
     checksums = {}
     for path in sorted(path for item in ITEMS for path in (folder / item).rglob("*") if path.is_file()):
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The flags that every training script has, and how a script is started."""
+"""The flags of every training script, and the function that starts a script."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from experiments.training.allocator import keep_freed_memory
 C = TypeVar("C")
 T = TypeVar("T")
 GPU_SHARE = 0.95
-"""The share of a GPU's memory that a script may take; JAX's default leaves a quarter unused."""
+"""The share of a GPU's memory that a script may take. JAX's default would leave a quarter unused."""
 BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))]
 
 
 def _path(words: list[str]) -> Path:
-    if not words[0]:  # Path would take it for the current folder
+    if not words[0]:  # Path("") would be the current folder
         raise ValueError("a folder must have a name, got '' (an unset variable of the shell?); write . for this one")
     return Path(words[0])
 
@@ -50,67 +50,72 @@ class PrecisionFlags:
 
     policy: str = "auto"
     """Precision: float32, tensorfloat32, mixed_float16, mixed_bfloat16, mixed_float8, float16, bfloat16, bfloat16_sr,
-    O0, O2, O3, a string such as params=float32,compute=float16,output=float32, or auto for what suits the device."""
+    O0, O2, O3, a string such as params=float32,compute=float16,output=float32, or auto for a policy that suits the
+    device."""
     loss_scale: str = "auto"
-    """Loss scale: none, static:4096, dynamic or headroom, the last two with parameters if need be, as in
-    dynamic:loss_scale=1024,period=100 or headroom:headroom=3. auto is dynamic where the policy computes in float16."""
+    """Loss scale: none, static:4096, dynamic or headroom. dynamic and headroom may have parameters, as in
+    dynamic:loss_scale=1024,period=100 or headroom:headroom=3. auto is dynamic if the policy computes in float16, else
+    none."""
     autocast: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Leave the model in plain float32 and run the loss function under jaxmp.autocast, which decides operation by
-    operation; --policy, mixed_bfloat16 say, names the dtype of the products."""
+    """Leave the model in float32 and run the loss function under jaxmp.autocast, which decides for each operation.
+    --policy then names the dtype of products, as in mixed_bfloat16."""
     opt_level: Annotated[Literal["O0", "O1", "O2", "O3"] | None, tyro.conf.arg(metavar="{O0,O1,O2,O3}")] = None
     """Apex's name for a policy together with its loss scale, in place of --policy; O1 is --autocast in float16."""
     override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
-    """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast paths begin with
-    the model's own name."""
+    """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast, paths begin with
+    the model's name."""
     low_precision: Literal["none", "nearest", "kahan", "stochastic", "bfloat16", "float8"] = "none"
-    """How bfloat16 params (--policy bfloat16_sr) are rounded, so that they learn without float32 copies; bfloat16 and
-    float8: stochastically, with the optimizer's moments stored so."""
+    """Rounding of bfloat16 params (--policy bfloat16_sr), with which they learn without float32 copies. bfloat16 and
+    float8 round stochastically and also store the optimizer's moments in that format."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryFlags:
-    """Less memory in a step."""
+    """Ways to reduce the memory of a step."""
 
     accumulate: int = 1
-    """Microbatches a step; must divide the batch."""
+    """Microbatches per step. The number must divide the batch."""
     remat: str = "none"
     """Recomputation in the backward pass, to save memory: none, full, dots, dots_no_batch, float8 (keeps only the
-    operands of mixed_float8), or the name of a policy of jax.checkpoint_policies. Transformers also have attention: it
-    keeps the results of attention, recomputes the rest of each block, and saves the most memory for the least time."""
+    operands of mixed_float8), or the name of a policy of jax.checkpoint_policies. Transformers also have attention,
+    which keeps the results of attention and recomputes the rest of each block. It saves the most memory for the least
+    time."""
     memory_limit: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")] = None
-    """Memory for --batch-size auto, such as 20GB or 512MiB. (default: nine tenths of the free part of the 95 % of a
-    GPU's memory that JAX takes, or of the memory of a machine without a GPU)"""
+    """Memory for --batch-size auto, such as 20GB or 512MiB. (default: nine tenths of the free memory. On a GPU this is
+    the free part of the 95 % of its memory that JAX takes)"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationFlags:
-    """Evaluation, and what is recorded while a run trains."""
+    """Evaluation, and records of a run during training."""
 
     evaluate_every: int = 50
-    """Steps between evaluations on held-out examples; 0 evaluates at the end only."""
+    """Steps between evaluations on held-out examples; 0 to evaluate only at the end."""
     ema: float = 0.0
-    """Decay of a moving average of the params, 0.99 say, with which to evaluate; 0 keeps none."""
+    """Decay of a moving average of the params, for example 0.99. The average is used to evaluate. 0 for no average."""
     watch: int = 0
-    """Steps between those in which the values of weights, activations and gradients are counted (watch.jsonl; jaxmp
-    watch RUN shows it); 0 for none. Such a step is the training step itself, in a program that counts, too."""
+    """Steps between watched steps; 0 for none. A watched step trains as usual and also counts the values of weights,
+    activations and gradients. The counts are in watch.jsonl, and jaxmp watch RUN shows them."""
     tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Write metrics and what --watch counts for TensorBoard, too, with the SummaryWriter of torch or tensorboardX."""
+    """Also write the metrics and the counts of --watch for TensorBoard, with the SummaryWriter of torch or
+    tensorboardX."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointFlags:
-    """Checkpoints, and going on from one."""
+    """Checkpoints, and resuming from a checkpoint."""
 
     checkpoint_every: int = 1000
-    """Steps between checkpoints, which are written while training goes on; the last step has one too. 0 writes none."""
+    """Steps between checkpoints, which are written while training continues. The last step has a checkpoint too. 0 for
+    no checkpoints."""
     keep: int = 3
-    """Checkpoints to keep, the last ones."""
+    """Number of checkpoints to keep. The oldest are removed."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Go on from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/, as if it had
-    not been stopped, bit for bit. Give the flags of that run; the number of steps (a finished run trains on), the
-    policy (if the params keep their dtype), the loss scale (which goes on from its value if it is of the same kind:
-    static, dynamic or headroom, whatever its parameters) and what does not touch training may be others. The data may
-    have moved, but must be the same."""
+    """Continue from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/. The result
+    is bit for bit that of a run that was not stopped. Give the flags of that run. You may change the number of steps
+    (a finished run then trains further), the policy (if the params keep their dtype), the loss scale, and flags that do
+    not affect training. A loss scale of the same kind (static, dynamic or headroom) continues from its value. The data
+    must be the same, but may be in another folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,19 +123,19 @@ class DeviceFlags:
     """Several devices and processes."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="data=N,fsdp=N,tensor=N", help_behavior_hint="")] = None
-    """How the devices of all processes share the work: data have a copy of the params each and rows of the batch of
-    their own, fsdp rows of their own and a part of params and optimizer, tensor a part of each product (gpt2 and bert).
-    The numbers left away are 1. (default: one device, or data for all those of several processes)"""
+    """How the devices of all processes share the work. data splits the batch and copies the params. fsdp splits the
+    batch, the params and the optimizer state. tensor splits each product (gpt2 and bert only). A number that is left
+    out is 1. (default: one device; with several processes, data over all devices)"""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None
-    """Where process 0 waits for the others, with --processes and --process-id. (default: one process, or as many as
-    SLURM or Kubernetes has started)"""
+    """Address at which process 0 waits for the others. It needs --processes and --process-id. (default: one process, or
+    the processes that SLURM or Kubernetes started)"""
     processes: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """How many processes there are. (default: see --coordinator)"""
+    """Number of processes. (default: see --coordinator)"""
     process_id: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Which of them this is, from 0. (default: see --coordinator)"""
+    """Number of this process, from 0. (default: see --coordinator)"""
     stall_seconds: int = 40
-    """With several processes: a process without a step for so many seconds ends itself and says where it hangs, because
-    the others wait for it. Compiling, evaluating and saving may take 20 times as long. 0 waits for ever."""
+    """With several processes: a process that makes no step for this number of seconds says where it hangs and ends,
+    because the others wait for it. Compiling, evaluating and saving may take 20 times as long. 0 for no limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,10 +156,10 @@ class Training(PrecisionFlags, MemoryFlags, EvaluationFlags, CheckpointFlags, De
 
 
 def require(flag: str, value: float, least: float, below: float = float("inf")) -> None:
-    """Checks a number from the command line.
+    """Check a number from the command line.
 
     Raises:
-      ValueError: it is not in [least, below).
+      ValueError: the number is not in [least, below).
     """
     if not least <= value < below:
         limit = f" and below {below:g}" if below < math.inf else " and finite" if value == math.inf else ""
@@ -162,10 +167,12 @@ def require(flag: str, value: float, least: float, below: float = float("inf")) 
 
 
 def chosen(flag: str, names: Sequence[str], among: Mapping[str, T]) -> dict[str, T]:
-    """Return the entries of ``among`` that a flag names, in their order; all if it names none.
+    """Return the entries of ``among`` that a flag names, in their order.
+
+    If the flag is empty, all entries are returned.
 
     Raises:
-      ValueError: there is none of a name.
+      ValueError: a name is not in ``among``.
     """
     if unknown := [name for name in names if name not in among]:
         raise ValueError(f"{flag} must be among {', '.join(among)}; got {', '.join(unknown)}")
@@ -173,13 +180,13 @@ def chosen(flag: str, names: Sequence[str], among: Mapping[str, T]) -> dict[str,
 
 
 def check(config: Any) -> None:
-    """Checks the numbers that every training script takes.
+    """Check the numbers that every training script takes.
 
     Raises:
-      ValueError: one is out of range.
+      ValueError: a number is out of range.
     """
     if config.batch_size == "auto":
-        raise ValueError("--batch-size auto is for a training script by itself; name a number here")
+        raise ValueError("--batch-size auto works only in a training script; give a number here")
     require("--accumulate", config.accumulate, 1)
     require("--batch-size", config.batch_size, 1)
     require("--ema", config.ema, 0, 1)
@@ -200,7 +207,7 @@ def check(config: Any) -> None:
 def parse(config_type: type[C], description: str, args: Sequence[str] | None = None) -> C:
     """Return the flags in ``args``, or in the command line of this process.
 
-    ``--help`` ends the process with exit code 0, an unknown flag with 2.
+    ``--help`` ends the process with exit code 0. An unknown flag ends it with exit code 2.
     """
     program = " ".join(program_line()) if args is None else None
     options: Any = {"prog": program, "description": description, "args": args, "config": (tyro.conf.OmitArgPrefixes,)}
@@ -212,9 +219,9 @@ def parse(config_type: type[C], description: str, args: Sequence[str] | None = N
 
 
 def _groups(config_type: Any) -> dict[str, type]:
-    """Return the classes ``…Flags`` that hold all fields of a class.
+    """Return the base classes ``…Flags`` of a class by their titles in ``--help``.
 
-    Their names are the titles in ``--help``; empty if some fields are in none.
+    The result is empty if a field of the class is in none of them.
     """
     classes = [base for base in config_type.__mro__ if base.__name__.endswith("Flags")]
     names = {field.name for base in classes for field in dataclasses.fields(base)}
@@ -225,7 +232,7 @@ def _groups(config_type: Any) -> dict[str, type]:
 
 @contextmanager
 def bad_values_end_it() -> Iterator[None]:
-    """Turn errors that a value of the command line causes into one line and exit code 2."""
+    """Turn errors in values of the command line into one line and exit code 2."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -233,23 +240,22 @@ def bad_values_end_it() -> Iterator[None]:
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
-    """Ends the process with one line on stderr."""
+    """End the process with one line on stderr."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     processes.leave(code)
     raise SystemExit(code)
 
 
 def plain_warnings() -> None:
-    """Warnings as one line each, without the place in the code."""
+    """Print each warning in one line, without its position in the code."""
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
 
 def plain_threads() -> None:
-    """Silence the tracebacks of tensorstore's threads, which nobody can catch.
+    """Silence the tracebacks of tensorstore's threads.
 
-    There is one for each array that cannot be written.
-
-    What became of the write is raised where it is waited for.
+    There is one for each array that cannot be written. They cannot be caught. The error itself is raised where the
+    checkpoint is waited for.
     """
     report = sys.unraisablehook
 
@@ -261,12 +267,12 @@ def plain_threads() -> None:
 
 
 def main(config_type: type[C], train: Callable[[C], Any], description: str) -> None:
-    """Runs a training script: flags, training, and errors that a user can act on."""
+    """Run a training script: read the flags, train, and print errors in one line."""
     config = parse(config_type, description)
     plain_warnings()
     plain_threads()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a text that a model wrote has letters that not every terminal has
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack letters of a sample
             stream.reconfigure(errors="replace")
     keep_freed_memory()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))  # read when JAX first looks for a device
@@ -275,20 +281,22 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
             processes.start(config)
             processes.require_alike(dataclasses.asdict(config))
         if not processes.first():
-            warnings.showwarning = lambda *_, **__: None  # as the first one has them
+            warnings.showwarning = lambda *_, **__: None  # the first process prints them
     try:
         train(config)
         sys.stdout.flush()
         processes.end()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing may be flushed into it any more
-        if isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # at exit Python would flush into the broken file
+        if isinstance(error, BrokenPipeError):  # the reader (head, less) has closed the pipe
             return
         fail(f"{error.filename or 'the output cannot be written'}: {error.strerror or error}", 1)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(130)  # at once: threads of XLA's that still compile crash when the interpreter is taken down
+        os._exit(130)  # without a shutdown of the interpreter, in which compiling threads of XLA would crash
     except FloatingPointError as error:  # NonFiniteTrainingError
         fail(str(error), 1)
     except Exception as error:
@@ -298,8 +306,8 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
             raise
         traceback.print_exc()
         fail(
-            "this process cannot go on; if another one has ended, its output says why. Once all have ended, start all "
-            "again with --resume",
+            "this process cannot continue; if another process ended first, its output says why. Once all have ended, "
+            "start all again with --resume",
             1,
         )
 

@@ -1,4 +1,4 @@
-"""The plan and the memory of a train step, as files that ``jaxmp report`` reads."""
+"""Write the plan and the memory of a train step for ``jaxmp report``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from experiments.training.experiment import Batch, Experiment
 def describe(experiment: Experiment, state: jaxmp.TrainState, batch: Batch, folder: Path) -> None:
     """Write ``plan.json`` and ``memory.json`` of a step that has run.
 
-    The plan is autocast's, or else the audit of the step. Memory is read from the compiled program of the step, so that
-    nothing is compiled again; on a mesh it would be, and memory is left out. An error is a warning.
+    The plan is autocast's cast plan, or else the audit of the step. The memory comes from the program that the step has
+    already compiled. On a mesh the step would be compiled again, so there is no ``memory.json``. An error is only a
+    warning.
     """
 
     def plan() -> str:
@@ -28,5 +29,5 @@ def describe(experiment: Experiment, state: jaxmp.TrainState, batch: Batch, fold
     for name, text in files.items():
         try:
             (folder / name).write_text(text())
-        except Exception as error:  # a run goes on without its description
+        except Exception as error:  # the run continues without this file
             warnings.warn(f"this run has no {name}, which jaxmp report reads: {error}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""The interface between a script, the loop that trains it, and `compare`."""
+"""The interface between training scripts, the training loop and `compare`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Batch = dict[str, jax.Array]
 
 
 class Closing(NamedTuple):
-    """Numbers and texts, by name, that a run adds to its metrics when it ends."""
+    """Numbers and texts by name that a run adds to its summary."""
 
     numbers: dict[str, float]
     texts: dict[str, str]
@@ -25,24 +25,25 @@ class Closing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One task under one policy, ready to train.
+    """A task under a policy, ready to train.
 
     Attributes:
       loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, model_state, metrics)``.
       step: the train step, ``step(state, batch) -> (state, metrics)``.
       eval_step: ``eval_step(state, batch) -> metrics``.
-      init_params: seed to fresh params.
-      create: params, which it takes over, to the state that training starts from.
-      train_batches: seed, and number of the first batch if not 0, to batches for ever; the n-th depends on the seed
-        and n only, so that a resumed run sees what it would have seen.
-      test_batches: the held-out batches, the same every time.
-      steps: how many steps to train.
-      batch_size: examples a step, of whatever ``unit`` counts.
-      precision: what the policy and the loss scale are, as text, and under ``data`` what the examples are, if known.
-      unit: what is counted a second, ``"examples"`` or ``"tokens"``.
-      closing: the trained state and its held-out metrics to what the summary says too, a sample say.
-      create_on_mesh: seed to the state that training starts from, on several devices; None for one device.
-      cast_plan: arguments of the loss function to autocast's plan; None where the modules have the policy.
+      init_params: makes fresh params from a seed.
+      create: makes the initial state from params. The params belong to the state then and must not be used again.
+      train_batches: ``train_batches(seed, start=0)`` yields batches without end, from the batch with number ``start``.
+        A batch depends only on the seed and its number, so a resumed run sees the same batches.
+      test_batches: returns the held-out batches, the same every time.
+      steps: the number of steps to train.
+      batch_size: the examples per step, counted in ``unit``.
+      precision: the policy and the loss scale as text, and under ``data`` the origin of the data, if known.
+      unit: the unit of the speed, ``"examples"`` or ``"tokens"``.
+      closing: makes further numbers and texts for the summary, such as a sample, from the trained state and its
+        held-out metrics.
+      create_on_mesh: makes the initial state from a seed on several devices; None for one device.
+      cast_plan: makes autocast's plan from the arguments of the loss function; None without autocast.
     """
 
     loss_fn: Callable[..., Any]
@@ -61,7 +62,7 @@ class Experiment:
     cast_plan: Callable[..., jaxmp.CastPlan] | None = None
 
     def init(self, seed: int) -> jaxmp.TrainState:
-        """A fresh state."""
+        """Return a fresh state."""
         if self.create_on_mesh is not None:
             return self.create_on_mesh(seed)
         return self.create(self.init_params(seed))
@@ -76,7 +77,10 @@ class Experiment:
         return hashlib.sha256(b"".join(whole)).hexdigest()[:12]
 
     def evaluate(self, state: jaxmp.TrainState) -> dict[str, float]:
-        """The metrics of ``eval_step`` on the held-out examples, averaged over examples; waits for the device."""
+        """Return the metrics of ``eval_step``, averaged over the held-out examples.
+
+        This waits for the device.
+        """
         sizes, results = [], []
         for batch in self.test_batches():
             sizes.append(len(jax.tree.leaves(batch)[0]))

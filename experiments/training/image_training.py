@@ -12,11 +12,14 @@ from experiments.data import images
 from experiments.training import cli
 
 SMALL = 64
-"""Up to this height a residual network has the stem for small images."""
+"""The largest height for which a ResNet has the stem for small images."""
 
 
 class Data(NamedTuple):
-    """A set of images, with its classes, each channel's mean and standard deviation, and its origin."""
+    """A data set of images, with its classes, statistics and origin.
+
+    ``mean`` and ``std`` are those of each channel.
+    """
 
     train: images.Images
     test: images.Images
@@ -34,12 +37,12 @@ class Batches(NamedTuple):
     """The batches of a run.
 
     Attributes:
-      train: seed, and number of the first batch if not 0, to batches for ever.
+      train: ``train(seed, start=0)`` yields batches without end, from the batch with number ``start``.
       test: returns the held-out batches.
       shape: height, width and channels of an image.
-      classes: how many there are.
-      steps: how many steps to train.
-      origin: the set and where it is from.
+      classes: the number of classes.
+      steps: the number of steps to train.
+      origin: the name and the source of the data set.
     """
 
     train: Callable[..., Iterator[images.Batch]]
@@ -51,7 +54,10 @@ class Batches(NamedTuple):
 
 
 def batches(config: Any, dtype: str, place: Any) -> Batches:
-    """Return the batches that the flags describe, with images in ``dtype``, each placed by ``place``."""
+    """Return the batches that the flags describe.
+
+    Images have the dtype ``dtype``, and ``place`` puts each batch on the devices.
+    """
     dataset = load(config.dataset, config.data_dir)
     height, width, channels = dataset.train.image.shape[1:]
     cli.require("--shift", config.shift, 0, height)
@@ -72,9 +78,9 @@ def batches(config: Any, dtype: str, place: Any) -> Batches:
 
 @functools.cache
 def load(dataset: str, data_dir: Path | None) -> Data:
-    """Read the training and the held-out images; they lie on the device where they fit."""
+    """Read the training and held-out images. They are kept on the device if they fit."""
     splits = data.read(dataset, data_dir)
-    # The digits stay in [0, 1].
+    # The digits are not normalised and stay in [0, 1].
     mean, std = ((), ()) if dataset == "digits" else images.statistics(splits["train"]["image"])
     classes = 1 + max(int(split["label"].max()) for split in splits.values())
     train, test = images.hold(splits["train"]), images.hold(splits["test"])
@@ -85,7 +91,7 @@ def check(config: Any) -> None:
     """Check the flags.
 
     Raises:
-      ValueError: a flag has a value out of range, or two do not go together.
+      ValueError: the value of a flag is out of range, or two flags do not go together.
     """
     cli.check(config)
     cli.require("--epochs", config.epochs, 1)
@@ -98,6 +104,6 @@ def check(config: Any) -> None:
         raise ValueError("--api nnx has cnn and resnet18, got --model resnet50; use --api linen")
     if config.api == "nnx" and config.override and (config.autocast or config.opt_level == "O1"):
         raise ValueError(
-            "under autocast --override matches the names on JAX's name stack, where --api nnx puts none, got "
+            "under autocast --override matches names on JAX's name stack, and --api nnx puts no names there, got "
             f"{config.override[0]!r}; use --api linen"
         )

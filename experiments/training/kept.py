@@ -1,4 +1,4 @@
-"""Files of a benchmark's run folder, with which the next command continues."""
+"""The files of a benchmark's run folder, from which the next command continues."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from experiments.measure.turns import LACKS
 from experiments.report.json_files import strict_json, write_json
 from experiments.report.progress import Progress
 
-UNFINISHED = "not all is measured: the same command goes on from here"
+UNFINISHED = "not everything is measured: the same command continues from here"
 """The last line of a command that leaves measurements to the next one."""
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Read the result that a run has left in a file.
+    """Read a result from a file of a run folder.
 
     Raises:
-      ValueError: it is damaged, or no run's.
+      ValueError: the file is damaged, or is not a result of a run.
     """
     try:
         content = json.loads(file.read_text())
@@ -31,12 +31,15 @@ def read(file: Path) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         why = str(error)
     if why:
-        raise ValueError(f"{file} is no result of a run ({why}); remove it, and it is measured anew")
+        raise ValueError(f"{file} is not a result of a run ({why}); remove it, and it is measured again")
     return content
 
 
 def _is_part(versions: str | None, others: str | None) -> bool:
-    """Return whether one list of versions contains the other: a further package changes no figure."""
+    """Return whether a list of versions contains the other list.
+
+    A further package does not change figures.
+    """
     here, other = (set(text.split(", ")) if text else set() for text in (versions, others))
     return bool(here and other) and (here <= other or other <= here)
 
@@ -47,33 +50,36 @@ def _may_be_had_now(record: dict[str, Any]) -> bool:
 
 
 def require_alike(file: Path, now: dict[str, Any]) -> None:
-    """Check that new measurements can stand beside those of the run folder.
+    """Check that new measurements have the setting of an earlier result.
 
-    A file there has the settings of the earlier ones.
+    Only then can they be compared. The versions may differ in packages that only one side has, because a package may
+    have been installed since.
 
-    Of versions one side may have packages that the other lacks: one was installed since.
+    Args:
+      file: the earlier result.
+      now: the setting of the new measurements.
 
     Raises:
-      ValueError: their settings differ, or the file is not a result of a run.
+      ValueError: the settings differ, or the file is not a result of a run.
     """
     before, now = read(file)["setting"], strict_json(now)
     different = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     if {"versions"} == {*different} and _is_part(before.get("versions"), now.get("versions")):
         return
-    if "smoke" in different:  # then everything else does, too
+    if "smoke" in different:  # then everything else differs too
         different = ["smoke"]
     if different:
         what = ", ".join(f"{name} is {before.get(name)} there and {now.get(name)} here" for name in different)
         raise ValueError(
-            f"what lies in one run folder is held against each other, but in {file} {what}; take the device, the "
-            "versions and the flags of that run, or another --run-dir"
+            f"results in a run folder must be comparable, but in {file} {what}; use the device, the versions and the "
+            "flags of that run, or another --run-dir"
         )
 
 
 def joined(environments: list[dict[str, str]]) -> dict[str, str]:
-    """Return device, versions, commands and the newest date of all measurements.
+    """Return the devices, versions, commands and newest date of measurements.
 
-    Texts that differ stand side by side.
+    Different texts are joined with semicolons.
     """
     texts = {
         name: [text for environment in environments for text in environment.get(name, "").split("; ") if text]
@@ -84,35 +90,39 @@ def joined(environments: list[dict[str, str]]) -> dict[str, str]:
 
 
 class Clock:
-    """The time that a command may take: what comes after it is left to the next command.
+    """The time limit of a command.
+
+    Measurements that do not fit are left to the next command.
 
     Attributes:
-      unfinished: whether something was.
+      unfinished: whether a measurement was left to the next command.
     """
 
     def __init__(self, minutes: float) -> None:
-        """So many minutes from now on, 0 for no limit."""
+        """Start a limit of ``minutes``; 0 for no limit."""
         self._minutes, self._started = minutes, time.monotonic()
         self.unfinished = False
 
     def late(self, seconds: float = 0.0) -> bool:
-        """Return whether a measurement of that length must wait for the next command."""
+        """Return whether a measurement of this length must be left to the next command."""
         self.unfinished |= 0 < 60 * self._minutes < time.monotonic() - self._started + seconds
         return self.unfinished
 
 
 class Kept:
-    """The measurements in a run folder, each in a file and made once.
+    """The measurements in a run folder.
+
+    Each is in a file, and is not made again if the file exists.
 
     Args:
-      folder: the run's.
-      minutes: what the command may take; 0 is no limit.
-      where: what it measures on.
-      **setting: what all figures in the folder have in common, beside device and versions.
+      folder: the run folder.
+      minutes: the time limit of the command; 0 for no limit.
+      where: the device, versions, date and command.
+      **setting: the setting that all figures in the folder share, besides device and versions.
 
     Attributes:
-      clock: what it leaves to the next command.
-      environments: of all that was found or measured.
+      clock: the time limit of the command.
+      environments: the environments of all measurements read or made.
     """
 
     def __init__(self, folder: Path, minutes: float, where: dict[str, str], **setting: Any) -> None:
@@ -122,34 +132,40 @@ class Kept:
         self.environments: list[dict[str, str]] = []
 
     def require_alike(self, pattern: str, **setting: Any) -> None:
-        """Checks that files in the folder are of the same setting.
+        """Check that the files that match ``pattern`` have the same setting.
 
         Raises:
-          ValueError: one is not, or is not a result of a run.
+          ValueError: a file has another setting, or is not a result of a run.
         """
         for file in self.folder.glob(pattern):
             require_alike(file, {**setting, **self.setting})
 
     def read(self, name: str) -> dict[str, Any]:
-        """Read the record of that name; empty if there is none."""
+        """Read the record of a name. The result is empty if there is no such record."""
         file = self.folder / f"{name}.json"
         return read(file) if file.exists() else {}
 
     def save(self, name: str, record: dict[str, Any], **setting: Any) -> None:
-        """Writes what was found in the folder's setting and in ``setting``."""
+        """Write a record with the folder's setting, ``setting`` and the environment."""
         about = {"setting": {**setting, **self.setting}, "environment": self.where}
         write_json(self.folder / f"{name}.json", {**about, **record})
 
     def get(
         self, name: str, find: Callable[[], dict[str, Any] | None], progress: Progress | None = None, **setting: Any
     ) -> dict[str, Any] | None:
-        """Return the record of that name, or measure it now; None if there was no time.
+        """Return the record of a name, or measure it now; None if there is no time left.
 
-        What was found with an ``error``, or lacks a package that is installed now, is looked for again. ``progress``
-        shows the name, and goes on by one.
+        A record with an ``error``, or one that lacked a package that is installed now, is measured again. ``progress``
+        shows the name, and advances by one.
+
+        Args:
+          name: the name of the record.
+          find: measures the record; returns None if there is no time left.
+          progress: the progress bar.
+          **setting: the setting of this record, besides the folder's.
 
         Raises:
-          ValueError: what was found before is of another setting, or damaged.
+          ValueError: an earlier record has another setting or is damaged.
         """
         self.require_alike(f"{name}.json", **setting)
         if progress:
@@ -165,6 +181,6 @@ class Kept:
         return {key: record[key] for key in record if key not in ("setting", "environment")} or None
 
     def end(self) -> None:
-        """Says that something was left to the next command, if it was."""
+        """Print a line if measurements were left to the next command."""
         if self.clock.unfinished:
             print(UNFINISHED)

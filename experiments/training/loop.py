@@ -1,6 +1,6 @@
-"""Run the loop of every training script.
+"""The training loop of every script.
 
-It starts at the first step, or at the last checkpoint of an earlier process.
+It starts a run, or resumes a run from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from experiments.training.experiment import Experiment
 from experiments.training.run_folders import alone_in, checkpoints_folder, folder_to_resume, run_folder
 from experiments.training.runs import Run
 
-if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
+if TYPE_CHECKING:  # the module imports Orbax, which is needed only for checkpoints
     from experiments.training.checkpoints import Checkpoint
 
 C = TypeVar("C", bound=cli.Training)
 
-# Flags in which runs of one experiment differ: a comparison sets them itself, and a resumed run may have others.
+# Flags in which runs of an experiment may differ. A comparison sets them itself, and a resumed run may change them.
 OF_A_RUN = frozenset(
     ("policy", "loss_scale", "opt_level", "autocast", "checkpoint_every", "keep", "resume", "data_dir", "run_dir",
      "watch", "tensorboard", "mesh", "coordinator", "processes", "process_id", "stall_seconds")
 )  # fmt: skip
-# Flags that a resumed run may have otherwise. Those of precision are held against the checkpoint's dtypes instead.
+# Flags that a resumed run may change. For flags of precision, the dtypes of the checkpoint are checked instead.
 MAY_CHANGE = OF_A_RUN | {
     "override", "remat", "steps", "epochs", "evaluate_every", "memory_limit", "prompt", "sample_tokens", "temperature",
     "top_k",
@@ -39,7 +39,10 @@ _LENGTH = frozenset(("steps", "epochs"))
 
 
 def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str, Any]:
-    """Trains as the scripts do, and returns the run's summary; see :func:`running`."""
+    """Train as the scripts do, and return the summary of the run.
+
+    See :func:`running`.
+    """
     with running(name, config, prepare) as run:
         for batch in run.batches():
             run.state, metrics = run.experiment.step(run.state, batch)
@@ -51,26 +54,25 @@ def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str,
 def running(
     name: str, config: C, prepare: Callable[[C], Experiment], largest_batch: Callable[[C], int] | None = None
 ) -> Iterator[Any]:
-    """Open a run in its folder; a loop over its batches trains it.
+    """Open a run in its folder, from its first step or its last checkpoint.
 
-    It starts at the first step or at the last checkpoint.
-
-    When the block ends it is evaluated, and ``run.summary`` says what came out; not if SIGTERM stopped it before its
-    last step. A folder that can no longer be written to ends the process with one line. Each of several processes runs
-    this: the first one makes the folder, writes to it and shows progress.
+    The block loops over its batches. When the block ends, the run is evaluated and ``run.summary`` has the results,
+    unless SIGTERM stopped the run before its last step. If the folder cannot be written to any more, the process ends
+    with one line. If there are several processes, all call this function. The first one makes the folder, writes to it
+    and shows progress.
 
     Args:
-      name: the experiment's, for the run's folder.
-      config: its flags.
-      prepare: flags to the experiment they describe.
-      largest_batch: flags to the largest batch that makes sense, for ``--batch-size auto``.
+      name: the name of the experiment, for the run folder.
+      config: the flags.
+      prepare: makes the experiment that the flags describe.
+      largest_batch: returns the largest useful batch for the flags, for ``--batch-size auto``.
     """
     with contextlib.ExitStack() as locks:
         with cli.bad_values_end_it():
             if largest_batch is not None:
                 config = batch_size.settled(name, config, prepare, largest_batch)
             if processes.several() and config.watch:
-                raise ValueError("--watch reads values of one process alone; leave it away beside --processes")
+                raise ValueError("--watch works in a single process only; leave it out with --processes")
             run = (_resume if config.resume else _start)(name, config, prepare, locks)
         if isinstance(run, Finished):
             yield run
@@ -83,13 +85,13 @@ def running(
         except OSError as error:
             from experiments.training import checkpoints
 
-            remedy = "go on with --resume" if checkpoints.steps(checkpoints_folder(run.folder)) else "start again"
-            cli.fail(f"the run in {run.folder} cannot go on: {error}; once there is room, {remedy}", 1)
+            remedy = "continue with --resume" if checkpoints.steps(checkpoints_folder(run.folder)) else "start again"
+            cli.fail(f"the run in {run.folder} cannot continue: {error}; once there is room, {remedy}", 1)
     _tell_the_end(run)
 
 
 def _start(name: str, config: C, prepare: Callable[[C], Experiment], locks: contextlib.ExitStack) -> Run:
-    """Begin a run in a folder of its own."""
+    """Begin a run in a new folder, or in ``--run-dir``."""
     experiment = processes.together(lambda: prepare(config), first_before=True)
 
     def new_folder() -> Path:
@@ -102,7 +104,7 @@ def _start(name: str, config: C, prepare: Callable[[C], Experiment], locks: cont
 
 
 def _resume(name: str, config: C, prepare: Callable[[C], Experiment], locks: contextlib.ExitStack) -> Run | Finished:
-    """Go on with the run that the flags mean, from its last checkpoint."""
+    """Resume the run that the flags name, from its last checkpoint."""
 
     def locked_folder() -> Path:
         return locks.enter_context(alone_in(folder_to_resume(name, config.run_dir)))
@@ -113,7 +115,7 @@ def _resume(name: str, config: C, prepare: Callable[[C], Experiment], locks: con
     require_same_data(checkpoint, experiment, config.seed)
     summary = finished(folder, checkpoint, experiment)
     if summary is not None:
-        tell(f"{folder} has had its {experiment.steps} steps; raise --steps to train on")
+        tell(f"{folder} has trained all its {experiment.steps} steps; raise --steps to train further")
         return Finished(summary)
     state = checkpoint.restore(experiment.init(config.seed), experiment.precision, config.override, free=True)
     tell(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
@@ -121,11 +123,11 @@ def _resume(name: str, config: C, prepare: Callable[[C], Experiment], locks: con
 
 
 def _tell_the_end(run: Run) -> None:
-    """Print the result of a run, or how to go on with it."""
+    """Print the result of a run, or how to continue it."""
     if run.stopped:
         tell(
-            f"stopped by SIGTERM after step {run.step}, which is saved; to go on, start the same again with --resume "
-            f"--run-dir {shlex.quote(str(run.folder))}"
+            f"stopped by SIGTERM after step {run.step}, which is saved; to continue, run the same command with "
+            f"--resume --run-dir {shlex.quote(str(run.folder))}"
         )
         return
     tell(
@@ -137,34 +139,34 @@ def _tell_the_end(run: Run) -> None:
 
 
 def tell(text: str, **options: Any) -> None:
-    """Prints what all processes would say alike."""
+    """Print a text in the first process only."""
     if processes.first():
         print(text, **options)
 
 
 class Finished(NamedTuple):
-    """A run that has had all its steps in an earlier process."""
+    """A run that trained all its steps in an earlier process."""
 
     summary: dict[str, Any]
 
     def batches(self) -> tuple[()]:
-        """None are left."""
+        """Return no batches, because no steps are left."""
         return ()
 
 
 def require_new(folder: Path) -> None:
-    """Checks that a run may begin in a folder.
+    """Check that a run may begin in a folder.
 
     Raises:
-      ValueError: it has another run's checkpoints, or what a finished run left.
+      ValueError: the folder has checkpoints or the summary of another run.
     """
     if (earlier := checkpoints_folder(folder)).is_dir():
         from experiments.training import checkpoints
 
         if steps := checkpoints.steps(earlier):
             raise ValueError(
-                f"a run begins in a folder without checkpoints, but {folder} has one of step {steps[-1]}; go on with "
-                "--resume, or take another --run-dir"
+                f"a run begins in a folder without checkpoints, but {folder} has one of step {steps[-1]}; continue "
+                "with --resume, or take another --run-dir"
             )
     if (folder / "summary.json").exists():
         raise ValueError(
@@ -174,33 +176,37 @@ def require_new(folder: Path) -> None:
 
 
 def to_resume(name: str, config: cli.Training, folder: Path) -> Checkpoint:
-    """The last checkpoint of the run in a folder.
+    """Return the last checkpoint of the run in a folder.
 
     Raises:
-      ValueError: there is none, it is damaged, or the flags are not that run's.
+      ValueError: there is no checkpoint, the checkpoint is damaged, or the flags differ from those of the run.
     """
     from experiments.training import checkpoints
 
     for path in checkpoints.unfinished(checkpoints_folder(folder)):
-        tell(f"warning: {path} was not finished when its process ended, and is left out", file=sys.stderr)
+        tell(f"warning: {path} was not finished when its process ended, and is ignored", file=sys.stderr)
     checkpoint = checkpoints.read_last(checkpoints_folder(folder), check=processes.first())
     require_same_flags(name, config, checkpoint)
     metrics, size = folder / "metrics.csv", checkpoint.about["metrics_bytes"]
     if not metrics.is_file() or metrics.stat().st_size < size:
         raise ValueError(
-            f"a resumed run goes on after the first {size} bytes of its metrics, but {metrics} has fewer; put the file "
-            "back, or start another run"
+            f"a resumed run continues after the first {size} bytes of its metrics, but {metrics} has fewer; put the "
+            "file back, or start another run"
         )
     return checkpoint
 
 
 def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) -> None:
-    """Checks that nothing was changed that would make another run of this one."""
+    """Check that no flag was changed that a resumed run must keep.
+
+    Raises:
+      ValueError: such a flag was changed, or the checkpoint is of another experiment.
+    """
     began = checkpoint.about["experiment"]
     if began != name:
-        raise ValueError(f"--resume goes on with a run of {name}, but {checkpoint.folder} is one of {began}")
+        raise ValueError(f"--resume continues a run of {name}, but {checkpoint.folder} is of {began}")
     before = checkpoint.about["config"]
-    # A learning rate that follows a schedule depends on how many steps there will be.
+    # With a schedule, the learning rate depends on the number of steps.
     may_change = MAY_CHANGE if getattr(config, "schedule", "constant") == "constant" else MAY_CHANGE - _LENGTH
     changed, remedy = [], []
     for field in dataclasses.fields(config):
@@ -218,10 +224,10 @@ def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) 
 
 
 def require_same_data(checkpoint: Checkpoint, experiment: Experiment, seed: int) -> None:
-    """Checks that the examples are those that the run has seen, wherever they lie now.
+    """Check that the examples are those of the run. Their folder may have changed.
 
     Raises:
-      ValueError: they are not.
+      ValueError: the examples are others.
     """
     there = checkpoint.about["precision"].get("data", "data"), checkpoint.about["examples"]
     here = experiment.precision.get("data", "data"), experiment.examples(seed)
@@ -234,14 +240,16 @@ def require_same_data(checkpoint: Checkpoint, experiment: Experiment, seed: int)
 
 
 def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> dict[str, Any] | None:
-    """The summary of a run that has nothing left to do.
+    """Return the summary of a run that has trained all its steps.
+
+    The result is None for a run that has not.
 
     Raises:
-      ValueError: it has had more steps than it should.
+      ValueError: the run has trained more steps than the flags ask for, or its summary is damaged.
     """
     if checkpoint.step > experiment.steps:
         raise ValueError(
-            f"--steps must be at least the {checkpoint.step} that {folder} has had, got {experiment.steps}; "
+            f"--steps must be at least the {checkpoint.step} that {folder} has trained, got {experiment.steps}; "
             "start another run to train less"
         )
     path = folder / "summary.json"
@@ -252,5 +260,6 @@ def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> di
         return summary if summary["steps"] == experiment.steps else None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is no summary of a run ({type(error).__name__}: {error}); remove it, and --resume writes it anew"
+            f"{path} is not a summary of a run ({type(error).__name__}: {error}); remove it, and --resume writes a new "
+            "one"
         ) from error

@@ -1,7 +1,4 @@
-"""Read the flag --mesh.
-
-It arranges the devices of all processes and the rows of a batch on them.
-"""
+"""Read the flag --mesh, and place arrays on the devices of all processes."""
 
 from __future__ import annotations
 
@@ -22,12 +19,13 @@ _ROWS = ("data", "fsdp")  # axes over which a batch is split
 
 
 def read(text: str | None) -> Mesh | None:
-    """The mesh of all devices that ``text`` describes; None for one process that is asked for none.
+    """Return the mesh of all devices that ``text`` describes.
 
-    Several processes without the flag have a copy of the params each.
+    The result is None without the flag and with a single process. Without the flag, several processes have the mesh
+    ``data=N`` of all devices.
 
     Raises:
-      ValueError: it is no mesh, or not one of so many devices as there are.
+      ValueError: ``text`` does not describe a mesh, or the mesh does not have the number of devices.
     """
     if text is None and not processes.several():
         return None
@@ -39,23 +37,25 @@ def read(text: str | None) -> Mesh | None:
         size = part.partition("=")[2].strip()
         if name not in sizes or names.count(name) > 1 or not size.isdecimal() or int(size) < 1:
             raise ValueError(
-                f"--mesh is a number of devices for each of {', '.join(AXES)}, or some of them, got {text!r}; write "
-                "--mesh data=2,fsdp=4, say"
+                f"--mesh gives a number of devices to some of the axes {', '.join(AXES)}, got {text!r}; write --mesh "
+                "data=2,fsdp=4, for example"
             )
         sizes[name] = int(size)
     if math.prod(sizes.values()) != devices:
         raise ValueError(
-            f"the numbers of --mesh must make all devices, got {text} for {devices} devices of {jax.process_count()} "
-            f"processes; write --mesh fsdp={devices}, say"
+            f"the product of the numbers of --mesh must be the number of devices, got {text} for {devices} devices of "
+            f"{jax.process_count()} processes; write --mesh fsdp={devices}, for example"
         )
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def placing(config: Any) -> tuple[Mesh | None, Any]:
-    """Return the mesh of the flags and the function that puts a batch on it; None and None for one device.
+    """Return the mesh of the flags and the function that puts a batch on it.
+
+    Both are None for one device.
 
     Raises:
-      ValueError: the devices do not make the mesh, or do not divide a batch.
+      ValueError: the mesh does not have the number of devices, or the devices do not divide a batch.
     """
     devices = read(config.mesh)
     require_rows(devices, config.batch_size, config.accumulate)
@@ -63,9 +63,10 @@ def placing(config: Any) -> tuple[Mesh | None, Any]:
 
 
 def sharding(mesh: Mesh | None, params: Any, rules: Mapping[str, PartitionSpec] | None = None) -> Sharding | None:
-    """Return the sharding of ``params``, arrays or shapes, on the mesh; None for one device.
+    """Return the sharding of ``params``, arrays or shapes, on the mesh.
 
-    ``rules`` are patterns of params to how the axis ``tensor`` splits them.
+    The result is None for one device. ``rules`` maps patterns of params to their specs if the axis ``tensor`` is larger
+    than 1.
     """
     if mesh is None:
         return None
@@ -73,24 +74,26 @@ def sharding(mesh: Mesh | None, params: Any, rules: Mapping[str, PartitionSpec] 
 
 
 def require_rows(mesh: Mesh | None, batch_size: int, accumulate: int) -> None:
-    """Checks that the devices divide a microbatch.
+    """Check that the devices divide a microbatch.
 
     Raises:
-      ValueError: they do not.
+      ValueError: the devices do not divide a microbatch.
     """
     if mesh is not None and batch_size % (accumulate * _row_devices(mesh)):
         raise ValueError(
-            f"--batch-size must divide by --accumulate times the {_row_devices(mesh)} devices of --mesh that a batch "
-            f"is split over, got {batch_size} and --accumulate {accumulate}; take "
-            f"{math.ceil(batch_size / accumulate / _row_devices(mesh)) * accumulate * _row_devices(mesh)}, say"
+            f"--batch-size must be a multiple of --accumulate times the {_row_devices(mesh)} devices of --mesh that a "
+            f"batch is split over, got {batch_size} and --accumulate {accumulate}; take "
+            f"{math.ceil(batch_size / accumulate / _row_devices(mesh)) * accumulate * _row_devices(mesh)}, for example"
         )
 
 
 def require_no_tensor(mesh: Mesh | None, model: str) -> None:
-    """Checks that a model whose products nobody has said how to split is not asked for it.
+    """Check that the axis ``tensor`` is 1.
+
+    Models without rules that split their products need this.
 
     Raises:
-      ValueError: it is.
+      ValueError: the axis is larger than 1.
     """
     if mesh is not None and mesh.shape["tensor"] > 1:
         raise ValueError(
@@ -104,19 +107,22 @@ def _row_devices(mesh: Mesh) -> int:
 
 
 def spread(mesh: Mesh, shape: tuple[int, ...], rows: Callable[[slice], np.ndarray]) -> jax.Array:
-    """Return an array on the mesh; each process asks for the rows on its own devices.
+    """Return an array on the mesh, split by rows.
 
     Args:
       mesh: the devices.
-      shape: of the whole array; rows that the devices do not divide lie whole on each.
-      rows: a slice of the first axis to these rows.
+      shape: the shape of the whole array. If the devices do not divide its rows, every device has the whole array.
+      rows: returns the rows of a slice of the first axis. Each process calls it only for the rows on its devices.
     """
     spec = PartitionSpec(_ROWS if shape[0] % _row_devices(mesh) == 0 else None)
     return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda index: rows(index[0]))
 
 
 def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """NumPy's arrays, which every process has, on the mesh, as the specs say."""
+    """Place NumPy arrays on the mesh according to the specs.
+
+    Every process must have the whole arrays.
+    """
 
     def placed(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
@@ -125,9 +131,10 @@ def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def gathered(loss_fn: Callable[..., Any], sharding: Sharding | None) -> Callable[..., Any]:
-    """Return ``loss_fn`` of sharded params: it sees them whole but for the axis ``tensor``.
+    """Return ``loss_fn`` for sharded params.
 
-    Left alone, XLA moves activations between the devices in place of weights, ten times as many bytes.
+    It gathers the params over all axes but ``tensor`` first. Otherwise XLA moves activations between the devices in
+    place of weights, which is about ten times as many bytes.
     """
     if sharding is None:
         return loss_fn
@@ -143,7 +150,10 @@ def gathered(loss_fn: Callable[..., Any], sharding: Sharding | None) -> Callable
 
 
 def on_host(tree: Any) -> Any:
-    """The arrays of ``tree`` whole, as NumPy's. All processes must call it for arrays that none has whole."""
+    """Return the whole arrays of ``tree`` as NumPy arrays.
+
+    If no process has the whole array, all processes must call this function.
+    """
 
     def whole(leaf: Any) -> Any:
         if leaf.is_fully_addressable or leaf.is_fully_replicated:

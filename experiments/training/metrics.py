@@ -1,4 +1,4 @@
-"""Metrics of a batch, and reading them from the device without making it wait."""
+"""Compute metrics of a batch, and read them without making the device wait."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-# By then the device has them, and the next steps are queued behind.
+# By then the device has computed the metrics, and further steps are in its queue.
 _STEPS_LATE = 8
 
 
 def accuracy(logits: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """The share of examples whose label has the largest logit, a float32 scalar.
+    """Return the share of examples whose label has the largest logit.
 
-    A tie of n logits counts 1/n, the chance of guessing right: half logits tie more often than float32's, and argmax,
-    which takes the first (among tokens the most frequent), would count that for or against them. It is faster, too.
+    The result is a float32 scalar. If n logits are tied for the largest, the example counts 1/n, the chance of a
+    correct guess. Logits in half precision are tied more often than in float32, and argmax, which takes the first one,
+    would bias the result.
 
     Args:
       logits: float32 (batch, classes).
       labels: int32 (batch,).
-      where: bool (batch,), the examples that count; None for all. With none of them it is not a number.
+      where: bool (batch,), the examples that count; None for all. If none counts, the result is nan.
     """
     largest = logits.max(axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, labels[:, None], axis=-1)
@@ -30,18 +31,18 @@ def accuracy(logits: jax.Array, labels: jax.Array, where: jax.Array | None = Non
 
 
 class Late:
-    """Step numbers and metrics on the device, handed out as floats some steps after they came in."""
+    """A queue of metrics on the device, which are read as floats some steps later."""
 
     def __init__(self) -> None:
         self._pending: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
 
     def push(self, step: int, metrics: dict[str, jax.Array]) -> Iterator[tuple[int, dict[str, float]]]:
-        """Takes a step's metrics and yields those that are old enough."""
+        """Add a step's metrics, and yield the metrics that are old enough."""
         self._pending.append((step, metrics))
         return self._pop(_STEPS_LATE)
 
     def drain(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yields all that is left; waits for the device."""
+        """Yield all remaining metrics. This waits for the device."""
         return self._pop(0)
 
     def _pop(self, leave: int) -> Iterator[tuple[int, dict[str, float]]]:

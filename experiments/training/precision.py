@@ -13,7 +13,7 @@ import jaxmp
 from jaxmp.base.dtypes import closest_names
 from jaxmp.engine.rules import UnmatchedOverrideError
 
-# The scale of each of Apex's opt levels; float16 params (O3) go without.
+# The loss scale of each of Apex's opt levels. O3, with float16 params, has none.
 OPT_LEVELS = {"O0": "none", "O1": "dynamic", "O2": "dynamic", "O3": "none"}
 
 _KINDS: dict[str, type] = {
@@ -22,23 +22,23 @@ _KINDS: dict[str, type] = {
     "dynamic": jaxmp.DynamicLossScale,
     "headroom": jaxmp.HeadroomLossScale,
 }
-_NO_FLAGS = ("counter", "countdown", "running_max", "dtype")  # what training moves, and what is no number
+_NO_FLAGS = ("counter", "countdown", "running_max", "dtype")  # fields that change during training, or are not numbers
 
 
 def read_policy(policy: str, loss_scale: str, opt_level: str | None = None) -> tuple[Any, Any, str]:
-    """The policy, the loss scale and the text of the loss scale (in place of ``auto``).
+    """Return the policy, the loss scale, and the text of the loss scale.
 
-    An opt level stands for a policy and, unless ``loss_scale`` says otherwise, for the loss scale that Apex gives it.
-    ``auto`` is dynamic where the policy computes in float16, and none elsewhere.
+    An opt level names a policy and, if ``loss_scale`` is ``auto``, also Apex's loss scale of that level. Without an opt
+    level, ``auto`` is dynamic if the policy computes in float16, else none.
 
     Raises:
-      ValueError: something is unknown or out of range, or both a policy and an opt level were given.
+      ValueError: a name is unknown, a value is out of range, or there are both a policy and an opt level.
     """
     if opt_level is not None:
         if policy != "auto":
             raise ValueError(
-                f"--opt-level names a policy, as --policy does: got --opt-level {opt_level} and --policy {policy}; "
-                "leave one of them away"
+                f"--opt-level names a policy, as --policy does, got --opt-level {opt_level} and --policy {policy}; "
+                "leave out one of them"
             )
         automatic = OPT_LEVELS[opt_level]
         chosen = jaxmp.get_policy("mixed_float16" if opt_level == "O1" else opt_level)
@@ -61,7 +61,7 @@ class Precision(NamedTuple):
       policy: a Policy or a PolicyMap.
       loss_scale: a loss-scale object.
       loss_scale_text: the flag that names it.
-      autocast: arguments of :func:`jaxmp.autocast` for the loss function; empty where the modules have the policy.
+      autocast: the arguments of :func:`jaxmp.autocast` for the loss function; empty without autocast.
     """
 
     policy: Any
@@ -71,18 +71,19 @@ class Precision(NamedTuple):
 
     @property
     def module_policy(self) -> Any:
-        """The policy of the modules; None under autocast."""
+        """Return the policy of the modules; None under autocast."""
         return None if self.autocast else self.policy
 
     def input_dtype(self, config: Any) -> str:
         """Return the dtype of images.
 
-        The first module would round them anyway, unless an override says otherwise.
+        It is the compute dtype, because the first module would round the images to it anyway. With an override or under
+        autocast it is float32, because the first module may then compute in float32.
         """
         return "float32" if config.override or self.autocast else compute_dtype(self.policy).name
 
     def under_autocast(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the loss function as the train step runs it."""
+        """Return the loss function, under autocast if the flags say so."""
         return jaxmp.autocast(loss_fn, **self.autocast) if self.autocast else loss_fn
 
     def description(self, origin: str) -> dict[str, str]:
@@ -96,10 +97,10 @@ class Precision(NamedTuple):
 
 
 def read_precision(config: Any) -> Precision:
-    """Read the flags of precision, before anything that takes long.
+    """Read the flags of precision.
 
     Raises:
-      ValueError: one is unknown, or two do not go together.
+      ValueError: a value is unknown, or two flags do not go together.
     """
     policy, loss_scale, text = read_policy(config.policy, config.loss_scale, config.opt_level)
     autocast = read_autocast(config.autocast, config.opt_level, policy, config.override)
@@ -110,23 +111,23 @@ def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: 
     """Return the arguments of :func:`jaxmp.autocast` for the loss function.
 
     Args:
-      autocast: the flag.
-      opt_level: O1 asks for autocast too.
-      policy: what :func:`read_policy` has read.
-      override: ``PATTERN=POLICY`` texts, whose policies compute in float32 or in the compute dtype of ``policy``.
+      autocast: the flag ``--autocast``.
+      opt_level: the flag ``--opt-level``. O1 also means autocast.
+      policy: the policy from :func:`read_policy`.
+      override: ``PATTERN=POLICY`` texts. Their policies must compute in float32 or in the compute dtype of ``policy``.
 
     Returns:
-      An empty dict where the model has the policy.
+      The arguments; an empty dict without autocast.
 
     Raises:
-      ValueError: what the flags ask for is not what autocast can do.
+      ValueError: autocast cannot do what the flags ask for.
     """
     if not autocast and opt_level != "O1":
         return {}
     if opt_level not in (None, "O1"):
         raise ValueError(
-            f"--autocast decides operation by operation and --opt-level {opt_level} by module, got both; leave one of "
-            "them away, or use --opt-level O1, which is autocast in float16"
+            f"--autocast decides for each operation and --opt-level {opt_level} for each module, got both; leave out "
+            "one of them, or use --opt-level O1, which is autocast in float16"
         )
     if isinstance(policy, jaxmp.PolicyMap):
         raise ValueError(f"--autocast takes one policy, got {policy}; name the exceptions with --override")
@@ -134,7 +135,7 @@ def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: 
         raise ValueError(
             "--autocast computes float32 params in half precision, got a policy of "
             f"{policy.param_dtype.name} params that computes in {policy.compute_dtype.name}; use --policy "
-            "mixed_bfloat16 or mixed_float16, or leave --autocast away"
+            "mixed_bfloat16 or mixed_float16, or leave out --autocast"
         )
     overrides = {}
     for pattern, text in read_overrides(override).items():
@@ -149,7 +150,10 @@ def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: 
 
 
 def read_low_precision(inner: Any, low_precision: str, seed: int) -> Any:
-    """The optimizer ``inner`` as ``--low-precision`` has it; ``none`` is ``inner`` itself."""
+    """Wrap the optimizer ``inner`` for ``--low-precision``.
+
+    With ``none``, ``inner`` is returned.
+    """
     if low_precision == "none":
         return inner
     if low_precision in ("nearest", "kahan", "stochastic"):
@@ -158,12 +162,12 @@ def read_low_precision(inner: Any, low_precision: str, seed: int) -> Any:
 
 
 def require_matches(experiment: Any) -> None:
-    """Trace the loss function under autocast.
+    """Trace the evaluation step under autocast, to find unmatched overrides.
 
     An override that matches nothing is then an error at once.
 
     Raises:
-      ValueError: there is one.
+      ValueError: an override matches nothing.
     """
     state = jax.eval_shape(experiment.init, 0)
     jax.eval_shape(experiment.eval_step, state, next(iter(experiment.test_batches())))
@@ -172,14 +176,15 @@ def require_matches(experiment: Any) -> None:
 def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable[..., Any], Any]]) -> list[Any]:
     """Return autocast's arguments for each of several loss functions.
 
-    A model's loss and its logits are methods of their own, with paths of their own.
+    Each gets the overrides that match in it. The functions may call different methods of a model, whose operations have
+    different paths.
 
     Args:
-      autocast: what :func:`read_autocast` gave.
-      functions: each loss function with its arguments, arrays or ShapeDtypeStructs; it is traced for each override.
+      autocast: the result of :func:`read_autocast`.
+      functions: each loss function with its arguments, as arrays or ShapeDtypeStructs. It is traced for each override.
 
     Raises:
-      UnmatchedOverrideError: an override matches in none, a ValueError.
+      UnmatchedOverrideError: an override matches in none of the functions. The error is a ValueError.
     """
     of_functions: list[dict[str, str]] = [{} for _ in functions]
     for pattern, kind in autocast["overrides"].items():
@@ -197,14 +202,18 @@ def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable
 
 
 def compute_dtype(policy: Any) -> Any:
-    """The compute dtype of a policy, of a map's default."""
+    """Return the compute dtype of a policy.
+
+    For a PolicyMap, it is that of the root policy.
+    """
     return (policy.root if isinstance(policy, jaxmp.PolicyMap) else policy).compute_dtype
 
 
 def read_loss_scale(text: str) -> Any:
-    """The loss scale that ``text`` names: ``none``, ``static:4096``, ``dynamic``, ``headroom``.
+    """Return the loss scale that ``text`` names.
 
-    After a colon come the class's parameters, ``dynamic:loss_scale=1024,period=100``; the first needs no name.
+    Examples are ``none``, ``static:4096``, ``dynamic`` and ``headroom``. Parameters of the loss scale follow after a
+    colon, as in ``dynamic:loss_scale=1024,period=100``. The first needs no name.
 
     Raises:
       ValueError: the kind or a parameter is unknown, or a value out of range.
@@ -231,10 +240,12 @@ def read_loss_scale(text: str) -> Any:
 
 
 def read_overrides(texts: tuple[str, ...]) -> dict[str, str]:
-    """``PATTERN=POLICY`` strings as the overrides of :func:`jaxmp.linen.apply_policy`.
+    """Return ``PATTERN=POLICY`` texts as a dictionary of overrides.
+
+    It is an argument of :func:`jaxmp.linen.apply_policy`.
 
     Raises:
-      ValueError: one has no ``=``.
+      ValueError: a text is not of this form.
     """
     overrides = {}
     for text in texts:

@@ -1,11 +1,9 @@
-"""Run several processes of one job.
+"""Run several processes of a job, which start and stop together.
 
-They start together, agree, stop together, and end if one of them hangs or is gone.
-
-``jax.distributed`` is the meeting point, SLURM or Kubernetes the launcher, which starts all again when one has ended.
-A process that ends is missed after ``HEARTBEAT_S`` at most, and then JAX ends the others. One that hangs is alive to
-JAX and would hold the others for ever, so that each ends itself when it makes no step for so long as its watchdog
-waits. What can go wrong before the first step, such as data that one machine does not have, is an error of all.
+All of them end if one of them ends or hangs. ``jax.distributed`` connects the processes. SLURM or Kubernetes starts
+them, and restarts all when one of them has ended. JAX notices a process that ends after at most ``HEARTBEAT_S`` and
+ends the others. JAX does not notice a process that hangs, so each process has a watchdog, which ends it if it makes no
+step for some time. An error before the first step, such as missing data on one machine, is raised in all processes.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax._src.distributed import global_state  # the one place where processes meet without a device
+from jax._src.distributed import global_state  # has the client with which processes exchange texts without devices
 from jax.experimental import multihost_utils
 
 import jaxmp
@@ -33,19 +31,21 @@ import jaxmp
 T = TypeVar("T")
 
 HEARTBEAT_S = 15
-START_S = 600  # until all processes are there: a restarted job's machines come one after the other
-LONG = 20  # times as long as a step may take: reading data, compiling, restoring, evaluating, saving
+START_S = 600  # the limit for all processes to start, because the machines of a job start at different times
+LONG = 20  # reading data, compiling, restoring, evaluating and saving may take this many times as long as a step
 _LEAVE_S = 5.0
-_OWN = ("process_id", "data_dir")  # flags that processes may have otherwise
+_OWN = ("process_id", "data_dir")  # flags in which processes may differ
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 
 
 def start(config: Any) -> None:
-    """Joins the other processes, if the flags or the environment say that there are some.
+    """Connect to the other processes, if there are any.
+
+    The flags or the environment say so.
 
     Raises:
-      ValueError: the flags are not all there or out of range; or not all processes came.
+      ValueError: a flag is missing or out of range, or not all processes started in time.
     """
     flags = {name: getattr(config, name) for name in ("coordinator", "processes", "process_id")}
     named = [name for name, value in flags.items() if value is not None]
@@ -54,7 +54,7 @@ def start(config: Any) -> None:
     if named:
         _check(**flags)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Without checkpoints there is nothing to do on SIGTERM but to end, as a process does by itself.
+    # JAX's preemption service handles SIGTERM. Without checkpoints, SIGTERM should just end the process.
     jax.config.update("jax_enable_preemption_service", config.checkpoint_every > 0)
     try:
         jax.distributed.initialize(
@@ -69,16 +69,17 @@ def start(config: Any) -> None:
         where = f" at {flags['coordinator']}" if named else ""
         raise ValueError(
             f"all processes of a job must meet{where} within {START_S} s, but {' '.join(str(error).split())[:300]}; "
-            "start as many as there are to be, with the same --coordinator and --processes and each its --process-id"
+            "start --processes of them, with the same --coordinator and --processes, each with its --process-id"
         ) from error
     watch(config.stall_seconds)
     if first():
         print(
-            f"note: {global_state.num_processes} processes; should one of them end, all end within a minute: start all "
-            "again with --resume",
+            f"note: {global_state.num_processes} processes; if one of them ends, all end within a minute. Then start "
+            "all again with --resume",
             file=sys.stderr,
         )
-    jax.devices()  # JAX tells the others what each has and waits for them: now, not while the first prepares alone
+    # JAX now exchanges the devices of all processes. Later the others would wait while the first one prepares data.
+    jax.devices()
 
 
 def _detected() -> bool:
@@ -113,10 +114,12 @@ def first() -> bool:
 
 
 def exchange(text: str) -> list[str]:
-    """Exchange a text between all processes; all must call it, in the same order.
+    """Exchange a text between all processes, and return the texts by process number.
+
+    All processes must make their calls in the same order.
 
     Raises:
-      ValueError: one does not come.
+      ValueError: a process does not call in time.
     """
     turn, process_id, said = next(_turns), global_state.process_id, []
     global_state.client.key_value_set(f"jaxmp/{turn}/{process_id}", f"={text}")
@@ -124,7 +127,7 @@ def exchange(text: str) -> list[str]:
         try:
             said.append(global_state.client.blocking_key_value_get(f"jaxmp/{turn}/{number}", 1000 * START_S)[1:])
         except jax.errors.JaxRuntimeError as error:
-            raise ValueError(f"process {number} did not come within {START_S} s ({str(error)[:200]})") from error
+            raise ValueError(f"process {number} did not answer within {START_S} s ({str(error)[:200]})") from error
     return said
 
 
@@ -132,7 +135,7 @@ _turns = itertools.count()
 
 
 def wait() -> None:
-    """Returns when all processes have come here."""
+    """Wait until all processes have made this call."""
     if several():
         exchange("")
 
@@ -141,11 +144,11 @@ def together(make: Callable[[], T], *, first_before: bool = False) -> T:
     """Return ``make()``, or raise the same error on all processes if one fails.
 
     Args:
-      make: what each process does for itself.
-      first_before: whether the first process does it before the others, which then find on disk what it has put there.
+      make: the function that each process calls.
+      first_before: whether the first process calls it before the others, which can then use files that it has written.
 
     Raises:
-      ValueError: what was raised, by the first process that did.
+      ValueError: the error of the first process that failed.
     """
     if not several():
         return make()
@@ -167,10 +170,12 @@ def together(make: Callable[[], T], *, first_before: bool = False) -> T:
 
 
 def folder_of_first(make: Callable[[], Path]) -> Path:
-    """The folder that ``make`` returns on the first process, which all must see.
+    """Return the folder that ``make`` returns on the first process.
+
+    All processes must share its disk.
 
     Raises:
-      ValueError: ``make`` raised, or a process does not see what the first one writes there.
+      ValueError: ``make`` raised, or a process does not see the files that the first one writes there.
     """
     if not several():
         return make()
@@ -184,8 +189,8 @@ def folder_of_first(make: Callable[[], Path]) -> Path:
     def look() -> None:
         if not (folder / name).exists():
             raise ValueError(
-                f"all processes must see the folder of the run, but {folder} of process 0 is another one here; put it "
-                "on a disk that all machines share, with --run-dir"
+                f"all processes must see the folder of the run, but {folder} is not the same folder as on process 0; "
+                "use a --run-dir on a disk that all machines share"
             )
 
     try:
@@ -197,10 +202,10 @@ def folder_of_first(make: Callable[[], Path]) -> Path:
 
 
 def require_alike(flags: Mapping[str, Any]) -> None:
-    """Checks that all processes have the same flags, the same code and the same JAX.
+    """Check that all processes have the same flags, the same code and the same JAX.
 
     Raises:
-      ValueError: they have not.
+      ValueError: they differ.
     """
     if not several():
         return
@@ -224,10 +229,12 @@ def _code() -> str:
 
 
 def asked_to_stop(step: int) -> bool:
-    """Return whether all processes stop after this step, because one had SIGTERM.
+    """Return whether all processes must stop after this step.
+
+    They must if one of them received SIGTERM. Every process must call this after every step.
 
     Args:
-      step: counted from 1 where this process began; each process asks after each step.
+      step: the number of steps that this process has trained.
     """
     return several() and multihost_utils.reached_preemption_sync_point(step)
 
@@ -236,10 +243,11 @@ def asked_to_stop(step: int) -> bool:
 
 
 class Watchdog:
-    """Ends the process, with the stacks of all its threads, if nobody says in time that it makes progress.
+    """Ends the process if :meth:`alive` is not called in time.
 
-    A thread says what is the matter and what to do. Should Python's lock be held where the process hangs, it cannot:
-    two seconds later ``faulthandler``'s own thread, which needs no lock, ends the process.
+    It prints the stacks of all threads. A thread prints the problem and the remedy. It cannot run if the process hangs
+    while it holds Python's lock. Then the thread of ``faulthandler``, which needs no lock, ends the process two seconds
+    later.
     """
 
     def __init__(self, seconds: int) -> None:
@@ -247,13 +255,13 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def alive(self, times: int = 1) -> None:
-        """From now on the next sign of life may take ``times`` as long as a step."""
+        """Restart the timer. The next call may take ``times`` as long as a step."""
         limit = times * self._seconds
         faulthandler.dump_traceback_later(limit + 2, exit=True)
         self._deadline = time.monotonic() + limit
 
     def end(self) -> None:
-        """Waits for nothing any more."""
+        """Stop the timer."""
         self._deadline = math.inf
         faulthandler.cancel_dump_traceback_later()
 
@@ -261,9 +269,9 @@ class Watchdog:
         while (left := self._deadline - time.monotonic()) > 0:
             time.sleep(min(left, 0.5))
         print(
-            "error: this process has made no step for longer than --stall-seconds allows, and the others wait for it, "
-            "or it for one of them; it ends now, and so will they: start all again with --resume, or raise "
-            "--stall-seconds if a step takes so long. Where it hangs:",
+            "error: this process has made no step for longer than --stall-seconds allows. The others wait for it, or "
+            "it waits for one of them. It ends now, and so will the others. Start all again with --resume, or raise "
+            "--stall-seconds if a step takes longer. It hangs here:",
             file=sys.stderr,
         )
         faulthandler.dump_traceback()
@@ -275,7 +283,7 @@ _watchdog: Watchdog | None = None
 
 
 def watch(seconds: int) -> None:
-    """Begins to watch; 0 does not."""
+    """Start the watchdog, unless ``seconds`` is 0."""
     global _watchdog
     if seconds:
         _watchdog = Watchdog(seconds)
@@ -283,7 +291,10 @@ def watch(seconds: int) -> None:
 
 
 def alive(times: int = 1) -> None:
-    """Says that there was progress, if anybody watches; the next may take ``times`` as long as a step."""
+    """Restart the timer of the watchdog, if there is one.
+
+    The next call may take ``times`` as long as a step.
+    """
     if _watchdog:
         _watchdog.alive(times)
 
@@ -292,7 +303,10 @@ def alive(times: int = 1) -> None:
 
 
 def end() -> None:
-    """Waits until all processes are done: the first one draws and writes after the others."""
+    """Wait until all processes are done.
+
+    The first one still draws and writes after the others.
+    """
     if several():
         alive(LONG)
         wait()
@@ -301,9 +315,10 @@ def end() -> None:
 
 
 def leave(code: int) -> None:
-    """Ends this process, which has said its error, without waiting for what others would have to do, too.
+    """End this process after an error, without a shutdown.
 
-    If they have an error as well, all have said theirs before the first is gone, with which JAX ends the others.
+    In a shutdown it would wait for the other processes. It first waits a few seconds for the others, so that they can
+    print their errors too. When the first process ends, JAX ends the others.
     """
     if several():
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The folder of a run: a new one, the one to resume, and a lock that keeps other processes out."""
+"""The folder of a run: make one, find the one to resume, and lock it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 
 
 def run_folder(name: str, folder: Path | None) -> Path:
-    """``folder``, or a new one below ``runs/`` with the name and the time; made if need be.
+    """Return ``folder``, or a new folder ``runs/NAME-TIME``. The folder exists then.
 
     Raises:
-      ValueError: no file can be written there.
+      ValueError: no file can be written to the folder.
     """
     if folder is not None:
         with _told_of_folder(folder, "--run-dir must name", "take another --run-dir"):
             folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()  # it was there, perhaps, and another's
+            tempfile.TemporaryFile(dir=folder).close()  # an existing folder may not be writable
         return folder
     stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     for suffix in itertools.count(1):
@@ -39,7 +39,7 @@ def run_folder(name: str, folder: Path | None) -> Path:
 
 @contextmanager
 def _told_of_folder(folder: Path, rule: str, remedy: str) -> Iterator[None]:
-    """Add to an error of the operating system the folder, and what is in its way."""
+    """Turn an error of the operating system into one that names the folder."""
     try:
         yield
     except OSError as error:
@@ -49,25 +49,29 @@ def _told_of_folder(folder: Path, rule: str, remedy: str) -> Iterator[None]:
 
 
 def folder_to_resume(name: str, folder: Path | None) -> Path:
-    """The folder of the run that the flags mean.
+    """Return the folder of the run to resume.
+
+    It is ``folder``, or that of the newest run of the experiment.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no such run.
     """
     folder = folder or newest_run(name)
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"--resume goes on with a run, but {folder} has no config.json of one; start it without --resume"
-        )
+        raise ValueError(f"--resume continues a run, but {folder} has no config.json of a run; start without --resume")
     return folder
 
 
 def newest_run(name: str) -> Path:
-    """The newest folder below ``runs/`` that is named after the experiment."""
+    """Return the newest folder below ``runs/`` that is named after the experiment.
+
+    Raises:
+      ValueError: there is no such folder.
+    """
     folders = [folder for folder in Path("runs").glob(f"{name}-*") if (folder / "config.json").is_file()]
     if not folders:
         raise ValueError(
-            f"--resume goes on with a run, but runs/ has none of {name}; give its folder with --run-dir, or start "
+            f"--resume continues a run, but runs/ has no run of {name}; give its folder with --run-dir, or start "
             "without --resume"
         )
     return max(folders, key=lambda folder: [int(part) for part in re.findall(r"\d+", folder.name.removeprefix(name))])
@@ -75,26 +79,26 @@ def newest_run(name: str) -> Path:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[Path]:
-    """The folder, with every other process kept from training there.
+    """Lock a folder against other processes, and yield it.
 
-    The kernel lets go when this process ends, however it does.
+    The operating system releases the lock when this process ends, even if it is killed.
 
     Raises:
-      ValueError: another process trains there.
+      ValueError: another process trains in the folder.
     """
     with (folder / ".lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"one process trains in a folder, but another process trains in {folder}; wait until it ends, or take "
-                "another --run-dir"
+                f"only one process may train in a folder, but another process trains in {folder}; wait until it ends, "
+                "or take another --run-dir"
             ) from None
         yield folder
 
 
 def checkpoints_folder(folder: Path) -> Path:
-    """Where a run's checkpoints are."""
+    """Return the folder of a run's checkpoints."""
     return folder / "checkpoints"
 
 

@@ -1,6 +1,7 @@
-"""Write a run's folder, and show its progress without steady syncs.
+"""Write a run's folder and show its progress.
 
-The folder has config, metrics, curves, checkpoints and summary.
+The run does not wait for the device after each step. The folder has the config, metrics, curves, checkpoints and
+summary.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from experiments.training.run_folders import checkpoints_folder
 from experiments.training.watching import Watching, tensorboard
 from jaxmp.inspect.watch_files import FILE
 
-if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
+if TYPE_CHECKING:  # the module imports Orbax, which is needed only for checkpoints
     from experiments.training.checkpoints import Checkpoint
 
 COLUMNS = (
@@ -43,25 +44,26 @@ COLUMNS = (
 
 
 class Run:
-    """One training run, from its first step or from a checkpoint on.
+    """A training run, from its first step or from a checkpoint, as a context manager.
 
-    A context manager: when it ends, the bar stops, the last checkpoint is written and the metrics' file is closed.
-    SIGTERM has the step at hand saved, by all processes the same, and ends the batches. Of several processes the first
-    one writes.
+    When it ends, the progress bar stops, the last checkpoint is written and the file of metrics is closed. After
+    SIGTERM, the current step is saved and there are no further batches. If there are several processes, all save the
+    same step, and only the first process writes other files.
 
     Attributes:
-      experiment, state: what is trained, and where it is now.
-      folder: the run's.
-      summary: what came out, once it has finished.
-      stopped: whether SIGTERM ended it before its last step.
+      experiment: the experiment that is trained.
+      state: its current state.
+      folder: the run folder.
+      summary: the results, once the run has finished.
+      stopped: whether SIGTERM ended the run before its last step.
 
     Args:
-      name: the experiment's.
-      config: its flags.
-      experiment: what they describe.
-      state: what it begins with.
-      folder: the run's.
-      checkpoint: where to go on; None begins anew.
+      name: the name of the experiment.
+      config: the flags.
+      experiment: the experiment that the flags describe.
+      state: the initial state.
+      folder: the run folder.
+      checkpoint: the checkpoint to resume from; None for a new run.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Run:
             self._writer.writeheader()
         self._watch = Watching(experiment.step, config, folder, self._start) if config.watch else None
         if not self._watch and not checkpoint and self._writes:
-            (folder / FILE).unlink(missing_ok=True)  # of a run that was stopped before its first checkpoint
+            (folder / FILE).unlink(missing_ok=True)  # left by a run that was stopped before its first checkpoint
         if self._watch:
             self.experiment = dataclasses.replace(experiment, step=self._watched)
         self._board = tensorboard(folder, self._start) if config.tensorboard and self._writes else None
@@ -111,9 +113,9 @@ class Run:
 
     def __enter__(self) -> Self:
         if self._writes:
-            (self.folder / "summary.json").unlink(missing_ok=True)  # of a finished run that trains on
+            (self.folder / "summary.json").unlink(missing_ok=True)  # left by a finished run that now trains further
             self._progress.__enter__()
-        # Several processes have JAX's own handler. A second SIGTERM finds what was there before.
+        # With several processes, JAX handles SIGTERM. A second SIGTERM calls the handler that was set before.
         if self._checkpoints and not processes.several() and threading.current_thread() is threading.main_thread():
             restore = functools.partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             signal.signal(signal.SIGTERM, lambda *_: (self._terminated.set(), restore()))
@@ -124,8 +126,8 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, *args: Any) -> None:
         self._held.close()
         if processes.several() and kind is not None and not issubclass(kind, FloatingPointError):
-            return  # others may be gone, and what is to be read or written waits for them
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # what ended the run comes first
+            return  # other processes may be gone, and reading or writing would wait for them
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the error that ended the run is raised instead
             self._read(self._late.drain())  # the last steps of a run that was stopped
             if self._watch:
                 self._watch.write(self._board)
@@ -140,7 +142,7 @@ class Run:
                 self._checkpoints.__exit__(kind, *args)
 
     def batches(self) -> Iterator[Batch]:
-        """The batches of the steps there are, timing how long each is waited for."""
+        """Yield the batches of the remaining steps, and measure the wait for them."""
         batches = self.experiment.train_batches(self._config.seed, self._start)
         while self._step < self.experiment.steps and not self.stopped:
             self._step += 1
@@ -154,9 +156,9 @@ class Run:
                     describe(self._unwatched, self.state, batch, self.folder)
 
     def _watched(self, state: jaxmp.TrainState, batch: Batch) -> Any:
-        """Return the next step, in the counting program if its number says so.
+        """Run the next step. It is watched if its number is a multiple of ``--watch``.
 
-        Compiling either program does not count as training.
+        The first watched step and the first plain one compile, so their time does not count as training.
         """
         assert self._watch is not None
         every = self._config.watch
@@ -168,17 +170,16 @@ class Run:
             return jax.block_until_ready(self._watch.step(self._step, state, batch))
 
     def log(self, metrics: dict[str, jax.Array]) -> None:
-        """Take a step's metrics, still on the device, and write those of earlier steps.
+        """Take a step's metrics from the device, and write those of earlier steps.
 
-        Evaluate and save when they are due.
-
-        Both are done every so many steps, as the flags say, and after the last one. SIGTERM has it saved, too.
+        Evaluate and save if it is time: every ``--evaluate-every`` and ``--checkpoint-every`` steps, and after the last
+        step. After SIGTERM the step is saved too.
         """
-        if self._step == self._start + 1:  # the first call compiles: the clock starts when its step is done
+        if self._step == self._start + 1:  # the first step compiles, so the clock starts after it
             jax.block_until_ready(metrics)
             self._compile_s = time.perf_counter() - self._started
             self._started = self._last_read = time.perf_counter()
-            self._paused_s = 0.0  # of a first step that is watched
+            self._paused_s = 0.0  # the first step may have been watched, which counts as a pause
         if self._watch:
             self._watch.log(self._step, metrics, self._board)
         self._read(self._late.push(self._step, metrics))
@@ -191,21 +192,21 @@ class Run:
                 self.save(self.state)
             elif processes.several():
                 self._checkpoints.check()
-        if self._step > self._start + 1:  # the second step may be compiled, too, for the places that the first returns
+        if self._step > self._start + 1:  # the second step may compile too, for the shardings that the first returned
             processes.alive()
 
     @property
     def step(self) -> int:
-        """The number of steps that the run has had."""
+        """Return the number of steps that the run has trained."""
         return self._step
 
     def _due(self, every: int) -> bool:
         return self._step == self.experiment.steps or (every > 0 and self._step % every == 0)
 
     def log_evaluation(self, state: jaxmp.TrainState) -> None:
-        """Evaluate on the held-out examples and write the result.
+        """Evaluate on the held-out examples and write the metrics.
 
-        The time it takes does not count as training.
+        The time does not count as training.
         """
         with self._pause():
             self._test = self.experiment.evaluate(state)
@@ -214,11 +215,14 @@ class Run:
                 self._board.add_scalar(f"test/{tag}", value, self._step)
 
     def save(self, state: jaxmp.TrainState) -> None:
-        """Begins to write a checkpoint; the time that training waits for it does not count as training."""
+        """Begin to write a checkpoint.
+
+        The time that the run waits for it does not count as training.
+        """
         assert self._checkpoints is not None
         waited = self._paused_s
         with self._pause():
-            self._file.flush()  # a resumed run goes on after these rows
+            self._file.flush()  # a resumed run continues after these rows
             if self._watch:
                 self._watch.write(self._board)
             size = (self.folder / "metrics.csv").stat().st_size if self._writes else 0
@@ -237,14 +241,14 @@ class Run:
         self._last_read += pause
 
     def finish(self) -> None:
-        """Writes the curves and the summary."""
+        """Write the curves and the summary."""
         state = self.state
         self._read(self._late.drain())
         processes.alive(processes.LONG)
         seconds = time.perf_counter() - self._started - self._paused_s
         timed = self._step - self._start - 1  # the first step compiles
         if self._checkpoints:
-            self._checkpoints.wait()  # whoever finds a summary finds the last checkpoint
+            self._checkpoints.wait()  # before the summary, so that a run with a summary has its last checkpoint
         self._test = self._test or self.experiment.evaluate(state)
         closing = self.experiment.closing(state, self._test)
         summary = self.summary = {
@@ -306,7 +310,10 @@ class Run:
             )
 
     def _open(self, size: int) -> TextIO:
-        """The metrics' file with its first ``size`` bytes, the rows up to the checkpoint, which are read."""
+        """Open the file of metrics, truncated to ``size`` bytes, and read its rows.
+
+        The size is that at the checkpoint.
+        """
         if not self._writes:
             return open(os.devnull, "w")
         path = self.folder / "metrics.csv"
@@ -318,12 +325,14 @@ class Run:
                     self._rows.append({**numbers, "split": row["split"], "step": int(row["step"])})
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(
-                    f"a resumed run goes on after its metrics, but {path} has something else ({error}); put the file "
+                    f"a resumed run continues after its metrics, but {path} has something else ({error}); put the file "
                     "back, or start another run"
                 ) from error
             with path.open("r+") as file:
                 file.truncate(size)
-        return path.open("a" if size else "w", buffering=1, newline="")  # whoever watches reads each row at once
+        return path.open(
+            "a" if size else "w", buffering=1, newline=""
+        )  # line by line, so that a reader sees each row at once
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
@@ -331,7 +340,10 @@ class Run:
 
 
 def _readable(text: str) -> str:
-    """Replace control characters, which a model may draw, so that none steers a terminal."""
+    """Replace control characters, which would control the terminal.
+
+    A model may write such characters.
+    """
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -343,7 +355,7 @@ def _compact(value: Any) -> Any:
 
 def _shown(name: str, value: Any) -> str:
     if value is None:
-        return "not measured: the one step of this process compiled"
+        return "not measured: this process ran a single step, which compiled"
     if name == "loss_scale":
         return f"{value:g}"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Text from a language model, token by token, in one loop on the device."""
+"""Sample text from a language model, token by token, in a loop on the device."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ def sample(
     top_k: int = 40,
     seed: int = 0,
 ) -> list[int]:
-    """Return ``count`` tokens after a prompt.
+    """Return ``count`` tokens that continue a prompt.
 
-    Every token is computed from the whole window anew: there is no cache.
+    There is no cache. Each token is computed from the whole window.
 
     Args:
-      apply: ``apply(params, tokens (1, context)) -> logits (1, context, vocabulary)``; a token may not depend on those
-        to its right.
-      params: the model's.
-      prompt: tokens to begin with, at least one; of more than ``context`` the last are seen.
-      count: how many to add.
-      context: tokens that the model sees.
-      temperature: what logits are divided by; 0 takes the largest.
-      top_k: how many of the largest logits to draw from; 0 for all.
-      seed: of the draws.
+      apply: ``apply(params, tokens (1, context)) -> logits (1, context, vocabulary)``. The logits at a position must
+        not depend on later tokens.
+      params: the params of the model.
+      prompt: the tokens to continue, at least one. Only the last ``context`` tokens are used.
+      count: the number of tokens to add.
+      context: the number of tokens that the model sees.
+      temperature: the number by which logits are divided; 0 takes the token with the largest logit.
+      top_k: the number of largest logits to draw from; 0 for all.
+      seed: the seed of the draws.
 
     Raises:
       ValueError: the prompt is empty.
     """
     if not len(prompt):
-        raise ValueError("a sample goes on from a prompt of at least one token, got none; write --prompt 'a word', say")
+        raise ValueError(
+            "a sample needs a prompt of at least one token, got none; write --prompt 'a word', for example"
+        )
     last_tokens = np.asarray(prompt, np.int32)[-context:]
     window = jnp.asarray(np.pad(last_tokens, (0, context - len(last_tokens))))
     run = jax.jit(functools.partial(_run, apply, count, temperature, top_k))
@@ -73,7 +75,10 @@ def _run(
 
 
 def choose(key: jax.Array, logits: jax.Array, temperature: float, top_k: int) -> jax.Array:
-    """A token drawn from the softmax of ``logits`` (vocabulary,), float32, among the ``top_k`` largest."""
+    """Draw a token from the softmax of the ``top_k`` largest logits.
+
+    The logits are float32 (vocabulary,).
+    """
     if temperature == 0:
         return jnp.argmax(logits)
     if 0 < top_k < len(logits):

@@ -27,8 +27,8 @@ from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.precision import Precision, read_low_precision, read_overrides, split_overrides
 from jaxmp.sharding import Sharding
 
-_ROOM_TO_EVALUATE = 4096  # tokens whose logits are there at once, whole
-_HINT = tyro.conf.arg(help_behavior_hint="(default: what suits model and device)")
+_ROOM_TO_EVALUATE = 4096  # the number of tokens in a batch of the evaluation, which keeps the logits of all of them
+_HINT = tyro.conf.arg(help_behavior_hint="(default: depends on model and device)")
 Number = Annotated[int | None, _HINT, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, _HINT, tyro.conf.arg(metavar="FLOAT")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")]
@@ -43,7 +43,7 @@ _SMALL = {
     "learning_rate": 3e-3,
 }  # fmt: skip
 _BASE = {**_TRAINING, "layers": 12, "heads": 12, "width": 768, "steps": 2000}
-# Model to what its flags are where they are not given, on a GPU and elsewhere.
+# The default flags of each model, on a GPU and on other devices.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "next_token": {"gpu": _NEXT_TOKEN, "cpu": _NEXT_TOKEN},
     "gpt2": {"gpu": {**_BASE, "context": 1024, "batch_size": 16, "learning_rate": 6e-4}, "cpu": _SMALL},
@@ -56,43 +56,44 @@ class TextFlags:
     """The text, the transformer and its training."""
 
     dataset: Annotated[str, tyro.conf.arg(metavar="pysource|PATH")] = "pysource"
-    """The text: pysource, the standard library's own sources; or the path of a text file, whose last tenth is held out,
-    or of a folder, every tenth of whose .txt, .py and .md files is."""
+    """The text: pysource (the source code of Python's standard library), or the path of a text file or folder. The last
+    tenth of a file is held out. Of a folder, the .txt, .py and .md files are read, and every tenth file is held out."""
     tokens: Kind = "auto"
-    """bytes; bpe, GPT-2's byte pairs, whose encoder.json and vocab.bpe lie in --data-dir or in gpt2_bpe there; pairs of
-    bytes; or auto: bpe if its files are there, bytes otherwise."""
+    """The tokens: bytes; pairs (of bytes); bpe (GPT-2's byte pairs, which need encoder.json and vocab.bpe in --data-dir
+    or in gpt2_bpe there); or auto, which is bpe if its files exist, else bytes."""
     layers: Number = None
     """Blocks of the transformer."""
     heads: Number = None
-    """Attention heads in each."""
+    """Attention heads per block."""
     width: Number = None
     """Width of the residual stream, a multiple of --heads."""
     context: Number = None
     """Tokens that the model sees."""
     vocabulary: Number = None
-    """Tokens of --tokens pairs; for others at least as many as they have, in place of just that many."""
+    """Size of the vocabulary. With --tokens pairs it is the number of tokens. With other tokens it must be at least
+    their number."""
     steps: Number = None
     """Steps to train."""
     batch_size: Annotated[
         int | Literal["auto"] | None, _HINT, tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))
     ] = None
-    """Sequences a step; auto for the most that fit in the device's memory."""
+    """Sequences per step; auto for the largest number that fits in the device's memory."""
     test_batches: Number = None
     """Batches of sequences, spread over the held-out text, to evaluate on."""
     learning_rate: Real = None
-    """AdamW's, or the largest one of the schedule."""
+    """Learning rate of AdamW; with a schedule, the largest learning rate."""
     schedule: Annotated[Literal["constant", "cosine"] | None, _HINT, tyro.conf.arg(metavar="{constant,cosine}")] = None
-    """Schedule of the learning rate; cosine rises for a twentieth of the steps and then falls to a tenth."""
+    """Schedule of the learning rate. cosine rises for a twentieth of the steps and then falls to a tenth."""
     weight_decay: Real = None
-    """AdamW's, for params of more than one dimension."""
+    """Weight decay of AdamW, for params with more than one dimension."""
     clip: Real = None
-    """Largest norm of all gradients together; longer ones are scaled down to it."""
+    """Largest global norm of the gradients. Gradients with a larger norm are scaled down to it."""
     weights: File = None
-    """Params to begin from: one safetensors file as GPT-2's or BERT's are published. --layers, --heads, --width and the
-    vocabulary must be the file's; --context may be shorter. GPT-2's tokens are those of --tokens bpe; BERT's are word
-    pieces, which --tokens has not."""
+    """Pretrained params to start from: a safetensors file in the published format of GPT-2 or BERT. --layers, --heads,
+    --width and the vocabulary must match the file, and --context may be shorter. GPT-2's weights need --tokens bpe.
+    BERT's weights are for word pieces, which --tokens does not have."""
     save_weights: File = None
-    """Where to write the trained params in that form, which other libraries read."""
+    """File to write the trained params to, in the format of --weights, which other libraries can read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ class TextTraining(TextFlags, cli.Training):
 
 
 def settled(config: Any, model: str) -> Any:
-    """The flags with what suits model and device in place of those that were not given."""
+    """Fill in the defaults of the model and device for flags that were not given."""
     defaults = DEFAULTS[model]["gpu" if jax.default_backend() == "gpu" else "cpu"]
     return dataclasses.replace(
         config, **{name: value for name, value in defaults.items() if getattr(config, name) is None}
@@ -109,10 +110,10 @@ def settled(config: Any, model: str) -> Any:
 
 
 def check(config: Any) -> None:
-    """Checks the flags of a transformer, settled.
+    """Check the flags of a transformer after :func:`settled`.
 
     Raises:
-      ValueError: one has a value that cannot be.
+      ValueError: the value of a flag is invalid.
     """
     cli.check(config)
     for name in ("layers", "heads", "width", "context", "steps", "test_batches"):
@@ -121,24 +122,24 @@ def check(config: Any) -> None:
     if not config.clip > 0:
         raise ValueError(f"--clip must be positive, got {config.clip:g}")
     if (path := config.save_weights) is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"--save-weights must be a file in a folder that is there, got {path}")
+        raise ValueError(f"--save-weights must be a file in an existing folder, got {path}")
     if config.width % config.heads:
         raise ValueError(f"--width must be a multiple of --heads, got {config.width} for {config.heads} heads")
 
 
 def load(config: Any) -> Text:
-    """The text that the flags mean, on the device.
+    """Return the text that the flags name, on the device.
 
     Raises:
       ValueError: the vocabulary is too small.
-      DataError: the text or its tokens cannot be had, or there are fewer of them than the model sees.
+      DataError: the text or its tokenizer is not available, or the text is not longer than the context.
     """
     pairs = 2048 if config.vocabulary is None else config.vocabulary
     text = load_text(config.dataset, config.data_dir, config.tokens, pairs)
     if config.vocabulary is not None and config.vocabulary < text.tokenizer.size:
         raise ValueError(
             f"--vocabulary must be at least the {text.tokenizer.size} tokens of {text.tokenizer.name}, got "
-            f"{config.vocabulary}; leave it away, or take --tokens pairs"
+            f"{config.vocabulary}; leave it out, or use --tokens pairs"
         )
     for split, part in (("training", text.train), ("held-out", text.test)):
         if len(part) <= config.context:
@@ -154,7 +155,10 @@ def split_remat(remat: str) -> tuple[Any, str]:
 
 
 def adamw(config: Any) -> optax.GradientTransformation:
-    """AdamW as transformers are trained with it, for settled flags."""
+    """Return AdamW with the usual settings for transformers.
+
+    The flags must come from :func:`settled`.
+    """
     learning_rate: Any = config.learning_rate
     if config.schedule == "cosine":
         rise = max(1, config.steps // 20)
@@ -170,7 +174,7 @@ def adamw(config: Any) -> optax.GradientTransformation:
 
 
 def rows_to_evaluate(config: Any) -> int:
-    """Sequences in a batch of the evaluation."""
+    """Return the number of sequences in a batch of the evaluation."""
     return min(config.batch_size, max(1, _ROOM_TO_EVALUATE // config.context))
 
 
@@ -178,15 +182,16 @@ class Task(NamedTuple):
     """A model with its loss, optimizer and batches, without its precision.
 
     Attributes:
-      model: from tokens (batch, context).
-      losses: the model, under its policy or bare, to the loss function to train and that to evaluate with.
-      optimizer: without loss scaling.
-      train_batches, test_batches: as those of :class:`experiments.training.experiment.Experiment`.
-      tokens: predicted a step.
-      remat: of the step.
-      weights: reads and writes the model's published form; None if it has none.
-      closing: the model, params and held-out metrics to what the summary says too.
-      tensor: patterns of params to how the axis ``tensor`` of a mesh splits them.
+      model: the model, which takes tokens (batch, context).
+      losses: makes the loss functions for training and for evaluation from the model, with or without a policy.
+      optimizer: the optimizer without loss scaling.
+      train_batches: see :class:`experiments.training.experiment.Experiment`.
+      test_batches: see :class:`experiments.training.experiment.Experiment`.
+      tokens: the number of tokens that a step predicts.
+      remat: the remat of the step.
+      weights: reads and writes the published format of the weights; None if there is none.
+      closing: makes further numbers and texts for the summary from the model, params and held-out metrics.
+      tensor: the specs with which the axis ``tensor`` of a mesh splits params, by patterns of their paths.
     """
 
     model: nn.Module
@@ -202,7 +207,15 @@ class Task(NamedTuple):
 
 
 def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequence[str]) -> dict[str, PartitionSpec]:
-    """Return how the axis ``tensor`` splits pairs of layers: by columns, then by rows."""
+    """Return the specs with which the axis ``tensor`` splits pairs of layers.
+
+    The first layer is split by columns, the second by rows.
+
+    Args:
+      first: the names of the first layers of the pairs.
+      second: the names of the second layers of the pairs.
+      embeddings: the names of the embeddings, which are split by rows.
+    """
     return {
         **{f"**/{name}/kernel": PartitionSpec("fsdp", "tensor") for name in first},
         **{f"**/{name}/bias": PartitionSpec("tensor") for name in first},
@@ -215,20 +228,22 @@ def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequ
 class Setup:
     """A task under its precision, on a mesh or on one device.
 
-    It has everything but the two steps, which a script makes.
+    It has everything that an experiment needs except the train step and the evaluation step, which a script makes.
 
     Attributes:
-      config: the flags, settled.
-      task: what is trained.
+      config: the flags, from :func:`settled`.
+      task: the task.
       precision: the precision of the flags.
-      model: the task's, under its policy unless the loss functions run under autocast.
-      tx: the optimizer in loss scaling.
-      init: seed to fresh params, jitted.
+      model: the task's model. It has the policy, unless the loss functions run under autocast.
+      tx: the optimizer, wrapped in loss scaling.
+      init: makes fresh params from a seed; jitted.
       params: the shapes of the params.
-      sharding: of the params; None for one device.
-      loss_fn, eval_loss_fn: the task's loss functions of ``model``.
-      autocast, eval_autocast: arguments of :func:`jaxmp.autocast` for either; empty where the modules have the policy.
-      loaded: published weights to begin from, on the host, or None.
+      sharding: the sharding of the params; None for one device.
+      loss_fn: the loss function for training.
+      eval_loss_fn: the loss function for evaluation.
+      autocast: the arguments of :func:`jaxmp.autocast` for ``loss_fn``; empty without autocast.
+      eval_autocast: the arguments of :func:`jaxmp.autocast` for ``eval_loss_fn``; empty without autocast.
+      loaded: published weights to start from, on the host, or None.
     """
 
     config: Any
@@ -247,7 +262,7 @@ class Setup:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The other fields of the state."""
+        """Return the fields of the state that do not depend on the params."""
         return {"apply_fn": self.model.apply, "ema": self.config.ema > 0}
 
     def init_params(self, seed: int) -> Any:
@@ -257,7 +272,7 @@ class Setup:
         return self.init(seed)
 
     def create(self, params: Any) -> jaxmp.TrainState:
-        """Return a state with these params, which it takes over."""
+        """Return a state with ``params``, which must not be used again."""
         return jaxmp.TrainState.create(params=params, tx=self.tx, **self.fields)
 
     def create_on_mesh(self, seed: int) -> jaxmp.TrainState:
@@ -269,7 +284,10 @@ class Setup:
         return jaxmp.TrainState.create_sharded(lambda: self.init_params(seed), self.tx, self.sharding, **self.fields)
 
     def closing(self, state: jaxmp.TrainState, test: dict[str, float]) -> Closing:
-        """Save the trained params where ``--save-weights`` says, and return what the task has to say."""
+        """Save the trained params, and return the task's numbers and texts.
+
+        The file is ``--save-weights``.
+        """
         params = state.params
         if state.ema_params is not None:
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
@@ -280,7 +298,7 @@ class Setup:
         return self.task.closing(self.model, params, test)
 
     def experiment(self, step: Any, eval_step: Any, origin: str) -> Experiment:
-        """Return the experiment with its two steps, of data from ``origin``."""
+        """Return the experiment with its steps and with data from ``origin``."""
         return Experiment(
             loss_fn=jaxmp.autocast(self.loss_fn, **self.autocast) if self.autocast else self.loss_fn,
             step=step,
@@ -303,10 +321,10 @@ def set_up(config: Any, task: Task, precision: Precision, devices: Mesh | None) 
     """Put a task under its precision, on a mesh or on one device.
 
     Raises:
-      ValueError: a pattern of an override matches nothing, or the weights are another model's.
+      ValueError: an override matches nothing, or the weights are for another model.
     """
     policy, model = precision.policy, task.model
-    if isinstance(policy, jaxmp.Policy):  # a model returns its loss, too, which is float32 whatever logits are
+    if isinstance(policy, jaxmp.Policy):  # the model also returns its loss, which must be float32
         policy = policy.with_output_dtype("float32")
     if not precision.autocast:
         model = jaxmp.linen.apply_policy(model, policy, read_overrides(config.override))
@@ -316,7 +334,7 @@ def set_up(config: Any, task: Task, precision: Precision, devices: Mesh | None) 
     def init(seed: int) -> Any:
         return model.init(jax.random.key(seed), jnp.zeros((1, config.context), jnp.int32))["params"]
 
-    params = jax.eval_shape(init, 0)  # a pattern that matches nothing is an error before the folder is made
+    params = jax.eval_shape(init, 0)  # an override that matches nothing is an error here, before the run folder is made
     sharding = mesh.sharding(devices, params, task.tensor)
     loss_fn, eval_loss_fn = task.losses(model)
     eval_loss_fn = mesh.gathered(eval_loss_fn, sharding)

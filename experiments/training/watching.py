@@ -1,4 +1,7 @@
-"""The flags --watch and --tensorboard: what every n-th step counts, in the run's folder."""
+"""The flags --watch and --tensorboard.
+
+The counts of watched steps are written to the run folder.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,29 @@ from jaxmp.inspect.watch_files import FILE, read
 
 
 class Watching:
-    """The watched steps of a run, each a line of watch.jsonl.
+    """The watched steps of a run. Each is a line of watch.jsonl.
 
-    A resumed run keeps those up to its checkpoint.
+    A resumed run keeps the lines up to its checkpoint.
     """
 
     def __init__(self, step: Any, config: Any, folder: Path, start: int) -> None:
         self.step = Watch(step, every=config.watch)
         self._metrics: dict[int, dict[str, jax.Array]] = {}
         self._path = folder / FILE
-        before = read(folder) if start and self._path.is_file() else []  # without a line that was being written
+        before = read(folder) if start and self._path.is_file() else []  # read() ignores a last line that is incomplete
         self._path.write_text("".join(f"{json.dumps(row)}\n" for row in before if row["step"] <= start))
 
     def log(self, step: int, metrics: dict[str, jax.Array], board: Any) -> None:
-        """Takes a step's metrics, and writes the watched steps that are there."""
+        """Take a step's metrics, and write the finished watched steps."""
         if step % self.step.every == 0:
             self._metrics[step] = metrics
         self.write(board, wait=False)
 
     def write(self, board: Any, wait: bool = True) -> None:
-        """Writes the watched steps that are there, or, with ``wait``, all."""
+        """Write the watched steps that the device has finished.
+
+        With ``wait``, wait for all of them.
+        """
         for step, numerics in self.step.take(wait).items():
             metrics = self._metrics.pop(step, None)
             if metrics is None:  # the run was stopped before it logged the step
@@ -50,10 +56,12 @@ class Watching:
 
 
 def tensorboard(folder: Path, start: int = 0) -> Any:
-    """A writer for TensorBoard, which forgets what a resumed run had written after the step ``start``.
+    """Return a writer for TensorBoard.
+
+    It removes what an earlier process wrote after the step ``start``.
 
     Raises:
-      ValueError: no package that has one is installed.
+      ValueError: no package with a writer is installed.
     """
     for module in ("torch.utils.tensorboard", "tensorboardX"):
         try:
@@ -64,5 +72,5 @@ def tensorboard(folder: Path, start: int = 0) -> Any:
             continue
     raise ValueError(
         "--tensorboard needs a package that writes its files, but neither torch with tensorboard nor tensorboardX is "
-        "installed; pip install tensorboardX, or leave --tensorboard away"
+        "installed; pip install tensorboardX, or leave out --tensorboard"
     )

@@ -18,9 +18,9 @@ NEWEST = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before marks are looked at
+@pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All else has the mark ``once``: scripts, data and reports call the library, whose own tests run on both."""
+    """Mark all other tests ``once``, because they call the library, whose tests run on both versions of Python."""
     for item in items:
         if HERE in item.path.parents:
             name = f"{item.path.relative_to(HERE).as_posix()}::{item.name}"
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all workers: a set that is built there, the standard library's sources say, is built once."""
+    """Return a data folder for all workers, so that each data set is built once."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "data"
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Image classification with every model and both APIs, on a tiny CIFAR-10, and `compare` with running statistics."""
+"""Image classification with every model and API on a tiny CIFAR-10, and `compare` with running statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from experiments.training import cli
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten classes of four images, each class of a colour of its own, as folders."""
+    """Write folders of ten classes with four images each. Each class has a colour."""
     root = tmp_path_factory.mktemp("images")
     for split, (label, name), i in itertools.product(("train", "test"), enumerate(stock.CLASSES["cifar10"]), range(4)):
         folder = root / "cifar10" / split / name
@@ -39,7 +39,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def promotion_as_users_have_it():
-    """Flax's own BatchNorm needs it to train in half precision; in every thread, for compare compiles in some."""
+    """Flax's BatchNorm needs this in half precision. Set it in all threads, because compare compiles in several."""
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     yield
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -191,7 +191,7 @@ def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path
         assert outcome["step_bytes"] > 0 and outcome["ms_per_step"] > 0
     assert outcomes[0]["zero_activations"] == 0 and outcomes[0]["tensor_core_share"] == 0
     assert outcomes[1]["tensor_core_share"] == 1 and outcomes[1]["final_scale"] == [2.0**15] * 2
-    # Same params and batches: half precision starts where float32 does.
+    # With the same params and batches, the first loss is the same as in float32.
     assert outcomes[1]["curves"][0][0] == pytest.approx(outcomes[0]["curves"][0][0], rel=0.02)
 
     markdown = (folder / "compare.md").read_text()
@@ -203,7 +203,7 @@ def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path
 def test_compare_hands_the_flags_of_the_task_on_and_refuses_its_own_and_unknown_ones(capsys):
     for flag in ["policy=float16", "seed=3", "--run-dir=x", "resume"]:
         name = flag.lstrip("-").partition("=")[0]
-        with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
+        with pytest.raises(ValueError, match=f"--flags sets the task's flags, but --{name} is set by the comparison"):
             compare.prepare(compare.Config(flags=((flag,),)))
 
     args = ["--task", "mnist", "--flags", "flip", "--flags", "model=resnet18", "shift=2"]

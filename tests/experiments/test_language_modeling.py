@@ -1,4 +1,4 @@
-"""GPT-2 on any text: what is trained, how it resumes, what it writes at the end, and the flags' defaults."""
+"""GPT-2 on any text: training, resuming, the sample at the end, and the defaults of the flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam n
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """A tiny GPT-2 with every flag that changes the step."""
+    """Return the flags of a tiny GPT-2, with every flag that changes the step."""
     folder = tmp_path_factory.mktemp("gpt2")
     (folder / "text.txt").write_text(LINES * 100)
     return language_modeling.Config(
@@ -44,7 +44,7 @@ def experiment(config):
 
 @pytest.fixture(scope="module")
 def run(config, experiment):
-    """The summary, and the state at the end."""
+    """Return the summary and the final state."""
     states = []
 
     def closing(state, test):
@@ -124,7 +124,7 @@ def test_a_size_has_the_params_that_its_name_says(config):
         assert flags["context"] == (1024 if unit == 10**6 else 2048)
     none = dict.fromkeys(("layers", "heads", "width", "context"))
     flags = language_modeling.settled(dataclasses.replace(config, size="355M", **none))
-    flags = dataclasses.replace(flags, vocabulary=1000, layers=2, context=16)  # which are kept
+    flags = dataclasses.replace(flags, vocabulary=1000, layers=2, context=16)  # these flags are kept
     model = language_modeling.gpt2(flags, text_training.load(flags)).model
     shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     assert sum(leaf.size for leaf in shapes) == count(1024, 2, 16, 1024, 16)
@@ -137,7 +137,7 @@ def test_flags_that_do_not_suit_the_text_or_the_model_are_errors(config):
         ({"weight_decay": math.inf}, "--weight-decay must be at least 0 and finite, got inf"),
         ({"model": "next_token", **NEXT_TOKEN, "context": 9000}, "more than the 9000 pairs of bytes of --context, got"),
         ({"context": 5000}, "shorter than the held-out text of .* tokens, got --context 5000"),
-        ({"tokens": "pairs", "prompt": "a"}, "--prompt must have a token at least, got 'a', which has no pairs"),
+        ({"tokens": "pairs", "prompt": "a"}, "--prompt must have at least one token, got 'a', which has no pairs"),
         ({"remat": "atention"}, "unknown remat policy 'atention'"),
         ({"override": ("ln_g=float32",)}, "ln_g"),
     ]:
@@ -186,7 +186,7 @@ def test_only_matrices_decay_long_gradients_are_clipped_and_the_schedule_rises_a
 
 
 def counting(params, window):
-    """The token that follows is the sum of the last two, modulo 7; places left of the window count as 0."""
+    """The next token is the sum of the last two tokens modulo 7. Tokens before the window count as 0."""
     before = jnp.pad(window, ((0, 0), (1, 0)))[:, :-1]
     return params * jax.nn.one_hot((window + before) % 7, 7)
 

@@ -1,4 +1,4 @@
-"""BERT from scratch: what is hidden from it, what it learns and what it shows at the end."""
+"""BERT from scratch: masked tokens, learning, and the predictions shown at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.data.masking import IGNORE
 from experiments.data.tokens import Bytes
 from experiments.measure import flops
 
-SOON = {"xla_backend_optimization_level": 0}  # compiled sooner
+SOON = {"xla_backend_optimization_level": 0}  # compiles faster
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
@@ -44,7 +44,7 @@ def test_batches_depend_on_the_seed_and_their_number_and_those_to_evaluate_on_ar
         assert not np.array_equal(first[name], second[name]) and first[name].shape == (16, 16)
     chosen = np.asarray(first["targets"]) != IGNORE
     assert 0.08 < chosen.mean() < 0.22
-    assert set(np.asarray(first["tokens"])[chosen].tolist()) > {257}  # [MASK] and others
+    assert set(np.asarray(first["tokens"])[chosen].tolist()) > {257}  # [MASK] and random tokens
     assert set(np.asarray(first["targets"])[chosen].tolist()) <= set(b"abcdefgh")
     for one, other in zip(experiment.test_batches(), experiment.test_batches(), strict=True):
         np.testing.assert_array_equal(one["tokens"], other["tokens"])
@@ -106,7 +106,7 @@ def test_every_guess_has_the_same_weight_in_microbatches_and_in_an_evaluation(co
 
     batch = jax.tree.map(np.asarray, next(whole.train_batches(0)))
     guesses = (batch["targets"] != IGNORE).sum(1)
-    assert 0 in guesses and len(set(guesses.tolist())) > 1  # a part without any, too
+    assert 0 in guesses and len(set(guesses.tolist())) > 1  # including a microbatch without predictions
     parts = [loss_fn({name: leaf[i : i + 1] for name, leaf in batch.items()}) for i in range(4)]
     np.testing.assert_allclose(np.mean(parts), loss_fn(batch), rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""The scripts run two steps, each in a process of its own, and leave in their folders what they promise."""
+"""The scripts run two steps, and write the promised files to their folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from experiments.benchmarks import loss_scaling
 from experiments.training import cli, run_folders, runs
 from experiments.training.describing import describe
 
-SOURCES = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # the whole library is read for seconds
+SOURCES = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # reading the whole library takes seconds
 
 
 def read_run(folder: Path) -> tuple[dict, dict, list[dict[str, str]]]:
@@ -67,7 +67,10 @@ def test_a_run_of_one_step_claims_no_rate(tmp_path, data_dir, capsys):
     _, summary, rows = read_run(tmp_path / "run")
     assert summary["ms_per_step"] is summary["examples_per_s"] is None and rows[0]["examples_per_s"] == ""
     shown = (tmp_path / "run" / "summary.md").read_text()
-    assert "None" not in shown and "| ms_per_step | not measured: the one step of this process compiled |" in shown
+    assert (
+        "None" not in shown
+        and "| ms_per_step | not measured: this process ran a single step, which compiled |" in shown
+    )
 
 
 def test_the_plan_and_the_memory_of_a_step_that_ran_compile_nothing_and_an_error_is_a_warning(tmp_path, data_dir):
@@ -135,7 +138,7 @@ def test_language_modeling_trains_two_steps_and_warns_without_a_loss_scale(tmp_p
 
 @pytest.mark.slow("a process of its own, whose files may not grow")
 def test_a_full_disk_is_one_line_with_the_folder_and_what_to_do(tmp_path, data_dir):
-    """No file may have more than 50 kB, as if the disk had no more room."""
+    """Files are limited to 50 kB, as if the disk were full."""
     code = """
 import resource, sys
 from experiments import data, image_classification as script
@@ -155,8 +158,11 @@ cli.main(script.Config, script.train, "")
     first = done.stdout.splitlines()[0]
     assert first.startswith(f"cannot keep digits under {tmp_path / 'data'} (") and "File too large" in first
     assert first.endswith("name another folder with --data-dir") and not list((tmp_path / "data").iterdir())
-    (error,) = [line for line in done.stderr.splitlines() if "loss" not in line]  # the bar's lines have it
-    assert error.startswith("error: the run in run cannot go on: a checkpoint cannot be written to run/checkpoints (")
+    # The lines of the progress bar have the loss.
+    (error,) = [line for line in done.stderr.splitlines() if "loss" not in line]
+    assert error.startswith(
+        "error: the run in run cannot continue: a checkpoint cannot be written to run/checkpoints ("
+    )
     assert "File too large" in error and error.endswith("; once there is room, start again")
 
 
@@ -184,7 +190,7 @@ def test_the_benchmark_times_every_variant_and_writes_what_it_found(tmp_path, ca
     assert model["model"] == "mlp, 1 layers of 8, batch 2"
     losses = [row["loss"] for row in model["variants"].values()]
     assert len(losses) == len(model["variants"]) == 7
-    assert losses == pytest.approx([losses[0]] * len(losses), rel=0.2)  # all have trained alike
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=0.2)  # all variants trained in the same way
     assert all(len(row["milliseconds"]) == 2 for row in model["variants"].values())
     for label in (
         "no scaling",
@@ -207,7 +213,9 @@ def test_a_variant_that_breaks_is_told_in_its_row_and_the_others_are_timed(tmp_p
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
         (result,) = loss_scaling.main(dataclasses.replace(config, run_dir=tmp_path / "one"))
         variants["no scaling"] = breaks
-        with pytest.raises(FloatingPointError, match="no scaling, which all are held against: RuntimeError: no such"):
+        with pytest.raises(
+            FloatingPointError, match="no scaling, which all variants are compared with: RuntimeError: no such"
+        ):
             loss_scaling.main(dataclasses.replace(config, run_dir=tmp_path / "none"))
     assert result["variants"]["jmp"] == {"error": "RuntimeError: no such kernel"}
     assert len(result["variants"]["no scaling"]["milliseconds"]) == 2
@@ -231,7 +239,7 @@ def test_the_cost_of_loss_scaling_of_a_model_that_was_measured_is_kept(tmp_path,
     assert asked == ["mlp", "gpt2", "gpt2"] and "## gpt2, batch 1: ms" in (tmp_path / "loss_scaling.md").read_text()
     with pytest.raises(SystemExit, match="2"):
         loss_scaling.main(dataclasses.replace(config, rounds=3))
-    assert "rounds is 20 there and 3 here; take the device" in capsys.readouterr().err
+    assert "rounds is 20 there and 3 here; use the device" in capsys.readouterr().err
 
 
 def test_a_run_that_is_stopped_has_the_rows_of_all_its_steps(tmp_path, data_dir):

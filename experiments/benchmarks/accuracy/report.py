@@ -19,24 +19,24 @@ from experiments.training import kept
 METRICS = {"images": "accuracy", "gpt2": "loss", "bert": "loss"}
 UNITS = {"accuracy": "points of accuracy", "loss": "% of the loss"}
 POINTS_LOST, POINTS_AIM, LOSS_PERCENT, LOW_PERCENT, FLOAT8_PERCENT, SEEDS = 0.5, 0.1, 0.5, 0.1, 0.3, 3
-BFLOAT16 = ("mixed_bfloat16", "none")  # what float8 products are held against
+BFLOAT16 = ("mixed_bfloat16", "none")  # the policy that float8 products are compared with
 COLUMNS = (
     "policy", "loss scale", "seeds", "accuracy %", "loss", "Δ", "minutes", "× faster", "memory", "memory saved",
     "skipped")  # fmt: skip
 NOTE = (
-    "Held out: mean ± standard deviation over the seeds. Δ: to float32 with the same seed, mean ± standard deviation "
-    "over the seeds, {unit}. Minutes: of training, without compilation and evaluation. Memory: what the compiled step "
-    "needs at most (arguments, results and temporaries). Skipped: steps in all runs."
+    "Accuracy and loss are of held-out data. All metrics are the mean ± standard deviation over the seeds. Δ: "
+    "difference to float32 with the same seed, {unit}. Minutes: training time without compilation and evaluation. "
+    "Memory: peak of the compiled step (arguments, results and temporaries). Skipped: skipped steps in all runs."
 )
-_POINTS = 100  # of a curve in a record: the mean over so many spans of steps
+_POINTS = 100  # the number of points of a training curve in a record; each is the mean over a span of steps
 
 Record = dict[str, Any]
 Variants = dict[tuple[str, str], list[Record]]
-"""Policy and loss scale to the runs of each seed."""
+"""The runs of all seeds, by policy and loss scale."""
 
 
 def outcome(metrics: Path, summary: dict[str, Any], failure: str, steps: int) -> Record:
-    """The curves and the result of a run, from ``metrics.csv`` and its summary."""
+    """Return the curves and the result of a run, from its files."""
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
     train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
@@ -53,9 +53,9 @@ def outcome(metrics: Path, summary: dict[str, Any], failure: str, steps: int) ->
 
 
 def _curve(rows: list[dict[str, str]], points: int) -> dict[str, list[float]]:
-    """Return steps and metrics, each the mean over a span of steps.
+    """Return the curves of the metrics in ``rows``, with at most ``points`` points.
 
-    Metrics that the rows do not have are left out.
+    Each point is the mean over a span of steps.
     """
     names = [name for name in ("step", "loss", "accuracy") if rows and rows[0][name]]
     values = [[float(row[name]) for name in names] for row in rows]
@@ -64,7 +64,10 @@ def _curve(rows: list[dict[str, str]], points: int) -> dict[str, list[float]]:
 
 
 def by_variant(recorded: list[Record]) -> dict[str, Variants]:
-    """Task to policy and loss scale to the runs of each seed, in the order of the records."""
+    """Group the records by task, then by policy and loss scale.
+
+    The order of the records is kept.
+    """
     tasks: dict[str, Variants] = {}
     for record in recorded:
         tasks.setdefault(record["task"], {}).setdefault((record["policy"], record["loss_scale"]), []).append(record)
@@ -72,7 +75,10 @@ def by_variant(recorded: list[Record]) -> dict[str, Variants]:
 
 
 def differences(task: str, runs: list[Record], baseline: list[Record]) -> list[float]:
-    """Return the differences to float32 by seed: points of accuracy, or % of the loss."""
+    """Return the differences to float32 by seed.
+
+    They are points of accuracy, or % of the loss.
+    """
     reference = {run["seed"]: run["final"] for run in baseline}
     pairs = [(run["final"], reference[run["seed"]]) for run in runs if run["seed"] in reference]
     if METRICS[task] == "accuracy":
@@ -83,11 +89,10 @@ def differences(task: str, runs: list[Record], baseline: list[Record]) -> list[f
 def goal(
     task: str, name: str, runs: list[Record], baseline: list[Record], reference: str = "float32"
 ) -> tuple[bool | None, str]:
-    """Return whether a policy reaches the task's goal (None: open), and a sentence.
+    """Return whether a policy reaches the task's goal, and a sentence that says so.
 
-    The goal is how far it may be from the ``baseline``, the runs of the policy ``reference``.
-
-    Runs that stopped decide it at once, all others together only when there are ``SEEDS`` of them.
+    The goal limits the difference to ``baseline``, the runs of the policy ``reference``. A run that stopped early
+    misses the goal. Otherwise the answer is None (open) until there are ``SEEDS`` seeds.
     """
     gains = differences(task, runs, baseline)
     if failed := [run for run in runs if run["failure"]]:
@@ -95,7 +100,7 @@ def goal(
     if not gains:
         return None, f"open: {name} has no seed in common with {reference}"
     mean, seeds = statistics.fmean(gains), f"{len(gains)} seed{'s' * (len(gains) > 1)}"
-    few = "" if len(gains) >= SEEDS else f", of {SEEDS} that are wanted"
+    few = "" if len(gains) >= SEEDS else f", of {SEEDS} that are needed"
     if METRICS[task] == "accuracy":
         met, reached = mean >= -POINTS_LOST, "reached" if mean >= -POINTS_AIM else "not reached"
         rule = f"the goal at most {POINTS_LOST} lost (aim {POINTS_AIM}: {reached})"
@@ -116,9 +121,9 @@ def title(runs: list[Record]) -> str:
 
 
 def _most(name: str) -> float:
-    """Return the percent of the loss that a policy may gain.
+    """Return how many percent the loss may be above the baseline's.
 
-    It is less for float8 products and for params without float32 copies.
+    The limit is lower for float8 products and for params without float32 copies.
     """
     return LOW_PERCENT if "+" in name else FLOAT8_PERCENT if "float8" in name else LOSS_PERCENT
 
@@ -126,7 +131,7 @@ def _most(name: str) -> float:
 def goals(task: str, variants: Variants) -> dict[str, tuple[bool | None, str]]:
     """Judge every policy but float32 by :func:`goal`.
 
-    Float8 products are compared with those of bfloat16.
+    Policies with float8 products are compared with mixed_bfloat16 if it was trained, all others with float32.
     """
     judged = {label(*variant): runs for variant, runs in variants.items() if variant != BASELINE}
     against = {
@@ -138,7 +143,7 @@ def goals(task: str, variants: Variants) -> dict[str, tuple[bool | None, str]]:
 
 
 def table(task: str, variants: Variants) -> Table:
-    """A row a policy, and the goals below."""
+    """Return a table with a row for each policy, and the goals below."""
     baseline = variants.get(BASELINE, [])
     rows = [_row(task, *variant, runs, baseline) for variant, runs in variants.items()]
     notes = [NOTE.format(unit=UNITS[METRICS[task]]), *(text for _, text in goals(task, variants).values())]
@@ -171,7 +176,7 @@ def _row(task: str, policy: str, loss_scale: str, runs: list[Record], baseline: 
 
 
 def write(recorded: list[Record], folder: Path) -> None:
-    """Writes accuracy.md, accuracy.json and accuracy.png, and shows the tables."""
+    """Writes accuracy.md, accuracy.json and accuracy.png, and prints the tables."""
     tasks = by_variant(recorded)
     where = kept.joined([record["environment"] for record in recorded])
     where["data"] = "; ".join(sorted({record["data"] for record in recorded}))
@@ -181,12 +186,15 @@ def write(recorded: list[Record], folder: Path) -> None:
     }
     tables, panels = ([make(*task) for task in tasks.items()] for make in (table, pictures))
     data = {"goals": judged, "runs": recorded}
-    shows = "what was reached, and how far from float32"
+    shows = "held-out metric, and its difference to float32"
     records.record(folder, "accuracy", "Accuracy under every policy", where, tables, data, (), shows, panels)
 
 
 def pictures(task: str, variants: Variants) -> tuple[plots.Panel, plots.Panel]:
-    """Each policy's held-out metric and its difference to float32: mean over the seeds, least and most."""
+    """Draw each policy's held-out metric and its difference to float32.
+
+    Both are drawn as the mean and the range over the seeds.
+    """
     metric, baseline = METRICS[task], variants.get(BASELINE, [])
     held_out = {label(*variant): _range([run["final"][metric] for run in runs]) for variant, runs in variants.items()}
     far = {label(*variant): _range(differences(task, runs, baseline)) for variant, runs in variants.items()}

@@ -1,19 +1,19 @@
-"""Train ResNet-50, GPT-2 and BERT under every policy, and compare with float32.
+"""Train ResNet-50, GPT-2 and BERT under every policy.
 
-ResNet-50 trains on CIFAR-10.
+Their accuracy or loss is compared with float32. ResNet-50 trains on CIFAR-10.
 
 python -m experiments.benchmarks.accuracy --tasks gpt2 --policies float32 --seeds 0 --run-dir runs/accuracy
 
-All policies of a task see the same examples in the same order, for the same number of steps, and start from the same
-params, seed by seed; the difference to float32 is taken seed by seed, too. float32 has true float32 products. O3 is
-float16 throughout without a loss scale, bfloat16 its twin. Goals: at most 0.5 points of accuracy lost (aim 0.1) on
-images, at most 0.5 % of loss gained on text, over three seeds.
+With the same seed, all policies of a task start from the same params and see the same examples in the same order, for
+the same number of steps. The difference to float32 is taken for each seed. float32 has true float32 products. O3 is
+float16 throughout without a loss scale, and the policy bfloat16 is bfloat16 throughout. Goals, over three seeds: at
+most 0.5 points of accuracy lost (aim 0.1) on images, and a loss at most 0.5 % higher on text.
 
-Every finished run is kept in the run folder, so that the whole can be had in pieces by task, policy and seed; the
-report is of all runs in it. --minutes ends in the middle of a run, which a checkpoint keeps for the next command;
-without Orbax (orbax-checkpoint) there is none, and that run begins anew.
+Every finished run is saved in the run folder, so several commands can share the work by task, policy and seed. The
+report shows all runs in the folder. If --minutes are up in the middle of a run, a checkpoint is saved, and the next
+command continues from there. Without Orbax (orbax-checkpoint) there is no checkpoint, and that run starts again.
 CIFAR-10 is downloaded, or built from files in --data-dir. The run folder holds accuracy.md, .json and .png, and a
-folder of each run.
+folder for each run.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ TASKS = {
     "gpt2": Task(language_modeling, {**_BASE, **_GPT2, "sample_tokens": 0}),
     "bert": Task(masked_lm, {**_BASE, **_BERT}),
 }
-"""1,950 steps, 10 epochs of images; 16.4 million tokens; 24.6 million tokens. The vocabularies have room for GPT-2's
-byte pairs (and [MASK]), so that the models have their size whatever the tokens are."""
+"""Images: 1,950 steps, which are 10 epochs. GPT-2: 16.4 million tokens. BERT: 24.6 million tokens. The vocabularies
+have the size of GPT-2's byte-pair vocabulary (and [MASK]), so that a model's size does not depend on the tokenizer."""
 SMOKE_TASKS = {
     "images": Task(image_classification, {"steps": 30, "evaluate_every": 10}),
     "gpt2": Task(language_modeling, {**_SMALL, "model": "gpt2", "sample_tokens": 0}),
@@ -79,20 +79,20 @@ class Config(records.Pieces, records.Small):
     tasks: tuple[Literal["images", "gpt2", "bert"], ...] = ("images", "gpt2", "bert")
     """images: ResNet-50 on CIFAR-10 at 224×224, batch 256. gpt2: 124M params, 16×1024 tokens. bert: Base, 64×512."""
     policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]", help_behavior_hint="")] = ()
-    """Policies, each perhaps with its loss scale after an @; without, it is dynamic where the policy computes in
-    float16. autocast:mixed_bfloat16 leaves the model in float32 and runs the loss function under jaxmp.autocast;
-    bfloat16_sr+float8 has --low-precision float8.
-    (default: float32 mixed_float16 mixed_bfloat16 autocast:mixed_float16 autocast:mixed_bfloat16 O2 O3@none bfloat16,
+    """Policies. A loss scale may follow after an @. Without one, policies that compute in float16 have a dynamic loss
+    scale. autocast:mixed_bfloat16 leaves the model in float32 and runs the loss function under jaxmp.autocast.
+    bfloat16_sr+float8 is bfloat16_sr with --low-precision float8.
+    (default: float32 mixed_float16 mixed_bfloat16 autocast:mixed_float16 autocast:mixed_bfloat16 O2 O3@none bfloat16;
     with --smoke half of them)"""
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="SEED", help_behavior_hint="")] = ()
     """Seeds to train with. (default: 0 1 2, with --smoke 0)"""
     steps: int = 0
-    """Steps of every run; 0 for what each task has as its own."""
+    """Steps of every run; 0 for the number in the task's preset."""
     flags: Annotated[
         tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLAG[=VALUE] ...")
     ] = ()
-    """Other flags of the script of the one task in --tasks, as in 'epochs=30 no-flip'; see that script's --help. With
-    some any device will do."""
+    """Other flags for the script of the task, as in 'epochs=30 no-flip'; see that script's --help. --tasks must then
+    name a single task, and the benchmark runs on any device."""
     data_dir: cli.Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
 
@@ -101,7 +101,7 @@ class Config(records.Pieces, records.Small):
 class Run:
     """A task under a policy with a seed.
 
-    ``flags`` are those of the task's script, except for policy, seed and folder.
+    ``flags`` are the flags of the task's script. Policy, seed and folder are set later.
     """
 
     task: str
@@ -112,7 +112,10 @@ class Run:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """The setting of all runs of a task in a folder; ``whole``: the field's sizes."""
+        """Return the flags that all runs of a task in a folder share.
+
+        ``whole``: they are the task's preset.
+        """
         task = TASKS[self.task]
         flags, preset = (
             {name: value for name, value in strict_json(dataclasses.asdict(flags)).items() if name not in RESERVED}
@@ -122,14 +125,16 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of its result, and of its folder."""
+        """Return the name of the run's result and folder."""
         variant = self.policy if self.loss_scale == "none" else f"{self.policy}-{self.loss_scale}"
         variant = re.sub(r"[^\w.=-]+", "-", variant)
         return f"{self.task}-{variant}-seed{self.seed}"
 
 
 def variants(policies: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Policies with their loss scales, as ``compare`` reads them, but float32 only if it is among them.
+    """Return the policies with their loss scales, read as in ``compare``.
+
+    float32 is included only if it is listed.
 
     Raises:
       ValueError: a policy or a loss scale is unknown.
@@ -140,27 +145,27 @@ def variants(policies: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def task_flags(config: Config, name: str) -> Any:
-    """The flags that every run of a task has.
+    """Return the flags that all runs of a task share.
 
     Raises:
-      ValueError: ``--flags`` are for several tasks, or name what the benchmark sets.
+      ValueError: there are ``--flags`` and several tasks, or ``--flags`` name a flag that the benchmark sets.
     """
     if config.flags and len(config.tasks) > 1:
-        raise ValueError(f"--flags are those of one script, got --tasks {' '.join(config.tasks)}; name one of them")
+        raise ValueError(f"--flags need a single task, got --tasks {' '.join(config.tasks)}; name one of them")
     flags = (SMOKE_TASKS if config.smoke else TASKS)[name].flags(config.flags, RESERVED, "benchmark")
     changes = {"steps": config.steps} if config.steps else {}
-    # With --minutes there is a checkpoint when the time is up, and none before.
+    # With --minutes, train() saves a checkpoint when the time is up. No checkpoint is saved before.
     checkpoint_every = 10**9 if config.minutes and checkpoints_can_be() else 0
     return dataclasses.replace(flags, data_dir=config.data_dir, checkpoint_every=checkpoint_every, keep=1, **changes)
 
 
 def plan(config: Config) -> list[Run]:
-    """Return all runs that the flags ask for, done or not.
+    """Return all runs that the flags ask for, including those already done.
 
-    The seeds of a policy follow one another, so that it is compiled once.
+    The seeds of a policy follow one another, so that the policy is compiled once.
 
     Raises:
-      ValueError: a flag has a value that cannot be.
+      ValueError: the value of a flag is invalid.
     """
     for seed in config.seeds:
         cli.require("--seeds", seed, 0, 2**31)
@@ -176,7 +181,9 @@ def plan(config: Config) -> list[Run]:
 
 
 def finished(folder: Path) -> list[dict[str, Any]]:
-    """The records of the runs that have come to their end, by task, policy (the baseline first) and seed.
+    """Return the records of the finished runs.
+
+    They are sorted by task, policy (the baseline first) and seed.
 
     Raises:
       ValueError: a file is damaged.
@@ -191,24 +198,27 @@ def finished(folder: Path) -> list[dict[str, Any]]:
 
 
 class _TimeIsUp(Exception):
-    """The rest of a run is the next command's, or all of it where there are no checkpoints."""
+    """Raised when the minutes are up.
+
+    The next command continues the run, or starts it again without Orbax.
+    """
 
 
 def train(
     run: Run, experiment: Experiment, baseline: Experiment, folder: Path, clock: kept.Clock
 ) -> dict[str, Any] | None:
-    """Train once from the baseline's params, and return the record.
+    """Train once from the baseline's params.
 
-    None if the time is up before the end.
+    Return the record, or None if the time is up before the end.
     """
     if not checkpoints_can_be():
-        shutil.rmtree(checkpoints_folder(folder), ignore_errors=True)  # that nobody here can read: it begins anew
+        shutil.rmtree(checkpoints_folder(folder), ignore_errors=True)  # they cannot be read without Orbax
     resumable = any(checkpoints_folder(folder).glob("*"))
     flags = dataclasses.replace(run.flags, seed=run.seed, run_dir=folder, resume=resumable)
     alike = dataclasses.replace(experiment, init_params=functools.partial(init_params, experiment, baseline))
     summary, failure = {}, ""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # what it wrote in the end is in the run's folder
+        with contextlib.redirect_stdout(io.StringIO()):  # the final output is also in the run's folder
             with loop.running(f"accuracy, {run.task}", flags, lambda _: alike) as running:
                 for batch in running.batches():
                     running.state, metrics = experiment.step(running.state, batch)
@@ -223,7 +233,7 @@ def train(
     except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
         failure = str(error)
     state, batch = jax.eval_shape(experiment.init, run.seed), next(experiment.train_batches(run.seed))
-    compiled = experiment.step.lower(state, batch).compile()  # as it has been run: nothing is compiled again
+    compiled = experiment.step.lower(state, batch).compile()  # JAX has compiled it above and does not compile it again
     shutil.rmtree(checkpoints_folder(folder), ignore_errors=True)
     return {
         **{name: getattr(run, name) for name in ("task", "policy", "loss_scale", "seed")},
@@ -246,7 +256,7 @@ def main(config: Config) -> list[dict[str, Any]]:
             has.require_alike(f"{run.task}-*-seed*.json", **run.setting)
         if missing:
             require_gpu(config.smoke or bool(config.flags))
-        # First, so that data that cannot be had are an error before anything is trained.
+        # Prepare the baselines first, so that missing data is an error before anything is trained.
         flags = {run.task: run.flags for run in missing}
         baselines = {task: TASKS[task].prepare(flags[task], *BASELINE) for task in flags}
 
@@ -255,7 +265,10 @@ def main(config: Config) -> list[dict[str, Any]]:
         return TASKS[task].prepare(flags[task], policy, loss_scale)
 
     if missing and config.minutes and not checkpoints_can_be():
-        print("note: without Orbax (pip install orbax-checkpoint) a run that the minutes cut begins anew", flush=True)
+        print(
+            "note: without Orbax (pip install orbax-checkpoint) a run that is not finished in time starts again",
+            flush=True,
+        )
     broken = list[str]()
     try:
         for i, run in enumerate(missing, 1):
@@ -263,14 +276,15 @@ def main(config: Config) -> list[dict[str, Any]]:
                 break
             print(f"run {i} of {len(missing)}: {run.name}", file=sys.stderr, flush=True)
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # what O3 is for
+                # O3 has no loss scale on purpose
+                warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)
                 experiment = prepared(run.task, run.policy, run.loss_scale)
                 find = functools.partial(train, run, experiment, baselines[run.task], folder / run.name, has.clock)
                 try:
                     has.get(run.name, find, **run.setting)
-                except Exception as error:  # whatever a policy breaks: the others go on
+                except Exception as error:  # if one policy fails, the others still run
                     broken.append(f"{run.name}: {failed(error)}")
-    finally:  # what was finished before an interruption counts
+    finally:  # report the finished runs after an interruption too
         if recorded := finished(folder):
             accuracy_report.write(recorded, folder)
     has.end()

@@ -1,1 +1,4 @@
-"""Memory, products, kernels and bytes of whole train steps on a GPU that is not there."""
+"""Memory, products, kernels and bytes of train steps on an absent GPU.
+
+The steps are compiled for a GPU that is not attached.
+"""

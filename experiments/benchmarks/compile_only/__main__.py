@@ -2,9 +2,9 @@
 
 import os
 
-# Before JAX is imported: with its CUDA plugin it would look for a GPU.
+# This must come before JAX is imported, because its CUDA plugin would look for a GPU.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's notes: that there is none, that it takes long
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # hide XLA's notes that there is no GPU and that compiling is slow
 
 from experiments.benchmarks.compile_only import run
 from experiments.training import cli

@@ -1,4 +1,4 @@
-"""Tables and a picture of compiled steps, beside the goals."""
+"""Tables and a picture of compiled steps, with their goals."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ COLUMNS = (
     "layout GB", "predicted ms", "measured ms", "products")  # fmt: skip
 AUTOCAST_MEMORY = 1.02
 ABOUT = (
-    "Compiled for the GPU, not run on it. Peak: arguments, results that reuse none of them, and temporaries, without "
-    "the workspaces that cuDNN's kernels may ask for once there is a GPU to choose them on. "
-    "`/ torch.compile`: of the peak that torch.compile under AMP had in bfloat16 (torch 2.11.0+cu130, one H200, "
-    "2026-11-20, the same shapes and optimizer): " + ", ".join(f"{n} {r.torch:,} MiB" for n, r in RECORDED.items()) +
-    ". `saved of fp32`: of the row by hand in float32. `half FLOPs`: share of the FLOPs that tensor cores do in "
-    "float16 or bfloat16, cuDNN's attentions counted as two products forward and five backward over the whole square. "
-    "`kernels`: launched by a step, a call of a library as one. `GB moved`: read and written by kernels other than "
-    "products, convolutions and attention; `layout GB`: by those of them that only change a layout. `predicted ms`: by "
-    "`jaxmp.inspect.roofline`; `measured ms`: on one H200, JAX 0.11.2, 2026-11-20, and how far off the prediction is."
+    "Compiled for the GPU, not run on it. Peak: arguments, temporaries, and results that do not reuse an argument's "
+    "memory. The workspaces of cuDNN's kernels are missing, because the kernels are chosen on a GPU. "
+    "`/ torch.compile`: relative to the measured peak of torch.compile under AMP in bfloat16 (torch 2.11.0+cu130, one "
+    "H200, 2026-11-20, the same shapes and optimizer): "
+    + ", ".join(f"{n} {r.torch:,} MiB" for n, r in RECORDED.items()) +
+    ". `saved of fp32`: share saved of the peak by hand in float32. `half FLOPs`: share of the FLOPs that tensor cores "
+    "do in float16 or bfloat16. An attention of cuDNN counts as two products forward and five backward over the whole "
+    "square. `kernels`: kernels that a step launches; a library call counts as one. `GB moved`: bytes read and written "
+    "by kernels other than products, convolutions and attention. `layout GB`: the part of them in kernels that only "
+    "change a layout. `predicted ms`: by `jaxmp.inspect.roofline`. `measured ms`: on one H200, JAX 0.11.2, 2026-11-20, "
+    "with the error of the prediction in brackets."
 )  # fmt: skip
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A row a variant, and the goals."""
+    """Return a table with a row for each variant, and the goals."""
     variants, full = result["variants"], result["full"]
     base = variants.get("hand-fp32", {}).get("peak")
     rows: list[tuple[str, ...]] = []
@@ -49,7 +51,13 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def goals(result: dict[str, Any], torch: float | None = None, float32: float | None = None) -> list[Goal]:
-    """Those that compiling tells something of, held against the recorded peaks or, in bytes, those given."""
+    """Return the goals whose figures are known after compiling.
+
+    Args:
+      result: the compiled steps of a model.
+      torch: the peak of torch.compile in bytes; None for the recorded one.
+      float32: the peak of float32 by hand in bytes; None for the recorded one.
+    """
     rows, recorded, limits = result["variants"], RECORDED[result["name"]], LIMITS[result["name"]]
     peaks = {key: row["peak"] for key, row in rows.items()}
     half, remat, by_hand = (peaks.get(key) for key in ("jaxmp-bf16", "jaxmp-bf16-remat", "hand-fp32"))
@@ -60,7 +68,7 @@ def goals(result: dict[str, Any], torch: float | None = None, float32: float | N
         Goal("memory", "peak memory / torch.compile's", share(half, torch), limits.memory),
         Goal("remat_memory", "peak memory with remat / torch.compile's", share(remat, torch), limits.remat_memory),
         Goal("saved", f"{against} measured", saved(share(half, float32)), limits.saved, least=True, form=".2%"),
-        # without a limit: as compiled, neither has the workspaces that cuDNN asks a GPU for
+        # no limit: compiled peaks lack cuDNN's workspaces, which are known only on a GPU
         Goal("saved_compiled", f"{against} compiled here", saved(share(half, by_hand)), None, least=True, form=".2%"),
     ]
     for key, row in {"half": "jaxmp-bf16", "half_fp16": "jaxmp-fp16", "half_autocast": "autocast-bf16"}.items():
@@ -73,7 +81,7 @@ def goals(result: dict[str, Any], torch: float | None = None, float32: float | N
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """A sentence a goal; what has none but belongs to one, as figures."""
+    """Return a sentence for each goal, and figures that help to explain the goals."""
     rows, lines = result["variants"], [goal.sentence() for goal in goals(result)]
     if (half := rows.get("jaxmp-bf16")) and (auto := rows.get("autocast-bf16")):
         same = auto["products"] == half["products"]
@@ -89,7 +97,7 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def picture(result: dict[str, Any]) -> plots.Panel:
-    """The peak of each step in GiB, torch.compile's as a line."""
+    """Draw the peak of each step in GiB, and torch.compile's peak as a line."""
     rows = list(result["variants"].values())
     torch = RECORDED[result["name"]].torch / 1024
     return plots.Panel(
@@ -103,7 +111,7 @@ def picture(result: dict[str, Any]) -> plots.Panel:
 
 
 def write(folder: Path, where: dict[str, str], results: list[dict[str, Any]]) -> None:
-    """compile_only.md, .json and .png, and the tables on the terminal."""
+    """Writes compile_only.md, .json and .png, and prints the tables."""
     title, data = "Train steps compiled for a GPU", {"results": results}
     tables, panels = [*map(table, results), *predictions(results)], [[*map(picture, results)]]
     records.record(folder, "compile_only", title, where, tables, data, [ABOUT], "Peak memory", panels)

@@ -1,16 +1,18 @@
-"""Memory, products, kernels and bytes of whole train steps on a GPU that is not there.
+"""Memory, products, kernels and bytes of train steps on an absent GPU.
+
+The steps are compiled for a GPU that is not attached.
 
 python -m experiments.benchmarks.compile_only --models gpt2
 
-XLA compiles for a GPU that it is only told about, so that all but time can be known on any machine: of each model's
-train step (forward, backward, clipping, AdamW, loss scaling, its state donated) by hand, under jaxmp's policies and
-under autocast. Peaks are compared with the one that torch.compile under AMP had on an H200, and the times that
-jaxmp.inspect.roofline predicts with those on record. What was compiled stays in the run folder, which holds
-compile_only.md, .json and .png. It needs the packages of the extra compile-only.
+XLA can compile for a GPU from its description alone, so any machine can find out everything but the time. The benchmark
+compiles each model's train step (forward, backward, clipping, AdamW, loss scaling, donated state) by hand, under
+jaxmp's policies and under autocast. Peaks are compared with the measured peak of torch.compile under AMP on an H200.
+Times predicted by jaxmp.inspect.roofline are compared with recorded times. The run folder keeps the compiled rows for
+the next command, and holds compile_only.md, .json and .png. The benchmark needs the packages of the extra compile-only.
 
 python -m experiments.benchmarks.compile_only --topology 1x1x8 --sizes 1558M 7B
 
-compiles GPT-2's sizes split over several GPUs instead, and tells of each its memory and what it sends.
+This command compiles GPT-2's sizes for several GPUs instead, and reports the memory and the traffic of each GPU.
 """
 
 from __future__ import annotations
@@ -60,26 +62,27 @@ class Config(records.Small):
     target: str = "h200"
     """GPU to compile for, as in jaxmp/inspect/program/targets.py. Only the H200 is compared with torch."""
     layers: int = 0
-    """Blocks of a transformer; 0 for 12. With fewer nothing is compared with torch."""
+    """Blocks of a transformer; 0 for 12. With another number nothing is compared with torch."""
     topology: Annotated[tuple[str, ...], tyro.conf.arg(metavar="1x2x4", help_behavior_hint="")] = ()
-    """Clusters of the GPU, slices x hosts x GPUs of each host: of them are --sizes, --ways and --mesh, and no other
-    flag."""
+    """Clusters to compile for: slices x hosts x GPUs per host. --sizes, --ways and --mesh count only with --topology.
+    --models, --variants and --layers count only without it."""
     sizes: tuple[language_modeling.Size, ...] = ("124M", "355M", "774M", "1558M", "7B")
-    """Params of GPT-2, with 8 sequences of 1,024 tokens a GPU, or 2 of 2,048."""
+    """Sizes of GPT-2 by number of params. Each GPU has 8 sequences of 1,024 tokens; with 7B, 2 sequences of 2,048."""
     ways: tuple[Way, ...] = ("linen",)
-    """The library's step of the model in Linen or NNX under a policy, or in Linen under autocast; or one by hand."""
+    """linen, nnx: jaxmp's train step of the Linen or NNX model under a policy. autocast: jaxmp's train step of the
+    Linen model under autocast. hand: a train step by hand."""
     mesh: str = ""
     """Axes of the mesh, as in data=2,fsdp=4. (default: fsdp alone)"""
 
 
 def case_of(name: Name, config: Config) -> Workload:
-    """A model in the sizes of the flags."""
+    """Return a model with the sizes of the flags."""
     layers = 0 if name == "resnet50" else config.layers
     return workload(name, (SMOKE if config.smoke else FULL)[name], layers=layers)
 
 
 def measure(case: Workload, row: Row, target: str) -> dict[str, Any]:
-    """Return the figures of a row's step on the target of that name."""
+    """Return the figures of a row's step, compiled for the GPU ``target``."""
     start, step = jax_steps.train_step(case, row)
     state = jax.eval_shape(start)
     with attention.implementation("cudnn"), targets.with_cudnn(targets.target_of(target).cudnn):

@@ -1,4 +1,4 @@
-"""Memory and traffic of GPT-2's sizes and a model of 7 B on several GPUs."""
+"""Memory and traffic of GPT-2's sizes and of a 7B model on several GPUs."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from jaxmp.inspect.program import targets
 
 GIB = 2**30
 PEAKS, WIRE = {"1558M": 5.7, "7B": 16.8}, 1.02
-"""GiB that a step may need at most on each of eight GPUs, and what it may send, of the ideal."""
+"""Goals for eight GPUs: the peak in GiB on each GPU, and the bytes that a GPU sends relative to the ideal."""
 COLUMNS = ("params", "by", "GPUs", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "sent by kind")
 ABOUT = (
-    "Compiled, not run: forward, backward, clipping and AdamW of GPT-2, its blocks a loop, each computed again in its "
-    "backward pass. `by`: `make_train_step(sharding=)` of the model in Linen or NNX under a policy, or of that in "
-    "Linen under autocast; by hand, experiments/models/stacked.py. All figures are of one GPU. `peak`: arguments, "
-    "results that reuse none of them, temporaries; nothing of CUDA's and NCCL's own. `state`: params and optimizer, in "
-    "float32. `sent`: in a step, by rings. `ideal`: weights gathered twice in 16 bits, gradients reduced once in "
-    "float32."
+    "Compiled, not run: forward, backward, clipping and AdamW of GPT-2. The blocks are a loop, and the backward pass "
+    "recomputes each block. `by`: Linen, NNX and autocast are `make_train_step(sharding=)` of the Linen or NNX model "
+    "under a policy, or of the Linen model under autocast; hand is experiments/models/stacked.py. All figures are per "
+    "GPU. `peak`: arguments, temporaries, and results that do not reuse an argument's memory, without the memory of "
+    "CUDA and NCCL themselves. `state`: params and optimizer state in float32. `sent`: bytes sent in a step with ring "
+    "algorithms. `ideal`: weights gathered twice in 16 bits, gradients reduced once in float32."
 )
 NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX", "hand": "hand"}
 
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
-    """The axes of ``--mesh``.
+    """Return the sizes of the mesh axes in ``text``, by name.
 
     Raises:
-      ValueError: they are none, or not of so many GPUs.
+      ValueError: ``text`` does not name mesh axes, or their product is not ``gpus``.
     """
     sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", text or f"fsdp={gpus}")}
     if math.prod(sizes.values()) != gpus or not re.fullmatch(r"(\w+=\d+(,(?=\w)|$))*", text):
         raise ValueError(
-            f"--mesh has the GPUs of --topology, as in data=2,fsdp={-(-gpus // 2)}, got {text!r} for {gpus}"
+            f"--mesh must have all GPUs of --topology, as in data=2,fsdp={-(-gpus // 2)}, got {text!r} for {gpus}"
         )
     return sizes
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """A row a model and cluster, and the goals."""
+    """Return a table with a row for each model and cluster, and the goals."""
     cells, goals = [], []
     for row in rows:
         sent, peak, params = row["sent"], row["peak"] / GIB, row["params"]
@@ -74,10 +74,7 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main(config: Any) -> list[dict[str, Any]]:
-    """Compile ``--sizes`` in ``--ways`` for each ``--topology``.
-
-    The results are sharded.md and sharded.json in the folder.
-    """
+    """Compile all sizes and ways for each topology, and write the results."""
     with cli.bad_values_end_it():
         target = targets.target_of(config.target)
         meshes = {

@@ -1,1 +1,4 @@
-"""Programs of libraries in JAX under autocast, beside two simple ways to compute in half precision."""
+"""Programs of JAX libraries under autocast.
+
+They are compared with two simple ways to compute in half precision.
+"""

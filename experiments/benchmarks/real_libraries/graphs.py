@@ -9,7 +9,7 @@ from jax import random
 
 from experiments.benchmarks.real_libraries.registry import Made, program
 
-NODES = 400  # many, for in a small graph a single kink of a relu decides the error of the gradient
+NODES = 400  # many, because in a small graph one relu near zero can dominate the error of the gradient
 EDGES_PER_NODE = 4
 WIDTH = 16
 
@@ -110,7 +110,7 @@ def deep_sets() -> Made:
 
         return hk.Linear(5)(jraph.DeepSets(update, update)(graph).globals)
 
-    return _of_haiku(network, nodes=40)  # the sums over more nodes make a loss of 0
+    return _of_haiku(network, nodes=40)  # with more nodes the sums are so large that the loss is 0
 
 
 @program("e3nn-jax", "equivariant message passing")

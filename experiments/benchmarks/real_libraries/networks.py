@@ -225,7 +225,10 @@ def nnx_experts() -> Made:
 
 
 def _mamba(parallel: bool) -> Made:
-    """A block of Mamba, as small implementations of it in JAX are written."""
+    """Return a language model of two Mamba blocks.
+
+    It is written as in small JAX implementations of Mamba.
+    """
     import flax.linen as nn
 
     class Block(nn.Module):

@@ -200,9 +200,9 @@ def categorical_hmm() -> Made:
 
 
 def _markov_loss(model: Any, **initial: Any) -> Made:
-    """Return the loss that ``model.fit_sgd`` takes.
+    """Return the loss that ``model.fit_sgd`` minimises.
 
-    It is one of unconstrained params, so that probabilities stay probabilities.
+    It is a function of unconstrained params, so that probabilities stay between 0 and 1.
     """
     from dynamax.parameters import from_unconstrained, to_unconstrained
 

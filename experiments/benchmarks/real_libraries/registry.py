@@ -16,8 +16,8 @@ class Program:
 
     Attributes:
       library: the name of its package on PyPI.
-      name: what the program is.
-      make: makes the function and its params; it imports the library.
+      name: a description of the program.
+      make: imports the library, and makes the loss function and its params.
     """
 
     library: str
@@ -29,7 +29,7 @@ PROGRAMS: list[Program] = []
 
 
 def program(library: str, name: str) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
-    """Add the decorated function to the list."""
+    """Return a decorator that adds a function to the list of programs."""
 
     def add(make: Callable[[], Made]) -> Callable[[], Made]:
         PROGRAMS.append(Program(library, name, make))

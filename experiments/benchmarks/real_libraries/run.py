@@ -1,16 +1,17 @@
-"""Run programs of real libraries under autocast.
-
-The tables have the error of value and gradient, and the share of FLOPs in half precision.
+"""Measure the errors of autocast in programs of real libraries.
 
 python -m experiments.benchmarks.real_libraries --libraries diffrax flowjax
 
 Each program is a loss from a library's documentation or examples, at small size. Its value and gradient are computed in
-float32, under `jaxmp.autocast`, and by two rules that know nothing of the program: T rounds the operands of products to
-half precision and leaves all else in float32, N rounds every value. An error is the relative L2 error to float32: that
-of the gradient is over all params. Each is the median over five draws of the params, for one draw's error is luck where
-a program has kinks. T shows the cost of half products themselves: a program that is far off under T is ill-conditioned,
-and the table says so. Libraries that are not installed are left out, and listed: `pip install
-.[experiments,real-libraries]`. The run folder holds real_libraries.md and real_libraries.json.
+float32, under `jaxmp.autocast`, and by two simple rules. T rounds the operands of products to half precision and leaves
+everything else in float32. N rounds every value to half precision. An error is the relative L2 error compared with
+float32. The error of the gradient is over all params together. Each error is the median over five draws of the params,
+because the error of a single draw is random in programs with kinks.
+
+T has the error that half products cannot avoid. If T has a large error, the program is ill-conditioned, and the table
+marks it. The table also has the share of FLOPs in half precision. Libraries that are not installed are left out and
+listed. Install them with `pip install .[experiments,real-libraries]`. The run folder holds real_libraries.md and
+real_libraries.json.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ DRAWS = 5
 COLUMNS = ("program", "half", "value", "T", "N", "gradient", "T", "N", "half FLOPs", "")
 ILL_CONDITIONED = 0.1
 FACTOR, ABSOLUTE = 3.0, 0.01
-# Every rounding is done. A program runs five times: LLVM's optimizations take longer than they save.
+# XLA may not leave out a rounding. LLVM's optimizations would take longer than they save, because a program runs only
+# five times.
 _AS_WRITTEN = {
     "xla_allow_excess_precision": False,
     "xla_backend_optimization_level": 0,
@@ -57,15 +59,15 @@ class Config(records.Config):
     """Flags of the benchmark."""
 
     libraries: tuple[str, ...] = ()
-    """Libraries by their names on PyPI; none is all."""
+    """Libraries to measure, by their names on PyPI. (default: all)"""
     programs: tuple[str, ...] = ()
-    """Parts of programs' names; none is all."""
+    """Measure the programs whose names contain one of these texts. (default: all)"""
     halves: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
     """Half formats."""
 
 
 def measure(program: Program, halves: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The errors of one program, a dictionary for each half format."""
+    """Return the errors of a program, a dictionary for each half format."""
     loss, params = program.make()
     draws = [_drawn(params, seed) for seed in range(DRAWS)]
     exact = _computed(jax.value_and_grad(loss), draws)
@@ -90,7 +92,10 @@ def measure(program: Program, halves: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _drawn(params: Any, seed: int) -> Any:
-    """The params, each moved by a twentieth of its size; seed 0 leaves them as they are."""
+    """Return the params with noise of a twentieth of each array's size.
+
+    Seed 0 returns them unchanged.
+    """
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     moved = [
@@ -101,10 +106,13 @@ def _drawn(params: Any, seed: int) -> Any:
 
 
 def _errors(fun: Callable[..., Any], draws: Sequence[Any], exact: Sequence[Results]) -> list[float]:
-    """Those of the value and of the gradient, the medians over all draws of params."""
+    """Return the errors of the value and of the gradient.
+
+    Each is the median over all draws of the params.
+    """
     try:
         results = _computed(fun, draws)
-    except jax.errors.JaxRuntimeError:  # the program itself gives up, as a solver may
+    except jax.errors.JaxRuntimeError:  # the program itself raised an error, as a solver may
         return [math.inf, math.inf]
     errors = [[_error(*pair) for pair in zip(*both, strict=True)] for both in zip(results, exact, strict=True)]
     return [float(np.median(column)) for column in zip(*errors, strict=True)]
@@ -140,7 +148,7 @@ def main(config: Config) -> dict[str, Any]:
     chosen = [
         program for program in chosen if not config.programs or any(part in program.name for part in config.programs)
     ]
-    part = folder / "part.json"  # of a run that was stopped
+    part = folder / "part.json"  # the rows so far, for the next command if this one is stopped
     setting = {"versions": environment()["versions"], "halves": list(config.halves)}
     rows = _rows_of(part, setting)
     finished = {(row["library"], row["program"]) for row in rows}
@@ -156,7 +164,7 @@ def main(config: Config) -> dict[str, Any]:
         started = time.perf_counter()
         try:
             measured = measure(program, config.halves)
-        except Exception as error:  # one that fails must not take the others down
+        except Exception as error:  # if one program fails, the others still run
             failures[title] = f"{type(error).__name__}: {error}".splitlines()[0]
             print(f"{title}: {failures[title]}", flush=True)
             continue
@@ -174,14 +182,17 @@ def main(config: Config) -> dict[str, Any]:
 
 
 def _rows_of(part: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a run that was stopped, if it had the same versions and half formats."""
+    """Return the rows of a stopped run.
+
+    The result is empty if the run had other versions or half formats.
+    """
     stopped = json.loads(part.read_text()) if part.is_file() else {}
     if stopped.get("setting") != setting:
         return []
     rows: list[dict[str, Any]] = stopped["programs"]
     for row in rows:
         for way in ("autocast", "T", "N"):
-            row[way] = [float(error) for error in row[way]]  # infinity is stored by its name
+            row[way] = [float(error) for error in row[way]]  # infinity is stored as a string
     return rows
 
 

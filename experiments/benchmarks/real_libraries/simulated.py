@@ -1,9 +1,7 @@
 """Rewrite programs so that their values are rounded to half precision.
 
-Two rules, which know nothing of the program, say which values.
-
-All arrays stay float32 and hold numbers that half precision has. So a program keeps its types, and every equation is
-bound again as it is written.
+A rule decides for each equation which values are rounded. The rounded arrays stay float32 arrays, so every equation
+keeps its types and is bound again unchanged.
 """
 
 from __future__ import annotations
@@ -19,13 +17,14 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general
 _INLINED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr"}
 Round = Callable[[Any], Any]
 Rule = Callable[[Any, Sequence[Any]], tuple[Sequence[Any], Round | None]]
-"""Takes an equation and its operands; returns the operands to compute with and what rounds the results."""
+"""Takes an equation and its operands. Returns the operands to compute with, and a function that rounds the results
+(None if they are not rounded)."""
 
 
 def half_products(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
     """Return ``fun`` with the operands of products rounded to ``half``.
 
-    Products are accumulated in float32, and all else is float32.
+    This is the rule T. Products are accumulated in float32, and everything else is float32.
     """
     to_half = _rounding(half)
 
@@ -38,7 +37,10 @@ def half_products(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
 
 
 def half_everything(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
-    """``fun`` with its arguments and the result of every equation rounded to ``half``: N."""
+    """Return ``fun`` with all operands and results of equations rounded to ``half``.
+
+    This is the rule N.
+    """
     to_half = _rounding(half)
 
     def rule(eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], Round | None]:
@@ -56,7 +58,7 @@ def _rounding(half: Any) -> Round:
     return to_half
 
 
-_BITS = {"bfloat16": (8, 7), "float16": (5, 10)}  # of the exponent and of the mantissa
+_BITS = {"bfloat16": (8, 7), "float16": (5, 10)}  # bits of the exponent and of the mantissa
 
 
 def _rewritten(fun: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
@@ -93,7 +95,7 @@ def _results(eqn: Any, operands: Sequence[Any], rule: Rule) -> Sequence[Any]:
 
 
 def _rewritten_bodies(param: Any, rule: Rule) -> Any:
-    """A parameter of an equation with every program in it rewritten."""
+    """Return a parameter of an equation with every jaxpr in it rewritten."""
 
     def is_program(value: Any) -> bool:
         return isinstance(value, (ClosedJaxpr, Jaxpr))

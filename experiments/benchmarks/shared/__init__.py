@@ -1,1 +1,1 @@
-"""Shared by benchmarks: models, code by hand, readers of programs, run folders."""
+"""Code that benchmarks share: flags, records of results, and train steps."""

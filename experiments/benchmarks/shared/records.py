@@ -23,36 +23,36 @@ class Config:
     """The flag of every benchmark."""
 
     run_dir: cli.Folder = None
-    """Folder to write to, and to go on from. (default: runs/NAME-TIME)"""
+    """Folder to write to and to continue from. (default: runs/NAME-TIME)"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timed(Config):
-    """Flags of benchmarks that take turns."""
+    """Flags of benchmarks in which variants take turns."""
 
     rounds: int = 20
     """Rounds of timing."""
     block_ms: float = 200.0
-    """How long a turn should take, in milliseconds."""
+    """Target duration of a turn in milliseconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sized(Timed):
-    """Flags of benchmarks that take turns, in any size; 0 suits the model and the device."""
+    """Flags of benchmarks in which variants of any size take turns."""
 
     batch_size: int = 0
-    """Examples a step; 0 suits the model and the device."""
+    """Examples per step; 0 for a number that suits the model and the device."""
     sequence: int = 0
-    """Tokens a sequence; 0 suits the model and the device."""
+    """Tokens per sequence; 0 for a number that suits the model and the device."""
     layers: int = 0
-    """Layers; 0 suits the model and the device."""
+    """Layers; 0 for a number that suits the model and the device."""
     width: int = 0
-    """Width of the layers; 0 suits the model and the device."""
+    """Width of the layers; 0 for a width that suits the model and the device."""
     vocabulary: int = 0
-    """Tokens there are; 0 suits the model and the device."""
+    """Tokens in the vocabulary; 0 for a number that suits the model and the device."""
 
     def sizes(self, on_gpu: Sizes, elsewhere: Sizes) -> Sizes:
-        """Those of the device, but for what the flags give."""
+        """Return the default sizes of the device, changed by the flags that are not 0."""
         defaults = on_gpu if jax.default_backend() == "gpu" else elsewhere
         changes = {"batch_size": self.batch_size, "length": self.sequence, "layers": self.layers, "width": self.width}
         changes["vocabulary"] = self.vocabulary
@@ -61,18 +61,18 @@ class Sized(Timed):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Small(Config):
-    """The flag of benchmarks that can be made small."""
+    """The flag of benchmarks that can run at small size."""
 
     smoke: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Small sizes, on any device: to see that everything runs. Its figures mean nothing."""
+    """Run at small size on any device, to check that everything runs. The figures mean nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Absent(Config):
-    """The flag of benchmarks that compile for an absent GPU."""
+    """The flag of benchmarks that can compile for a GPU that is not attached."""
 
     device: Annotated[str | None, tyro.conf.arg(metavar="GPU", help_behavior_hint="(default: run on this one)")] = None
-    """A GPU that is not there, h200 say, to compile for; nothing is run."""
+    """Compile for a GPU that is not attached, for example h200, and run nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,18 +80,18 @@ class Pieces(Config):
     """The flag of benchmarks that run in pieces."""
 
     minutes: float = 0.0
-    """Start nothing new after so many minutes; the same command goes on from there. 0 is no limit."""
+    """Start no new measurement after so many minutes; 0 for no limit. The same command continues from there."""
 
 
 def check(config: Config, **least: float) -> None:
-    """Checks that no number is too small, and that no list which has a default is empty.
+    """Check that no number is too small, and that no list with a default is empty.
 
     Args:
       config: the flags.
-      **least: what a number must be at least, where it is not 0, or 1 for rounds and a tenth of a millisecond.
+      **least: the least value of a flag, by its name. The default is 0, but 1 for ``rounds`` and 0.1 for ``block_ms``.
 
     Raises:
-      ValueError: one is.
+      ValueError: a number is too small, or a list is empty.
     """
     for field in dataclasses.fields(config):
         value, flag = getattr(config, field.name), f"--{field.name.replace('_', '-')}"
@@ -102,7 +102,7 @@ def check(config: Config, **least: float) -> None:
 
 
 def folder_of(name: str, config: Config, **least: float) -> Path:
-    """The run folder, made once :func:`check` has found no fault with the flags."""
+    """Check the flags, and return the run folder, which exists then."""
     check(config, **least)
     return run_folder(name, config.run_dir)
 
@@ -119,14 +119,21 @@ def record(
     panels: Sequence[Sequence[plots.Panel]] = (),
     caption: str = "",
 ) -> None:
-    """Writes a result, NAME.md, NAME.json and perhaps NAME.png, and shows it.
+    """Write a result to NAME.md and NAME.json, and print its tables.
+
+    If there are panels, draw NAME.png too.
 
     Args:
-      folder, name, title: of the run, of the files, and of the page.
+      folder: the run folder.
+      name: the name of the files.
+      title: the title of the page.
       where: device, versions, date and command.
-      tables, data: of the page, and all figures, to which ``where`` is added.
+      tables: the tables of the page.
+      data: all figures, for NAME.json. ``where`` is added to them.
       text: paragraphs before the tables.
-      picture, panels, caption: what NAME.png shows, if there is one, and what stands below it before device and date.
+      picture: a description of NAME.png; empty if there is no picture.
+      panels: the panels of NAME.png.
+      caption: text below the picture, before the device and the date.
     """
     shown = [f"![{picture}]({name}.png)"] if picture else []
     facts = [f"- {what}: {value}" for what, value in where.items()]

@@ -1,10 +1,8 @@
-"""Build a full train step without loss scaling, and with that of each library.
+"""Build a train step without loss scaling, and with that of each library.
 
-Each library is used as its documentation says.
-
-Every function takes a loss function (see :data:`experiments.models.workloads.LossFn`), an optimizer and
-``init(key) -> (params, model state)``, and returns ``start() -> state`` and ``step(state, batch) -> (state, loss)``,
-which is not yet jitted and whose state may be donated.
+Each library is used as its documentation says. Every function takes a loss function (see
+:data:`experiments.models.workloads.LossFn`), an optimizer and ``init(key) -> (params, model state)``. It returns
+``start() -> state`` and ``step(state, batch) -> (state, loss)``. The step is not jitted, and its state may be donated.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ Step = Callable[[Any, Any], tuple[Any, jax.Array]]
 
 
 def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
-    """Return a step without loss scaling, which checks nothing."""
+    """Return a step without loss scaling and without checks for non-finite values."""
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, model_state = state
@@ -45,7 +43,7 @@ def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) ->
 def with_jaxmp(
     loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, check_updates: bool = False
 ) -> tuple[Start, Step]:
-    """The same step, two names changed; after the README of jaxmp."""
+    """Return a step with jaxmp's loss scaling, as in jaxmp's README."""
     scaled = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale(), check_updates=check_updates)
 
     def step(state: Any, batch: Any) -> Any:
@@ -59,11 +57,10 @@ def with_jaxmp(
 
 
 def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
-    """Follow "Loss scaling" in jmp's README, with a float32 scale.
+    """Return a step with jmp's loss scaling, as in "Loss scaling" in jmp's README.
 
-    The float16 scale of that text raises in adjust.
-
-    The state has the scale's two numbers in place of the object, which can be called but not lowered.
+    There are two differences. The scale is float32, because ``adjust`` raises with the float16 scale of the README. The
+    state holds the scale's two numbers in place of the scale object, because a step with the object cannot be lowered.
     """
     import jmp
 
@@ -90,7 +87,10 @@ def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> t
 
 
 def with_flax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
-    """After the docstring of ``flax.training.dynamic_scale.DynamicScale`` and flax's ImageNet example."""
+    """Return a step with Flax's ``DynamicScale``.
+
+    It is used as in its docstring and in Flax's ImageNet example.
+    """
     inner_start, _ = no_scaling(loss_fn, tx, init)
 
     def step(state: Any, batch: Any) -> Any:
@@ -106,5 +106,8 @@ def with_flax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> 
 
 
 def with_optax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
-    """``optax.apply_if_finite``: steps that are not finite are skipped, the loss is not scaled."""
+    """Return a step with ``optax.apply_if_finite``.
+
+    Non-finite steps are skipped. The loss is not scaled.
+    """
     return no_scaling(loss_fn, optax.apply_if_finite(tx, max_consecutive_errors=25), init)

@@ -1,4 +1,4 @@
-"""Goals of a train step beside torch.compile, code by hand and float32."""
+"""Goals of a train step compared with torch.compile, code by hand and float32."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from experiments.report.goals import Goal, saved, share
 
 
 class Limits(NamedTuple):
-    """The goals of a model: largest ratios, least speed-ups and memory saved.
+    """The goals of a model.
 
-    Times and peaks are over the fastest of torch.compile AMP's rows in half; memory is saved against float32 by hand.
+    They are upper limits of ratios, and lower limits of speed-ups and of the memory saved. Times and peaks are relative
+    to the fastest half-precision row of torch.compile AMP. The memory saved is compared with float32 by hand.
     ``remat_memory`` is None for ResNet-50.
     """
 
@@ -32,13 +33,15 @@ LIMITS = {
     "gpt2": Limits(0.93, 0.82, 0.62, 10, 3.2, 0.75),
 }
 REMAT_TIME, SCALING, AUTOCAST, TENSOR_FLOPS = 1.08, 1.005, 1.01, 0.99
-"""Limits for every model: the time ratio of remat, of loss scaling, of autocast; the share of FLOPs in half."""
+"""Limits for every model: time ratios of remat, loss scaling and autocast, and the share of FLOPs in half precision."""
 
 
 class Recorded(NamedTuple):
-    """Figures that were measured in one run on one NVIDIA H200.
+    """Peaks in MiB, measured in one run on one NVIDIA H200.
 
-    Peaks in MiB: of torch.compile under AMP in bfloat16, its fastest dtype, and of the model by hand in float32 in JAX.
+    Attributes:
+      torch: the peak of torch.compile under AMP in bfloat16, its fastest dtype.
+      float32: the peak of JAX by hand in float32.
     """
 
     torch: int
@@ -49,10 +52,13 @@ RECORDED = {"resnet50": Recorded(10_908, 23_559), "bert": Recorded(13_938, 51_17
 
 
 def goals(results: Results) -> list[Goal]:
-    """Those of the model, whatever of it was measured; they are for the sizes of the field, on a GPU."""
+    """Return the goals of the model.
+
+    They hold for the full sizes on a GPU. Figures not measured are None.
+    """
     limits = LIMITS[results.about["model"]]
     ours = results.fastest("train", "jaxmp-bf16", "jaxmp-fp16") or "jaxmp-bf16"
-    torch = results.reference("train") or ""  # which is no row: it has no figures
+    torch = results.reference("train") or ""  # an empty name has no figures
     label, peer = ROWS[ours].label, ROWS[torch].label if torch else "torch.compile AMP"
 
     def time(row: str, other: str) -> float | None:
@@ -90,7 +96,7 @@ def goals(results: Results) -> list[Goal]:
 
 
 def sentences(results: Results) -> list[str]:
-    """One a goal; for the sizes of the field only."""
+    """Return a sentence for each goal, if the model has its full size."""
     if results.about["sizes"] != dataclasses.asdict(FULL[results.about["model"]]):
-        return ["The goals are for the sizes of the field: not judged here."]
+        return ["The goals are for the full sizes, so they are not judged here."]
     return [goal.sentence() for goal in goals(results)]

@@ -1,11 +1,12 @@
-"""Build the rows of benchmarks.train_step that are JAX's.
+"""Build the train steps and forward passes that run in JAX.
 
-They are whole train steps and forward passes, each as its users write it.
+Each is written as users of the library write it:
 
-jaxmp: a model without a dtype under `jaxmp.linen.apply_policy`, and `make_train_step`. autocast: the same model as it
-is, and `make_train_step(policy=…)`. By hand, jmp and flax: :mod:`experiments.models.by_hand` in an ordinary
-optax step, with the loss scaling of their documentation. unprepared: the float32 code of by hand under
-`jaxmp.autocast`, in the same step.
+- jaxmp: a model without a dtype under `jaxmp.linen.apply_policy`, and `make_train_step`
+- autocast: the same model without a policy, and `make_train_step(policy=…)`
+- hand, jmp, flax: :mod:`experiments.models.by_hand` in an ordinary optax step, with the loss scaling in the
+  documentation of jmp or Flax
+- unprepared: the float32 code of `hand` under `jaxmp.autocast`, in the same optax step
 """
 
 from __future__ import annotations
@@ -36,14 +37,18 @@ HALF = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 
 def optimizer() -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm: the same for every row, torch's too."""
+    """Return clipping by the global norm followed by AdamW.
+
+    Every row has this optimizer, torch's rows too.
+    """
     return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY))
 
 
 def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
-    """Return ``start() -> state`` and ``step(state, batch) -> (state, loss)``.
+    """Return the functions ``start`` and ``step`` of a row.
 
-    They are not jitted yet; the state may be donated.
+    They are ``start() -> state`` and ``step(state, batch) -> (state, loss)``. The step is not jitted, and its state may
+    be donated.
     """
     tx = optimizer()
     if row.library in ("jaxmp", "autocast"):
@@ -69,9 +74,8 @@ def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
 def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
     """Return ``start() -> variables`` and ``forward(variables, inputs) -> logits``.
 
-    The logits have the dtype of the products.
-
-    The logits have the padding of the vocabulary, as those by hand and torch's do: to cut it off is to copy them.
+    The logits have the dtype of the products. They include the padding of the vocabulary in all rows, because cutting
+    it off would copy them.
     """
     if not case.images:
         vocabulary = jaxmp.hardware.align_dim(case.sizes.vocabulary, 64)
@@ -99,9 +103,9 @@ def _by_hand(case: Workload, row: Row) -> Any:
 
 
 def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
-    """Compiles a row's train step or forward pass and puts its state on the device.
+    """Compile a row's train step or forward pass, and put its state on the device.
 
-    A turn of a train step is the call that a user makes, with what it does in Python.
+    A turn of a train step is the call that a user makes, including its Python code.
     """
     batch = jax.device_put(batch)
     if which == "train":
@@ -113,7 +117,7 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
         args = (jax.jit(start)(), batch["inputs"])
         call = jitted = jax.jit(fun)
     started = time.perf_counter()
-    compiled = jitted.lower(*args).compile()  # the call finds it: nothing is compiled again
+    compiled = jitted.lower(*args).compile()  # the call reuses this program
     seconds = time.perf_counter() - started
     turn = timing.turn(call, *args) if which == "train" else functools.partial(compiled, *args)
     loss = (lambda: float(turn()[1])) if which == "train" else None
@@ -121,9 +125,9 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
 
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:
-    """Return the FLOPs of a train step's products by dtype, attention's too.
+    """Return the FLOPs of a train step's products by dtype.
 
-    They are counted on the form that hides none in a kernel.
+    They are counted with the portable attention, because a fused kernel hides its products.
     """
     start, step = train_step(case, row)
     with attention.implementation("portable"):
@@ -132,10 +136,11 @@ def step_flops(case: Workload, row: Row) -> dict[str, int]:
 
 @functools.cache
 def model_flops(case: Workload) -> int:
-    """Return a step's FLOPs by convention: three times the forward pass's products.
+    """Return the FLOPs of a step by convention.
 
-    Attention counts whole, its masked half too, as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B);
-    padding of the vocabulary counts like the rest, what remat computes again does not.
+    They are three times those of the forward pass's products. Attention counts with its masked half, as in PaLM
+    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The padding of the vocabulary counts. Recomputation by remat
+    does not count.
     """
     model = by_hand.build(case)
     params, model_state = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
@@ -144,10 +149,10 @@ def model_flops(case: Workload) -> int:
 
 
 class Made:
-    """The step of ``jaxmp.make_train_step``, its loss in place of its metrics.
+    """A step of ``jaxmp.make_train_step`` that returns the loss, not the metrics.
 
     Attributes:
-      train: that step.
+      train: the step of ``make_train_step``.
     """
 
     def __init__(self, train: Any) -> None:
@@ -159,7 +164,7 @@ class Made:
 
 
 def _made(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, policy: str | None) -> tuple[Start, Step]:
-    # A loss that is not finite ends a row in the report, not the whole run.
+    # A non-finite loss is an error of this row in the report, so it must not raise here.
     train = jaxmp.make_train_step(loss_fn, policy=policy, max_consecutive_skips=sys.maxsize)
 
     def start() -> Any:

@@ -1,7 +1,4 @@
-"""Look where half precision stops paying, at a busy host, and at what runs.
-
-These figures stand beside the table of benchmarks.train_step.
-"""
+"""The measurements of ``--look``: widths, depths, a busy host, rows that run."""
 
 from __future__ import annotations
 
@@ -25,33 +22,33 @@ from experiments.training import cli, kept
 
 VALUES = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1), "busy": (0,), "run": (1,)}
 SMOKE_VALUES = {**VALUES, "width": (128, 64), "depth": (2, 1)}
-"""Widths and depths; 0 is that of the model. What runs at all is seen at depth 1."""
+"""The widths or depths to measure; 0 for the model's own width. The look "run" checks rows at depth 1."""
 BASE = "jaxmp-tf32"
 SWEEP_ROWS = ("jaxmp-bf16", "jaxmp-fp16", BASE)
-"""Half precision against what JAX does by itself."""
+"""Half precision, and JAX's default precision to compare with."""
 BUSY_BLOCKS = 4
-"""Times that the host is idle, and then busy, in turn."""
+"""The number of times that an idle and a busy period alternate."""
 BUSY_ROWS = ("jaxmp-bf16", "jaxmp-fp16", "hand-bf16", "torch-bf16", "compile-bf16")
 Point = dict[str, Any]
-"""``value`` (a width, a depth, idle or busy), ``milliseconds`` by row, ``errors`` by row."""
+"""The measurement at a ``value`` (a width, a depth, idle or busy): ``milliseconds`` by row, and ``errors`` by row."""
 
 
 def check(config: Config) -> None:
-    """Checks the flags that ``--look`` has to do with.
+    """Check the flags that must fit ``--look``.
 
     Raises:
-      ValueError: there is nothing to measure, or a flag that would be ignored.
+      ValueError: there is nothing to measure, or a flag would be ignored.
     """
     if config.report_only:
         raise ValueError("--look writes its report when it measures, got --report-only; leave it out")
     if "train" not in config.passes:
-        raise ValueError("--look is at the train step, got --passes forward")
+        raise ValueError("--look measures the train step, got --passes forward")
     if not _models(config):
-        raise ValueError("--look at a width or a depth is at transformers, which have one, got --models resnet50")
+        raise ValueError("--look width and --look depth need a transformer, got --models resnet50")
 
 
 def run(config: Config, folder: Path) -> dict[str, Any]:
-    """Measures what the flags ask for, and writes and shows its tables."""
+    """Measure what the flags ask for, and write and print the tables."""
     look, results = config.look, dict[Name, Any]()
     setting = {field: getattr(config, field) for field in ("rows", "rounds", "block_ms", "smoke")}
     has = kept.Kept(folder, config.minutes, environment(PEERS), **setting)
@@ -72,7 +69,10 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
                 about = {"axis": look, "text": whole.text, "points": []}
                 results.setdefault(case.name, about)["points"] += measured["points"]
     where = kept.joined(has.environments) if results else has.where
-    titles = {"busy": f"A train step while {os.cpu_count()} cores are busy", "run": "What runs in models of one block"}
+    titles = {
+        "busy": f"A train step while {os.cpu_count()} cores are busy",
+        "run": "Rows that run in models of one block",
+    }
     title = titles.get(look, f"Half precision by {look}")
     tables = [table(result) for result in results.values()]
     records.record(folder, f"train_step_{look}", title, where, tables, {"models": results})
@@ -80,12 +80,15 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     errors = {name: point["errors"] for name, result in results.items() for point in result["points"]}
     wrong = [f"{name}'s {row}" for name in errors for row, why in errors[name].items() if turns.LACKS not in why]
     if look == "run" and wrong:
-        cli.fail(f"every row is to run, but {', '.join(wrong)} did not; see above", 1)
+        cli.fail(f"every row must run, but {', '.join(wrong)} did not; see above", 1)
     return results
 
 
 def _points(case: Workload, config: Config, value: str, progress: Progress) -> dict[str, Any]:
-    """The train step at one width or depth; or with idle cores and with busy ones, block by block in turn."""
+    """Measure the train step at a width or depth, or with idle and busy cores.
+
+    Idle and busy cores alternate in blocks of rounds.
+    """
     chosen = rows_of(case.name, config.rows or {"busy": BUSY_ROWS, "run": ()}.get(config.look, SWEEP_ROWS))
     errors = {key: f"{turns.LACKS}{row.missing}" for key, row in chosen.items() if row.missing}
     there = {key: row for key, row in chosen.items() if not row.missing}
@@ -109,13 +112,16 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
         for label, times in times_by_label.items()
     }
     points = [{"value": label, "milliseconds": times, "errors": errors} for label, times in sound.items()]
-    return {"points": points, **({"error": "of a row"} if set(errors) & set(there) else {})}  # it is tried again
+    return {
+        "points": points,
+        **({"error": "of a row"} if set(errors) & set(there) else {}),
+    }  # the next command tries again
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Return the milliseconds of each row at each point.
+    """Return a table of the milliseconds of each row at each point.
 
-    The lines below say where half precision pays, or what busy cores cost.
+    The lines below say where half precision is faster, or what busy cores cost.
     """
     points, axis = result["points"], result["axis"]
     keys = list(dict.fromkeys(key for point in points for key in (*point["milliseconds"], *point["errors"])))
@@ -131,13 +137,13 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def busy_notes(points: list[Point]) -> list[str]:
-    """Return a table of each row's time while the cores are busy."""
+    """Return a sentence for each row: its time on busy cores relative to idle cores."""
     idle, busy = (point["milliseconds"] for point in points)
     return [f"{ROWS[key].label}: {timing.ratio(busy[key], times)[1]:.3f}× on busy cores" for key, times in idle.items()]
 
 
 def gain_note(points: list[Point], key: str, axis: str) -> str:
-    """Return a table of half precision's gain over TF32 at each width or depth."""
+    """Return a sentence on how much faster a row is than TF32 at each width or depth."""
     gains = []
     for point in points:
         time, base = (point["milliseconds"].get(row) for row in (key, BASE))

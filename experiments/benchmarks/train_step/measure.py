@@ -1,4 +1,4 @@
-"""Measure a row alone in its own process, and all rows of a model in turn."""
+"""Measure a row alone in its process, and prepare rows to take turns."""
 
 from __future__ import annotations
 
@@ -19,24 +19,32 @@ from experiments.report.progress import Progress
 
 
 def prepare(case: Workload, row: Row, which: Pass) -> Prepared:
-    """A row's train step or forward pass, compiled, with its state and its batch on the device."""
+    """Compile a row's step or forward pass, and put its arrays on the device."""
     return (_torch_steps() if row.torch else jax_steps).prepare(case, row, which, case.random_batch())
 
 
 def start_anew(rows: Iterable[Row]) -> None:
-    """Makes room for ``rows`` where others have had their turns."""
+    """Free the memory of earlier rows, before ``rows`` are prepared."""
     gc.collect()
     if any(row.torch for row in rows):
         _torch_steps().start_anew()
 
 
 def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds: float = 3.0) -> dict[str, Any]:
-    """All about a step but its time beside others; it runs so many ``seconds`` for its energy, 0 for none.
+    """Measure everything about a step but its time.
+
+    Args:
+      case: the model and its sizes.
+      row: the row.
+      which: the pass.
+      prepared: the compiled pass of the row.
+      seconds: how long the step runs to measure its energy; 0 to measure no energy.
 
     Returns:
-      ``compile_seconds``, ``compiled_bytes``, ``peak`` (bytes the process has had on the GPU), ``joules`` a call,
-      ``tensor_time`` (the share of the kernels' time in tensor-core kernels), ``kernels`` (the longest, ms a call),
-      ``flops`` by dtype and ``tensor_flops``, their share in tensor-core dtypes; None for what this device has not.
+      ``compile_seconds``, ``compiled_bytes``, ``peak`` (bytes on the GPU), ``joules`` per call, ``tensor_time`` (the
+      share of the kernels' time in tensor-core kernels), ``kernels`` (the longest kernels, ms per call), ``flops`` by
+      dtype, and ``tensor_flops`` (the share of FLOPs in tensor-core dtypes). Figures that the device cannot measure are
+      None.
     """
 
     def run() -> Any:
@@ -47,7 +55,7 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
     peak = _torch_steps().peak() if row.torch else memory.device_peak()
     read = energy.counter() if seconds and (jax.default_backend() == "gpu" or peak is not None) else None
     kernels: dict[str, float] = {}
-    if peak is not None:  # a device that counts no memory has no kernels to trace either
+    if peak is not None:  # only a GPU counts its memory, and only a GPU has kernels to trace
         kernels = profiling.of_torch(prepared.turn) if row.torch else profiling.of_jax(prepared.turn)
     counted = jax_steps.step_flops(case, row) if which == "train" and not row.torch else {}
     return {
@@ -63,9 +71,9 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
 
 
 def alone(case: Workload, row: Row, passes: Iterable[Pass], seconds: float) -> dict[str, Any]:
-    """Describe each pass with nothing else on the device, the forward pass first.
+    """Measure each pass with nothing else on the device.
 
-    A process's peak never falls, and a train step's is the higher.
+    The forward pass comes first, because the peak of a process never falls and a train step has the higher peak.
     """
     figures: dict[str, Any] = {}
     for which in sorted(passes):  # "forward" before "train"
@@ -75,7 +83,7 @@ def alone(case: Workload, row: Row, passes: Iterable[Pass], seconds: float) -> d
         try:
             prepared = prepare(case, row, which)
             figures[which] = describe(case, row, which, prepared, seconds)
-        except Exception as error:  # whatever a library raises: the other pass and the other rows go on
+        except Exception as error:  # if a pass fails, the other pass is still measured
             figures[which] = {"error": failed(error)}
         prepared = None
         gc.collect()
@@ -85,9 +93,10 @@ def alone(case: Workload, row: Row, passes: Iterable[Pass], seconds: float) -> d
 def prepare_all(
     case: Workload, rows: Mapping[str, Row], which: Pass, progress: Progress
 ) -> tuple[dict[str, Prepared], dict[str, str]]:
-    """Every row ready to take its turns in this process, and why those that are not are not.
+    """Prepare all rows to take turns in this process.
 
-    The rows with the largest temporaries go first, so that the others find room in the memory these leave.
+    Return the prepared rows, and the errors of the others. The rows with the largest temporaries are prepared first, so
+    that later rows can reuse the memory of these temporaries.
     """
     start_anew(rows.values())
     order = {"fp32": 0, "tf32": 1}

@@ -1,4 +1,4 @@
-"""Write the tables, the goals and the picture of a run folder of benchmarks.train_step."""
+"""Write the tables, the goals and the picture of a run folder."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from experiments.training import kept
 
 COLUMNS = (
     "row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "program MiB",
-    "of the ceiling", "FLOPs on tensor cores", "time in their kernels", "J a call", "compile s")  # fmt: skip
+    "of the ceiling", "FLOPs on tensor cores", "time in tensor-core kernels", "J per call", "compile s")  # fmt: skip
 TITLES = {"train": "the train step", "forward": "the forward pass alone"}
 EXPLANATION = (
-    "A ratio of times is a round's time over the same round's time of the fastest of torch.compile's rows in half, "
-    "median over the rounds. Peaks are of processes of their own, by JAX's and torch's allocators: torch's since the "
-    "row was compiled and had run once, so without what only its search for kernels needed; JAX's, which cannot be "
-    "set back, of the whole process, with XLA's search for kernels. Program MiB is what a program needs by XLA's own "
-    "account, without any search; where the device counts no memory it stands for the peak, too, marked c. "
-    "Utilisation is the model's FLOPs (three times those of the forward pass) over the time, against the fastest "
-    "product of the row's dtype on this device. FLOPs on tensor cores are the share of a step's products in dtypes "
-    "that these multiply; time in their kernels is the share of a trace's kernel time in kernels whose names say that "
-    "they do. Rows share XLA's choice of kernels: the first one's compile time has most of it."
+    "A ratio of times is the time of a row over the time of torch.compile's fastest half-precision row in the same "
+    "round, median over the rounds. Each peak is measured in a separate process, by the allocator of JAX or torch. "
+    "torch's peak begins after the row was compiled and run once, so it leaves out the search for kernels. JAX's peak "
+    "is of the whole process and includes XLA's search for kernels, because it cannot be reset. Program MiB is the "
+    "memory that XLA plans for the program, without the search. If the device does not count its memory, program MiB "
+    "takes the place of the peak, marked c. Of the ceiling: the model's FLOPs (three times those of the forward pass) "
+    "per second, relative to the fastest product of the row's dtype on this device. FLOPs on tensor cores: the share "
+    "of a step's product FLOPs in dtypes that tensor cores multiply. Time in tensor-core kernels: the share of a "
+    "trace's kernel time in kernels whose names say that they use tensor cores. Rows share XLA's choice of kernels, so "
+    "most of the search is in the compile time of the first row."
 )
 
 
 def table(results: Results, which: Pass) -> Table:
-    """A row for each of ``ROWS``, with its figures or with why there are none."""
+    """Return a table with a row for each of ``ROWS``.
+
+    A row without figures has the reason.
+    """
     columns = tuple(column.format(unit=results.about["unit"]) for column in COLUMNS)
     rows = []
     for key, row in rows_of(results.about["model"]).items():
@@ -70,9 +74,9 @@ def _cells(results: Results, which: Pass, key: str) -> list[str]:
 
 
 def write(folder: Path) -> dict[str, Results]:
-    """Write train_step.md, .json and .png of a run folder, and show the tables.
+    """Write train_step.md, .json and .png of a run folder, and print the tables.
 
-    An empty folder gets none.
+    If the folder has no results, nothing is written.
 
     Raises:
       ValueError: a file is not a result of a run.
@@ -97,7 +101,10 @@ def write(folder: Path) -> dict[str, Results]:
 
 
 def pictures(results: Results) -> tuple[plots.Panel, plots.Panel]:
-    """Each row's milliseconds, and its peak memory: jaxmp, other JAX and torch told apart."""
+    """Draw each row's milliseconds and peak memory.
+
+    jaxmp, other JAX code and torch have different colours.
+    """
     keys = [key for key in rows_of(results.about["model"]) if results.figures("train", key)]
     rows = [ROWS[key] for key in keys]
     colors = [

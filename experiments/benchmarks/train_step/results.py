@@ -13,7 +13,7 @@ from experiments.models.workloads import NAMES
 from experiments.training import kept
 
 REFERENCES = tuple(key for key, row in ROWS.items() if row.library == "compile" and row.precision in ("bf16", "fp16"))
-"""The peer that the goals are held against: whichever of these is the fastest."""
+"""The half-precision rows of torch.compile. The goals are relative to the fastest of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Results:
     """The measurements of one model in a run.
 
     Attributes:
-      about: the model, where it was measured and how.
-      alone: by row, what was measured in a process of its own.
-      turns: by pass, the rounds in which rows took turns, the newest last: each from row to its figures.
-      ceiling: those of the device.
+      about: the model, the environment, and the setting of the run.
+      alone: the figures of each row from its separate process, by row.
+      turns: by pass, the sets of rounds in which rows took turns, the newest last. Each set maps rows to their figures.
+      ceiling: the speed of the device's fastest products.
     """
 
     about: dict[str, Any]
@@ -33,19 +33,23 @@ class Results:
     ceiling: dict[str, Any]
 
     def passes(self) -> list[Pass]:
-        """Those that have figures."""
+        """Return the passes that have figures."""
         passes = {*self.turns, *(which for row in self.alone.values() for which in row)}
         return [which for which in get_args(Pass) if which in passes]
 
     def figures(self, which: Pass, row: str) -> dict[str, Any]:
-        """Return the figures of a row's pass, from the newest rounds and alone."""
+        """Return the figures of a row's pass.
+
+        They come from its separate process and from the newest rounds.
+        """
         alone = self.alone.get(row, {})
         figures = {**alone.get(which, {}), **({"error": alone["error"]} if "error" in alone else {})}
         for turns in self.turns.get(which, []):
             turn = turns.get(row, {})
             if "milliseconds" in turn:
                 figures.pop("error", None)
-            if "milliseconds" in turn or "milliseconds" not in figures:  # times count more than why there were none
+            # A later set of rounds without times must not replace times.
+            if "milliseconds" in turn or "milliseconds" not in figures:
                 figures |= turn
         if why := broken(figures):
             figures["error"] = why
@@ -54,13 +58,13 @@ class Results:
         return figures
 
     def failed(self) -> list[str]:
-        """The rows that have an error in place of figures."""
+        """Return the rows that have an error in place of figures."""
         return [row for row in self.alone if any("error" in self.figures(which, row) for which in self.passes())]
 
     def memory(self, which: Pass, row: str) -> int | None:
-        """Return a row's peak in bytes, or what its program needs.
+        """Return a row's peak in bytes; None for a broken step.
 
-        The latter where the device does not count; None for a broken step.
+        If the device does not count its memory, the memory of the compiled program takes the place of the peak.
         """
         figures = self.figures(which, row)
         if broken(figures):
@@ -68,7 +72,10 @@ class Results:
         return figures.get("compiled_bytes") if figures.get("peak") is None else figures["peak"]
 
     def ratio(self, which: Pass, row: str, other: str) -> tuple[float, float, float] | None:
-        """Quartiles of a row's time over another's, round for round, in the newest rounds that have both."""
+        """Return the quartiles of the ratio of two rows' times in the same round.
+
+        The newest rounds that have both rows count.
+        """
         for turns in reversed(self.turns.get(which, [])):
             times, others = (turns.get(name, {}) for name in (row, other))
             a, b = times.get("milliseconds"), others.get("milliseconds")
@@ -77,16 +84,22 @@ class Results:
         return None
 
     def fastest(self, which: Pass, *rows: str) -> str | None:
-        """The row with the least time among these, as far as they have any."""
+        """Return the fastest of ``rows``; None if none of them has a time."""
         times = {row: self.figures(which, row)["ms"][1] for row in rows if "ms" in self.figures(which, row)}
         return min(times, key=times.__getitem__) if times else None
 
     def reference(self, which: Pass) -> str | None:
-        """The fastest of torch.compile's rows in half."""
+        """Return the fastest half-precision row of torch.compile.
+
+        The result is None if none has a time.
+        """
         return self.fastest(which, *REFERENCES)
 
     def utilisation(self, which: Pass, row: str) -> float | None:
-        """The model's FLOPs a second, as a share of the fastest product of the row's dtype."""
+        """Return the model's FLOPs per second as a share of the ceiling.
+
+        The ceiling is the fastest product of the row's dtype.
+        """
         best = self.ceiling.get("best", {}).get(ROWS[row].precision)
         figures = self.figures(which, row)
         if best is None or "ms" not in figures:
@@ -96,7 +109,7 @@ class Results:
 
 
 def read(folder: Path) -> dict[str, Results]:
-    """By model, all that lies in a run folder."""
+    """Return all measurements in a run folder, by model."""
     ceiling = kept.read(file) if (file := folder / "ceiling.json").exists() else {}
     results: dict[str, Results] = {}
     for name in NAMES:

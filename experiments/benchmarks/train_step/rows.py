@@ -15,7 +15,7 @@ Library = Literal[
 ]
 Pass = Literal["train", "forward"]
 PEERS = ("jmp", "torch")
-"""The packages that rows need beside JAX's own."""
+"""The packages besides JAX whose versions are recorded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +23,13 @@ class Row:
     """A way to train.
 
     Attributes:
-      library: whose mixed precision.
-      precision: of the products; fp32 is without tensor cores.
-      scaled: whether the loss is scaled, dynamically.
-      remat: what the blocks of a transformer compute again.
-      forward: whether its forward pass is measured too: where another row has the same one it is not.
-      mode: of torch.compile.
+      label: the name of the row in tables.
+      library: the library whose mixed precision is used.
+      precision: the precision of products; fp32 is without tensor cores.
+      scaled: whether the loss has a dynamic scale.
+      remat: the part of a transformer's blocks that is recomputed in the backward pass.
+      forward: whether the forward pass is measured too. It is not if another row has the same forward pass.
+      mode: the mode of torch.compile.
     """
 
     label: str
@@ -41,12 +42,15 @@ class Row:
 
     @property
     def torch(self) -> bool:
-        """Return whether the row is torch's."""
+        """Return whether the row runs in torch."""
         return self.library in ("torch", "compile", "torchao", "transformer_engine")
 
     @property
     def missing(self) -> str | None:
-        """The package that it needs and that is not installed."""
+        """Return a package that the row needs and that is not installed.
+
+        The result is None if there is none.
+        """
         wanted = [*["torch"] * self.torch, *[self.library] * (self.library in ("jmp", "torchao", "transformer_engine"))]
         return next((package for package in wanted if importlib.util.find_spec(package) is None), None)
 
@@ -62,7 +66,7 @@ ROWS: dict[str, Row] = {
     "jaxmp-bf16-remat-full": Row("jaxmp, bf16, remat of all", "jaxmp", "bf16", remat="full", forward=False),
     "autocast-bf16": Row("jaxmp.autocast, bf16", "autocast", "bf16"),
     "autocast-fp16": Row("jaxmp.autocast, fp16, dynamic scaling", "autocast", "fp16", scaled=True),
-    "unprepared-bf16": Row("jaxmp.autocast of by hand's float32, bf16", "unprepared", "bf16"),
+    "unprepared-bf16": Row("jaxmp.autocast of float32 code by hand, bf16", "unprepared", "bf16"),
     "hand-bf16": Row("JAX by hand, bf16", "hand", "bf16"),
     "hand-fp16": Row("JAX by hand, fp16, no scaling", "hand", "fp16"),
     "jmp-fp16": Row("by hand, fp16, jmp.DynamicLossScale", "jmp", "fp16", scaled=True, forward=False),
@@ -88,10 +92,12 @@ ROWS: dict[str, Row] = {
 def rows_of(
     model: str, names: tuple[str, ...] = (), among: Iterable[str] = tuple(ROWS), flag: str = "--rows"
 ) -> dict[str, Row]:
-    """The rows of a model, or those of ``names``, in the order of ``ROWS``.
+    """Return a model's rows in ``names``, in the order of ``ROWS``.
+
+    If ``names`` is empty, all rows of the model are returned.
 
     Raises:
-      ValueError: a name is not ``among`` those that ``flag`` takes.
+      ValueError: a name is not in ``among``, the names that ``flag`` takes.
     """
     chosen = cli.chosen(flag, names, {name: row for name, row in ROWS.items() if name in among})
     return {name: row for name, row in chosen.items() if row.remat == "none" or model != "resnet50"}

@@ -1,17 +1,18 @@
-"""Measure a whole train step in mixed precision on one GPU, in one run.
+"""Measure a whole train step in mixed precision on one GPU.
 
 The rows are jaxmp, JAX by hand, jmp, flax and torch.
 
 python -m experiments.benchmarks.train_step --run-dir runs/train_step
 
-ResNet-50 (256×224×224), BERT-Base (64×512) and GPT-2 (16×1024): forward, backward, clipping, AdamW, loss scaling; and
-the forward pass alone. First each row is measured alone, in a process of its own: compile time, peak memory, energy,
-and a profile. Then all rows of a model take turns in one process, warm, each turn waited for, every state donated; a
-ratio is one round's time over the same round's of another row, and the median over the rounds counts.
+The models are ResNet-50 (256×224×224), BERT-Base (64×512) and GPT-2 (16×1024). A step is forward, backward, clipping,
+AdamW and loss scaling. The forward pass is also measured alone. First, a separate process measures the compile time,
+peak memory, energy and profile of each row. Then all rows of a model take turns in one process. They are warmed up,
+each turn ends by waiting for the last call, and every state is donated. A ratio is the time of a row over the time of
+another row in the same round, median over the rounds.
 
-torch is optional: rows of what is not installed say so. What was measured stays in the run folder, and the same command
-goes on from there, with the same device, versions and lengths; rows that failed are tried again. The run folder holds
-train_step.md, .json and .png.
+torch is optional. Rows whose library is not installed say so. The run folder keeps the results, and the same command
+continues from there with the same device, versions, rounds and turn lengths. Rows that failed are tried again. The run
+folder holds train_step.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -40,18 +41,20 @@ from experiments.training import cli, kept
 from experiments.training.run_folders import run_folder
 
 READY_SECONDS = 10.0
-"""The seconds that make a row ready which was compiled before."""
+"""The seconds to prepare a row whose programs are in the compilation cache."""
 
 
 class Measurement:
-    """One command's part of a run: what is there already is not measured again.
+    """The measurements of a command.
+
+    Results that are in the folder already are not measured again.
 
     Args:
-      config: its flags.
-      folder: the run's.
+      config: the flags.
+      folder: the run folder.
 
     Raises:
-      ValueError: the folder has other sizes, another device, other versions or lengths.
+      ValueError: the folder has results of other sizes, another device, other versions or other lengths.
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -69,9 +72,10 @@ class Measurement:
             self.has.require_alike(f"*-{case.name}-*.json", sizes=dataclasses.asdict(case.sizes))
 
     def run(self, progress: Progress) -> None:
-        """Measures what the flags ask for and the folder lacks.
+        """Measure what the flags ask for and the folder lacks.
 
-        Every row of every model alone first: once rows have taken turns here, this process keeps memory.
+        Every row of every model is first measured alone, because this process keeps GPU memory once rows have taken
+        turns in it.
         """
         progress.advance(0, "matrix products", "ceilings")
         self.has.get("ceiling", lambda: ceiling.ceilings(self.config.smoke))
@@ -102,17 +106,19 @@ class Measurement:
             progress.advance(1, f"{rows[key].label}, alone", case.name)
 
     def _turns(self, case: Workload, which: Pass) -> tuple[dict[str, Row], str]:
-        """The rows that can take turns, and the name of their times."""
+        """Return the rows that can take turns, and the name of the file with their times."""
         able = {
             key: row for key, row in self.rows[case].items()
             if "error" not in self._known(case, key).get(which, {"error": ""})
         }  # fmt: skip
-        digest = hashlib.sha1(" ".join(able).encode()).hexdigest()[:8]  # the same rows are not timed again
+        digest = hashlib.sha1(" ".join(able).encode()).hexdigest()[
+            :8
+        ]  # so that the same set of rows is not timed again
         return able, f"together-{case.name}-{which}-{digest}"
 
     def _together(self, case: Workload, which: Pass, progress: Progress) -> None:
         able, name = self._turns(case, which)
-        again = f"{name}-again"  # each try may have times that the other has not
+        again = f"{name}-again"  # a second file, because each try may have times that the other lacks
         tries = [record["rows"] for record in (self.has.read(name), self.has.read(again)) if record]
         rounds, block_ms = self.config.length
         seconds = len(able) * (READY_SECONDS + rounds * block_ms / 1000)
@@ -136,55 +142,64 @@ class Measurement:
         self.has.save(name, {**about, **figures}, sizes=sizes)
 
     def _known(self, case: Workload, key: str) -> dict[str, Any]:
-        """Return the figures of a row alone by pass, or an error of all."""
+        """Return the figures of a row from its separate process, by pass.
+
+        If the process failed, its ``error`` is returned instead.
+        """
         record = self.has.read(f"alone-{case.name}-{key}")
         return {name: record[name] for name in ("train", "forward", "error") if name in record}
 
     def _not_yet(self, case: Workload, key: str, row: Row) -> list[Pass]:
-        """Return the passes without figures of a row alone that the flags ask for, also failed ones."""
+        """Return the passes without figures that the flags ask for.
+
+        The figures are those from the row's separate process.
+        """
         known = self._known(case, key)
         passes: list[Pass] = [which for which in self.config.passes if which == "train" or row.forward]
         return [which for which in passes if "error" in known.get(which, {"error": ""})]
 
 
 def _to_try_again(tries: list[dict[str, Any]]) -> bool:
-    """Return whether rows failed in turn for another reason than memory."""
+    """Return whether a row without times should be timed again.
+
+    It should if it failed for another reason than memory in the last try.
+    """
     timed = {key for rows in tries for key, row in rows.items() if "milliseconds" in row}
     failed = {key: row["error"] for key, row in tries[-1].items() if "error" in row and key not in timed}
     return any(not why.startswith(turns.OUT_OF_MEMORY) for why in failed.values())
 
 
 def check(config: Config) -> None:
-    """Checks the flags.
+    """Check the flags.
 
     Raises:
-      ValueError: one has a value that cannot be, or there is no GPU.
+      ValueError: the value of a flag is invalid, or there is no GPU.
     """
     records.check(config)
     rows_of("gpt2", (*config.rows, *([config.alone] if config.alone else [])))
     if config.alone:
         if len(config.models) != 1:
-            raise ValueError(f"--alone is of one model, got --models {' '.join(config.models)}; name one of them")
+            raise ValueError(f"--alone needs a single model, got --models {' '.join(config.models)}; name one of them")
         return
     if config.look:
         looks.check(config)
     if not config.report_only:
         require_gpu(config.smoke)
     elif config.run_dir is None or not config.run_dir.is_dir():
-        raise ValueError(f"--report-only reads what lies in --run-dir, an existing folder, got {config.run_dir}")
+        raise ValueError(f"--report-only reads results from --run-dir, an existing folder, got {config.run_dir}")
 
 
 def measure_alone(config: Config) -> None:
-    """Measure a row in the process that runs it alone."""
+    """Measure a row in this process, and print its figures as JSON."""
     (name,), row = config.models, ROWS[config.alone]
     if row.torch:
-        jax.config.update("jax_platforms", "cpu")  # only torch is to use the GPU
+        jax.config.update("jax_platforms", "cpu")  # so that only torch uses the GPU
     with turns.caches_in((config.run_dir or Path("runs")) / "cache"):
         processes.answer(lambda: measure.alone(case_of(name, config), row, config.passes, config.energy_s))
 
 
 def main(config: Config) -> Any:
-    # Before JAX meets the GPU: it shares it with torch and with the processes of the rows.
+    # This must be set before JAX uses the GPU, which it shares with torch and with the processes of the rows.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if config.list:
         print("\n".join(f"{name:20} {row.label}" for name, row in ROWS.items()))
@@ -210,13 +225,13 @@ def main(config: Config) -> Any:
         measurement.has.end()
     wrong = [row for of_model in results.values() for row in of_model.failed()] if config.smoke else []
     if wrong:
-        cli.fail(f"a smoke test is to see that everything runs, but {', '.join(wrong)} did not; see above", 1)
+        cli.fail(f"in a smoke test every row must run, but {', '.join(wrong)} did not; see above", 1)
     return results
 
 
 def _why_nothing(config: Config, folder: Path) -> str:
     if config.report_only:
-        return f"a report is of what was measured, but in {folder} is nothing"
+        return f"a report needs results, but {folder} has none"
     rows = [row for name in config.models for row in rows_of(name, config.rows).values()]
     missing = dict.fromkeys(f"{row.label} (not installed: {row.missing})" for row in rows if row.missing)
     flags = (f"--{name} {' '.join(getattr(config, name))}" for name in ("rows", "models", "passes"))

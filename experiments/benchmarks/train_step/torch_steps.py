@@ -1,7 +1,8 @@
-"""The rows of benchmarks.train_step that are torch's, at its best on one GPU.
+"""Build the rows of benchmarks.train_step that run in torch.
 
-Fused AdamW, gradients set to None, clipping by foreach, scaled dot-product attention, channels-last images, cuDNN's own
-search for convolutions, inputs that stay on the device; torch.compile around model and loss. Needs torch.
+They have torch's fastest settings for one GPU. The settings are fused AdamW, gradients set to None, clipping by
+foreach, scaled dot-product attention, channels-last images, cuDNN's search for convolutions, inputs that stay on the
+device, and torch.compile around model and loss. This module needs torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Result:
-    """The result of a call; ``jax.block_until_ready`` waits for it as for an array."""
+    """The result of a call.
+
+    ``jax.block_until_ready`` waits for it, as for a JAX array.
+    """
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -36,17 +40,17 @@ class Result:
 
 
 def device() -> torch.device:
-    """The GPU, or the CPU where torch has none."""
+    """Return the GPU, or the CPU if torch has no GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    torch.set_num_threads(1)  # several would spin beside JAX's own: a hundred times slower where cores are few
+    torch.set_num_threads(1)  # more threads would compete with JAX's, which is a hundred times slower on few cores
     return torch.device("cpu")
 
 
 def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
-    """Return a whole train step on a batch of the host.
+    """Return a whole train step on a batch in host memory.
 
-    It has forward, backward, clipping, AdamW, and in fp16 the GradScaler.
+    It has forward, backward, clipping, AdamW, and, if the row is scaled, the GradScaler.
     """
     model, (inputs, labels) = _build(case, row), _on_device(case, batch)
     loss_of: Callable[..., torch.Tensor] = in_torch.loss_of
@@ -72,7 +76,10 @@ def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callab
 
 
 def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
-    """The forward pass alone, in inference mode, to logits in the dtype of the products."""
+    """Return the forward pass alone, in inference mode.
+
+    The logits have the dtype of the products.
+    """
     model, (inputs, _) = _build(case, row).eval(), _on_device(case, batch)
     call = torch.compile(model, mode=row.mode, dynamic=False) if row.library != "torch" else model
 
@@ -85,9 +92,9 @@ def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[
 
 
 def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepared:
-    """Run a layer of width × 4·width, or some blocks of GPT-2, with gradients.
+    """Prepare blocks of GPT-2, or a single layer, with gradients.
 
-    The inputs are random numbers in bfloat16.
+    If ``blocks`` is 0, it is a layer of width × 4·width. The inputs are random numbers in bfloat16.
     """
     stack = [in_torch.Block(width, max(1, width // 64), causal=True) for _ in range(blocks)]
     model = torch.nn.Sequential(*(stack or [torch.nn.Linear(width, 4 * width, bias=False)]))
@@ -107,9 +114,10 @@ def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepare
 
 
 def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray]) -> Prepared:
-    """A row's train step or forward pass after its first call, which compiles what is to be compiled.
+    """Prepare a row's train step or forward pass, and call it once to compile it.
 
-    :func:`peak` begins anew: what cuDNN and torch.compile needed to try kernels is not part of a step.
+    :func:`peak` is reset after this call, because the memory in which cuDNN and torch.compile try kernels is not part
+    of a step.
     """
     torch.backends.cudnn.benchmark = True
     run = (train_step if which == "train" else forward)(case, row, batch)
@@ -122,17 +130,18 @@ def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray])
 
 
 def peak() -> int | None:
-    """The most bytes torch has had on the GPU since a row was last prepared; None without a GPU."""
+    """Return torch's peak bytes on the GPU since a row was last prepared.
+
+    The result is None without a GPU.
+    """
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def start_anew() -> None:
-    """Forget what torch.compile made, and give unused memory back.
+    """Clear torch.compile's programs, and free unused memory.
 
-    Steps that took turns can take none after this.
-
-    torch.compile counts the programs of one function, whatever they are made for, and gives up after a few: another
-    model begins anew.
+    Steps prepared before cannot be called any more. torch.compile stops compiling a function after a few programs, even
+    if they are for different models. So its programs are cleared before the next model.
     """
     torch.compiler.reset()
     gc.collect()
@@ -146,7 +155,7 @@ def _build(case: Workload, row: Row) -> torch.nn.Module:
 
 def _on_device(case: Workload, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = (torch.from_numpy(batch[name]).to(device()) for name in ("inputs", "labels"))
-    # (batch, height, width, 3) in memory is what channels-last means: nothing is copied.
+    # The images lie in memory as (batch, height, width, 3), which is channels-last already, so nothing is copied.
     return inputs.permute(0, 3, 1, 2) if case.images else inputs, labels.long()
 
 
@@ -164,6 +173,9 @@ def _autocast(row: Row) -> Iterator[None]:
 
 
 def _float32_products(row: Row) -> None:
-    """Let float32 products use tensor cores, or not: torch's switches are global."""
+    """Set whether float32 products may use tensor cores.
+
+    torch's switches are global, so every row sets them.
+    """
     torch.set_float32_matmul_precision("highest" if row.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = row.precision != "fp32"

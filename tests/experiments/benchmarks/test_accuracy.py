@@ -1,4 +1,4 @@
-"""The accuracy benchmark in pieces and after interruptions, its goals, its tables and what it says when it cannot."""
+"""The accuracy benchmark: runs in pieces and after interruptions, goals, tables and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHECKPOINTS = "experiments.training.checkpoints"
 FLOAT32, HALF = ("float32", "none"), ("mixed_bfloat16", "none")
 
 
-# A task that trains in a moment: least squares.
+# A task that trains very fast: least squares.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def prepare_line(config):
 
 @pytest.fixture
 def line(monkeypatch):
-    """The benchmark with this task in place of the images, and the runs that it has prepared; nothing is drawn."""
+    """Replace the images by this task, draw nothing, and return the prepared runs."""
     prepared = []
     monkeypatch.setattr(plots, "curves", lambda *_: None)
     monkeypatch.setattr(plots, "panels", lambda *_: None)
@@ -118,7 +118,7 @@ def test_runs_in_pieces_give_what_all_at_once_give(line, tmp_path, capsys):
     line.clear()
     pieces = accuracy.main(smoke(tmp_path / "pieces"))
 
-    assert line == [("float32", "none"), ("bfloat16", "none")]  # the baseline's params, and the one run that is missing
+    assert line == [("float32", "none"), ("bfloat16", "none")]  # the baseline's params, and the missing run
     assert (tmp_path / "pieces/images-float32-seed1.json").stat().st_mtime_ns == before
     assert names(pieces) == names(whole) == [(p, seed) for p in ("float32", "bfloat16") for seed in (0, 1)]
     for own, other in zip(pieces, whole, strict=True):
@@ -177,7 +177,7 @@ def test_without_orbax_a_run_that_is_cut_begins_anew_and_finished_ones_stay(line
     assert "note: " not in capsys.readouterr().out
     config = smoke(tmp_path / "cut", seeds=(0,), minutes=8.0, steps=4)
     for name in [name for name in sys.modules if name.partition(".")[0] == "orbax"] + [CHECKPOINTS, "orbax"]:
-        monkeypatch.setitem(sys.modules, name, None)  # whoever imports it fails
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     calls = []
 
     def late(self, seconds=0.0):
@@ -189,17 +189,19 @@ def test_without_orbax_a_run_that_is_cut_begins_anew_and_finished_ones_stay(line
         patched.setattr(kept.Clock, "late", late)
         accuracy.main(config)
     out = capsys.readouterr().out
-    assert out.count("without Orbax (pip install orbax-checkpoint) a run that the minutes cut begins anew") == 1
+    assert (
+        out.count("without Orbax (pip install orbax-checkpoint) a run that is not finished in time starts again") == 1
+    )
     assert out.endswith(f"{kept.UNFINISHED}\n")
     (first,) = (tmp_path / "cut").glob("*-seed0.json")
     assert "float32" in first.name and not list(tmp_path.rglob("checkpoints"))
     written = first.stat().st_mtime_ns
-    (tmp_path / "cut/images-bfloat16-seed0/checkpoints/1").mkdir(parents=True)  # of a machine that has Orbax
+    (tmp_path / "cut/images-bfloat16-seed0/checkpoints/1").mkdir(parents=True)  # from a machine with Orbax
     resumed = accuracy.main(config)
     assert kept.UNFINISHED not in capsys.readouterr().out and first.stat().st_mtime_ns == written
     assert [(run["final"], run["train"]) for run in resumed] == [(run["final"], run["train"]) for run in whole]
     accuracy.main(config)
-    assert "Orbax" not in capsys.readouterr().out  # nothing is left to be cut
+    assert "Orbax" not in capsys.readouterr().out  # nothing is left to interrupt
 
 
 def test_a_run_that_breaks_is_told_and_the_others_go_on(line, tmp_path, monkeypatch, capsys):
@@ -252,7 +254,7 @@ def test_a_report_says_what_was_trained_where_and_how_and_alone_needs_no_device(
         assert f"- {name}: {records[0]['environment'][name]}" in text and f"- {name}: " in printed
     assert "- data: drawn at random" in text
     line.clear()
-    alone = smoke(tmp_path, seeds=(0,), smoke=False)  # in full size, too, where what is missing would need a GPU
+    alone = smoke(tmp_path, seeds=(0,), smoke=False)  # at full size too, where missing runs would need a GPU
     assert len(accuracy.main(alone)) == 2 and line == []
 
 
@@ -306,11 +308,14 @@ def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_
 
 def test_what_cannot_be_or_is_damaged_ends_it_with_one_line(line, tmp_path, capsys):
     for changes, text in [
-        ({"smoke": False, "run_dir": None}, "this benchmark measures a GPU, but JAX finds only cpu"),
-        ({"steps": 5}, "is held against each other, but in .*/images-float32-seed0.json steps is 4 there and 5 here; "),
-        ({"smoke": False}, "/images-float32-seed0.json smoke is True there and False here; take the device, the"),
+        ({"smoke": False, "run_dir": None}, "this benchmark needs a GPU, but JAX finds only cpu"),
+        ({"steps": 5}, "must be comparable, but in .*/images-float32-seed0.json steps is 4 there and 5 here; "),
+        ({"smoke": False}, "/images-float32-seed0.json smoke is True there and False here; use the device, the"),
         ({"tasks": ("images", "gpt2"), "flags": (("slope=1",),)}, "got --tasks images gpt2; name one of them"),
-        ({"run_dir": None, "flags": (("policy=O3",),)}, "--flags are the task's, but --policy is up to the benchmark"),
+        (
+            {"run_dir": None, "flags": (("policy=O3",),)},
+            "--flags sets the task's flags, but --policy is set by the benchmark",
+        ),
         ({"tasks": ()}, "the number of --tasks must be at least 1, got 0"),
         ({"seeds": (-1,)}, "--seeds must be at least 0"),
         ({"policies": ("O4",)}, "unknown policy 'O4'"),
@@ -330,10 +335,10 @@ def test_what_cannot_be_or_is_damaged_ends_it_with_one_line(line, tmp_path, caps
     (tmp_path / "images-float32-seed0.json").write_text("{}")
     with pytest.raises(SystemExit):
         accuracy.main(smoke(tmp_path))
-    assert "images-float32-seed0.json is no result of a run (it has no setting)" in capsys.readouterr().err
+    assert "images-float32-seed0.json is not a result of a run (it has no setting)" in capsys.readouterr().err
 
 
-# What known numbers say.
+# Goals and tables for known numbers.
 
 
 def record(task, policy, seed, final, **changes):
@@ -392,7 +397,7 @@ def test_text_may_gain_half_a_percent_of_loss_and_less_in_float8_or_without_floa
     for losses, met, start in [
         ([3.0, 4.0, 5.06], True, "met: any is +0.40 ± 0.69 % of the loss from float32 over 3 seeds, "),
         ([3.0, 4.0, 5.09], False, "NOT MET: any is +0.60 ± 1.04 % of the loss from float32 over 3 seeds, "),
-        ([3.0, 4.02], None, "open: any is +0.25 ± 0.35 % of the loss from float32 over 2 seeds, of 3 that are wanted"),
+        ([3.0, 4.02], None, "open: any is +0.25 ± 0.35 % of the loss from float32 over 2 seeds, of 3 that are needed"),
     ]:
         found = accuracy_report.goal("gpt2", "any", texts(losses), texts([3.0, 4.0, 5.0]))
         assert found[0] is met and found[1].startswith(start) and found[1].endswith(", the goal at most 0.5 gained")

@@ -1,4 +1,4 @@
-"""The benchmarks of autocast and of the first step run, on code not prepared for them; docs/autocast.md runs."""
+"""The benchmarks of autocast and of the first step run on plain code, and the code of docs/autocast.md runs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_difference_between_programs_is_said_in_words_and_goals_say_whether_th
     assert autocast.goals({"variants": rows, "differences": []}) == [
         "met: time / by hand's is 1.0000, the goal at most 1.01",
         "NOT MET: memory of the compiled step / by hand's is 1.030, the goal at most 1.02",
-        "met: the same products in the same dtypes as by hand, and no casts added that undo one another",
+        "met: the same products in the same dtypes as by hand, and no more casts that undo the cast before",
     ]
 
 
@@ -145,7 +145,7 @@ def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_varian
     assert list(model["variants"]) == list(autocast.VARIANTS)
     assert all(len(row["milliseconds"]) == 2 and row["bytes"] > 0 for row in model["variants"].values())
     losses = [row["loss"] for row in model["variants"].values()]
-    assert losses == pytest.approx([losses[0]] * 4, rel=0.05)  # all train alike
+    assert losses == pytest.approx([losses[0]] * 4, rel=0.05)  # all variants train in the same way
     markdown, printed = (tmp_path / "autocast.md").read_text(), capsys.readouterr().out
     for name in ("device", "versions", "date", "command"):
         assert f"- {name}: {result['environment'][name]}" in markdown

@@ -1,4 +1,4 @@
-"""experiments.benchmarks.call_cost: what it times is one step in every way, and it says whether the goal is met."""
+"""The benchmark call_cost times the same step in every variant, and says whether the goal is met."""
 
 from __future__ import annotations
 

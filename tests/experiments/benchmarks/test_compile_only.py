@@ -1,4 +1,4 @@
-"""Steps are compiled for a GPU that is not there; what is found is held against the goals; errors say what to do."""
+"""Steps are compiled for a GPU that is not attached and compared with the goals, and errors say what to do."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_bad_flags_end_it_with_one_line(capsys):
         assert text in error and error.count("\n") == 1
 
     for mesh in ["fsdp=4", "fsdp", "data=2,fsdp=4,", "fsdp=8 data=1"]:
-        with pytest.raises(ValueError, match=f"--mesh has the GPUs of --topology, .* got '{mesh}' for 8"):
+        with pytest.raises(ValueError, match=f"--mesh must have all GPUs of --topology, .* got '{mesh}' for 8"):
             sharded.mesh_of(mesh, 8)
 
 
@@ -218,13 +218,13 @@ def test_sizes_split_over_many_gpus_make_a_table_and_go_on(compiler, tmp_path, c
     markdown, printed = (tmp_path / "sharded.md").read_text(), capsys.readouterr().out
     for text in ("2 (1x1x2)", "4 (1x2x2)", "met: 124M by Linen on 1x2x2: findings of the audit is 0", "NVIDIA H200"):
         assert text in markdown and text in printed
-    monkeypatch.setattr(sharded, "measure", pytest.fail)  # what is there is not compiled again
+    monkeypatch.setattr(sharded, "measure", pytest.fail)  # existing results are not compiled again
     assert compile_only.main(config) == json.loads((tmp_path / "sharded.json").read_text())["rows"] == rows
 
 
 @pytest.fixture
 def compiles(monkeypatch):
-    """Rows that nobody compiles; returns those asked for, and what the environment is."""
+    """Replace compiling; return the rows that were asked for, and the environment."""
     asked, now = [], {}
     environment = compile_only.environment
 
@@ -270,7 +270,7 @@ def test_a_folder_is_of_one_gpu_and_of_the_same_versions_and_sizes(compiles, tmp
     with pytest.raises(SystemExit, match="2"):
         compile_only.main(config)
     said = capsys.readouterr().err
-    assert f"gpt2-jaxmp-bf16.json {fact} is " in said and "there and others here; take the device" in said
+    assert f"gpt2-jaxmp-bf16.json {fact} is " in said and "there and others here; use the device" in said
     assert len(asked) == 1
 
 

@@ -1,4 +1,4 @@
-"""Products, layers, blocks and steps in float8 are what they are said to be; speed-ups are against the same route."""
+"""Products, layers, blocks and steps in float8 have float8 products, and speed-ups compare the same route."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def emulated(monkeypatch):
 
 
 def in_float8(part, size, way, tokens=64):
-    """How many products of a way are float8."""
+    """Return how many products of a way are float8."""
     start, step = float8.case_of(part, size, way, tokens)
     products = jaxmp.inspect.audit(step, compile=False)(*jax.eval_shape(start)).products
     return sum({*each.operands} <= {E4M3, E5M2} for each in products)
@@ -38,7 +38,7 @@ def test_the_products_of_weights_are_float8_and_those_of_bfloat16_are_not(emulat
 def test_by_default_a_small_step_has_none_and_a_large_block_has_all(emulated):
     assert in_float8("step", "124M", float8.DEFAULT, float8.TOKENS) == 0
     assert in_float8("block", 2048, float8.DEFAULT, float8.TOKENS) == 24
-    assert in_float8("layer", 768, float8.DEFAULT, float8.TOKENS) == 3  # whatever its size
+    assert in_float8("layer", 768, float8.DEFAULT, float8.TOKENS) == 3  # at any size
 
 
 def test_a_layer_has_the_gradients_of_bfloat16_but_for_the_rounding(emulated):
@@ -79,7 +79,7 @@ def test_every_part_has_its_rows_and_what_is_not_installed_says_so(emulated, tmp
     text = (tmp_path / "float8.md").read_text()
     assert "## SMOKE TEST, no result: A layer K×4K" in text and "| K = 64 | torchao | not installed: torch |" in text
     assert "the goal" not in text and "speed-up" in capsys.readouterr().out
-    monkeypatch.setattr(float8, "compared", pytest.fail)  # what is there is not measured again
+    monkeypatch.setattr(float8, "compared", pytest.fail)  # existing results are not measured again
     assert float8.main(config) == [ours, peers]
     assert json.loads((tmp_path / "float8.json").read_text())["results"] == [ours, peers]
 

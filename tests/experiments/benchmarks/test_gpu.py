@@ -26,7 +26,7 @@ HERE = {"device": "1 × cpu", "versions": "Python 3.11", "backend": "cpu", "byte
 
 @pytest.fixture
 def on(monkeypatch, tmp_path):
-    """Says which device there is; results go to a folder of the test."""
+    """Set the device that is reported; results go to a folder of the test."""
     monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
     return lambda **about: monkeypatch.setattr(gpu, "place", lambda: {**HERE, **about})
 
@@ -38,7 +38,7 @@ class Noon(datetime.date):
 
 
 def pieces(monkeypatch, **scripts):
-    """Pieces that run a line of Python each, which has the run folder's path as ``folder``."""
+    """Make pieces that each run a line of Python, in which ``folder`` is the run folder."""
     made = tuple(gpu.Piece(name, f"a {name}", name, (), (), wants=(), limited=False) for name in scripts)
 
     def command(piece, run_dir, small, minutes):
@@ -63,7 +63,7 @@ def test_a_piece_runs_small_and_is_not_run_again(on, tmp_path, capsys):
     gpu.main(config)
     out = capsys.readouterr().out
     assert states(tmp_path / "run") == {"input_pipeline": "done"}
-    assert "== input_pipeline: how many images" in out and "images/s" in out  # what it printed
+    assert "== input_pipeline: how many images" in out and "images/s" in out  # the output of the piece
     assert (tmp_path / "run/input_pipeline/input_pipeline.md").exists() and not (tmp_path / "results").exists()
     gpu.main(config)
     assert "==" not in capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_a_piece_that_fails_is_told_at_the_end_and_the_others_go_on(on, tmp_path
     with pytest.raises(SystemExit, match="1"):
         gpu.main(config)
     out, err = capsys.readouterr()
-    assert "found\n" in out and "to do: first; go on with: python -m experiments.benchmarks.gpu" in out
+    assert "found\n" in out and "to do: first; continue with: python -m experiments.benchmarks.gpu" in out
     assert f"error: no such kernel (exit code 3; {tmp_path}/run/first.log)" in out
     assert err == "error: first failed: the reasons and the logs are in the table\n"
     assert states(tmp_path / "run") == {"first": "failed", "second": "done"}
@@ -95,7 +95,7 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes
     now, limits, follow = [0.0], {}, gpu._follow
 
     def follows(command, log, seconds):
-        """By a clock on which every piece takes a minute, or all that is left: the slow one's end comes sooner."""
+        """With a fake clock, every piece takes a minute or all the time that is left, so the test ends sooner."""
         limits[log.stem] = seconds
         code, unfinished = follow(command, log, 2.0 if seconds and log.stem == "slow" else seconds)
         now[0] += seconds if code == gpu.CUT else 60.0
@@ -107,7 +107,7 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes
     config = gpu.Config(smoke=True, minutes=4.0, run_dir=tmp_path / "run")
     gpu.main(config)
     out = capsys.readouterr().out
-    assert "== slow: begun, cut: the minutes were up" in out and "to do: part, slow, last; go on with" in out
+    assert "== slow: begun, cut: the minutes were up" in out and "to do: part, slow, last; continue with" in out
     assert states(tmp_path / "run") == {"part": "begun", "slow": "begun"} and limits == {"part": 240.0, "slow": 180.0}
     gpu.main(dataclasses.replace(config, minutes=0))
     assert states(tmp_path / "run") == {"part": "done", "slow": "done", "last": "done"}
@@ -125,7 +125,7 @@ def test_a_piece_that_lacked_a_package_says_so_and_runs_again_once_it_is_there(o
     assert states(tmp_path / "run") == {"one": "done, without no_such_package", "two": "done"}
     assert "it runs again once that is installed" in out and "to do: " not in out
     gpu.main(config)
-    assert "== " not in capsys.readouterr().out  # nothing more can be had
+    assert "== " not in capsys.readouterr().out  # no more packages can be installed
     (tmp_path / "no_such_package.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     gpu.main(config)
@@ -162,13 +162,13 @@ def test_the_command_that_goes_on_is_the_one_that_was_typed(on, tmp_path, capsys
     python.write_text('#!/bin/sh\n[ "$1" = -m ] && echo "$MAKE_GPU" || true\n')
     python.chmod(0o755)
     typed = ["SMOKE=1", "ARGS=--pieces one --run-dir 'a folder'", f"PYTHON={python}"]
-    # As typed by hand, in the tests that make runs too: its own flags would come along.
+    # As typed by hand. Otherwise the flags of pytest would be in the command.
     env = {name: value for name, value in os.environ.items() if not re.match("MAKE|MFLAGS|PYTHON$", name)}
     done = subprocess.run(["make", "gpu", *typed], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     monkeypatch.setenv("MAKE_GPU", done.stdout.splitlines()[-1])
     gpu.main(gpu.Config(smoke=True, minutes=0, run_dir=tmp_path / "run"))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to do: ")]
-    start, command = line.split("; go on with: ")
+    start, command = line.split("; continue with: ")
     first, *others = shlex.split(command)
     assert start == "to do: one" and [first, *sorted(others)] == ["make", *sorted(["gpu", *typed])]
 
@@ -185,8 +185,8 @@ def test_what_is_there_is_copied_to_a_dated_folder_and_the_readme_is_written_aft
     monkeypatch.setattr(gpu, "PIECES", tuple(dataclasses.replace(piece, result=piece.name) for piece in made))
     ran, run = [], subprocess.run
     monkeypatch.setattr(gpu.subprocess, "run", lambda command, **flags: ran.append(command) or run(["true"]))
-    monkeypatch.setattr(gpu, "datetime", types.SimpleNamespace(date=Noon))  # tests may run at midnight, too
-    (tmp_path / "results" / "one-20261122").mkdir(parents=True)  # of another run
+    monkeypatch.setattr(gpu, "datetime", types.SimpleNamespace(date=Noon))  # the date may change while the test runs
+    (tmp_path / "results" / "one-20261122").mkdir(parents=True)  # from another run
     with pytest.raises(SystemExit, match="1"):
         gpu.main(gpu.Config(minutes=0, run_dir=tmp_path / "run"))
     (folder,) = (tmp_path / "results").glob("one-*-2")
@@ -205,13 +205,13 @@ def test_a_folder_has_pieces_of_one_device_and_of_full_size_only_on_a_gpu(on, tm
     with pytest.raises(SystemExit, match="2"):
         gpu.main(gpu.Config(run_dir=tmp_path / "run"))
     said = capsys.readouterr().err
-    assert said.startswith("error: this measures a GPU, but JAX finds only 1 × cpu") and said.count("\n") == 1
+    assert said.startswith("error: this benchmark needs a GPU, but JAX finds only 1 × cpu") and said.count("\n") == 1
     assert "make gpu SMOKE=1" in said and not (tmp_path / "run").exists()
     gpu.main(config)
     on(device="1 × another")
     with pytest.raises(SystemExit, match="2"):
         gpu.main(config)
-    assert "device is 1 × cpu there and 1 × another here; take the device" in capsys.readouterr().err
+    assert "device is 1 × cpu there and 1 × another here; use the device" in capsys.readouterr().err
 
 
 def test_pieces_are_listed_with_their_commands_and_what_they_want_that_is_not_here(capsys, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""The benchmark of gradient sums: what it holds against what, its tables and picture, and the page that shows them."""
+"""The benchmark of gradient sums: its comparisons, its tables and picture, and the page that shows them."""
 
 from __future__ import annotations
 

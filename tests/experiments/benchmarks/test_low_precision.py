@@ -1,4 +1,4 @@
-"""Every way to store params and moments has its figures; compiled for a GPU no update moves more than it must."""
+"""Every way to store params and moments has figures, and on a GPU no update moves more bytes than needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_way_is_kept_and_timed_and_a_step_of_some_is_compiled(tmp_path, ca
     config = low_precision.Config(run_dir=tmp_path, **SMALL)
     some = (*low_precision.VARIANTS[:4], ("kahan", "bfloat16"), ("nearest", "float8"))
     monkeypatch.setattr(low_precision, "VARIANTS", some)
-    compiled = low_precision.step_mib(config, low_precision.REFERENCE)  # seconds each: one for all
+    compiled = low_precision.step_mib(config, low_precision.REFERENCE)  # each takes seconds, so compile only one
     monkeypatch.setattr(low_precision, "step_mib", lambda *_: compiled)
     rows = low_precision.main(config)
     assert list(rows) == list(some)
@@ -42,8 +42,8 @@ def test_on_a_gpu_an_update_moves_what_it_must(monkeypatch, tmp_path):
     monkeypatch.setattr(low_precision, "step_mib", lambda config, variant: {"float8": 40.0}.get(variant[1], 100.0))
     rows = low_precision.main(low_precision.Config(device="h200", rows=1024, run_dir=tmp_path))
     moved = {" ".join(variant): round(row["moved"], 1) for variant, row in rows.items()}
-    # The gradient 4, the param 2 + 2, each moment as often as it is read and written; float8 reads gradient and codes
-    # once more, and has a scale for 256.
+    # Bytes per param: the gradient 4, the param 2 + 2, and each moment for its reads and writes. float8 reads the
+    # gradient and the codes once more, and has a scale for each 256 params.
     assert [moved[f"stochastic {moments}"] for moments in ("float32", "bfloat16", "float8")] == [24, 16, 18.2]
     assert max(row["temporary"] for row in rows.values()) < 0.1
     assert "ms" not in rows[low_precision.REFERENCE]

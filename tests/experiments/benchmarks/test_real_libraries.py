@@ -1,4 +1,4 @@
-"""The benchmark on programs of real libraries: its two simple ways to compute in half, and its table."""
+"""The benchmark of real libraries: its two simple ways to compute in half precision, and its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The remat benchmark: in pieces, its tables and goals, the largest batch, and what it says when it cannot."""
+"""The remat benchmark: runs in pieces, tables, the largest batch, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASE, ROW = workload("gpt2", SMOKE["gpt2"]), Row("none", "jaxmp", "bf16")
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Train steps in place of the models', whose temporaries grow with the batch; returns those asked for."""
+    """Replace the train steps by steps whose temporaries grow with the batch; return the steps asked for."""
     asked = []
 
     def train_step(case, row):
@@ -31,7 +31,7 @@ def steps(monkeypatch):
 
         def step(state, batch):
             x = batch["inputs"].astype(jnp.float32) * state
-            if row.remat == "none":  # as large as the batch, and needed whole
+            if row.remat == "none":  # as large as the batch, and needed at once
                 x = jnp.sort(jnp.tile(x, (1, 8)), axis=0)
             return state + x.mean(), x.sum()
 
@@ -44,7 +44,7 @@ def steps(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Steps of 1 kB a sequence: nothing is compiled."""
+    """Steps that need 1 kB per sequence, without compiling."""
     monkeypatch.setattr(remat, "step_bytes", lambda case, row, device=None: 1000 * case.sizes.batch_size)
     monkeypatch.setattr(remat.plots, "panels", lambda *_: None)
 
@@ -80,7 +80,7 @@ def test_the_largest_batch_is_the_last_that_needs_no_more_than_the_limit(steps, 
 
 def test_the_same_command_goes_on_and_compiles_nothing_twice(steps, tmp_path, capsys):
     assert remat.main(smoke(tmp_path, minutes=1e-9)) == [] and not steps
-    assert "not all is measured: the same command goes on from here" in capsys.readouterr().out
+    assert "not everything is measured: the same command continues from here" in capsys.readouterr().out
     remat.main(smoke(tmp_path, remats=("none",)))
     whole = remat.main(smoke(tmp_path))
     assert [asked[2] for asked in steps] == ["none", "attention"]
@@ -93,12 +93,12 @@ def test_a_folder_is_gone_on_with_in_the_same_setting_only(quick, tmp_path, monk
     for changes, text in (
         ({"batch_size": 4}, "sizes is {'batch_size': 2, .* there and {'batch_size': 4, "),
         ({"memory_limit": "2GB"}, "memory_limit is the device's there and 2GB here"),
-        ({"policies": ("mixed_bfloat16",), "layers": 1}, "sizes is .* there and "),  # of the same model
+        ({"policies": ("mixed_bfloat16",), "layers": 1}, "sizes is .* there and "),  # for the same model
     ):
         with pytest.raises(SystemExit):
             remat.main(smoke(tmp_path, **changes))
         said = capsys.readouterr().err
-        assert re.search(rf"/gpt2-.*json {text}.*; take the device, .* or another --run-dir", said)
+        assert re.search(rf"/gpt2-.*json {text}.*; use the device, .* or another --run-dir", said)
         assert said.count("\n") == 1
     environment = remat.environment
     for name in ("device", "target"):
@@ -122,7 +122,7 @@ NO_MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while 
 
 @pytest.fixture
 def compiler(steps, monkeypatch):
-    """Puts a compiler in place of XLA that says ``needs(batch)`` bytes, or raises it; None says nothing."""
+    """Replace XLA by a compiler that reports ``needs(batch)`` bytes, or raises it; None reports nothing."""
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
 
     def says(needs):
@@ -149,7 +149,7 @@ def test_a_batch_that_had_no_room_to_be_compiled_is_too_large_and_the_search_goe
 
 def test_a_compiler_that_breaks_or_says_nothing_is_told_in_words_and_ends_nothing(compiler):
     for needed, text in (
-        (None, "the compiler must tell how much memory a step takes, but this device's says nothing"),
+        (None, "the compiler must report how much memory a step needs, but this device's compiler does not"),
         (jax.errors.JaxRuntimeError("INTERNAL: ptxas died"), "JaxRuntimeError: INTERNAL: ptxas died"),
     ):
         compiler(lambda batch, needed=needed: needed)
@@ -158,7 +158,7 @@ def test_a_compiler_that_breaks_or_says_nothing_is_told_in_words_and_ends_nothin
 
 def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, monkeypatch):
     for changes, text in [
-        ({"smoke": False}, "this benchmark measures a GPU, but JAX finds only cpu"),
+        ({"smoke": False}, "this benchmark needs a GPU, but JAX finds only cpu"),
         ({"remats": ()}, "the number of --remats must be at least 1, got 0"),
         ({"memory_limit": "much"}, "--memory-limit is a number of bytes, got 'much'"),
         ({"minutes": -1.0}, "--minutes must be at least 0, got -1"),
@@ -201,5 +201,5 @@ def test_the_table_has_shares_of_the_step_without_remat_and_why_there_is_none():
     assert table.rows == [
         ("none", "10,000", "1.000", "24"), ("attention", "5,000", "0.500", ""), ("full", "out of memory", "", ""),
     ]  # fmt: skip
-    assert "Largest batch: whose step needs at most 1,024 MiB, by compiling; near that limit" in " ".join(table.notes)
+    assert "Largest batch: the compiled step needs at most 1,024 MiB. Near this limit" in " ".join(table.notes)
     assert table.notes.count("nothing fits") == 1

@@ -1,4 +1,4 @@
-"""The peers in torch are the models of the experiments: as many params, the same loss, the same steps."""
+"""The models in torch equal the models of the experiments: the same params, the same loss, the same steps."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "mean": 
 
 
 def converted(variables):
-    """Params and running statistics by hand as torch's model has them."""
+    """Convert params and running statistics of the model by hand to torch's model."""
     found = {}
     for key, value in flax.traverse_util.flatten_dict(variables, sep="/").items():
         new = key
-        for pattern in ("4", None):  # a shortcut's before the others'
+        for pattern in ("4", None):  # those of a shortcut come first
             for regex, replacement in NAMES_IN_TORCH.items():
                 if pattern is None or pattern in regex:
                     new = re.sub(regex, replacement, new)
@@ -54,7 +54,7 @@ def converted(variables):
 
 
 def both(name):
-    """A small workload's model and variables by hand, and the same in torch."""
+    """Return a small workload's model and variables by hand, and the same model in torch."""
     case = workload(name, SMALL[name])
     model = by_hand.build(case)
     params, state = drawn(case, model)
@@ -95,7 +95,7 @@ def test_two_steps_with_the_same_weights_have_the_losses_of_those_by_hand(monkey
     turn = torch_steps.train_step(case, ROWS["torch-fp32"], batch)
     losses = [float(turn()), float(turn())]
     assert losses == pytest.approx([float(first), float(second)], rel=2e-5)
-    assert losses[1] < 0.999 * losses[0]  # clipping and AdamW had a say
+    assert losses[1] < 0.999 * losses[0]  # clipping and AdamW changed the params
 
 
 def test_images_are_channels_last_and_are_not_copied():
@@ -141,4 +141,4 @@ def test_a_row_is_compiled_in_its_own_mode(monkeypatch, key, mode):
     case = workload("gpt2", dataclasses.replace(SMALL["gpt2"], vocabulary=97))
     torch_steps.train_step(case, ROWS[key], case.random_batch())
     logits = torch_steps.forward(case, ROWS[key], case.random_batch())()
-    assert modes == [mode, mode] and logits.shape == (2, 8, 128)  # as in JAX's rows
+    assert modes == [mode, mode] and logits.shape == (2, 8, 128)  # as in the rows of JAX

@@ -1,4 +1,4 @@
-"""The rows of the benchmark of train steps are the same models, each in the precision that it names; its flags."""
+"""The rows of the train step benchmark have the same models in the precision of their name; its flags."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NAMES_IN_EXPERIMENTS = {
 
 
 def in_experiments(name, tree):
-    """Params by hand under the names of the models of the experiments."""
+    """Rename params by hand to the names in the models of the experiments."""
     flat = {}
     for key, value in flax.traverse_util.flatten_dict(tree, sep="/").items():
         new = key
@@ -102,9 +102,9 @@ def test_a_step_costs_three_times_the_products_of_the_forward_pass():
 # The rows.
 
 
-# float32 without a precision in its code is what the device makes of it: TF32 on a GPU.
+# float32 products without a precision have the device's default, which is TF32 on a GPU.
 DTYPES = {"bf16": {"bfloat16"}, "fp16": {"float16"}, "tf32": {"tensorfloat32"}, "fp32": {"float32"}}
-# The others differ from one of these in nothing but the dtype or the loss scale.
+# Each other row differs from one of these only in the dtype or the loss scale.
 ROWS_TRACED = ("jaxmp-bf16-remat", "flax-fp16", "jaxmp-tf32", "hand-tf32")
 
 
@@ -201,17 +201,20 @@ def test_rows_are_chosen_by_name_and_know_what_they_need(monkeypatch):
 
 def test_a_bad_flag_ends_the_benchmark_with_one_line(capsys):
     for config, text in [
-        (train_step.Config(), "this benchmark measures a GPU, but JAX finds only cpu"),
+        (train_step.Config(), "this benchmark needs a GPU, but JAX finds only cpu"),
         (train_step.Config(smoke=True, rows=("apex",)), "--rows must be among"),
         (train_step.Config(smoke=True, rounds=0), "--rounds must be at least 1, got 0"),
         (train_step.Config(smoke=True, energy_s=-1), "--energy-s must be at least 0, got -1"),
-        (train_step.Config(report_only=True), "--report-only reads what lies in --run-dir"),
+        (train_step.Config(report_only=True), "--report-only reads results from --run-dir"),
         (train_step.Config(smoke=True, block_ms=float("nan")), "--block-ms must be at least 0.1, got nan"),
         (train_step.Config(smoke=True, models=()), "the number of --models must be at least 1, got 0"),
-        (train_step.Config(alone="hand-bf16"), "--alone is of one model, got --models resnet50 bert gpt2"),
+        (train_step.Config(alone="hand-bf16"), "--alone needs a single model, got --models resnet50 bert gpt2"),
         (train_step.Config(look="width", report_only=True), "writes its report when it measures, got --report-only"),
-        (train_step.Config(smoke=True, look="width", models=("resnet50",)), "is at transformers, which have one, got"),
-        (train_step.Config(smoke=True, look="busy", passes=("forward",)), "is at the train step, got --passes forward"),
+        (train_step.Config(smoke=True, look="width", models=("resnet50",)), "need a transformer, got"),
+        (
+            train_step.Config(smoke=True, look="busy", passes=("forward",)),
+            "measures the train step, got --passes forward",
+        ),
     ]:
         with pytest.raises(SystemExit) as stopped:
             train_step.main(config)

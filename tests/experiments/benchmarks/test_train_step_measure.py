@@ -44,7 +44,7 @@ def test_each_row_is_measured_in_a_process_of_its_own_in_order(tmp_path):
     found = {}
     for name, measured in (rows := processes.in_processes(commands)):
         if name == "d":
-            rows.close()  # nobody waits for the last one: it is ended
+            rows.close()  # the last process is not waited for, so it is killed
             break
         found[name] = measured()
     assert found == {
@@ -87,21 +87,23 @@ row.wait()
 
 
 def test_a_row_does_not_outlive_the_run_that_was_killed():
-    imports = 1  # it is killed before the row may measure
+    imports = 1  # the run is killed before the row may measure
     program = _RUN.format(row=_ROW.format(imports=imports))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout.readline() == "ready\n"
         assert imports or run.stdout.readline() == "measuring\n"
         run.kill()
         started = time.monotonic()
-        rest = run.stdout.read()  # to its end, and the row has the other one, too
+        rest = run.stdout.read()  # ends only when the row has ended too, because it has the same pipe
         assert rest in ("", "measuring\n")
     assert time.monotonic() - started < 500
 
 
 def test_a_row_whose_turn_never_came_measures_nothing(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    with pytest.raises(ValueError, match="--alone is what a run starts for each row: it waits for the run's process"):
+    with pytest.raises(
+        ValueError, match="--alone is for the benchmark's own use: it waits for the benchmark's process"
+    ):
         processes.answer(lambda: {"ms": 1})
     assert capsys.readouterr().out == ""
 
@@ -114,7 +116,7 @@ def test_a_row_that_fails_among_the_others_says_why_and_they_go_on(monkeypatch):
         return fails() if row.library == "flax" else Prepared(lambda: None, lambda: 2.5, 1.0)
 
     monkeypatch.setattr(measure, "prepare", prepare)
-    monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
+    monkeypatch.setattr("gc.collect", lambda: 0)  # each would take seconds
     rows = {key: ROWS[key] for key in ("jaxmp-bf16", "hand-bf16", "hand-fp32", "flax-fp16")}
     prepared, errors = measure.prepare_all(workload("gpt2"), rows, "train", Progress("rows", 4))
     assert errors == {"flax-fp16": "OSError: libcudart.so: cannot open"}
@@ -141,7 +143,7 @@ def test_a_row_without_room_says_so(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 3 bytes")
 
     monkeypatch.setattr(measure, "prepare", no_room)
-    monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
+    monkeypatch.setattr("gc.collect", lambda: 0)  # each would take seconds
     found = measure.alone(workload("gpt2"), ROWS["jaxmp-bf16"], ("train", "forward"), 0.0)
     assert found == {"train": {"error": "out of memory"}, "forward": {"error": "out of memory"}}
     rows = {"hand-fp32": ROWS["hand-fp32"]}

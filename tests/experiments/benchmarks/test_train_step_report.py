@@ -15,7 +15,7 @@ from experiments.report.json_files import write_json
 
 
 def results_of(**rows):
-    """Results of GPT-2 from a row's milliseconds and MiB."""
+    """Return results of GPT-2 with the milliseconds and MiB of each row."""
     about = {
         "model": "gpt2",
         "text": "GPT-2",
@@ -83,7 +83,7 @@ def test_a_row_that_failed_or_whose_loss_is_not_finite_says_why_and_counts_nowhe
     assert own[1] == "30" and own[4] == f"{1000 * 1000 / 30:,.0f}" and own[5] == "70.0" and own[9] == "99.5%"
 
     results = results_of(jaxmp_fp16=(20, 70), jaxmp_bf16=(30, 70), compile_bf16=(33, 100))
-    results.turns["train"][0]["jaxmp-fp16"]["loss"] = "nan"  # as JSON has it
+    results.turns["train"][0]["jaxmp-fp16"]["loss"] = "nan"  # nan is a string in JSON
     results.turns["train"][0]["compile-bf16"]["loss"] = 2.5
     assert results.fastest("train", "jaxmp-bf16", "jaxmp-fp16") == "jaxmp-bf16"
     assert results.ratio("train", "jaxmp-fp16", "compile-bf16") is None

@@ -1,4 +1,4 @@
-"""Runs of the benchmark of train steps, whole, cut and resumed, and its sweeps."""
+"""Runs of the train step benchmark: complete, interrupted and resumed, and its sweeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from experiments.training import kept
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
-# Runs. What compiles is replaced: what is timed are sleeps of nothing.
+# Runs. Compiling is replaced, and the timed steps do nothing.
 
 
 @pytest.fixture
@@ -49,11 +49,11 @@ def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
     assert model["train"]["jaxmp-bf16"]["tensor_flops"] == 1.0 and model["train"]["hand-fp32"]["tensor_flops"] == 0.0
     assert model["train"]["flax-fp16"]["error"] == "RuntimeError: no such kernel"
     assert "loss" not in model["forward"]["jaxmp-bf16"]
-    assert model["goals"] == ["The goals are for the sizes of the field: not judged here."]
+    assert model["goals"] == ["The goals are for the full sizes, so they are not judged here."]
     assert set(written["ceiling"]["best"]) == {"fp32", "bf16", "fp16"}
     markdown, (printed, said) = (tmp_path / "train_step.md").read_text(), capsys.readouterr()
-    assert "RuntimeError: no such kernel\n" in said and "in prepare" in said  # where it was raised
-    assert said.endswith("error: a smoke test is to see that everything runs, but flax-fp16 did not; see above\n")
+    assert "RuntimeError: no such kernel\n" in said and "in prepare" in said  # the traceback
+    assert said.endswith("error: in a smoke test every row must run, but flax-fp16 did not; see above\n")
     for text in (
         "the train step",
         "the forward pass alone",
@@ -80,7 +80,7 @@ def test_what_is_not_installed_says_so(quick, monkeypatch, tmp_path):
 
 @pytest.fixture
 def rows_alone(quick, monkeypatch, tmp_path):
-    """A run as on a GPU: what each process for a row alone finds, by default joules, and those that have begun."""
+    """A run as on a GPU, in which the figures of each row's process can be set; return the rows that started."""
     started, finds, now = [], {}, [0.0]
 
     def in_processes(commands):
@@ -116,16 +116,16 @@ def test_a_run_that_was_cut_goes_on_where_it_stopped(rows_alone, tmp_path, capsy
     config = dataclasses.replace(WHOLE, run_dir=tmp_path)
     train_step.main(dataclasses.replace(CUT, run_dir=tmp_path))
     assert started == [("gpt2", "jaxmp-bf16")] and not list(tmp_path.glob("together-*"))
-    assert "the same command goes on from here" in capsys.readouterr().out
+    assert "the same command continues from here" in capsys.readouterr().out
     results = train_step.main(config)
-    assert started == [("gpt2", "jaxmp-bf16"), ("gpt2", "hand-bf16")]  # the first is not measured again
+    assert started == [("gpt2", "jaxmp-bf16"), ("gpt2", "hand-bf16")]  # the first row is not measured again
     assert results["gpt2"].ratio("train", "jaxmp-bf16", "hand-bf16") is not None
     (file,) = tmp_path.glob("together-*")
     before = file.stat().st_mtime_ns
     train_step.main(config)
     assert file.stat().st_mtime_ns == before and len(started) == 2
     train_step.main(dataclasses.replace(config, passes=("train", "forward"), rows=config.rows[:1]))
-    assert started[2:] == [("gpt2", "jaxmp-bf16")]  # for the forward pass, and the train step's figures stay
+    assert started[2:] == [("gpt2", "jaxmp-bf16")]  # for the forward pass; the figures of the train step stay
     assert set(json.loads((tmp_path / "alone-gpt2-jaxmp-bf16.json").read_text())) >= {"train", "forward"}
 
 
@@ -188,7 +188,7 @@ def test_a_second_try_comes_after_what_has_no_times_and_loses_none(rows_alone, m
     assert order == ["bert", "gpt2", "bert"]
     assert all("ms" in results["bert"].figures("train", row) for row in ("jaxmp-bf16", "hand-bf16"))
     train_step.main(dataclasses.replace(config, models=("bert",)))
-    assert order == ["bert", "gpt2", "bert"]  # each has times now
+    assert order == ["bert", "gpt2", "bert"]  # all rows have times now
 
 
 def test_a_folder_is_gone_on_with_in_the_same_setting_only(rows_alone, tmp_path, monkeypatch, capsys):
@@ -197,7 +197,7 @@ def test_a_folder_is_gone_on_with_in_the_same_setting_only(rows_alone, tmp_path,
     capsys.readouterr()
     for change, text in (
         ({"batch_size": 4}, "alone-gpt2-hand-bf16.json sizes is {'batch_size': 2, .* there and {'batch_size': 4, "),
-        ({"rounds": 3}, "rounds is 2 there and 3 here; take the device, the versions and the flags of that run, or"),
+        ({"rounds": 3}, "rounds is 2 there and 3 here; use the device, the versions and the flags of that run, or"),
         ({"block_ms": 2.0}, "block_ms is 1 there and 2.0 here"),
         ({"smoke": True}, "smoke is False there and True here"),
     ):
@@ -218,14 +218,14 @@ def test_a_folder_is_gone_on_with_in_the_same_setting_only(rows_alone, tmp_path,
 def test_a_damaged_file_in_the_folder_is_named(rows_alone, tmp_path, capsys):
     file = tmp_path / "alone-gpt2-hand-bf16.json"
     for text, why, report_only in (
-        ('{"row": ', r"is no result of a run \(Expecting", False),
-        ("{}", r"is no result of a run \(it has no setting", True),
+        ('{"row": ', r"is not a result of a run \(Expecting", False),
+        ("{}", r"is not a result of a run \(it has no setting", True),
     ):
         file.write_text(text)
         with pytest.raises(SystemExit):
             train_step.main(dataclasses.replace(WHOLE, run_dir=tmp_path, report_only=report_only))
         said = capsys.readouterr().err
-        assert re.search(f"error: {file} {why}", said) and said.endswith("remove it, and it is measured anew\n")
+        assert re.search(f"error: {file} {why}", said) and said.endswith("remove it, and it is measured again\n")
 
 
 def test_nothing_to_measure_or_to_report_is_an_error_that_says_why(rows_alone, monkeypatch, tmp_path, capsys):
@@ -245,7 +245,7 @@ def test_nothing_to_measure_or_to_report_is_an_error_that_says_why(rows_alone, m
 
     with pytest.raises(SystemExit):
         train_step.main(train_step.Config(report_only=True, run_dir=tmp_path))
-    assert f"a report is of what was measured, but in {tmp_path} is nothing" in capsys.readouterr().err
+    assert f"a report needs results, but {tmp_path} has none" in capsys.readouterr().err
 
 
 @pytest.mark.slow("compiles a transformer")
@@ -260,7 +260,7 @@ def test_a_real_row_runs_from_the_command_to_the_table(monkeypatch, tmp_path):
 
 
 def test_the_sweeps_say_where_half_precision_pays(quick, tmp_path, capsys, monkeypatch):
-    times = iter([2.0, 4.0, 2.0, 4.0])  # at the second value half is slower
+    times = iter([2.0, 4.0, 2.0, 4.0])  # at the second value half precision is slower
 
     def one_each(prepared, *_):
         half = next(times)
@@ -305,7 +305,7 @@ def test_a_sweep_that_is_cut_goes_on_with_the_widths_that_are_missing(quick, tmp
     assert kept.UNFINISHED not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         train_step.main(dataclasses.replace(config, rounds=3))
-    assert "rounds is 20 there and 3 here; take" in capsys.readouterr().err
+    assert "rounds is 20 there and 3 here; use" in capsys.readouterr().err
 
 
 def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
@@ -317,7 +317,7 @@ def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
 
     alone, beside = point("64", "jaxmp-bf16", "torch-fp32"), point("128", "jaxmp-bf16", "jaxmp-tf32")
     start, missing = "jaxmp, bf16: faster than jaxmp, TF32 by width:", "not measured at 64"
-    assert notes(alone) == (f"{start} {missing}",)  # and torch's float32 is not half
+    assert notes(alone) == (f"{start} {missing}",)  # torch's float32 row is not half precision
     assert notes(beside, alone) == (f"{start} 1.25× at 128, {missing}",)
 
 
@@ -382,16 +382,16 @@ def test_a_look_at_what_runs_names_the_rows_that_do_not_and_tries_them_again(qui
     wrong = ", ".join(f"{model}'s flax-fp16" for model in ("resnet50", "bert", "gpt2"))
     out, err = capsys.readouterr()
     assert (
-        err.endswith(f"error: every row is to run, but {wrong} did not; see above\n") and "not installed: torch" in out
+        err.endswith(f"error: every row must run, but {wrong} did not; see above\n") and "not installed: torch" in out
     )
     models = json.loads((tmp_path / "train_step_run.json").read_text())["models"]
     able = {name: sorted(model["points"][0]["milliseconds"]) for name, model in models.items()}
-    both = ["jaxmp-bf16", "jaxmp-bf16-remat"]  # remat is of transformers
+    both = ["jaxmp-bf16", "jaxmp-bf16-remat"]  # only transformers have remat
     assert able == {"resnet50": ["jaxmp-bf16"], "bert": both, "gpt2": both}
     assert models["resnet50"]["text"] == "ResNet of 1 blocks a stage, 2×32×32×3"
     prepared = []
     monkeypatch.setattr(measure, "prepare", lambda case, row, _: prepared.append(row.label) or Prepared(lambda: None))
     train_step.main(config)
-    assert len(prepared) == 8 and "every row is to run" not in capsys.readouterr().err
+    assert len(prepared) == 8 and "every row must run" not in capsys.readouterr().err
     train_step.main(config)
-    assert len(prepared) == 8  # nothing is left
+    assert len(prepared) == 8  # nothing is left to do

@@ -1,4 +1,4 @@
-"""The benchmark of tune: its models run, and its table says what was measured."""
+"""The benchmark of tune: its models run, and its table has the measured figures."""
 
 from __future__ import annotations
 

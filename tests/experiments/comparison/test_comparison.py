@@ -72,7 +72,7 @@ def test_all_criteria_are_met_by_what_is_fast_lean_and_as_good_and_each_fails_al
     ]:
         fast = {"milliseconds": [4.0, 4.0, 4.0], "step_bytes": 60 * 2**20}
         assert met(outcome(**{**fast, **changes})) == [i != failing for i in range(5)]
-    # What is not a number meets neither.
+    # nan meets neither criterion.
     assert met(LOST)[2] is False and met(LOST)[4] is False
 
 
@@ -90,7 +90,7 @@ def test_tables_have_the_columns_that_are_promised_and_a_row_for_each_variant():
     assert cost["ms/step"] == "10" and cost["step MiB"] == "100.0" and cost["device MiB"] == "–"
     assert rule["accuracy loss < 0.5"] == "✗ 3.00" and rule["accepted"] == "no"
     assert tables[2].rows[1][-1] == "yes"
-    bound = outcome(device_bytes=2**30, device_bytes_is_bound=True)  # a peak that another variant set
+    bound = outcome(device_bytes=2**30, device_bytes_is_bound=True)  # another variant reached this peak before
     assert comparison_report.tables("digits", [BASELINE, bound], True)[1].rows[1][-1] == "≤ 1024.0"
 
 
@@ -163,7 +163,7 @@ def test_the_picture_is_drawn_and_small(tmp_path):
 
 
 def test_the_progress_bar_shows_whole_fields_on_one_line_of_the_terminal(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal has no bar
+    monkeypatch.setenv("TERM", "xterm")  # no progress bar on a dumb terminal
     make = rich.console.Console
     for width in [80, 60, 200]:
         console = make(file=io.StringIO(), width=width, force_terminal=True)
@@ -232,7 +232,7 @@ def test_a_task_takes_the_flags_of_its_script_but_those_that_are_up_to_the_compa
         assert getattr(found, "model", "bert") == task
 
     for task, flag in [
-        ("cifar10", "dataset=digits"),  # the script's own default
+        ("cifar10", "dataset=digits"),  # the default of the script
         ("pysource", "dataset=some.txt"),
         ("gpt2", "model=next_token"),
         ("bert", "override=head=float32"),
@@ -240,7 +240,7 @@ def test_a_task_takes_the_flags_of_its_script_but_those_that_are_up_to_the_compa
         ("digits", "keep=1"),
     ]:
         name = flag.partition("=")[0]
-        with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
+        with pytest.raises(ValueError, match=f"--flags sets the task's flags, but --{name} is set by the comparison"):
             compare.task_flags(compare.Config(task=task, flags=((flag,),)))
 
     scripts = (image_classification, language_modeling, masked_lm)

@@ -1,4 +1,4 @@
-"""Archives of the stock sets that are damaged, empty or malicious: the file is named, and nothing is left behind."""
+"""Damaged, empty or malicious archives: the error names the file, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MNIST_DAMAGE = {
     ),
     "fewer images than labels": (
         lambda path: path.write_bytes(idx(np.zeros((3, 28, 28)))),
-        "images and labels must be as many, got 3 in .*train-images.* and 20 in .*train-labels",
+        "there must be as many labels as images, got 3 in .*train-images.* and 20 in .*train-labels",
     ),
     "another size": (
         lambda path: path.write_bytes(idx(np.zeros((20, 8, 8)))),
@@ -64,7 +64,7 @@ def test_a_cifar10_archive_that_was_cut_short_or_lacks_a_batch_is_named(tmp_path
     path = tmp_path / "downloads" / "manual" / "cifar-10-binary.tar.gz"
     write_cifar10(path, "binary")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(data.DataError, match=rf"{path} is damaged or was cut short \(.*\); get it anew"):
+    with pytest.raises(data.DataError, match=rf"{path} is damaged or was cut short \(.*\); download it again"):
         data.read("cifar10", tmp_path)
 
     path = tmp_path / "downloads" / "manual" / "cifar-10-binary.tar.gz"
@@ -79,7 +79,7 @@ def test_one_changed_byte_in_a_cifar10_archive_is_damage(tmp_path):
         write_cifar10(path, "binary", mode=mode)
         assert len(archives.cifar10_split(path, split)[1]) == {"train": 20, "test": 4}[split]
         change_a_byte(path)
-        with pytest.raises(data.DataError, match=rf"{path} is damaged or was cut short \(.*\); get it anew"):
+        with pytest.raises(data.DataError, match=rf"{path} is damaged or was cut short \(.*\); download it again"):
             archives.cifar10_split(path, split)
 
 

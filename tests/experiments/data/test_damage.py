@@ -1,4 +1,4 @@
-"""A prepared set that was damaged afterwards: one line each."""
+"""A prepared data set that was damaged later: the error is one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_damaged_set_is_named_and_prepared_anew_once_it_is_removed(tmp_path):
         folder = root / "digits" / "1.0.0"
         shutil.copytree(tmp_path / "whole", root)
         change(folder)
-        message = rf"^{folder} is damaged \({reason}\); remove {folder} and it is prepared anew$"
+        message = rf"^{folder} is damaged \({reason}\); remove {folder} and it is prepared again$"
         with pytest.raises(data.DataError, match=message):
             data.read("digits", root)
     shutil.rmtree(folder)

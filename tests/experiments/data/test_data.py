@@ -1,4 +1,4 @@
-"""The data sets: what is in them, where they are kept, and that everything about them repeats exactly."""
+"""The data sets: their content, their folders, and that batches can be reproduced exactly."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_unknown_set_a_folder_that_cannot_be_written_and_what_is_too_large_ar
 
 
 def numbered_images(n: int) -> images.Images:
-    """Image i has the value i everywhere, and its label is i."""
+    """Return a data set in which all pixels of image i, and its label, are i."""
     numbers = np.arange(n)
     return images.on_device(
         {"image": np.tile(numbers[:, None, None, None], (1, 4, 4, 1)).astype(np.uint8), "label": numbers}

@@ -1,4 +1,4 @@
-"""Pixels on their way to a model are the same from the host and from the device."""
+"""Batches of images are the same from the host and from the device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_batches_from_the_middle_on_are_those_that_would_have_come():
 
 def test_a_split_that_takes_more_than_its_share_of_the_device_stays_on_the_host(monkeypatch):
     columns = random_columns(10)
-    assert not images.hold(columns).on_host  # where a device does not tell its memory
+    assert not images.hold(columns).on_host  # if the device does not report its memory
     device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 4 * columns["image"].nbytes}})()
     monkeypatch.setattr(images.jax, "local_devices", lambda: [device])
     assert not images.hold(columns).on_host
@@ -81,7 +81,7 @@ def test_a_set_of_many_batches_compiles_once_and_once_more_for_a_smaller_last_ba
 def test_statistics_are_those_of_float64_and_normalise():
     stored = random_columns(40)["image"]
     stored[..., 1] = 7
-    mean, std = images.statistics(np.tile(stored, (200, 1, 1, 1)))  # more than are summed at a time
+    mean, std = images.statistics(np.tile(stored, (200, 1, 1, 1)))  # more than one part of the sum
     expected = stored.reshape(-1, 3).astype(np.float64) / 255
     np.testing.assert_allclose(mean, expected.mean(0), rtol=1e-12)
     np.testing.assert_allclose(std, [expected[:, 0].std(), 1, expected[:, 2].std()], rtol=1e-12)
@@ -94,7 +94,7 @@ def test_statistics_are_those_of_float64_and_normalise():
 
 
 def bilinear(image: np.ndarray, size: int) -> np.ndarray:
-    """Between pixel centres, in float64, the border repeated: one output pixel after the other."""
+    """Resize in float64 between pixel centres, with a repeated border, one output pixel at a time."""
     height = image.shape[0]
     result = np.zeros((size, size, image.shape[2]))
     for row, column in itertools.product(range(size), repeat=2):

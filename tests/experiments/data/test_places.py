@@ -1,4 +1,4 @@
-"""Where files of the stock sets are found, and that what is there and does not do is never passed over in silence."""
+"""Where files of TFDS's data sets are found, and that files that cannot be used are never ignored silently."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_files_whose_set_is_unsure_are_named_with_the_remedy(tmp_path):
     write_mnist(folder)
     message = refusal("mnist", tmp_path)
     assert "mnist is not in" in message and f"Found, but not taken: {folder / MNIST_FILES[0]}, " in message
-    assert f"checksum is not the one registered for mnist; move all four to {folder / 'mnist'} if they are" in message
+    assert f"checksum is not registered for mnist; move all four to {folder / 'mnist'} if they are" in message
 
 
 def test_a_folder_with_some_of_the_four_files_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST and CIFAR-10 by their stock names: from archives, from folders of images, from a download."""
+"""MNIST, Fashion-MNIST and CIFAR-10 from archives, from folders of images and from a download."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_files_that_could_be_either_sets_are_taken_by_their_checksum_only(tmp_pa
         checksum = hashlib.sha256((tmp_path / "downloads" / "manual" / name).read_bytes()).hexdigest()
         own[f"https://example.org/{name}"] = UrlInfo(0, checksum, name)
     mnist, fashion_mnist = (tfds.builder_cls(name) for name in ("mnist", "fashion_mnist"))
-    monkeypatch.setattr(fashion_mnist, "url_infos", fashion_mnist.url_infos)  # or it would inherit
+    monkeypatch.setattr(fashion_mnist, "url_infos", fashion_mnist.url_infos)  # else it would be inherited
     monkeypatch.setattr(mnist, "url_infos", own)
     assert_read("mnist", tmp_path, written)
     assert data.origin("mnist", tmp_path).endswith("archives, checksum as registered in tensorflow-datasets")
@@ -56,7 +56,7 @@ def test_cifar10_is_read_from_either_archive_as_stock_tfds_would_have_it(form, p
     assert_read("cifar10", tmp_path, written)
     assert data.origin("cifar10", tmp_path).startswith(f"cifar10/3.0.2: cifar-10-{form}.tar.gz, checksum not")
     source = tfds.data_source("cifar10", data_dir=tmp_path)["train"]
-    for record in source[0], source[19]:  # its id is its number in the archive
+    for record in source[0], source[19]:  # the id of an example is its number in the archive
         number = int(record["id"].removeprefix(b"train_"))
         np.testing.assert_array_equal(record["image"], written["train"][0][number])
     names = tfds.builder("cifar10", data_dir=tmp_path).info.features["label"].names

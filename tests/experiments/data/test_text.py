@@ -1,4 +1,4 @@
-"""Text as tokens: where the documents come from, the tokenizers, what is kept on disk, and BERT's masking."""
+"""Text as tokens: documents, tokenizers, the cache on disk, and BERT's masking."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def written(token: bytes) -> str:
 
 
 def put_bpe(folder, names=bpe.FILES[0]):
-    """A byte-pair encoding of ten merges in GPT-2's files; its numbers are not in the order of the bytes."""
+    """Write a byte-pair encoding of ten merges in GPT-2's format. Its numbers are not in the order of the bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     known = [bytes([byte]) for byte in reversed(range(256))] + MERGES
     numbers = {written(token): number for number, token in enumerate(known)} | {bpe.END: len(known)}
@@ -63,7 +63,7 @@ def test_of_one_file_the_last_tenth_is_held_out_and_none_is_an_error(tmp_path):
 
     with pytest.raises(data.DataError, match=r"--dataset is pysource, or the path of a text file .* there is no .*/a"):
         corpus.read(str(tmp_path / "a"), None)
-    with pytest.raises(data.DataError, match="but there is no ''"):  # and not the current folder
+    with pytest.raises(data.DataError, match="but there is no ''"):  # not the current folder
         corpus.read("", None)
     with pytest.raises(data.DataError, match=r"--dataset needs text, but .* has none; a folder's [.]txt"):
         corpus.read(str(tmp_path), None)
@@ -104,7 +104,7 @@ def test_pairs_are_ranks_of_byte_pairs_and_rare_pairs_share_the_last():
             tokens.Pairs(PAIRS, vocabulary)
 
 
-# What GPT-2's own pattern gives, by the package `regex`.
+# The result of GPT-2's pattern with the package `regex`.
 WORDS = [
     ("Don't we'll say 'Tis 42nd?!", ["Don", "'t", " we", "'ll", " say", " '", "Tis", " 42", "nd", "?!"]),
     ("a  b   \n\n c\t", ["a", " ", " b", "   \n\n", " c", "\t"]),
@@ -120,11 +120,11 @@ WORDS = [
 def test_text_is_cut_into_words_as_gpt2_does():
     for line, words in WORDS:
         assert bpe.words_of(line) == words
-        assert bpe.words_of("é" + line)[-1] == words[-1]  # letters of ASCII by the rule for the rest of Unicode, too
+        assert bpe.words_of("é" + line)[-1] == words[-1]  # the Unicode pattern must agree for ASCII
 
 
 def merged(word: bytes) -> list[bytes]:
-    """One merge at a time, the first in the list at its leftmost place."""
+    """Merge one pair at a time: the first in the list, at its leftmost position."""
     parts = [bytes([byte]) for byte in word]
     while found := [pair for pair in SPLITS if pair in set(itertools.pairwise(parts))]:
         i = list(itertools.pairwise(parts)).index(found[0])
@@ -288,7 +288,9 @@ def test_on_several_devices_the_batches_are_the_same_and_each_device_has_rows_of
             assert a[name].dtype == b[name].dtype and b[name].addressable_shards[0].data.shape[0] == 2
     assert {(own.start, own.stop) for own in asked} == {(0, 2), (2, 4), (4, 6), (6, 8)}
     for a, b in zip(text.spread(held, 4, 3, 2), text.spread(held, 4, 3, 2, place=place), strict=True):
-        np.testing.assert_array_equal(a["context"], b["context"])  # three rows lie whole on each of four devices
+        np.testing.assert_array_equal(
+            a["context"], b["context"]
+        )  # four devices do not divide three rows, so each has all rows
 
 
 # --- masking --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The ceilings of a device, which the utilisation of train steps is measured against."""
+"""The ceilings of a device, to which the utilisation of train steps is relative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The energy that a GPU took, and the kernels in a trace that use tensor cores."""
+"""The energy that a GPU used, and the kernels in a trace that use tensor cores."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_trace_of_a_cpu_has_no_kernels_and_no_share():
 
 
 class NVML:
-    """The driver's library: GPUs 3 and GPU-1234 have a counter, GPU-old has none."""
+    """A fake library of the driver. GPUs 3 and GPU-1234 have a counter, GPU-old has none."""
 
     def nvmlInit_v2(self):
         return 0

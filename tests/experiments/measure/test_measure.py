@@ -1,4 +1,4 @@
-"""Measures of the experiments against hand counts: FLOPs, vanished gradients, accuracy, memory, time."""
+"""Measurements compared with counts by hand: FLOPs, vanished gradients, accuracy, memory, time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_the_gradient_of_a_strided_convolution_counts_no_zeros_between_its_cotan
     x, w = jnp.ones((2, 12, 12, 4)), jnp.ones((3, 3, 4, 8))
     side = (12 - 3) // stride + 1
     forward = 2 * (2 * side * side * 8) * (3 * 3 * 4)
-    pairs = 12 * 3 // stride  # of a place in the image and a tap that meets a cotangent or its padding, in each axis
+    pairs = (
+        12 * 3 // stride
+    )  # pairs of a position in the image and a tap that reads a cotangent or its padding, along each axis
     assert flops.count(loss, x, w) == {"float32": forward}
     assert flops.count(jax.grad(loss, 1), x, w) == {"float32": 2 * forward}
     assert flops.count(jax.grad(loss, 0), x, w) == {"float32": forward + 2 * (2 * 4 * 8) * pairs**2}
@@ -213,7 +215,7 @@ def test_timing_takes_turns_in_an_order_that_rotates_and_drops_the_warm_up():
     order: list[str] = []
     times = timing.interleaved({name: functools.partial(order.append, name) for name in "abc"}, rounds=3, block_ms=0)
     rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
-    assert rounds == ["bca", "cab", "abc", "bca", "cab"]  # two warm up
+    assert rounds == ["bca", "cab", "abc", "bca", "cab"]  # two rounds warm up
     assert {name: len(own) for name, own in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 

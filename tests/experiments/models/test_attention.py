@@ -1,4 +1,4 @@
-"""The experiments' attention against the plain formula in float64, and when it is cuDNN's."""
+"""The experiments' attention compared with the plain formula in float64, and when cuDNN computes it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_query_that_may_see_no_key_gets_the_mean_of_the_values_and_finite_grad
 
 
 class Kernel:
-    """Stands for ``jax.nn.dot_product_attention``: cuDNN's takes half inputs only."""
+    """Replace ``jax.nn.dot_product_attention``. With cuDNN it accepts only half-precision inputs."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The experiments' residual networks, and that those in NNX compute what those in Linen compute."""
+"""The experiments' ResNets, and that the NNX models compute the same as the Linen models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_residual_networks_have_the_published_number_of_params():
 
 
 def shapes(model: models.ResNet, size: int) -> dict[str, tuple[int, ...]]:
-    """The output of every convolution and block, without computing them."""
+    """Return the shapes of the outputs of every convolution and block."""
     images = jnp.zeros((1, size, size, 3))
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     _, state = jax.eval_shape(lambda v: model.apply(v, images, capture_intermediates=True), variables)
@@ -61,7 +61,7 @@ def test_a_fresh_block_is_its_shortcut():
 
 
 def randomised(variables: Any) -> Any:
-    """No zeros and ones, so that every scale and bias has a say."""
+    """Replace zeros and ones, so that every scale and bias affects the result."""
     rng = np.random.default_rng(5)
     return jax.tree.map(
         lambda leaf: jnp.asarray(leaf + np.float32(0.3) * rng.random(leaf.shape, np.float32)), variables
@@ -69,7 +69,7 @@ def randomised(variables: Any) -> Any:
 
 
 def copy_weights(variables: Any, model: Any) -> None:
-    """Linen's variables into the NNX model whose modules were written in the same order."""
+    """Copy Linen's variables to the NNX model, whose modules have the same order."""
 
     def put(module: Any, name: str, place: tuple[str, ...] = ()) -> None:
         for collection in ("params", "batch_stats"):
@@ -92,7 +92,7 @@ def copy_weights(variables: Any, model: Any) -> None:
 
 
 def same_model(name: str, large: bool = False) -> tuple[Any, Any, Any]:
-    """A Linen model, its variables and the NNX model with the same weights."""
+    """Return a Linen model, its variables, and the NNX model with the same weights."""
     rngs = nnx.Rngs(0)
     if name == "cnn":
         linen: Any = models.CNN(features=4, hidden=8)
@@ -107,7 +107,7 @@ def same_model(name: str, large: bool = False) -> tuple[Any, Any, Any]:
 
 
 def statistics_of(model: Any) -> list[np.ndarray]:
-    """Means and variances in the order of Linen's, whose names sort otherwise."""
+    """Return means and variances in the order of Linen's names."""
     blocks = [norm for block in model.blocks for norm in (block.norm1, block.norm2, getattr(block, "norm3", None))]
     return [
         np.asarray(leaf[...]) for norm in (model.norm, *blocks) if norm is not None for leaf in (norm.mean, norm.var)

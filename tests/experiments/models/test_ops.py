@@ -1,4 +1,4 @@
-"""The models' own GELU and max-pool, against float64 and against Flax's."""
+"""The models' GELU and max-pool, compared with float64 and with Flax's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from experiments.models.pooling import max_pool
 
 
 def saved(fun, *args):
-    """Shape and dtype of the arrays that the gradient keeps."""
+    """Return the shape and dtype of the arrays that are saved for the gradient."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *args))
     return sorted((leaf.shape, leaf.dtype.name) for leaf in leaves if leaf.ndim)
 
@@ -37,7 +37,7 @@ X = np.concatenate([np.linspace(-12, 12, 2001), [-1e4, 1e4]])
 
 
 def naive_gelu(x, approximate):
-    """Without the cancellation that ``jax.nn.gelu`` has below -5 in float64 too."""
+    """GELU in float64 without the cancellation of ``jax.nn.gelu`` below -5."""
     if approximate:
         return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return x * jax.scipy.special.erfc(-x / math.sqrt(2)) / 2
@@ -50,7 +50,7 @@ def test_gelu_and_its_gradient_are_those_of_float64_rounded(approximate, dtype):
     with jax.enable_x64(True):
         x, cotangent = x.astype(jnp.float64), cotangent.astype(jnp.float64)
         want = with_gradient(lambda x: naive_gelu(x, approximate), x, cotangent)
-    # Half a unit in the last place and float32's relative error of exp in the tail; near its zero, the gradient's own.
+    # Half a unit in the last place, plus float32's error of exp in the tail and of the gradient near its zero.
     relative = 2e-5 if dtype == jnp.float32 else 0.51 * float(jnp.finfo(dtype).eps)
     absolute = max(3e-7 * (dtype == jnp.float32), 1e-36, float(jnp.finfo(dtype).smallest_subnormal))
     for ours, exact in zip(got, want, strict=True):
@@ -104,7 +104,7 @@ def flax_max_pool(x, window=3, stride=2, padding=1):
 
 
 def numbers(shape, dtype, low=-3, high=4, seed=0):
-    """Few different ones: windows full of ties, sums that are exact in every dtype."""
+    """Return a few different numbers, so that windows have ties and sums are exact in every dtype."""
     return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), dtype)
 
 
@@ -139,7 +139,7 @@ def test_padding_never_wins_a_dtype_may_lack_infinity_and_nan_passes_on():
 
 def test_max_pool_adds_the_gradients_of_overlapping_windows_in_float32():
     dtype = jnp.bfloat16
-    x = jnp.zeros((1, 3, 3, 1), dtype).at[0, 1, 1, 0].set(1)  # which wins all four windows
+    x = jnp.zeros((1, 3, 3, 1), dtype).at[0, 1, 1, 0].set(1)  # the maximum of all four windows
     eps = float(jnp.finfo(dtype).eps)
     cotangent = jnp.asarray([[1, eps / 2], [eps / 2, eps / 2]], dtype)[None, :, :, None]
     gradient = with_gradient(max_pool, x, cotangent)[1]

@@ -1,4 +1,4 @@
-"""GPT-2 over stacked blocks that gather their weights is GPT-2, on one device and split over four."""
+"""GPT-2 with stacked blocks that gather their weights computes the same, on one device and on four."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH = {"inputs": TOKENS[:, :-1].astype(np.int32), "labels": TOKENS[:, 1:].asty
 
 @pytest.fixture(scope="module")
 def reference():
-    """Params by Linen's init, and the loss and the gradients of Linen's model, stacked."""
+    """Return the params of Linen's model, and its loss and stacked gradients."""
     params = jax.jit(MODEL.init)(jax.random.key(0), BATCH["inputs"][:1])["params"]
     fun = jax.value_and_grad(lambda params: MODEL.apply({"params": params}, *BATCH.values(), method="loss"))
     loss, gradients = jax.jit(fun)(params)
@@ -47,6 +47,6 @@ def test_loss_and_gradients_are_those_of_the_module(reference):
 
 def test_sizes_are_those_that_were_published():
     shapes = jax.tree.leaves(jax.eval_shape(lambda: stacked.make_params(sized("124M"))))
-    # The published count and the 47 rows that make the vocabulary a multiple of 64.
+    # The published count, plus the 47 rows that pad the vocabulary to a multiple of 64.
     assert sum(leaf.size for leaf in shapes) == 124_439_808 + 47 * 768
     assert {leaf.dtype for leaf in shapes} == {jnp.dtype("float32")}

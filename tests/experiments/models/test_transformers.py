@@ -1,4 +1,4 @@
-"""GPT-2 and BERT: shapes, what they may see, half products everywhere, and what a block computes again."""
+"""GPT-2 and BERT: shapes, visible tokens, half products everywhere, and recomputation of blocks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TOKENS = np.random.default_rng(0).integers(0, 41, (2, 8)).astype(np.int32)
 TARGETS = np.random.default_rng(1).integers(0, 41, (2, 8)).astype(np.int32)
 
 
-SOON = {"xla_backend_optimization_level": 0}  # compiled sooner
+SOON = {"xla_backend_optimization_level": 0}  # compiles faster
 
 
 def made(model: Any) -> Any:
-    """Variables drawn at random, without compiling how the model draws them."""
+    """Return random variables, without compiling the model's initialisation."""
     rng = np.random.default_rng(2)
     shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     return jax.tree.map(lambda leaf: 0.2 * rng.standard_normal(leaf.shape).astype(leaf.dtype), shapes)
@@ -35,7 +35,7 @@ def loss_of(model: Any, **options: Any) -> Any:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All of a program, the bodies of loops once."""
+    """Yield all equations of a program, those in the bodies of loops once."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
@@ -44,7 +44,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def products(jaxpr: Any) -> Iterator[tuple[str, str]]:
-    """The operands' dtypes of every product."""
+    """Return the dtypes of the operands of every product."""
     found = (eqn.invars for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general")
     return ((left.aval.dtype.name, right.aval.dtype.name) for left, right in found)
 
@@ -102,7 +102,7 @@ def test_blocks_in_a_loop_with_remat_compute_what_they_do_one_by_one_without():
 def test_a_loop_over_blocks_stores_what_has_the_tokens_width_in_half():
     plain = GPT2(*SIZES[:4], width=32, loop=True)
     model, params = jaxmp.linen.apply_policy(plain, "mixed_bfloat16"), made(plain)["params"]
-    with jax.numpy_dtype_promotion("standard"):  # which Flax's own LayerNorm needs in half precision
+    with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm needs this in half precision
         program = jax.make_jaxpr(jax.grad(loss_of(model)))(params)
     loops = (eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "scan")
     stored = [var.aval for loop in loops for var in loop.outvars if var.aval.shape == (2, 16, 32)]
@@ -124,8 +124,8 @@ def changed(row: int, column: int) -> np.ndarray:
     return tokens
 
 
-# Counted by hand, the products that a block computes again: c_proj and c_fc, in BERT also the last one, whose sum is
-# normalised; the two of attention; and all.
+# The products that a block recomputes, counted by hand: c_proj and c_fc, in BERT also the last one, whose sum is
+# normalised; the two products of attention; and all products.
 AGAIN = {GPT2: {"attention": 2, "dots": 2, "full": 5}, BERT: {"attention": 3, "dots": 2, "full": 6}}
 
 

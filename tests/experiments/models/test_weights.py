@@ -1,4 +1,4 @@
-"""Published weights: what the models compute with them is what transformers computes in float64."""
+"""Published weights: with them the models compute the same as transformers in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from experiments import masked_lm
 from experiments.models import BERT, GPT2
 from experiments.models.weights import PUBLISHED_BERT, PUBLISHED_GPT2
 
-SIZES = (41, 12, 2, 2, 16)  # of tests/record_transformers.py
+SIZES = (41, 12, 2, 2, 16)  # as in tests/record_transformers.py
 KINDS = {
     "gpt2": (GPT2, PUBLISHED_GPT2),
     "bert": (BERT, PUBLISHED_BERT),
@@ -37,7 +37,7 @@ def part(run: Run, name: str) -> Run:
 
 
 def published(kind: str) -> Run:
-    """Weights of the recorded run, float32."""
+    """Return the weights of the recorded run, in float32."""
     return {name: tensor.astype(np.float32) for name, tensor in part(recorded(kind), "weights").items()}
 
 
@@ -47,21 +47,22 @@ def errors(kind: str, run: Run, model: Any) -> dict[str, float]:
     inputs = part(run, "inputs")
     targets = inputs.pop("targets")
 
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # which is sooner compiled
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles faster
     def outputs(params: Any) -> Any:
         def loss(params: Any) -> jax.Array:
             return model.apply({"params": params}, **inputs, targets=targets, ignore_index=-100, method="loss")
 
         return model.apply({"params": params}, **inputs, method="hidden"), *jax.value_and_grad(loss)(params)
 
-    with jax.numpy_dtype_promotion("standard"):  # which Flax's own LayerNorm needs in half precision
+    with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm needs this in half precision
         *found, gradients = outputs(files.load(part(run, "weights")))
     assert {array.dtype for array in (*found, *jax.tree.leaves(gradients))} == {np.dtype(np.float32)}
     own = dict(zip(("hidden", "loss"), found, strict=True)) | files.tensors(gradients, vocabulary=SIZES[0])
     expected = {name: run[name] for name in ("hidden", "loss")}
     expected |= {name.removeprefix("transformer."): value for name, value in part(run, "gradients").items()}
     assert own.keys() == expected.keys()
-    # A bias has the scale of its kernel: it sums what may cancel, and does so for keys, whose bias moves no attention.
+    # The error of a bias is relative to its kernel, because its gradient is a sum whose terms may cancel. The gradient
+    # of the keys' bias is zero in exact numbers.
     scale: dict[str, float] = {}
     for name, value in expected.items():
         module = name.rpartition(".")[0] or name
@@ -73,8 +74,8 @@ def errors(kind: str, run: Run, model: Any) -> dict[str, float]:
     }
 
 
-# In units of the compute dtype's rounding, through two blocks and back. In float32 the norms' variance rounds most, the
-# mean of the squares less the square of the mean, as Flax has it; in half it is float32 too.
+# In units of the compute dtype's rounding error, through two blocks and back. In float32 the largest error is that of
+# the norms' variance, which Flax computes as E[x²] - E[x]². In half precision the variance is float32 too.
 @pytest.mark.parametrize(("kind", "policy"), [("bert", "float32"), ("gpt2", "mixed_float16")])
 def test_hidden_states_and_gradients_are_those_of_transformers_in_float64_to_rounding(kind, policy):
     eps = float(jnp.finfo(policy.removeprefix("mixed_")).eps)
@@ -156,7 +157,7 @@ def test_weights_and_files_that_are_not_a_models_are_refused_by_name(tmp_path):
         ),
         (
             {"lm_head.weight": np.ones((41, 16))},
-            r"lm_head\.weight must be the same as wte\.weight, for the model has one",
+            r"lm_head\.weight must be the same as wte\.weight, because the model has one",
         ),
     ]:
         tensors = {name.removeprefix("transformer."): tensor for name, tensor in published("gpt2").items()}
@@ -179,7 +180,7 @@ def test_a_script_begins_with_the_weights_of_a_file_and_writes_such_a_file(tmp_p
     kind, script = "bert", masked_lm
     model, files = KINDS[kind]
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
-    vocabulary = 258  # with [MASK]
+    vocabulary = 258  # including [MASK]
     start = jax.jit(model(vocabulary, 24, 1, 2, 16).init)(jax.random.key(7), jnp.zeros((1, 2), jnp.int32))["params"]
     files.save(start, tmp_path / "in.safetensors", vocabulary=vocabulary)
     more = {"model": "gpt2", "sample_tokens": 0} if kind == "gpt2" else {}

@@ -1,4 +1,4 @@
-"""The pictures of docs/inspect.md: the script runs in small, and writes between the markers of the page alone."""
+"""The pictures of docs/inspect.md: the script runs at small size, and writes only between its markers."""
 
 import functools
 import sysconfig
@@ -27,7 +27,7 @@ PICTURES = {
 @pytest.mark.slow("draws the pictures of the docs")
 def test_the_script_draws_in_small(names, tmp_path, capsys, monkeypatch):
     pictures = {picture for name in names for picture in PICTURES[name]}
-    sources = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # the whole library is read for 15 seconds
+    sources = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # reading the whole library takes 15 seconds
     small = functools.partial(inspect_pictures.language_model, dataset=sources)
     monkeypatch.setattr(inspect_pictures, "language_model", small)
     inspect_pictures.main(inspect_pictures.Config(pictures=names, smoke=True, run_dir=tmp_path))

@@ -1,4 +1,4 @@
-"""The README's figures are those of experiments/results; its main table says what is measured, where, and what not."""
+"""The README's figures are those of experiments/results, and its main table says how they were measured."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_only_what_is_between_the_markers_is_replaced_and_a_damaged_result_is_na
 
     (tmp_path / "accuracy-1").mkdir()
     (tmp_path / "accuracy-1" / "accuracy.json").write_text('{"runs": [')
-    with pytest.raises(ValueError, match=r"accuracy-1/accuracy.json is no result of a run \(.*\); write it again, or"):
+    with pytest.raises(
+        ValueError, match=r"accuracy-1/accuracy.json is not a result of a run \(.*\); write it again, or"
+    ):
         headline.Sources(tmp_path)
 
 
@@ -70,7 +72,7 @@ def nothing_is_drawn(monkeypatch):
 
 
 def cells(results):
-    """Row to model to text, and the lines below the table."""
+    """Return the texts of the table by row and model, and the lines below the table."""
     lines, provenance = headline.lines(results, results.parent)
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert table[0][1:] == list(headline.MODELS.values())
@@ -79,7 +81,7 @@ def cells(results):
 
 
 def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses=None):
-    """A run of GPT-2's train step as the benchmark leaves it: torch.compile takes 30 ms and 8,000 MiB."""
+    """Write a result of GPT-2's train step, in which torch.compile takes 30 ms and 8,000 MiB."""
     about = {
         "model": "gpt2", "text": "GPT-2", "sizes": dataclasses.asdict(sizes["gpt2"]), "items": 1, "unit": "tokens",
         "model_flops": 1, "measured": "2026-11-21", "environment": environment, "setting": {"smoke": False},
@@ -108,7 +110,7 @@ def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses
 
 
 def compiled(folder, name="bert", full=True):
-    """A model compiled for an H200 that is not there; ResNet-50 in a small size."""
+    """Write a result of a model compiled for an H200 that is not attached, and of a small ResNet-50."""
     variants = {
         "jaxmp-bf16": {"label": "jaxmp, bf16", "peak": 11_000 * MIB, "half": 0.998},
         "jaxmp-bf16-remat": {"peak": 9_000 * MIB, "half": 1.0},
@@ -123,7 +125,7 @@ def compiled(folder, name="bert", full=True):
 
 
 def accuracy(folder, smoke=False):
-    """Three seeds of images, in float32 and in half, and one of text that came to nothing."""
+    """Write a result of images with three seeds, in float32 and in half precision, and of a text run that failed."""
     folder.mkdir(parents=True)
     found = {
         ("images", "float32", "none"): [0.80, 0.81, 0.82],
@@ -132,7 +134,7 @@ def accuracy(folder, smoke=False):
     }
     found |= {("bert", "float32", "none"): [0.5] * 3, ("bert", "mixed_bfloat16", "none"): [0.5] * 3}
     found |= {("gpt2", "float32", "none"): [0.5], ("gpt2", "mixed_bfloat16", "none"): ["nan"]}
-    runs = [  # those of bert are in other sizes
+    runs = [  # the runs of bert have other sizes
         {"task": task, "policy": policy, "loss_scale": scale, "seed": seed,
          "setting": {"whole": not smoke and task != "bert"}, "failure": "it stopped" if value == "nan" else "",
          "final": {"accuracy": value, "loss": value}}
@@ -143,7 +145,7 @@ def accuracy(folder, smoke=False):
 
 
 def remat(folder, sizes=FULL):
-    """The largest batch of BERT, by compiling."""
+    """Write a result with the largest batch of BERT."""
     folder.mkdir(parents=True)
     rows = {"none": {"largest": {"batch": 700}}, "attention": {"largest": {"batch": 1200}}}
     setting = {"sizes": dataclasses.asdict(sizes["bert"]), "target": "an H200"}
@@ -197,9 +199,9 @@ def test_what_was_compiled_is_held_against_peaks_that_were_measured_where_there_
     compiled(tmp_path / "compile_only", "gpt2")
     train_step(tmp_path / "train_step", only=("compile-bf16", "compile-fp16", "hand-fp32"))
     found, text = cells(tmp_path)
-    assert found["peak memory / torch.compile AMP"]["gpt2"] == "✗ 1.375ᶜ (≤ 0.82)"  # 11,000 of 8,000 MiB
+    assert found["peak memory / torch.compile AMP"]["gpt2"] == "✗ 1.375ᶜ (≤ 0.82)"  # 11,000 / 8,000 MiB
     assert found["peak memory with remat / torch.compile AMP"]["gpt2"] == "✗ 1.125ᶜ (≤ 0.62)"
-    assert found["memory saved against float32"]["gpt2"] == "✗ 72%ᶜ (≥ 75%)"  # of 40,000 MiB
+    assert found["memory saved against float32"]["gpt2"] == "✗ 72%ᶜ (≥ 75%)"  # relative to 40,000 MiB
     assert "ᶜ compiled, not run" in text and "recorded peaks" not in text
 
 
@@ -236,7 +238,7 @@ def test_accuracies_and_largest_batches_are_of_their_benchmarks(tmp_path):
     assert found["mixed_bfloat16 against float32"]["bert"] == ""
     assert found["mixed_bfloat16 against float32"]["resnet50"] == "+1.00 points, 1 of 3 seeds"  # open: no mark
     assert found["largest batch, with remat"] == {"resnet50": "–", "bert": "700 → 1200ᶜ", "gpt2": ""}
-    assert "`make gpu` measures" in text  # not all of it is there
+    assert "`make gpu` measures" in text  # a figure is missing
 
 
 def test_the_newest_result_counts_and_small_ones_do_not(tmp_path):

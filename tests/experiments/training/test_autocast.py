@@ -1,4 +1,4 @@
-"""``--opt-level O1`` and ``--autocast``: what runs in which dtype, what the summary says, and what cannot be."""
+"""``--opt-level O1`` and ``--autocast``: dtypes, the summary, and flags that do not go together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments import compare, image_classification, language_modeling
 from experiments.measure import flops
 from experiments.training.precision import read_autocast
 
-SOURCES = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # the whole library is read for seconds
+SOURCES = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # reading the whole library takes seconds
 SMALL = {
     image_classification: {"steps": 2, "batch_size": 32},
     language_modeling: {"steps": 2, "batch_size": 64, "vocabulary": 64, "test_batches": 1, "dataset": SOURCES},
@@ -92,13 +92,16 @@ def test_flags_that_contradict_each_other_are_an_error(prepare):
             {"autocast": True, "policy": "O2"},
             "--autocast takes one policy, got O2; name the exceptions with --override",
         ),
-        ({"autocast": True, "opt_level": "O2"}, "--opt-level O2 by module, got both; leave one of them away, or use"),
-        ({"policy": "float32", **O1}, "got --opt-level O1 and --policy float32; leave one of them away"),
+        (
+            {"autocast": True, "opt_level": "O2"},
+            "--opt-level O2 for each module, got both; leave out one of them, or use",
+        ),
+        ({"policy": "float32", **O1}, "got --opt-level O1 and --policy float32; leave out one of them"),
         ({"override": ("a=bfloat16",), **O1}, "computes in float32 or in float16, got 'a=bfloat16'; write 'a=float32'"),
         ({"override": ("**/Dens=float32",), **O1}, r"'\*\*/Dens' matched none; nearest paths: 'CNN/Dense_"),
         (
             {"api": "nnx", "override": ("head=float32",), **O1},
-            "--api nnx puts none, got 'head=float32'; use --api linen",
+            "--api nnx puts no names there, got 'head=float32'; use --api linen",
         ),
     ]:
         with pytest.raises(ValueError, match=text):

@@ -1,4 +1,4 @@
-"""One checkpoint: all of a state comes back, damage of every kind is found, and another policy or model is met."""
+"""A checkpoint restores the whole state, detects all kinds of damage, and refuses another policy or model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ABOUT = {"precision": {"policy": "float32"}, "metrics_bytes": 7}
 def state(
     loss_scale: Any = None, dtype: Any = jnp.float32, params: Any = None, tx: Any = None, seed: int = 0
 ) -> jaxmp.TrainState:
-    """A state with leaves of every kind."""
+    """Return a state with all kinds of leaves."""
     random = np.random.default_rng(seed)
 
     def draw(*shape: int) -> jax.Array:
@@ -47,7 +47,7 @@ def state(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether all leaves agree bit for bit; two states made anew differ in their functions."""
+    """Return whether all leaves are equal bit for bit. The functions of two states may differ."""
     return leaf_bits(one) == leaf_bits(other)
 
 
@@ -60,7 +60,7 @@ def save(folder: Path, state: jaxmp.TrainState, *steps: int, keep: int = 3) -> N
 def test_every_leaf_comes_back_bit_for_bit_and_so_does_what_was_said_about_it(tmp_path):
     saved = state(seed=1)
     save(tmp_path, saved, 5)
-    for item in (".", "state", "state/d", "about"):  # as a file manager does
+    for item in (".", "state", "state/d", "about"):  # like a file manager
         (tmp_path / "5" / item / ".DS_Store").write_bytes(b"\0")
     checkpoint = read_last(tmp_path)
     fresh = state(seed=2)
@@ -120,7 +120,9 @@ def test_a_path_in_which_orbax_cannot_find_what_it_wrote_is_refused(tmp_path, mo
 
     monkeypatch.setattr(checkpoints, "_UNWRITABLE", "")
     folder = tmp_path / "a[1]"
-    with pytest.raises(OSError, match=r"be written to .*/a\[1\] \(.*/manifest.ocdbt was not written, without which"):
+    with pytest.raises(
+        OSError, match=r"be written to .*/a\[1\] \(.*/manifest.ocdbt was not written, and the checkpoint"
+    ):
         save(folder, state(), 1)
     assert not checkpoints.steps(folder) and not list(folder.rglob("checksums.sha256"))
 
@@ -134,7 +136,7 @@ def test_writes_that_fail_beside_the_one_that_is_raised_are_not_logged_as_well(t
         await asyncio.sleep(0.01)
         gc.collect()
 
-    gc.collect()  # what another test's checkpoints left
+    gc.collect()  # left by the checkpoints of another test
     logging.getLogger("asyncio").removeFilter(checkpoints._was_retrieved)
     caplog.clear()
     asyncio.run(leave_a_failed_write())
@@ -206,7 +208,7 @@ def test_a_folder_that_is_missing_or_of_another_checkpoint_is_damage_too(tmp_pat
         read_last(tmp_path / "c")
     shutil.rmtree(tmp_path / "a" / "4" / "state")
     shutil.copytree(tmp_path / "b" / "4" / "state", tmp_path / "a" / "4" / "state")
-    with pytest.raises(CheckpointError, match=r"/a/4 is damaged: state/\S+ is (missing|not what was)"):
+    with pytest.raises(CheckpointError, match=r"/a/4 is damaged: state/\S+ (is missing|was changed)"):
         read_last(tmp_path / "a")
 
 
@@ -218,12 +220,14 @@ def test_checksums_that_are_damaged_are_named_and_no_file_that_is_whole(tmp_path
         b"",
         content[: len(content) // 2],
         content[:-1],
-        content[:120] + bytes([content[120] ^ 1]) + content[121:],  # of a file's checksum
-        content[:-3] + b"~" + content[-2:],  # of a file's name
+        content[:120] + bytes([content[120] ^ 1]) + content[121:],  # in the checksum of a file
+        content[:-3] + b"~" + content[-2:],  # in the name of a file
         content.split(b"\n", 1)[1],
     ):
         file.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"/4 is damaged: checksums.sha256 is not what was written, without"):
+        with pytest.raises(
+            CheckpointError, match=r"/4 is damaged: checksums.sha256 was changed after it was written, so"
+        ):
             read_last(tmp_path)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"/4 is damaged: checksums.sha256 is missing; "):
@@ -241,7 +245,7 @@ def test_the_last_good_one_is_offered_and_following_the_offer_helps(tmp_path):
         damage(tmp_path / str(step))
     offer = (
         rf"the checkpoint {tmp_path}/3 is damaged: .*; the checkpoint {tmp_path}/2 is damaged: .*; the last good one "
-        rf"is of step 1; to resume from it, remove what comes after: rm -r {tmp_path}/3 {tmp_path}/2$"
+        rf"is of step 1; to resume from it, remove the later ones: rm -r {tmp_path}/3 {tmp_path}/2$"
     )
     with pytest.raises(CheckpointError, match=offer) as error:
         read_last(tmp_path)
@@ -252,7 +256,7 @@ def test_the_last_good_one_is_offered_and_following_the_offer_helps(tmp_path):
     with pytest.raises(CheckpointError, match="has no finished checkpoint to resume from; start again without --res"):
         read_last(tmp_path / "none")
     damage(tmp_path / "1")
-    with pytest.raises(CheckpointError, match="there is no good one: start again without --resume, in another folder"):
+    with pytest.raises(CheckpointError, match="there is no good one; start again without --resume, in another folder"):
         read_last(tmp_path)
 
 
@@ -260,7 +264,7 @@ def test_the_last_good_one_is_offered_and_following_the_offer_helps(tmp_path):
 
 
 def moved(loss_scale: Any, **changes: Any) -> Any:
-    """A loss scale as training would leave it."""
+    """Return a loss scale as it is after some training."""
     return jax.tree.map(lambda leaf: leaf + leaf.dtype.type(3), loss_scale)
 
 
@@ -278,7 +282,7 @@ def test_a_loss_scale_of_the_same_kind_goes_on_and_another_starts_afresh(before,
     save(tmp_path, saved, 1)
     fresh = state(after)
     restored = read_last(tmp_path).restore(fresh, {"policy": "mixed_bfloat16"})
-    assert jax.tree.structure(restored) == jax.tree.structure(fresh)  # the rule is the new one
+    assert jax.tree.structure(restored) == jax.tree.structure(fresh)  # the parameters are those of the new loss scale
     scale = jaxmp.get_loss_scale(restored.opt_state)
     assert same(scale, moved(before) if goes_on else after)
     assert restored.skipped == 11 and restored.stuck == (9 if goes_on else 0)
@@ -304,7 +308,7 @@ def test_params_or_statistics_of_another_dtype_are_refused_with_both_policies_an
     with Checkpoints(tmp_path, keep=1) as manager:
         manager.save(1, state(dtype=dtypes[0]), {"precision": {"policy": before}})
     message = (
-        rf"with the same param dtypes only, but policy '{before}' made {tmp_path}/1, in which 'params/dense/bias' is "
+        rf"with the same param dtypes, but policy '{before}' made {tmp_path}/1, in which 'params/dense/bias' is "
         rf"{dtypes[0].name}, and under policy '{after}' it is {dtypes[1].name}; resume with --policy {before}, or"
     )
     with pytest.raises(CheckpointError, match=message):

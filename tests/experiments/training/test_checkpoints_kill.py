@@ -1,4 +1,4 @@
-"""A run that is killed again and again, inside its saves too, ends where one that is left alone ends, bit for bit."""
+"""A run that is killed repeatedly, even while it saves, ends with the same state as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = Config(steps=STEPS, checkpoint_every=3, evaluate_every=10, ballast=400_
 
 
 class Process:
-    """A run in a process of its own, which goes from step to step as it is told to."""
+    """A run in a new process, which waits for a command before each step."""
 
     def __init__(self, config: Config, cache: Path) -> None:
         context = processes()
@@ -30,7 +30,7 @@ class Process:
         self._folder = run_folders.checkpoints_folder(config.run_dir)
 
     def train_to(self, step: int) -> None:
-        """Lets it begin ``step``, and no later one; or, past the last step, end."""
+        """Let the run begin ``step`` and no later step. After the last step, let it end."""
         try:
             while self._next() < step:
                 self._pipe.send(None)
@@ -39,14 +39,14 @@ class Process:
             assert step > STEPS
 
     def train_into_a_save(self) -> None:
-        """Lets it go on until Orbax's folder for a checkpoint that is not finished is there."""
+        """Let the run continue until the folder of an unfinished checkpoint exists."""
         while not checkpoints.unfinished(self._folder):
             if self._pipe.poll(0.001):
                 self._pipe.recv()
                 self._pipe.send(None)
 
     def train_out_of_a_save(self) -> None:
-        """Lets it finish the save that it is in, and go on a little."""
+        """Let the run finish its current save, and continue for a moment."""
         while checkpoints.unfinished(self._folder):
             time.sleep(0.001)
         self.train_to(0)
@@ -68,7 +68,7 @@ class Process:
 
 @pytest.mark.slow("kills processes")
 def test_a_run_killed_3_times_ends_bit_for_bit_where_one_left_alone_ends(tmp_path):
-    cache = tmp_path / "compiled"  # filled by the run that is left alone, so that no kill falls inside its writing
+    cache = tmp_path / "compiled"  # written by the undisturbed run, so that no process is killed while it writes here
     alone = dataclasses.replace(CONFIG, run_dir=tmp_path / "alone")
     killed = dataclasses.replace(CONFIG, run_dir=tmp_path / "killed")
     Process(alone, cache).end()

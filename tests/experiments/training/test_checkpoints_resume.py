@@ -1,4 +1,4 @@
-"""--resume: a run that was stopped ends where one that was not ends, and says so when it cannot go on."""
+"""--resume: a stopped run ends with the same state as an undisturbed run, and errors say why it cannot resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from experiments.training import checkpoints, loop, runs
 
 
 def stopped(folder: Path, after: int) -> Path:
-    """Makes a run that has ended look as if it had been killed after its checkpoint of a step, within a later row."""
+    """Make a finished run look as if it was killed after the checkpoint of a step, while it wrote a later row."""
     for step in checkpoints.steps(folder / "checkpoints"):
         if step > after:
             shutil.rmtree(folder / "checkpoints" / str(step))
@@ -47,14 +47,14 @@ def ends_with(config: Any, train: Callable[[Any], Any], message: str, capsys: py
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, Any]]:
-    """A run of 8 steps that nobody stopped, and its summary."""
+    """Return an undisturbed run of 8 steps, and its summary."""
     config = Config(run_dir=tmp_path_factory.mktemp("runs") / "whole", keep=9)
     return config, train(config)
 
 
 @pytest.fixture
 def run(whole, tmp_path) -> Config:
-    """That run as if it had been killed after step 4, and the flags to resume it."""
+    """Return the flags to resume that run, which looks as if it was killed after step 4."""
     shutil.copytree(whole[0].run_dir, tmp_path / "run")
     return dataclasses.replace(whole[0], run_dir=stopped(tmp_path / "run", after=4), resume=True)
 
@@ -76,7 +76,7 @@ def test_a_resumed_run_ends_where_the_other_ends_with_its_metrics_and_summary(wh
     summary = train(run)
     assert shown == [(NAME, 8, 4)]
     said = capsys.readouterr().err
-    assert f"warning: {half} was not finished when its process ended, and is left out" in said and not half.exists()
+    assert f"warning: {half} was not finished when its process ended, and is ignored" in said and not half.exists()
     assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
     assert rows(run.run_dir) == rows(whole[0].run_dir)
     assert [row[:2] for row in rows(run.run_dir)] == [
@@ -97,7 +97,7 @@ def test_sigterm_saves_the_step_at_hand_and_the_run_goes_on_from_there(whole, tm
         def train_batches(seed: int, start: int = 0) -> Any:
             for step, batch in enumerate(experiment.train_batches(seed, start), start + 1):
                 if step == 3:
-                    assert signal.getsignal(signal.SIGTERM) is not before  # or it would end the tests
+                    assert signal.getsignal(signal.SIGTERM) is not before  # else it would end the tests
                     os.kill(os.getpid(), signal.SIGTERM)
                 yield batch
 
@@ -110,7 +110,7 @@ def test_sigterm_saves_the_step_at_hand_and_the_run_goes_on_from_there(whole, tm
     assert signal.getsignal(signal.SIGTERM) is before
     assert checkpoints.steps(config.run_dir / "checkpoints") == [2, 3]
     assert not (config.run_dir / "summary.json").exists()
-    said = "stopped by SIGTERM after step 3, which is saved; to go on, start the same again with --resume --run-dir "
+    said = "stopped by SIGTERM after step 3, which is saved; to continue, run the same command with --resume --run-dir "
     assert f"{said}'{config.run_dir}'\n" in capsys.readouterr().out
     assert train(dataclasses.replace(config, resume=True))["resumed_at_step"] == 3
     assert bits(last(config.run_dir)) == bits(last(whole[0].run_dir)) and rows(config.run_dir) == rows(whole[0].run_dir)
@@ -121,7 +121,7 @@ def test_a_finished_run_says_so_and_is_left_alone(whole, capsys):
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in config.run_dir.rglob("*")}
     again = train(dataclasses.replace(config, resume=True))
     assert again == json.loads(json.dumps(json_files.strict_json(summary)))
-    assert f"{config.run_dir} has had its 8 steps; raise --steps to train on" in capsys.readouterr().out
+    assert f"{config.run_dir} has trained all its 8 steps; raise --steps to train further" in capsys.readouterr().out
     assert before == {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in config.run_dir.rglob("*")}
 
 
@@ -133,7 +133,7 @@ def test_a_finished_run_trains_on_when_steps_are_raised(whole, tmp_path):
     assert bits(last(config.run_dir)) == bits(last(whole[0].run_dir))
     assert checkpoints.steps(config.run_dir / "checkpoints") == [6, 8]
     tests = [row[0] for row in rows(config.run_dir) if row[1] == "test"]
-    assert tests == ["3", "5", "8"]  # one at the old end
+    assert tests == ["3", "5", "8"]  # the evaluation at the old end
 
 
 @pytest.mark.slow("trains a network twice")
@@ -141,7 +141,7 @@ def test_a_script_resumes_bit_for_bit(tmp_path, data_dir):
     flags = {
         "policy": "mixed_float16", "loss_scale": "dynamic:loss_scale=65536,period=2", "accumulate": 2, "ema": 0.9,
         "steps": 10, "evaluate_every": 4, "checkpoint_every": 4, "data_dir": data_dir, "shift": 2,
-        "batch_size": 200,  # 7 batches an epoch: it is resumed in the second
+        "batch_size": 200,  # an epoch has 7 batches, so the run is resumed in the second epoch
     }  # fmt: skip
     config = image_classification.Config(run_dir=tmp_path / "whole", **flags)
     with jax.numpy_dtype_promotion("standard"):
@@ -156,16 +156,16 @@ def test_a_script_resumes_bit_for_bit(tmp_path, data_dir):
     assert rows(tmp_path / "whole") == rows(tmp_path / "run")
 
 
-# --- where it may go on --------------------------------------------------------------------------------------------
+# --- when a run may be resumed -------------------------------------------------------------------------------------
 
 
 def test_without_a_folder_it_is_the_newest_run_of_the_experiment(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = dataclasses.replace(run, run_dir=None)
-    ends_with(config, train, f"runs/ has none of {NAME}; give its folder with --run-dir, or start without", capsys)
+    ends_with(config, train, f"runs/ has no run of {NAME}; give its folder with --run-dir, or start without", capsys)
     for name in ("20260101-000000-2", "20260101-000000-10", "20251231-235959", "20260101-000000", "20260301-000000"):
         (tmp_path / "runs" / f"{NAME}-{name}").mkdir(parents=True)
-    newest = tmp_path / "runs" / f"{NAME}-20260101-000000-10"  # the one of March has no config.json
+    newest = tmp_path / "runs" / f"{NAME}-20260101-000000-10"  # the run of March has no config.json
     for folder in newest.parent.iterdir():
         if "20260301" not in folder.name:
             shutil.copytree(run.run_dir, folder, dirs_exist_ok=True)
@@ -187,8 +187,8 @@ def test_what_makes_it_another_run_is_refused(run, capsys):
         ({"flip": True}, "--flip was False and is True now; resume without --flip, or"),
         ({"policy": "float16"}, f"policy '{mixed}' made {where}/checkpoints/4, in which 'params/hidden' is float32, an"
          f"d under policy '{half}' it is float16; resume with --policy {mixed}, or"),
-        ({"steps": 3}, f"--steps must be at least the 4 that {where} has had, got 3; start another run to train less"),
-        ({"resume": False}, f"a run begins in a folder without checkpoints, but {where} has one of step 4; go on "),
+        ({"steps": 3}, f"--steps must be at least the 4 that {where} has trained, got 3; start another run to train "),
+        ({"resume": False}, f"a run begins in a folder without checkpoints, but {where} has one of step 4; continue "),
     ):  # fmt: skip
         ends_with(dataclasses.replace(run, **changes), train, message, capsys)
     config = language_modeling.Config(run_dir=run.run_dir, resume=True)
@@ -196,7 +196,7 @@ def test_what_makes_it_another_run_is_refused(run, capsys):
 
 
 def test_the_number_of_steps_may_not_change_under_a_schedule(whole, tmp_path, capsys):
-    """The learning rate of every step depends on it."""
+    """Under a schedule, the learning rate depends on the number of steps."""
     config = dataclasses.replace(whole[0], schedule="cosine", run_dir=tmp_path / "run", steps=4)
     train(config)
     message = "--steps was 4 and is 8 now; resume with --steps 4, or start another run"
@@ -213,7 +213,7 @@ def test_another_policy_with_the_same_params_goes_on_and_the_loss_scale_too(whol
 
 def test_a_folder_without_a_run_or_without_a_checkpoint_is_an_error(run, tmp_path, capsys):
     none = dataclasses.replace(run, run_dir=tmp_path / "none")
-    ends_with(none, train, f"goes on with a run, but {none.run_dir} has no config.json of one; start", capsys)
+    ends_with(none, train, f"continues a run, but {none.run_dir} has no config.json of a run; start", capsys)
     assert not none.run_dir.exists()
     shutil.rmtree(run.run_dir / "checkpoints")
     ends_with(run, train, f"{run.run_dir}/checkpoints has no finished checkpoint to resume from; start again", capsys)
@@ -232,7 +232,7 @@ def test_a_new_run_does_not_begin_in_a_folder_with_a_finished_run_or_where_no_ch
 
 
 def test_other_data_are_refused_wherever_they_lie(run, capsys):
-    """The place may be another one: what counts is what the examples are made from, and the first of them."""
+    """The folder may differ. The origin of the examples and the first examples must be the same."""
 
     def train_on(origin: str, shift: int) -> Callable[[Config], Any]:
         def other(config: Config) -> Any:
@@ -257,7 +257,7 @@ def test_other_data_are_refused_wherever_they_lie(run, capsys):
 
 
 def test_a_second_process_in_the_folder_is_refused_and_may_train_when_the_first_is_killed(run, capsys):
-    program = (  # of no more than what a run does first: it takes its folder
+    program = (  # the process only does what a run does first: it locks its folder
         "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
         "from experiments.training.run_folders import alone_in\n"
         "with alone_in(Path(sys.argv[2])): print('alone', flush=True); sys.stdin.read()"
@@ -281,8 +281,8 @@ def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resum
         train(run)
     *_, error = capsys.readouterr().err.splitlines()
     assert end.value.code == 1 and error == (
-        f"error: the run in {run.run_dir} cannot go on: a checkpoint cannot be written to {run.run_dir}/checkpoints "
-        "(no space left); once there is room, go on with --resume"
+        f"error: the run in {run.run_dir} cannot continue: a checkpoint cannot be written to "
+        f"{run.run_dir}/checkpoints (no space left); once there is room, continue with --resume"
     )
     monkeypatch.undo()
     train(run)
@@ -295,8 +295,8 @@ def test_a_summary_that_is_none_is_an_error_and_can_be_made_anew(whole, tmp_path
     path = config.run_dir / "summary.json"
     for content in (b"{}", b"{", b"[]", b"\xff"):
         path.write_bytes(content)
-        ends_with(config, train, f"{path} is no summary of a run (", capsys)
-    stopped(config.run_dir, after=8)  # as if it had been killed before its summary
+        ends_with(config, train, f"{path} is not a summary of a run (", capsys)
+    stopped(config.run_dir, after=8)  # as if the run was killed before it wrote the summary
     assert train(config)["test_loss"] == whole[1]["test_loss"] and (config.run_dir / "summary.md").is_file()
     assert rows(config.run_dir) == rows(whole[0].run_dir)
 
@@ -306,7 +306,7 @@ def test_metrics_that_are_something_else_or_were_cut_off_are_an_error(run, capsy
     whole = metrics.read_bytes()
     for garbage in (b"\xff", b"a,b\nx,y\n", b"step,split,loss\n1\n", b"step,split\n1,train,2,3\n"):
         metrics.write_bytes(garbage * len(whole))
-        ends_with(run, train, f"goes on after its metrics, but {metrics} has something else (", capsys)
+        ends_with(run, train, f"continues after its metrics, but {metrics} has something else (", capsys)
     metrics.write_bytes(whole[:90])
     ends_with(run, train, f"bytes of its metrics, but {metrics} has fewer; put the file back, or start another", capsys)
 
@@ -316,8 +316,10 @@ def test_a_damaged_checkpoint_is_named_and_what_is_offered_works(whole, run, cap
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     damaged = run.run_dir / "checkpoints" / "4"
     name = file.relative_to(damaged)
-    offer = f"the last good one is of step 2; to resume from it, remove what comes after: rm -r {damaged}"
-    ends_with(run, train, f"the checkpoint {damaged} is damaged: {name} is not what was written; {offer}", capsys)
+    offer = f"the last good one is of step 2; to resume from it, remove the later ones: rm -r {damaged}"
+    ends_with(
+        run, train, f"the checkpoint {damaged} is damaged: {name} was changed after it was written; {offer}", capsys
+    )
     subprocess.run(offer.split(": ")[1], shell=True, check=True)
     train(run)
     assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir)) and rows(run.run_dir) == rows(whole[0].run_dir)

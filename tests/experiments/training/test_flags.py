@@ -1,4 +1,4 @@
-"""The flags of the experiments: what they mean, that --help has them all, and one line for what cannot be."""
+"""The flags of the experiments: their meaning, --help, and errors of one line."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_overrides_are_split_at_the_first_equals_sign_and_have_both_sides():
 def test_o1_as_a_policy_and_an_opt_level_beside_one_are_errors():
     with pytest.raises(ValueError, match="O1 is autocast; use --opt-level O1, or --policy mixed_float16 and --auto"):
         read_policy("o1", "auto")
-    with pytest.raises(ValueError, match="got --opt-level O2 and --policy float32; leave one of them away"):
+    with pytest.raises(ValueError, match="got --opt-level O2 and --policy float32; leave out one of them"):
         read_policy("float32", "auto", "O2")
 
 
@@ -127,7 +127,7 @@ def test_a_flag_that_cannot_be_is_an_error_before_anything_is_read(monkeypatch):
         (
             language_modeling,
             {"model": "gpt2", "save_weights": Path("no/folder/file")},
-            "--save-weights must be a file in a folder that is there, got no/folder/file",
+            "--save-weights must be a file in an existing folder, got no/folder/file",
         ),
         (language_modeling, {"model": "gpt2", "heads": 3}, "--width must be a multiple of --heads, got 128 for 3"),
         (language_modeling, {"model": "gpt2", "clip": 0.0}, "--clip must be positive, got 0"),

@@ -1,4 +1,4 @@
-"""A benchmark keeps its results in a run folder, with the place where they were measured."""
+"""A benchmark keeps its results in a run folder, with the device and versions of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_time_that_is_left_decides_whether_something_starts(monkeypatch):
     clock, endless = kept.Clock(minutes=8), kept.Clock(minutes=0)
     now[0] = 7 * 60.0
     assert not clock.late() and not clock.late(59) and not clock.unfinished
-    assert clock.late(61) and clock.unfinished and clock.late()  # what is left is left, in order
+    assert clock.late(61) and clock.unfinished and clock.late()  # once the time is up, it stays up
     assert not endless.late(1e9) and not endless.unfinished
 
 
@@ -28,8 +28,8 @@ def test_settings_that_differ_are_refused_and_environments_are_joined(tmp_path):
     file = tmp_path / "a.json"
     kept.Kept(tmp_path, 0, WHERE, energy_s=2.0, smoke=False).save("a", {}, sizes=(1, 2))
     setting = {"device": "one", "versions": "1", "smoke": False}
-    kept.require_alike(file, {**setting, "energy_s": 2.0, "sizes": (1, 2)})  # as JSON has it
-    with pytest.raises(ValueError, match=f"but in {file} energy_s is 2.0 there and None here; take the device"):
+    kept.require_alike(file, {**setting, "energy_s": 2.0, "sizes": (1, 2)})  # as a list in JSON
+    with pytest.raises(ValueError, match=f"but in {file} energy_s is 2.0 there and None here; use the device"):
         kept.require_alike(file, {**setting, "sizes": (1, 2)})
     with pytest.raises(ValueError, match=f"but in {file} smoke is False there and True here; take"):
         kept.require_alike(file, {"smoke": True, "device": "another"})
@@ -49,7 +49,7 @@ def test_what_a_folder_has_is_not_measured_again_unless_it_failed(tmp_path):
     has = kept.Kept(tmp_path, 0, WHERE)
     assert has.get("a", find(error="no room"))["error"] == "no room"
     assert has.get("a", find(ms=1))["ms"] == has.get("a", find(ms=2))["ms"] == 1 and len(asked) == 2
-    assert has.get("b", lambda: None) is None and not has.read("b")  # it had no time
+    assert has.get("b", lambda: None) is None and not has.read("b")  # there was no time left
     with pytest.raises(ValueError, match="width is None there and 64 here"):
         has.get("a", find(ms=3), width=64)
     assert len(has.environments) == 3 and json.loads((tmp_path / "a.json").read_text())["environment"] == WHERE

@@ -1,4 +1,4 @@
-"""Two processes of two devices: they train as one does, are killed and go on, stop together, and none hangs."""
+"""Two processes with two devices each train like one process, resume after a kill, and stop together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from experiments import language_modeling
 from experiments.training import checkpoints, cli, mesh, processes
 
 STEPS = 16
-AMPLE = 100_000  # for a job that is to be killed or stopped, however late a busy machine comes to it
+AMPLE = 100_000  # enough steps, so that the job does not end before it is killed or stopped on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def arguments(folder: Path, run: str, *more: str, steps: int = STEPS, mesh: str 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Job:
-    """A job that nobody disturbs."""
+    """Return an undisturbed job."""
     job = Job(folder, arguments(folder, "alone"))
     assert job.end() == [0, 0], [job.output(n) for n in range(2)]
     return job
@@ -81,7 +81,7 @@ def test_what_two_processes_saved_any_number_of_devices_restores_bit_for_bit(alo
 
 @pytest.fixture(scope="module")
 def hanging(alone: Job, folder: Path) -> Job:
-    """A job that hangs; begun before the longest test, for it ends no sooner than a step of a busy machine may take."""
+    """Start a job that hangs. It starts before the longest test, because it takes long until the watchdog ends it."""
     return Job(folder, arguments(folder, "hangs", "--stall-seconds", "20"), hang_at=12)
 
 
@@ -104,7 +104,7 @@ def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_
     assert said and int(said[1]) == last(run).step and said[2] == str(run)
     assert len(losses(run)) == int(said[1]) and not (run / "summary.json").exists()
 
-    end = max(STEPS, int(said[1]) + 1)  # a busy machine may have let it go on for long
+    end = max(STEPS, int(said[1]) + 1)  # on a busy machine it may have trained many steps
     job = Job(folder, arguments(folder, str(run), "--resume", steps=end))
     assert job.end() == [0, 0], [job.output(n) for n in range(2)]
     assert f"resuming {run} at step {said[1]}" in job.said(0)
@@ -119,7 +119,7 @@ def test_a_process_that_hangs_ends_all_and_says_where(hanging):
     assert all(code not in (0, None) for code in hanging.end())
     said = hanging.said(0)
     assert "error: this process has made no step for longer than --stall-seconds allows" in said
-    assert "start all again with --resume" in said and "in hanging" in said.split("Where it hangs:")[1]
+    assert "Start all again with --resume" in said and "in hanging" in said.split("It hangs here:")[1]
 
 
 # --- what a user gets wrong ------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ def test_bad_input_is_one_error_on_every_process_and_none_hangs(folder):
     job = Job(folder, [str(folder), str(folder / "bad")], module="process_errors")
     assert job.end() == [2, 2], [job.output(n) for n in range(2)]
     expected = {
-        "mesh": "the numbers of --mesh must make all devices, got data=3 for 4 devices of 2 processes; write --mesh",
-        "axis": "--mesh is a number of devices for each of data, fsdp, tensor, or some of them, got 'row=4'; write",
+        "mesh": "the product of the numbers of --mesh must be the number of devices, got data=3 for 4 devices",
+        "axis": "--mesh gives a number of devices to some of the axes data, fsdp, tensor, got 'row=4'; write",
         "batch": "times the 4 devices of --mesh that a batch is split over, got 6 and --accumulate 1; take",
         "weights": "(on process 1 of 2)",
         "flags": "must have the same flags and the same code, but --batch-size is 8 on process 0 and 16 on process 1",
