@@ -31,6 +31,7 @@ from experiments.report.tables import Table, deviating
 MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", "gpt2": "GPT-2 124M, 16×1024"}
 TASKS = {"resnet50": "images", "bert": "bert", "gpt2": "gpt2"}
 COMPILED, TYPED = "ᶜ", "ʳ"
+_GOALS = "The goal of each figure is in brackets; ✓ means that the figure meets it."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,20 +189,20 @@ def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
 
 
 ROWS = (
-    Row("step time / torch.compile AMP", goal("time")),
-    Row("peak memory / torch.compile AMP", goal("memory")),
-    Row("peak memory with remat / torch.compile AMP", goal("remat_memory")),
-    Row("step time with remat / without", goal("remat_time")),
+    Row("step time, relative to torch.compile AMP", goal("time")),
+    Row("peak memory, relative to torch.compile AMP", goal("memory")),
+    Row("peak memory with remat, relative to torch.compile AMP", goal("remat_memory")),
+    Row("step time with remat, relative to without", goal("remat_time")),
     Row("speed-up over float32 without tensor cores", goal("over_fp32")),
     Row("speed-up over TF32", goal("over_tf32")),
-    Row("memory saved against float32", goal("saved", ".0%")),
-    Row("fp16 with dynamic scaling / without", goal("scaling")),
-    Row("autocast of the float32 model / by hand", goal("autocast_by_hand")),
-    Row("autocast of the float32 model / with a policy", goal("autocast")),
-    Row("FLOPs on tensor cores in half", goal("half", ".1%")),
-    Row("largest batch, with remat", largest),
-    Row("mixed_float16 against float32", accuracy("mixed_float16", "dynamic")),
-    Row("mixed_bfloat16 against float32", accuracy("mixed_bfloat16", "none")),
+    Row("memory saved, relative to float32", goal("saved", ".0%")),
+    Row("step time of fp16 with dynamic scaling, relative to without", goal("scaling")),
+    Row("step time of autocast, relative to by hand", goal("autocast_by_hand")),
+    Row("step time of autocast, relative to a policy", goal("autocast")),
+    Row("FLOPs of products in half on tensor cores", goal("half", ".1%")),
+    Row("largest batch, without → with remat", largest),
+    Row("accuracy of mixed_float16, relative to float32", accuracy("mixed_float16", "dynamic")),
+    Row("accuracy of mixed_bfloat16, relative to float32", accuracy("mixed_bfloat16", "none")),
 )
 
 
@@ -221,11 +222,11 @@ def filled(results: Path) -> list[str]:
     table = _filled_table(Sources(results))
     text = "".join(table)
     notes = {
-        COMPILED: "compiled for an H200 that was not attached, not run",
-        TYPED: "relative to a peak that was measured once on an H200 and entered by hand",
+        COMPILED: "compiled for an H200; no GPU was used",
+        TYPED: "relative to a peak that was measured once on an H200",
     }
-    marks = "; ".join(f"{mark} {note}" for mark, note in notes.items() if mark in text)
-    return [*table, "", f"Goals in brackets, ✓ where they are met{f'; {marks}' if marks else ''}.", ""]
+    marks = "; ".join(f"{mark} means: {note}" for mark, note in notes.items() if mark in text)
+    return [*table, "", f"{_GOALS} {marks}." if marks else _GOALS, ""]
 
 
 def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
@@ -239,26 +240,30 @@ def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
     table = _filled_table(sources)
     text = "".join(table)
     notes = [source.line(root) for source in sources.all()]
+    shares = list[str]()
     if TYPED in text:
         peaks = ", ".join(
             f"{MODELS[model].split(',')[0]} {batch.torch:,} and {batch.float32:,}" for model, batch in RECORDED.items()
         )
         notes.insert(
             0,
-            f"{TYPED} relative to peaks that were measured once on one H200 (torch 2.11.0+cu130) and entered by hand, "
-            f"in MiB of torch.compile AMP and of JAX's float32 by hand: {peaks}. A train step measured with "
-            "`python -m experiments.benchmarks.train_step` replaces them.",
+            f"{TYPED} relative to peaks that were measured once on one H200 with torch 2.11.0+cu130, in MiB for "
+            f"torch.compile AMP and for float32 in plain JAX: {peaks}. If you run "
+            "`python -m experiments.benchmarks.train_step`, its peaks are used in their place.",
         )
         alike = {name: sources.goals(model).get("saved_compiled") for model, name in MODELS.items()}
         shares = [f"{name.split(',')[0]} {figures[0].value:.0%}" for name, figures in alike.items() if figures]
-        if shares:
-            notes.insert(
-                1,
-                f"Memory saved against float32 if both are compiled, without cuDNN's workspaces: {', '.join(shares)}.",
-            )
     if COMPILED in text:
-        notes.insert(0, f"{COMPILED} compiled, not run.")
-    shown = ["Goals in brackets, ✓ where they are met.", "", *table, ""]
+        notes.insert(0, f"{COMPILED} compiled for an H200; no GPU was used.")
+    shown = [_GOALS, "", *table, ""]
+    if shares:
+        shown += [
+            f"If float32 is compiled too, without cuDNN's workspaces, the memory saved is {', '.join(shares)}.",
+            "",
+        ]
     if len(table) - 2 < len(ROWS):  # the first two lines are headings
-        shown += ["`make gpu` measures the times and the accuracies, which have not been measured yet.", ""]
+        shown += [
+            "jaxmp's step times and accuracies on a GPU have not been measured yet. `make gpu` measures them.",
+            "",
+        ]
     return shown, [f"{note}\n" for note in notes]

@@ -81,6 +81,25 @@ def cost_of_scaling(results: Path) -> str:
     )
 
 
+_WITH_SCALING = ("jaxmp.loss_scaling", "jmp.DynamicLossScale", "flax DynamicScale", "no scaling, again")
+
+
+def cost_table(results: Path) -> list[str]:
+    """Return a table of the time that loss scaling adds to a step, in lines of Markdown."""
+    lines = ["| step | jaxmp | jmp | flax | the same step again |", "|---|---:|---:|---:|---:|"]
+    for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
+        for heading, text in sections(file).items():
+            added = {row[0]: row[5] for row in _rows(text)}
+            if added:
+                cells = [added.get(name, "–") for name in _WITH_SCALING]
+                lines.append(f"| {heading.removesuffix(': ms a step')} | {' | '.join(cells)} |")
+    return lines
+
+
+def _provenance(run: dict[str, str]) -> str:
+    return facts(run["What loss scaling adds to a train step"])
+
+
 def _rows(text: str) -> list[list[str]]:
     """Return the cells of a table in Markdown, without its two lines of headings."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -112,26 +131,38 @@ def measured_block(root: Path = ROOT) -> str:
     lines += ["## On a GPU, against PyTorch and float32", ""]
     shown, provenance = headline.lines(results, root)
     lines += [*shown, *folded(MEASURED, provenance)]
-    lines += ["## Accuracy", "", conclusion, "", table(demo["pysource: result"]), ""]
+    lines += [
+        "## Accuracy",
+        "",
+        "`make demo` trains a language model on Python's source code (pysource) and a classifier of digits (digits).",
+        "",
+        conclusion,
+        "",
+        "The results for pysource:",
+        "",
+        table(demo["pysource: result"]),
+        "",
+    ]
     lines += folded(MEASURED, [facts(demo["Comparison"])])
     lines += [
         "## The cost of loss scaling",
         "",
-        "Loss scaling costs the same for each param, however many examples there are. So its share of a step is",
-        "larger with few examples.",
+        "The table shows how much longer a train step takes with loss scaling than without. The time of loss scaling",
+        "does not depend on the batch size, so its share is larger with a small batch. The last column compares two",
+        "measurements of the same step without loss scaling: smaller differences than this are noise.",
+        "",
+        *cost_table(results),
         "",
     ]
-    for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
-        benchmark = sections(file)
-        for heading, text in benchmark.items():
-            if "|" in text:
-                lines += [f"*{heading.removesuffix(': ms a step')}*", "", table(text), ""]
-        lines += folded(MEASURED, [facts(benchmark["What loss scaling adds to a train step"])])
+    runs = [(file, sections(file)) for file in sorted(results.glob("loss_scaling*/loss_scaling.md"))]
+    lines += folded(
+        MEASURED, [f"[{file.parent.name}]({file.relative_to(root)}): {_provenance(run)}\n" for file, run in runs]
+    )
     others = sorted({*results.glob("*/*.md")} - {*results.glob("demo/*")} - {*results.glob("loss_scaling*/*")})
     others = [file for file in others if not re.search(r"^- command: .* --smoke", file.read_text(), re.MULTILINE)]
     if others:
-        links = ", ".join(f"[{file.parent.name}]({file.relative_to(root)})" for file in others)
-        lines += ["## Everything else", "", f"{links}.", ""]
+        links = [f"- [{file.parent.name}]({file.relative_to(root)})" for file in others]
+        lines += ["## All files of results", "", *folded("Files", links)]
     return "\n".join(lines).replace("](docs/", "](").replace("](experiments/", "](../experiments/")
 
 
@@ -146,7 +177,7 @@ def gradient_sums_block(root: Path = ROOT) -> str:
         return f"Not measured yet: `python -m experiments.benchmarks.{name} --run-dir experiments/results/{name}`.\n"
     file = source.path.with_suffix(".md")
     picture = Path("..") / source.path.with_suffix(".png").relative_to(root)
-    lines = [f"![Errors of the gradients of params by case and way]({picture})", ""]
+    lines = [f"![Errors of the gradients of params, by case and method]({picture})", ""]
     parts = sections(file)
     for heading, text in parts.items():
         if "|" in text:
@@ -163,7 +194,7 @@ def sharding_block(root: Path = ROOT) -> str:
     if source is None:
         return "Not compiled yet: `python -m experiments.benchmarks.compile_only --topology 1x1x8`.\n"
     lines = [
-        "| GPUs | GiB of each | GB that each sends in a step | held by, with a tenth of it free |",
+        "| GPUs | GiB on each | GB that each sends in a step | GPUs with enough memory (10 % stay free) |",
         "|---|---:|---:|---|",
     ]
     for row in source.data["rows"]:
@@ -176,10 +207,9 @@ def sharding_block(root: Path = ROOT) -> str:
         how = f"{row['gpus']} ({row['topology']})"
         lines.append(f"| {how} | {row['peak'] / 2**30:.1f} | {row['wire'] / 1e9:.1f} | {', '.join(cards) or 'none'} |")
     parts = sections(source.path.with_suffix(".md"))
-    lines += ["", "All sizes, with 8 sequences of 1,024 tokens a GPU, of 7 B with 2 of 2,048:", ""]
-    return "\n".join([*lines, table(parts["Each GPU"]), "", source.data["about"], "", source.line(root), ""]).replace(
-        "](experiments/", "](../experiments/"
-    )
+    details = [table(parts["Each GPU"]), "", source.data["about"], "", source.line(root)]
+    lines += ["", *folded("All sizes and adapters, and how they were compiled", details)]
+    return "\n".join(lines).replace("](experiments/", "](../experiments/")
 
 
 def real_libraries_block(root: Path = ROOT) -> str:
@@ -192,7 +222,8 @@ def real_libraries_block(root: Path = ROOT) -> str:
     for row in json.loads(file.read_text())["programs"]:
         programs.setdefault(f"{row['library']}: {row['program']}", {})[row["half"]] = row
     lines = [
-        "| program | bfloat16 | T | N | float16 | T | N | FLOPs in half |",
+        "| program | bfloat16: autocast | half products | all half | float16: autocast | half products | all half "
+        "| FLOPs in half under autocast |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for title, rows in programs.items():
@@ -201,8 +232,19 @@ def real_libraries_block(root: Path = ROOT) -> str:
         notes = ", ".join(sorted({row["verdict"] for row in rows.values()} - {""}))
         lines.append(f"| {title}{f' ({notes})' if notes else ''} | {' | '.join(errors)} | {share} |")
     record = file.with_suffix(".md")
-    link = f"[With the errors of the values](../{record.relative_to(root)})"
-    return "\n".join([*lines, "", f"{link}: {facts(record.read_text())}", ""])
+    link = f"[The full record](../{record.relative_to(root)}), with the errors of the losses"
+    return "\n".join([_conclusion(programs), "", *lines, "", f"{link}: {facts(record.read_text())}", ""])
+
+
+def _conclusion(programs: dict[str, dict[str, dict]]) -> str:
+    """Return a sentence that says how many programs meet the goal, and which do not."""
+    verdicts = {title: {row["verdict"] for row in rows.values()} for title, rows in programs.items()}
+    missed = [title for title, verdict in verdicts.items() if "worse than T" in verdict]
+    ill = [title for title, verdict in verdicts.items() if "ill-conditioned" in verdict and title not in missed]
+    met = len(programs) - len(missed) - len(ill)
+    text = f"{met} of {len(programs)} programs meet the goal."
+    text += f" Ill-conditioned: {'; '.join(ill)}." if ill else ""
+    return text + (f" Missed: {'; '.join(missed)}." if missed else "")
 
 
 def tune_block(root: Path = ROOT) -> str:

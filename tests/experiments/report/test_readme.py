@@ -163,17 +163,17 @@ def test_a_measured_step_gives_ratios_with_their_goals_and_says_where(tmp_path):
     found, text = cells(tmp_path / "results")
     gpt2 = {name: row["gpt2"] for name, row in found.items() if row["gpt2"]}
     assert gpt2 == {
-        "step time / torch.compile AMP": "✓ 0.900 (≤ 0.93)",
-        "peak memory / torch.compile AMP": "✓ 0.750 (≤ 0.82)",
-        "peak memory with remat / torch.compile AMP": "✗ 0.625 (≤ 0.62)",
-        "step time with remat / without": "✗ 1.111 (≤ 1.08)",
+        "step time, relative to torch.compile AMP": "✓ 0.900 (≤ 0.93)",
+        "peak memory, relative to torch.compile AMP": "✓ 0.750 (≤ 0.82)",
+        "peak memory with remat, relative to torch.compile AMP": "✗ 0.625 (≤ 0.62)",
+        "step time with remat, relative to without": "✗ 1.111 (≤ 1.08)",
         "speed-up over float32 without tensor cores": "✓ 11.00 (≥ 10)",
         "speed-up over TF32": "✗ 3.00 (≥ 3.2)",
-        "memory saved against float32": "✓ 85% (≥ 75%)",
-        "fp16 with dynamic scaling / without": "✓ 1.000 (≤ 1.005)",
-        "autocast of the float32 model / by hand": "✗ 1.038 (≤ 1.01)",
-        "autocast of the float32 model / with a policy": "✓ 1.000 (≤ 1.01)",
-        "FLOPs on tensor cores in half": "✓ 99.5% (≥ 99%)",
+        "memory saved, relative to float32": "✓ 85% (≥ 75%)",
+        "step time of fp16 with dynamic scaling, relative to without": "✓ 1.000 (≤ 1.005)",
+        "step time of autocast, relative to by hand": "✗ 1.038 (≤ 1.01)",
+        "step time of autocast, relative to a policy": "✓ 1.000 (≤ 1.01)",
+        "FLOPs of products in half on tensor cores": "✓ 99.5% (≥ 99%)",
     }
     assert not any(row["bert"] for row in found.values() if row["bert"] != "–")
     assert "[train_step-2026](results/train_step-2026/train_step.md): 1 × H200 (gpu); jax 1; 2026-11-21; " in text
@@ -184,14 +184,14 @@ def test_what_was_only_compiled_fills_the_memory_and_is_marked(tmp_path):
     compiled(tmp_path / "compile_only")
     found, text = cells(tmp_path)
     assert {name: row["bert"] for name, row in found.items() if row["bert"]} == {
-        "peak memory / torch.compile AMP": "✓ 0.789ᶜʳ (≤ 0.82)",
-        "peak memory with remat / torch.compile AMP": "✗ 0.646ᶜʳ (≤ 0.62)",
-        "memory saved against float32": "✓ 79%ᶜʳ (≥ 70%)",
-        "FLOPs on tensor cores in half": "✓ 99.8%ᶜ (≥ 99%)",
+        "peak memory, relative to torch.compile AMP": "✓ 0.789ᶜʳ (≤ 0.82)",
+        "peak memory with remat, relative to torch.compile AMP": "✗ 0.646ᶜʳ (≤ 0.62)",
+        "memory saved, relative to float32": "✓ 79%ᶜʳ (≥ 70%)",
+        "FLOPs of products in half on tensor cores": "✓ 99.8%ᶜ (≥ 99%)",
     }
     assert not any(row["resnet50"].strip("–") for row in found.values())
-    assert "ᶜ compiled, not run" in text and "compiled for H200 on a CPU, not run; jax 1" in text
-    assert "ʳ relative to peaks that were measured once on one H200 (torch 2.11.0+cu130) and entered by hand" in text
+    assert "ᶜ compiled for an H200; no GPU was used" in text and "compiled for H200 on a CPU, not run; jax 1" in text
+    assert "ʳ relative to peaks that were measured once on one H200 with torch 2.11.0+cu130" in text
     assert "BERT-Base 13,938 and 51,175" in text
 
 
@@ -199,10 +199,10 @@ def test_what_was_compiled_is_held_against_peaks_that_were_measured_where_there_
     compiled(tmp_path / "compile_only", "gpt2")
     train_step(tmp_path / "train_step", only=("compile-bf16", "compile-fp16", "hand-fp32"))
     found, text = cells(tmp_path)
-    assert found["peak memory / torch.compile AMP"]["gpt2"] == "✗ 1.375ᶜ (≤ 0.82)"  # 11,000 / 8,000 MiB
-    assert found["peak memory with remat / torch.compile AMP"]["gpt2"] == "✗ 1.125ᶜ (≤ 0.62)"
-    assert found["memory saved against float32"]["gpt2"] == "✗ 72%ᶜ (≥ 75%)"  # relative to 40,000 MiB
-    assert "ᶜ compiled, not run" in text and "recorded peaks" not in text
+    assert found["peak memory, relative to torch.compile AMP"]["gpt2"] == "✗ 1.375ᶜ (≤ 0.82)"  # 11,000 / 8,000 MiB
+    assert found["peak memory with remat, relative to torch.compile AMP"]["gpt2"] == "✗ 1.125ᶜ (≤ 0.62)"
+    assert found["memory saved, relative to float32"]["gpt2"] == "✗ 72%ᶜ (≥ 75%)"  # relative to 40,000 MiB
+    assert "ᶜ compiled for an H200; no GPU was used" in text and "recorded peaks" not in text
 
 
 def test_what_was_measured_counts_before_what_was_compiled_and_a_peak_needs_no_time_of_its_row(tmp_path):
@@ -210,34 +210,34 @@ def test_what_was_measured_counts_before_what_was_compiled_and_a_peak_needs_no_t
     train_step(tmp_path / "train_step", together=(("compile-bf16",),))
     found, _ = cells(tmp_path)
     assert {name: row["gpt2"] for name, row in found.items() if row["gpt2"]} == {
-        "peak memory / torch.compile AMP": "✓ 0.750 (≤ 0.82)",
-        "peak memory with remat / torch.compile AMP": "✗ 0.625 (≤ 0.62)",
-        "memory saved against float32": "✓ 85% (≥ 75%)",
-        "FLOPs on tensor cores in half": "✓ 99.5% (≥ 99%)",
+        "peak memory, relative to torch.compile AMP": "✓ 0.750 (≤ 0.82)",
+        "peak memory with remat, relative to torch.compile AMP": "✗ 0.625 (≤ 0.62)",
+        "memory saved, relative to float32": "✓ 85% (≥ 75%)",
+        "FLOPs of products in half on tensor cores": "✓ 99.5% (≥ 99%)",
     }
 
 
 def test_times_of_rows_that_took_no_turns_together_or_whose_loss_is_not_finite_give_no_ratio(tmp_path):
     train_step(tmp_path / "train_step", together=(("jaxmp-bf16", "jaxmp-tf32"), ("compile-bf16", "autocast-bf16")))
     found, _ = cells(tmp_path)
-    assert "step time / torch.compile AMP" not in found
-    assert "autocast of the float32 model / with a policy" not in found
+    assert "step time, relative to torch.compile AMP" not in found
+    assert "step time of autocast, relative to a policy" not in found
     assert found["speed-up over TF32"]["gpt2"] == "✗ 3.00 (≥ 3.2)"
     train_step(tmp_path / "other" / "train_step", losses={"jaxmp-fp16": float("nan"), "jaxmp-bf16": 2.5})
     found, _ = cells(tmp_path / "other")
-    assert "fp16 with dynamic scaling / without" not in found
-    assert found["step time / torch.compile AMP"]["gpt2"] == "✓ 0.900 (≤ 0.93)"
+    assert "step time of fp16 with dynamic scaling, relative to without" not in found
+    assert found["step time, relative to torch.compile AMP"]["gpt2"] == "✓ 0.900 (≤ 0.93)"
 
 
 def test_accuracies_and_largest_batches_are_of_their_benchmarks(tmp_path):
     accuracy(tmp_path / "accuracy-1")
     remat(tmp_path / "remat_h200")
     found, text = cells(tmp_path)
-    assert found["mixed_float16 against float32"]["resnet50"] == "✓ +0.33 ± 0.58 points"
-    assert found["mixed_bfloat16 against float32"]["gpt2"] == "✗ stopped"
-    assert found["mixed_bfloat16 against float32"]["bert"] == ""
-    assert found["mixed_bfloat16 against float32"]["resnet50"] == "+1.00 points, 1 of 3 seeds"  # open: no mark
-    assert found["largest batch, with remat"] == {"resnet50": "–", "bert": "700 → 1200ᶜ", "gpt2": ""}
+    assert found["accuracy of mixed_float16, relative to float32"]["resnet50"] == "✓ +0.33 ± 0.58 points"
+    assert found["accuracy of mixed_bfloat16, relative to float32"]["gpt2"] == "✗ stopped"
+    assert found["accuracy of mixed_bfloat16, relative to float32"]["bert"] == ""
+    assert found["accuracy of mixed_bfloat16, relative to float32"]["resnet50"] == "+1.00 points, 1 of 3 seeds"  # open: no mark
+    assert found["largest batch, without → with remat"] == {"resnet50": "–", "bert": "700 → 1200ᶜ", "gpt2": ""}
     assert "`make gpu` measures" in text  # a figure is missing
 
 
@@ -284,7 +284,8 @@ def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
     block = readme.measured_block(tmp_path)
     assert "an embedding (8 tokens) has an error of 50 % in bfloat16 with Flax's `dtype=`, and of 0.01 % wi" in block
     page = readme.gradient_sums_block(tmp_path)
-    assert page.startswith("![Errors of the gradients of params by case and way](../experiments/results/gradient_sums/")
+    assert page.startswith("![Errors of the gradients of params, by case and method](../experiments/results/gradient_sums/")
     assert "| embedding | 8 tokens | 0.01 % (× 0.5) |" in page and f"{GPU['device']}; {GPU['versions']}; 2026" in page
     assert re.search(r"`make gpu` measures.*All is well\..*\| a \|", block, re.DOTALL)
-    assert "[other](../experiments/results/other/other.md)" in block.splitlines()[-1]
+    assert "- [other](../experiments/results/other/other.md)" in block.splitlines()
+    assert "| mlp, batch 8 | +0.50 % | – | – | – |" in block.splitlines()
