@@ -143,7 +143,7 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         shown = mesh.on_host([batch["tokens"], batch["targets"], guesses])
         shown = [leaf[:, :_SHOWN_TOKENS] for leaf in shown]
         texts = [in_brackets(*row, dataset.tokenizer) for row in zip(*shown, strict=True)]
-        return Closing({}, {"Guesses: [right], [wrong|what was there]": "\n\n".join(texts)})
+        return Closing({}, {"Predictions: [right], [wrong|right token]": "\n\n".join(texts)})
 
     return Task(
         model=BERT(vocabulary, config.context, config.layers, config.heads, config.width, blocks),

@@ -55,7 +55,7 @@ def test_bert_learns_a_text_and_shows_its_guesses(config, experiment):
     summary = masked_lm.train(config)
     assert summary["test_accuracy"] > 0.5 and summary["test_loss"] < 1.5
     ((title, guesses),) = summary["texts"].items()
-    assert title == "Guesses: [right], [wrong|what was there]"
+    assert title == "Predictions: [right], [wrong|right token]"
     assert len(guesses.split("\n\n")) == 4 and "[" in guesses
     assert f"## {title}" in (config.run_dir / "summary.md").read_text()
     assert summary["examples_are"] == "tokens"

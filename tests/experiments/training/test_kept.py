@@ -31,7 +31,7 @@ def test_settings_that_differ_are_refused_and_environments_are_joined(tmp_path):
     kept.require_alike(file, {**setting, "energy_s": 2.0, "sizes": (1, 2)})  # as a list in JSON
     with pytest.raises(ValueError, match=f"but in {file} energy_s is 2.0 there and None here; use the device"):
         kept.require_alike(file, {**setting, "sizes": (1, 2)})
-    with pytest.raises(ValueError, match=f"but in {file} smoke is False there and True here; take"):
+    with pytest.raises(ValueError, match=f"but in {file} smoke is False there and True here; use"):
         kept.require_alike(file, {"smoke": True, "device": "another"})
 
     first = {"device": "one", "command": "a; b", "date": "2026-11-20"}
