@@ -131,7 +131,7 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         guesses = sum(batch["guesses"] for batch in drawn) / len(drawn)
         if not guesses.any():
             raise data.DataError(
-                f"the held-out text has no token to guess in {len(drawn)} batches of {rows}×{config.context} tokens; "
+                f"the held-out text has no token to predict in {len(drawn)} batches of {rows}×{config.context} tokens; "
                 "raise --test-batches, --batch-size or --context"
             )
         return ({**batch, "guesses": guesses} for batch in drawn)

@@ -123,5 +123,5 @@ def test_guesses_stand_in_brackets_with_the_truth_where_they_are_wrong_and_there
     assert masked_lm.in_brackets(shown, targets, guesses, Bytes()) == "he[l]lo[⏎|␣][w]"
 
     few = dataclasses.replace(config, context=1, batch_size=1, test_batches=1)
-    with pytest.raises(DataError, match="no token to guess in 1 batches of 1×1 tokens; raise --test-batches"):
+    with pytest.raises(DataError, match="no token to predict in 1 batches of 1×1 tokens; raise --test-batches"):
         masked_lm.prepare(few).test_batches()

@@ -138,7 +138,7 @@ def test_bad_flags_end_it_with_one_line(capsys):
         ({"topology": ("1x8",)}, "slices × hosts × GPUs of each host"),
         (
             {"models": ("resnet50",), "variants": ("jaxmp-bf16-remat",)},
-            "--variants jaxmp-bf16-remat are not of --models resnet50",
+            "--variants jaxmp-bf16-remat do not exist for --models resnet50",
         ),
     ]:
         with pytest.raises(SystemExit, match="2"):

@@ -103,7 +103,7 @@ def test_what_is_wrong_with_images_is_named_and_nothing_is_left_behind(tmp_path)
     bad, wide, only = (folder / name for name in ("test/dog/0000.png", "train/ship/0001.png", "test/frog/0000.png"))
     whole = bad.read_bytes()
     truncate(bad)
-    with pytest.raises(data.DataError, match=rf"{bad} is damaged or no image \(.*\); replace it"):
+    with pytest.raises(data.DataError, match=rf"{bad} is damaged or not an image \(.*\); replace it"):
         data.read("cifar10", tmp_path)
     bad.write_bytes(whole)
     whole = wide.read_bytes()
@@ -133,7 +133,7 @@ def test_without_network_and_files_the_error_says_what_to_put_where(tmp_path):
     folder = tmp_path / "downloads" / "manual" / "mnist"
     write_mnist(folder)
     (folder / MNIST_FILES[3]).unlink()
-    message = rf"four files .*{folder} lacks {MNIST_FILES[3]}; put there what is missing \(from https://storage"
+    message = rf"four files .*{folder} lacks {MNIST_FILES[3]}; add the missing files \(from https://storage"
     with pytest.raises(data.DataError, match=message):
         data.read("mnist", tmp_path)
 

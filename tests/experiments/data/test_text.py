@@ -177,8 +177,8 @@ def test_files_of_gpt2_that_are_missing_or_damaged_are_errors_that_name_them(tmp
 
 def test_a_vocabulary_that_the_merges_do_not_make_is_refused_unless_in_angle_brackets(tmp_path):
     for change, message in [
-        ({"中": 267}, "no merge makes 1 of the tokens, '中' for one"),
-        ({"ab": 267}, "no merge makes 1 of the tokens, 'ab' for one"),
+        ({"中": 267}, "no merge makes 1 of the tokens, for example '中'"),
+        ({"ab": 267}, "no merge makes 1 of the tokens, for example 'ab'"),
         ({"<|sep|>": "267"}, "numbers are not those from 0 on"),
         ({"<|sep|>": 267.5}, "numbers are not those from 0 on"),
         ({"<|sep|>": 266}, "numbers are not those from 0 on"),
@@ -255,7 +255,7 @@ def test_tokens_of_gpt2_are_kept_and_a_damaged_file_is_written_anew(books, tmp_p
 def test_a_data_folder_that_cannot_be_written_is_a_note_and_no_error(books, tmp_path, encoding, capsys):
     (tmp_path / "data" / "tokens").write_text("a file where the folder should be")
     assert len(tokens.load(books, tmp_path / "data", "bpe", 0).train)
-    assert "note: the tokens are not kept for the next time" in capsys.readouterr().err
+    assert "note: the tokens are not cached for the next run" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path / "data")) == ["gpt2_bpe", "tokens"]
 
 

@@ -112,7 +112,7 @@ def test_inputs_that_are_not_alike_and_unknown_implementations_are_refused():
         ):
             attention.attention(q, k, jnp.ones(shape, dtype))
     with (
-        pytest.raises(ValueError, match=r'is "cudnn", "portable" or None, got \'flash\''),
+        pytest.raises(ValueError, match=r'must be "cudnn", "portable" or None, got \'flash\''),
         attention.implementation("flash"),
     ):
         pass

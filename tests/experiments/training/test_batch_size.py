@@ -97,7 +97,9 @@ def test_bytes_are_read_with_their_unit_or_an_error():
         assert batch_size.read_bytes(text) == size
 
     for text in ["", "GB", "2 pounds", "-1GB", "0", "1.2.3", "i", "2ib"]:
-        with pytest.raises(ValueError, match=r"--memory-limit is a number of bytes, got .*; write 20GB or 512MiB, say"):
+        with pytest.raises(
+            ValueError, match=r"--memory-limit is a number of bytes, got .*; write 20GB or 512MiB, for example"
+        ):
             batch_size.read_bytes(text)
 
 

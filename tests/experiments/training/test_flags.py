@@ -51,7 +51,7 @@ def test_a_loss_scale_is_read_with_its_parameters_or_an_error():
         assert str(read_loss_scale(text)) == str(expected)
 
     for text, message in [
-        ("dynamc", "unknown loss scale 'dynamc'; known, nearest first: 'dynamic', .*; write static:4096, say"),
+        ("dynamc", "unknown loss scale 'dynamc'; known, nearest first: 'dynamic', .*; write static:4096, for example"),
         ("static", "a static loss scale needs its value, got 'static'; write static:4096"),
         ("none:2", "the loss scale 'none' has no parameter '2'; its parameters: none at all"),
         ("dynamic:perod=10", "the loss scale 'dynamic' has no parameter 'perod=10'; its parameters: 'period', "),
