@@ -116,7 +116,7 @@ def test_every_guess_has_the_same_weight_in_microbatches_and_in_an_evaluation(co
     assert found["loss"] == pytest.approx(float(loss_fn(held)), rel=1e-5) and 0 <= found["accuracy"] <= 1
 
 
-def test_guesses_stand_in_brackets_with_the_truth_where_they_are_wrong_and_there_must_be_some(config):
+def test_predictions_are_in_brackets_with_the_right_token_if_wrong_and_there_must_be_some(config):
     shown = np.asarray([*b"he", 257, *b"lo", 257, 257, 256])
     targets = np.asarray([-100, -100, ord("l"), -100, -100, ord(" "), ord("w"), -100])
     guesses = np.asarray([0, 0, ord("l"), 0, 0, ord("\n"), ord("w"), 0])

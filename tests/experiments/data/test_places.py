@@ -112,7 +112,7 @@ def test_numbered_classes_are_mnists_where_the_folder_has_no_name(tmp_path):
     np.testing.assert_array_equal(columns["image"][:, 0, 0, 0], columns["label"])
 
 
-def test_what_was_not_taken_is_told_before_a_download(tmp_path, monkeypatch, capsys):
+def test_files_that_cannot_be_used_are_reported_before_a_download(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stock, "_reach", lambda url: None)
 
     class Manager:
@@ -126,7 +126,7 @@ def test_what_was_not_taken_is_told_before_a_download(tmp_path, monkeypatch, cap
     assert f"note: not taken: {passed_over[0]}\ndownloading mnist from" in capsys.readouterr().err
 
 
-def test_what_is_called_as_an_image_and_is_none_is_named(tmp_path):
+def test_a_file_with_the_name_of_an_image_that_is_not_one_is_named(tmp_path):
     write_folder(tmp_path / "cifar10", CIFAR10)
     bad = tmp_path / "cifar10" / "train" / "dog" / "5.png"
     bad.mkdir()

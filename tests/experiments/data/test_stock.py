@@ -97,7 +97,7 @@ def test_a_folder_of_images_at_the_root_that_is_another_sets_is_not_taken(tmp_pa
         data.read("mnist", tmp_path)
 
 
-def test_what_is_wrong_with_images_is_named_and_nothing_is_left_behind(tmp_path):
+def test_errors_in_images_are_named_and_nothing_is_left_behind(tmp_path):
     folder = tmp_path / "downloads" / "manual" / "cifar10"
     write_folder(folder, stock.CLASSES["cifar10"])
     bad, wide, only = (folder / name for name in ("test/dog/0000.png", "train/ship/0001.png", "test/frog/0000.png"))
@@ -174,7 +174,7 @@ def test_with_a_network_tfds_downloads_and_checks(good, tmp_path, monkeypatch, c
                 data.read("mnist", tmp_path / "data")
 
 
-def test_a_set_that_tfds_prepared_is_read_as_it_is_and_one_in_tfrecord_is_explained(tmp_path, capsys):
+def test_a_set_that_tfds_prepared_is_read_unless_it_is_in_tfrecord_files(tmp_path, capsys):
     written = write_mnist(tmp_path / "downloads" / "manual" / "mnist")
     data.read("mnist", tmp_path)
     shown = capsys.readouterr()

@@ -71,7 +71,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return stand_in
 
 
-def test_cudnn_is_asked_where_it_is_wanted_and_has_half_inputs_and_float32_the_plain_products(kernel):
+def test_cudnn_computes_half_inputs_and_plain_products_compute_float32(kernel):
     q, k, v = operands("bfloat16")
     with attention.implementation("cudnn"):
         np.testing.assert_array_equal(attention.attention(q, k, v, causal=True, mask=jnp.asarray(MASK)), 2 * v)

@@ -46,7 +46,7 @@ def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_
     assert all(predictions.apart(*pair) <= prediction.ERROR for pair in ties)
 
 
-def test_only_what_is_between_the_markers_is_replaced_and_a_damaged_result_is_named(tmp_path):
+def test_only_text_between_the_markers_is_replaced_and_a_damaged_result_is_named(tmp_path):
     file = tmp_path / "README.md"
     file.write_text(f"before\n{readme.BEGIN}old\n{readme.END}\nafter\n")
     readme.write(file, readme.block())
@@ -180,7 +180,7 @@ def test_a_measured_step_gives_ratios_with_their_goals_and_says_where(tmp_path):
     assert "`python -m some`" in text
 
 
-def test_what_was_only_compiled_fills_the_memory_and_is_marked(tmp_path):
+def test_compiled_steps_fill_the_rows_of_memory_and_are_marked(tmp_path):
     compiled(tmp_path / "compile_only")
     found, text = cells(tmp_path)
     assert {name: row["bert"] for name, row in found.items() if row["bert"]} == {
@@ -195,7 +195,7 @@ def test_what_was_only_compiled_fills_the_memory_and_is_marked(tmp_path):
     assert "BERT-Base 13,938 and 51,175" in text
 
 
-def test_what_was_compiled_is_held_against_peaks_that_were_measured_where_there_are_some(tmp_path):
+def test_compiled_peaks_are_compared_with_measured_peaks_if_there_are_any(tmp_path):
     compiled(tmp_path / "compile_only", "gpt2")
     train_step(tmp_path / "train_step", only=("compile-bf16", "compile-fp16", "hand-fp32"))
     found, text = cells(tmp_path)
@@ -205,7 +205,7 @@ def test_what_was_compiled_is_held_against_peaks_that_were_measured_where_there_
     assert "ᶜ compiled, not run" in text and "recorded peaks" not in text
 
 
-def test_what_was_measured_counts_before_what_was_compiled_and_a_peak_needs_no_time_of_its_row(tmp_path):
+def test_measured_figures_take_precedence_over_compiled_ones_and_a_peak_needs_no_time(tmp_path):
     compiled(tmp_path / "compile_only", "gpt2")
     train_step(tmp_path / "train_step", together=(("compile-bf16",),))
     found, _ = cells(tmp_path)
