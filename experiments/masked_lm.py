@@ -131,7 +131,7 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         guesses = sum(batch["guesses"] for batch in drawn) / len(drawn)
         if not guesses.any():
             raise data.DataError(
-                f"the held-out text has no token to guess in {len(drawn)} batches of {rows}×{config.context} tokens; "
+                f"the held-out text has no token to predict in {len(drawn)} batches of {rows}×{config.context} tokens; "
                 "raise --test-batches, --batch-size or --context"
             )
         return ({**batch, "guesses": guesses} for batch in drawn)
@@ -143,7 +143,7 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         shown = mesh.on_host([batch["tokens"], batch["targets"], guesses])
         shown = [leaf[:, :_SHOWN_TOKENS] for leaf in shown]
         texts = [in_brackets(*row, dataset.tokenizer) for row in zip(*shown, strict=True)]
-        return Closing({}, {"Guesses: [right], [wrong|what was there]": "\n\n".join(texts)})
+        return Closing({}, {"Predictions: [right], [wrong|right token]": "\n\n".join(texts)})
 
     return Task(
         model=BERT(vocabulary, config.context, config.layers, config.heads, config.width, blocks),

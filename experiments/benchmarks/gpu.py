@@ -275,7 +275,7 @@ class Run:
         target.mkdir(parents=True, exist_ok=True)
         for file in files:
             shutil.copyfile(file, target / file.name)
-        print(f"== its result is in {target}", flush=True)
+        print(f"== the result is in {target}", flush=True)
         done = _captured([sys.executable, "-m", "experiments.report.readme"])
         state, why = (self.of(piece)[name] for name in ("state", "reason"))
         if done.returncode:

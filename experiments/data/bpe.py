@@ -68,13 +68,13 @@ class BPE:
             words = {*self._byte, *(merged for *_, merged in self._merges.values())}
             others = {token: number for token, number in numbers.items() if number not in words}
             if stray := [token for token in others if not re.fullmatch(r"<[^<>]*>", token)]:
-                raise ValueError(f"no merge makes {len(stray)} of the tokens, {stray[0]!r} for one")
+                raise ValueError(f"no merge makes {len(stray)} of the tokens, for example {stray[0]!r}")
         except OSError as error:
             raise DataError(f"the byte-pair encoding cannot be read: {error}") from error
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise DataError(
                 f"{vocabulary} and {merges} are not the two files of one byte-pair encoding ({type(error).__name__}: "
-                f"{error}); put GPT-2's there, whole, or take --tokens bytes"
+                f"{error}); replace them with GPT-2's complete files, or use --tokens bytes"
             ) from error
         self.name = f"byte pairs of {vocabulary.name}"
         self.size, self.end = max(numbers.values()) + 1, numbers.get(END)

@@ -45,7 +45,7 @@ def labels_of(folder: Path, classes: tuple[str, ...], numbers: bool = True) -> d
     unknown = [name for name in names if labels[name] < 0]
     absent = [name for label, name in enumerate(classes) if label not in labels.values()]
     twice = [name for name in names if labels[name] >= 0 and list(labels.values()).count(labels[name]) > 1]
-    wrong = ((unknown, "{} is none of them"), (absent, "there is none for {}"), (twice, "{} are one class"))
+    wrong = ((unknown, "{} is not one of them"), (absent, "there is no folder for {}"), (twice, "{} are one class"))
     if faults := [text.format(", ".join(names)) for names, text in wrong if names]:
         raise DataError(f"{folder} must have a folder for each of {', '.join(classes)}, but {' and '.join(faults)}")
     return labels
@@ -85,7 +85,7 @@ def encoded(path: Path, shape: tuple[int, int, int]) -> io.BytesIO | Image.Image
         image.load()
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
-        raise DataError(f"{path} is damaged or no image ({reason}); replace it") from error
+        raise DataError(f"{path} is damaged or not an image ({reason}); replace it") from error
     height, width, channels = shape
     if image.size != (width, height):
         raise DataError(f"images must be {width}×{height}, got {image.width}×{image.height} in {path}; resize them")

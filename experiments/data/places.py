@@ -68,7 +68,9 @@ def find(name: str, root: Path) -> tuple[Found | None, list[str]]:
         unknown = [path.name for path in folders.visible(folder) if path.name not in CLASSES] if folder.is_dir() else []
         if unknown and not passed_over:
             shown = ", ".join(sorted(unknown)[:5]) + (", …" if len(unknown) > 5 else "")
-            passed_over.append(f"{folder} has {shown}, and none is called as an archive of {name} or as train and test")
+            passed_over.append(
+                f"{folder} has {shown}, and none has the name of an archive of {name}, or is called train or test"
+            )
     return None, passed_over
 
 
@@ -113,13 +115,14 @@ def _archives(name: str, folder: Path, is_named: bool) -> Found | None:
         return None
     if absent := [file for file in names if file not in there]:
         raise DataError(
-            f"{name} must have its four files in one folder, but {folder} lacks {', '.join(absent)}; put there what is "
-            f"missing (from {published(name)[0]}), or move the others away"
+            f"{name} must have its four files in one folder, but {folder} lacks {', '.join(absent)}; add the "
+            f"missing files (from {published(name)[0]}), or move the others away"
         )
     if not is_named and (other := _unregistered(name, there.values())):
         raise DataError(
-            f"{_listed(other)} may be of another set, because MNIST's and Fashion-MNIST's files have the same names "
-            f"and the checksum is not registered for {name}; move all four to {folder / name} if they are {name}'s"
+            f"{_listed(other)} may be of another data set, because MNIST's and Fashion-MNIST's files have the same "
+            f"names and the checksum is not registered for {name}; move all four to {folder / name} if they are of "
+            f"{name}"
         )
     return parsed(name, there, f"the original archives, {_checked(name, there.values())}")
 
@@ -129,7 +132,9 @@ def _images(name: str, folder: Path, is_named: bool) -> Found | None:
         labels = folders.labels_of(folder, CLASSES[name], numbers=is_named)
     except DataError as error:
         remedy = (
-            "rename them" if is_named else f"rename them, or move them to {folder / name}, where numbers do as well"
+            "rename them"
+            if is_named
+            else f"rename them, or move them to {folder / name}, where numbers are allowed too"
         )
         raise DataError(f"{error}; {remedy}") from error
     if labels is None:

@@ -166,7 +166,7 @@ def _tokens(documents: list[bytes], tokenizer: Tokenizer, folder: Path) -> np.nd
     except OSError as error:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
-        print(f"note: the tokens are not kept for the next time ({error})", file=sys.stderr)
+        print(f"note: the tokens are not cached for the next run ({error})", file=sys.stderr)
     return tokens
 
 

@@ -34,7 +34,7 @@ def zero_share(reference: Any, grads: Any) -> float:
         return math.nan
     nonzero, lost = sum(counts[::2]), sum(counts[1::2])
     if not nonzero:
-        raise ValueError("the reference gradients must not all be zero: a share of nothing has no value")
+        raise ValueError("the reference gradients must not all be zero, because a share of zero entries is undefined")
     return lost / nonzero
 
 

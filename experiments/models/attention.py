@@ -35,7 +35,7 @@ def implementation(name: Implementation | None) -> Iterator[None]:
     (1, 4, 2, 8)
     """
     if name not in ("cudnn", "portable", None):
-        raise ValueError(f'an implementation of attention is "cudnn", "portable" or None, got {name!r}')
+        raise ValueError(f'an implementation of attention must be "cudnn", "portable" or None, got {name!r}')
     token = _implementation.set(name)
     try:
         yield

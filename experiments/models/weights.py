@@ -114,7 +114,7 @@ class Published(NamedTuple):
             model = self.model(shapes, 1 + max(numbers, default=0))
         except KeyError as error:
             raise ValueError(
-                f"the weights must have {error.args[0]}, which says the sizes; got {_some(tensors)}"
+                f"the weights must have {error.args[0]}, which gives the sizes; got {_some(tensors)}"
             ) from None
         except IndexError:
             raise ValueError(f"embeddings have 2 axes, got {[s for s in shapes.items() if len(s[1]) < 2]}") from None
@@ -137,7 +137,7 @@ class Published(NamedTuple):
             )
         for name, shape in wanted.items():
             if shapes[name] != shape:
-                raise ValueError(f"{name} must have shape {shape} beside the other weights, got {shapes[name]}")
+                raise ValueError(f"{name} must have shape {shape} to fit the other weights, got  {shapes[name]}")
         params = {path: self.leaf(path).read(tensors, param.shape) for path, param in expected.items()}
         return traverse_util.unflatten_dict(params, sep="/")
 
@@ -205,12 +205,12 @@ def _read(path: Path) -> Tensors:
     from safetensors.numpy import load_file
 
     if not path.is_file():
-        raise ValueError(f"the weights are one safetensors file, or its tensors by name, but {path} is no file")
+        raise ValueError(f"the weights are one safetensors file, or its tensors by name, but {path} is not a file")
     try:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(
-            f"{path} is no whole safetensors file ({error}); an index, or weights pickled by torch, are none"
+            f"{path} is not a complete safetensors file ({error}); an index or weights pickled by torch cannot be read"
         ) from error
 
 

@@ -180,7 +180,7 @@ def workload(name: str, sizes: Sizes | None = None, remat: Any = "none", **chang
         not a multiple of 64, the width of a head (not for ResNets).
     """
     if name not in (*NAMES, "lstm"):
-        raise ValueError(f"a workload is one of {', '.join(NAMES)}, lstm, got {name!r}")
+        raise ValueError(f"a workload must be one of {', '.join(NAMES)}, lstm, got {name!r}")
     if remat not in (get_args(Remat) if name in ("bert", "gpt2") else ("none",)):
         raise ValueError(f"remat is one of {', '.join(get_args(Remat))}, for transformers only, got {remat!r}")
     nonzero = {field: value for field, value in changes.items() if value}

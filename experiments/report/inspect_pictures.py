@@ -98,10 +98,12 @@ def of_training(folder: Path, smoke: bool) -> Iterator[Picture]:
         watch(step, state.params, state.model_state, batch, None, opt_state=state.opt_state)
         state, _ = experiment.step(state, batch)
     trained = f"{words(config)}, {config.steps} steps in float32"
-    yield Picture("underflow", plots.underflow(watch), f"{trained}, every {every}th of them watched; no loss scale.")
+    yield Picture(
+        "underflow", plots.underflow(watch), f"{trained} without a loss scale. Every {every}th step is watched."
+    )
     last = watch.steps[config.steps]
     figure = plots.exponents(last, loss_scale=last.recommended_scale())
-    text = f"{trained}, the last one: its tensors by kind, gradients under the recommended scale (grey: without)."
+    text = f"{trained}. The last step: tensors by kind, gradients with the recommended loss scale (grey: without)."
     yield Picture("exponents", figure, text)
 
 
@@ -113,13 +115,13 @@ def of_compare(folder: Path, smoke: bool) -> Iterator[Picture]:
     for _ in range(config.steps):
         state, _ = experiment.step(state, next(batches))
     tokens, vocabulary = next(batches)["tokens"], language_modeling.load(config).tokenizer.size
-    model = GPT2(vocabulary, config.context, config.layers, config.heads, config.width)  # no policy has decided on it
+    model = GPT2(vocabulary, config.context, config.layers, config.heads, config.width)  # plain, without a policy
 
     def loss_fn(params: Any, inputs: jax.Array, targets: jax.Array) -> Any:
         return model.apply({"params": params}, inputs, targets, method="loss")
 
     comparison = compare(loss_fn, "mixed_bfloat16")(state.params, tokens[:, :-1], tokens[:, 1:])
-    text = f"{words(config)}, {config.steps} steps in float32, then one under autocast beside float32."
+    text = f"{words(config)}, {config.steps} steps in float32, then one step under autocast, compared with float32."
     yield Picture("errors", plots.errors(comparison), text)
 
 

@@ -1,1 +1,1 @@
-"""What all training scripts share: flags, loop, run folder and checkpoints."""
+"""Code of all training scripts: flags, loop, run folder and checkpoints."""

@@ -166,7 +166,7 @@ def read_bytes(text: str) -> int:
     except (ValueError, KeyError):
         size = 0
     if size <= 0:
-        raise ValueError(f"--memory-limit is a number of bytes, got {text!r}; write 20GB or 512MiB, say")
+        raise ValueError(f"--memory-limit is a number of bytes, got {text!r}; write 20GB or 512MiB, for example")
     return size
 
 

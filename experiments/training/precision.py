@@ -143,7 +143,7 @@ def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: 
         if dtype not in (jnp.float32, policy.compute_dtype):
             raise ValueError(
                 f"under autocast an override computes in float32 or in {policy.compute_dtype.name}, got "
-                f"'{pattern}={text}'; write '{pattern}=float32', say"
+                f"'{pattern}={text}'; write '{pattern}=float32', for example"
             )
         overrides[pattern] = "float32" if dtype == jnp.float32 else "half"
     return {"policy": policy, "overrides": overrides}
@@ -221,7 +221,7 @@ def read_loss_scale(text: str) -> Any:
     kind, _, rest = text.strip().partition(":")
     if kind not in _KINDS:
         known = closest_names(kind, _KINDS)
-        raise ValueError(f"unknown loss scale {text!r}; known, nearest first: {known}; write static:4096, say")
+        raise ValueError(f"unknown loss scale {text!r}; known, nearest first: {known}; write static:4096, for example")
     names = [field.name for field in dataclasses.fields(_KINDS[kind]) if field.init and field.name not in _NO_FLAGS]
     values: dict[str, Any] = {}
     for position, part in enumerate(filter(None, rest.split(","))):
@@ -251,6 +251,6 @@ def read_overrides(texts: tuple[str, ...]) -> dict[str, str]:
     for text in texts:
         pattern, equals, policy = text.partition("=")
         if not (pattern and equals and policy):
-            raise ValueError(f"an override is PATTERN=POLICY, got {text!r}; write '**/Dense_1=float32', say")
+            raise ValueError(f"an override is PATTERN=POLICY, got {text!r}; write '**/Dense_1=float32', for example")
         overrides[pattern] = policy
     return overrides

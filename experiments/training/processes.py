@@ -96,7 +96,9 @@ def _check(coordinator: str | None, processes: int | None, process_id: int | Non
         )
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"--coordinator is HOST:PORT of process 0, got {coordinator!r}; write 10.0.0.1:4321, say")
+        raise ValueError(
+            f"--coordinator is HOST:PORT of process 0, got {coordinator!r}; write 10.0.0.1:4321, for example"
+        )
     if not 0 <= process_id < processes:
         raise ValueError(
             f"--process-id counts from 0 to one less than --processes, got {process_id} of {processes} processes"

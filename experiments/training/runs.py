@@ -170,10 +170,11 @@ class Run:
             return jax.block_until_ready(self._watch.step(self._step, state, batch))
 
     def log(self, metrics: dict[str, jax.Array]) -> None:
-        """Take a step's metrics from the device, and write those of earlier steps.
+        """Take a step's metrics, and write those of earlier steps.
 
-        Evaluate and save if it is time: every ``--evaluate-every`` and ``--checkpoint-every`` steps, and after the last
-        step. After SIGTERM the step is saved too.
+        The metrics stay on the device until they are written some steps later. Evaluate and save if it is time: every
+        ``--evaluate-every`` and ``--checkpoint-every`` steps, and after the last step. After SIGTERM the step is saved
+        too.
         """
         if self._step == self._start + 1:  # the first step compiles, so the clock starts after it
             jax.block_until_ready(metrics)

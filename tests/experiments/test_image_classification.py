@@ -125,7 +125,7 @@ def test_an_override_gets_its_input_unrounded(data_dir):
         assert next(experiment.train_batches(0))["image"].dtype == dtype
 
 
-def test_flags_that_do_not_go_together_or_with_the_set_are_an_error(data_dir):
+def test_flags_that_do_not_fit_together_or_the_data_set_are_an_error(data_dir):
     for flags, message in [
         ({"api": "nnx", "model": "resnet50"}, "--api nnx has cnn and resnet18, got --model resnet50; use --api linen"),
         ({"image_size": -1}, "--image-size must be at least 0, got -1"),
@@ -218,7 +218,7 @@ def test_compare_hands_the_flags_of_the_task_on_and_refuses_its_own_and_unknown_
         assert end.value.code == 2 and "--foo" in shown and f"python -m experiments.{script} --help" in shown
 
 
-def test_flags_of_the_input_pipeline_that_cannot_be_are_an_error(capsys):
+def test_invalid_flags_of_the_input_pipeline_are_an_error(capsys):
     for flags, message in [
         ({"dtypes": ()}, "the number of --dtypes must be at least 1, got 0"),
         ({"block_ms": math.nan}, "--block-ms must be at least 0.1, got nan"),

@@ -95,7 +95,7 @@ def test_gpt2_learns_a_text_writes_in_its_words_and_goes_on_bit_for_bit_when_it_
 # --- flags ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_given_is_what_suits_the_model_its_size_and_the_device(monkeypatch):
+def test_flags_that_are_not_given_depend_on_the_model_its_size_and_the_device(monkeypatch):
     plain = text_training.settled(language_modeling.Config(), "next_token")
     assert (plain.vocabulary, plain.context, plain.batch_size, plain.steps) == (2048, 4, 8192, 150)
     assert (plain.learning_rate, plain.test_batches, plain.layers) == (3e-3, 8, None)
@@ -145,7 +145,7 @@ def test_flags_that_do_not_suit_the_text_or_the_model_are_errors(config):
             language_modeling.prepare(dataclasses.replace(config, **{"override": (), **flags}))
 
 
-def test_a_prompt_may_be_no_utf8_and_a_text_is_shown_without_what_steers_a_terminal(config, monkeypatch):
+def test_a_prompt_may_be_invalid_utf8_and_a_text_is_shown_without_control_characters(config, monkeypatch):
     monkeypatch.setattr(sampling, "sample", lambda apply, params, prompt, count, **options: [33])
     flags = text_training.settled(config, "gpt2")
     flags = dataclasses.replace(flags, prompt=b"to \xff".decode(errors="surrogateescape"))

@@ -55,7 +55,7 @@ def test_bert_learns_a_text_and_shows_its_guesses(config, experiment):
     summary = masked_lm.train(config)
     assert summary["test_accuracy"] > 0.5 and summary["test_loss"] < 1.5
     ((title, guesses),) = summary["texts"].items()
-    assert title == "Guesses: [right], [wrong|what was there]"
+    assert title == "Predictions: [right], [wrong|right token]"
     assert len(guesses.split("\n\n")) == 4 and "[" in guesses
     assert f"## {title}" in (config.run_dir / "summary.md").read_text()
     assert summary["examples_are"] == "tokens"
@@ -116,12 +116,12 @@ def test_every_guess_has_the_same_weight_in_microbatches_and_in_an_evaluation(co
     assert found["loss"] == pytest.approx(float(loss_fn(held)), rel=1e-5) and 0 <= found["accuracy"] <= 1
 
 
-def test_guesses_stand_in_brackets_with_the_truth_where_they_are_wrong_and_there_must_be_some(config):
+def test_predictions_are_in_brackets_with_the_right_token_if_wrong_and_there_must_be_some(config):
     shown = np.asarray([*b"he", 257, *b"lo", 257, 257, 256])
     targets = np.asarray([-100, -100, ord("l"), -100, -100, ord(" "), ord("w"), -100])
     guesses = np.asarray([0, 0, ord("l"), 0, 0, ord("\n"), ord("w"), 0])
     assert masked_lm.in_brackets(shown, targets, guesses, Bytes()) == "he[l]lo[⏎|␣][w]"
 
     few = dataclasses.replace(config, context=1, batch_size=1, test_batches=1)
-    with pytest.raises(DataError, match="no token to guess in 1 batches of 1×1 tokens; raise --test-batches"):
+    with pytest.raises(DataError, match="no token to predict in 1 batches of 1×1 tokens; raise --test-batches"):
         masked_lm.prepare(few).test_batches()

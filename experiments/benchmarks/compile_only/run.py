@@ -108,7 +108,9 @@ def main(config: Config) -> list[dict[str, Any]]:
         cases = {name: case_of(name, config) for name in config.models}
         chosen = {name: rows_of(name, config.variants, VARIANTS, "--variants") for name in cases}
         if not any(chosen.values()):
-            raise ValueError(f"--variants {' '.join(config.variants)} are not of --models {' '.join(config.models)}")
+            raise ValueError(
+                f"--variants {' '.join(config.variants)} do not exist for --models {' '.join(config.models)}"
+            )
         targets.device_of(targets.target_of(config.target).text())
         folder = run_folder("compile_only", config.run_dir)
         has = kept.Kept(folder, 0, environment(target=config.target), smoke=config.smoke)

@@ -109,7 +109,7 @@ def names(records):
     return [(record["policy"], record["seed"]) for record in records]
 
 
-def test_runs_in_pieces_give_what_all_at_once_give(line, tmp_path, capsys):
+def test_runs_in_pieces_give_the_same_report_as_one_command(line, tmp_path, capsys):
     whole = accuracy.main(smoke(tmp_path / "whole"))
     accuracy.main(smoke(tmp_path / "pieces", policies=("bfloat16",), seeds=(1,)))
     assert "open: bfloat16 has no seed in common with float32" in capsys.readouterr().out
@@ -130,7 +130,7 @@ def test_runs_in_pieces_give_what_all_at_once_give(line, tmp_path, capsys):
     assert whole[0]["final"]["loss"] == pytest.approx(whole[0]["test"]["loss"][-1], rel=1e-5)
 
 
-def test_what_was_finished_before_an_interruption_is_reported_and_the_rest_is_trained_anew(line, tmp_path, monkeypatch):
+def test_runs_finished_before_an_interruption_are_reported_and_only_the_others_are_trained(line, tmp_path, monkeypatch):
     class Interrupted(accuracy.loop.Run):
         def log_evaluation(self, state):
             if "bfloat16" in str(self.folder) and self._step == 4:
@@ -149,7 +149,7 @@ def test_what_was_finished_before_an_interruption_is_reported_and_the_rest_is_tr
     assert [run["train"] for run in resumed] == [run["train"] for run in whole]
 
 
-def test_when_the_minutes_are_up_a_run_leaves_a_checkpoint_and_the_next_command_goes_on(
+def test_when_the_minutes_are_up_a_checkpoint_is_saved_and_the_next_command_continues(
     line, tmp_path, capsys, monkeypatch
 ):
     class Clock(kept.Clock):
@@ -172,7 +172,7 @@ def test_when_the_minutes_are_up_a_run_leaves_a_checkpoint_and_the_next_command_
     assert [run["final"] for run in resumed] == [run["final"] for run in whole]
 
 
-def test_without_orbax_a_run_that_is_cut_begins_anew_and_finished_ones_stay(line, tmp_path, capsys, monkeypatch):
+def test_without_orbax_an_interrupted_run_starts_again_and_finished_runs_stay(line, tmp_path, capsys, monkeypatch):
     whole = accuracy.main(smoke(tmp_path / "whole", seeds=(0,), steps=4))
     assert "note: " not in capsys.readouterr().out
     config = smoke(tmp_path / "cut", seeds=(0,), minutes=8.0, steps=4)
@@ -204,7 +204,7 @@ def test_without_orbax_a_run_that_is_cut_begins_anew_and_finished_ones_stay(line
     assert "Orbax" not in capsys.readouterr().out  # nothing is left to interrupt
 
 
-def test_a_run_that_breaks_is_told_and_the_others_go_on(line, tmp_path, monkeypatch, capsys):
+def test_a_run_that_fails_is_reported_and_the_others_still_run(line, tmp_path, monkeypatch, capsys):
     train = accuracy.train
 
     def breaks(run, *args):
@@ -246,7 +246,7 @@ def test_training_that_stops_is_a_result_too(line, tmp_path):
     assert "NOT MET: bfloat16 stopped with seed 0: 25 steps in a row were skipped" in text
 
 
-def test_a_report_says_what_was_trained_where_and_how_and_alone_needs_no_device(line, tmp_path, capsys):
+def test_a_report_has_the_training_device_and_command_and_needs_no_device(line, tmp_path, capsys):
     records = accuracy.main(smoke(tmp_path, seeds=(0,)))
     text, printed = (tmp_path / "accuracy.md").read_text(), capsys.readouterr().out
     assert "## SMOKE TEST, no result: images on line, 4 steps of 8 examples" in text
@@ -258,7 +258,7 @@ def test_a_report_says_what_was_trained_where_and_how_and_alone_needs_no_device(
     assert len(accuracy.main(alone)) == 2 and line == []
 
 
-def test_the_picture_has_what_every_policy_reached_and_how_far_that_is_from_float32(tmp_path):
+def test_the_picture_has_the_result_of_every_policy_and_its_difference_to_float32(tmp_path):
     runs = images("float32", [0.8, 0.9]) + images("mixed_bfloat16", [0.7, 0.82]) + images("O3", [float("nan")] * 2)
     reached, far = accuracy_report.pictures("images", accuracy_report.by_variant(runs)["images"])
     assert list(reached.bars) == list(far.bars) == ["float32", "mixed_bfloat16", "O3"]
@@ -270,7 +270,7 @@ def test_the_picture_has_what_every_policy_reached_and_how_far_that_is_from_floa
     assert (tmp_path / "accuracy.png").stat().st_size < 300_000
 
 
-def test_the_flags_of_every_task_are_flags_of_its_script_and_say_whether_the_run_is_that_of_the_field():
+def test_the_flags_of_every_task_are_flags_of_its_script_and_say_whether_the_run_has_full_size():
     for smoke in [False, True]:
         runs = accuracy.plan(accuracy.Config(smoke=smoke))
         per_task = 4 if smoke else 8 * 3
@@ -306,7 +306,7 @@ def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_
     ]  # fmt: skip
 
 
-def test_what_cannot_be_or_is_damaged_ends_it_with_one_line(line, tmp_path, capsys):
+def test_invalid_flags_and_damaged_files_are_an_error_of_one_line(line, tmp_path, capsys):
     for changes, text in [
         ({"smoke": False, "run_dir": None}, "this benchmark needs a GPU, but JAX finds only cpu"),
         ({"steps": 5}, "must be comparable, but in .*/images-float32-seed0.json steps is 4 there and 5 here; "),

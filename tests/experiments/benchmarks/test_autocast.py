@@ -115,7 +115,7 @@ def test_a_step_under_autocast_has_the_products_of_the_step_by_hand(name, policy
     assert sum(products["float32"].values()) == sum(products[autocast.AUTOCAST].values())
 
 
-def test_a_difference_between_programs_is_said_in_words_and_goals_say_whether_they_are_met():
+def test_differences_between_programs_are_described_and_goals_say_whether_they_are_met():
     same = {"products": Counter({"dot bf16×bf16": 3}), "round_trips": 0}
     wider = {"products": Counter({"dot bf16×bf16": 2, "dot f32×f32": 1}), "round_trips": 2}
     assert autocast.differences({"lowered": same}, {"lowered": same}) == []

@@ -36,7 +36,7 @@ def result_of(full=True, **rows):
 # Goals and tables.
 
 
-def test_goals_say_their_figures_which_products_differ_and_what_scaling_adds():
+def test_goals_have_figures_products_that_differ_and_the_cost_of_scaling():
     mib = 2**20
     found = result_of(
         hand_fp32={"peak": 40_000 * mib}, jaxmp_bf16={"peak": 7_000 * mib}, jaxmp_bf16_remat={"peak": 5_500 * mib}
@@ -66,7 +66,7 @@ def test_goals_say_their_figures_which_products_differ_and_what_scaling_adds():
     assert report.notes(result_of(**rows))[-1] == "jaxmp_fp16, against none: +100 kernels, +0.43 GB, +0 MiB"
 
 
-def test_the_table_has_a_row_a_variant_with_its_predicted_time_and_no_torch_below_full_size():
+def test_the_table_has_a_predicted_time_for_each_variant_and_no_torch_below_full_size():
     full, small = (
         report.table(result_of(full=full, hand_fp32={"peak": 2**33}, jaxmp_bf16={})) for full in (True, False)
     )
@@ -81,7 +81,7 @@ def test_the_table_has_a_row_a_variant_with_its_predicted_time_and_no_torch_belo
     assert report.table(found).rows[0][9:11] == ("34.5", "")
 
 
-def test_times_on_record_stand_beside_those_predicted_and_pairs_are_counted():
+def test_recorded_times_are_compared_with_predicted_times_and_pairs_are_counted():
     rows = result_of(hand_fp16={"predicted": 34.0}, hand_bf16={"predicted": 33.0}, hand_tf32={"predicted": 93.33},
                      jaxmp_bf16={"predicted": 30.0}, hand_fp32={"predicted": 331.7})  # fmt: skip
     (found,) = predictions.predictions([rows])
@@ -113,7 +113,7 @@ def test_a_description_has_the_figures_of_the_chip():
         assert f"{line}\n" in targets.TARGETS["h200"].text()
 
 
-def test_without_the_plugin_or_the_assembler_the_error_says_so(monkeypatch, capsys, tmp_path):
+def test_a_missing_plugin_or_assembler_is_an_error_that_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
     with pytest.raises(ModuleNotFoundError, match=r"CUDA plugin, which is not installed: pip install -e"):
         targets.device_of(targets.TARGETS["h200"].text())
@@ -138,7 +138,7 @@ def test_bad_flags_end_it_with_one_line(capsys):
         ({"topology": ("1x8",)}, "slices × hosts × GPUs per host"),
         (
             {"models": ("resnet50",), "variants": ("jaxmp-bf16-remat",)},
-            "--variants jaxmp-bf16-remat are not of --models resnet50",
+            "--variants jaxmp-bf16-remat do not exist for --models resnet50",
         ),
     ]:
         with pytest.raises(SystemExit, match="2"):
@@ -161,7 +161,7 @@ def compiler():
         pytest.skip(reason)
 
 
-def test_half_attention_is_compiled_for_cudnn_without_having_it_and_no_gpu_is_an_error(compiler):
+def test_half_attention_is_compiled_for_cudnn_without_cudnn_and_without_a_gpu(compiler):
     device = targets.device_of(targets.TARGETS["h200"].text())
     x = targets.on(device, jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16))
     with targets.with_cudnn((9, 19, 0)):
@@ -201,7 +201,9 @@ def test_the_benchmark_writes_a_table_a_picture_and_json_and_resumes(compiler, t
     assert compile_only.main(config) == written["results"]
 
 
-def test_sizes_split_over_many_gpus_make_a_table_and_go_on(compiler, tmp_path, capsys, monkeypatch):
+def test_sizes_split_over_many_gpus_make_a_table_and_the_next_command_continues(
+    compiler, tmp_path, capsys, monkeypatch
+):
     config = compile_only.Config(
         topology=("1x2x2",), mesh="data=2,fsdp=2", sizes=("124M",), smoke=True, run_dir=tmp_path
     )
@@ -239,7 +241,7 @@ def compiles(monkeypatch):
     return asked, now
 
 
-def test_what_was_compiled_is_not_compiled_again_and_the_commands_of_all_are_told(compiles, tmp_path):
+def test_existing_results_are_not_compiled_again_and_all_commands_are_recorded(compiles, tmp_path):
     asked, now = compiles
     config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
     now |= {"date": "2026-11-20 10:00", "command": "first"}
@@ -257,7 +259,7 @@ def test_what_was_compiled_is_not_compiled_again_and_the_commands_of_all_are_tol
     assert found["environment"]["date"] == "2026-11-20 11:00" and "- date: 2026-11-20 11:00\n" in text
 
 
-def test_a_folder_is_of_one_gpu_and_of_the_same_versions_and_sizes(compiles, tmp_path, capsys):
+def test_a_folder_has_results_of_one_gpu_with_the_same_versions_and_sizes(compiles, tmp_path, capsys):
     fact = "versions"
     asked, now = compiles
     config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)

@@ -35,7 +35,7 @@ def test_the_products_of_weights_are_float8_and_those_of_bfloat16_are_not(emulat
 
 
 @pytest.mark.slow("traces a block of a large model")
-def test_by_default_a_small_step_has_none_and_a_large_block_has_all(emulated):
+def test_by_default_a_small_step_has_no_float8_products_and_a_large_block_has_only_float8(emulated):
     assert in_float8("step", "124M", float8.DEFAULT, float8.TOKENS) == 0
     assert in_float8("block", 2048, float8.DEFAULT, float8.TOKENS) == 24
     assert in_float8("layer", 768, float8.DEFAULT, float8.TOKENS) == 3  # at any size
@@ -54,7 +54,7 @@ def test_a_layer_has_the_gradients_of_bfloat16_but_for_the_rounding(emulated):
         assert 0.01 < np.linalg.norm(ours - half) / np.linalg.norm(half) < 0.1
 
 
-def test_no_panel_is_empty_and_right_of_the_last_nothing_is_drawn(tmp_path):
+def test_no_panel_is_empty_and_missing_panels_are_not_drawn(tmp_path):
     def cases(*figures):
         rows = {way: dict.fromkeys(figures, 0.9) for way in (float8.HALF, float8.DEFAULT)}
         return [{"part": "block", "size": size, "rows": rows} for size in (64, 128)]
@@ -67,7 +67,7 @@ def test_no_panel_is_empty_and_right_of_the_last_nothing_is_drawn(tmp_path):
 
 
 @pytest.mark.slow("a whole run of a benchmark")
-def test_every_part_has_its_rows_and_what_is_not_installed_says_so(emulated, tmp_path, monkeypatch, capsys):
+def test_every_part_has_its_rows_and_rows_without_their_library_say_so(emulated, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(float8, "PEERS", tuple(float8.Row(row.label, "torchao", "bf16") for row in float8.PEERS))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(float8.plots, "panels", lambda *_: None)
@@ -84,7 +84,7 @@ def test_every_part_has_its_rows_and_what_is_not_installed_says_so(emulated, tmp
     assert json.loads((tmp_path / "float8.json").read_text())["results"] == [ours, peers]
 
 
-def test_a_speed_up_is_over_the_first_way_and_is_held_against_the_goals(monkeypatch):
+def test_a_speed_up_is_relative_to_the_first_way_and_compared_with_the_goals(monkeypatch):
     def compared(make, rounds, *_):
         half, ours = {"GB moved": 2.0, "peak MiB": 100.0}, {"GB moved": 3.0, "peak MiB": 88.0}
         ratios = [[1.0, 1.0, 1.0], [0.8, 0.8, 0.9]]
@@ -120,7 +120,7 @@ def test_compiled_for_a_gpu_the_products_of_a_layer_are_float8_calls(tmp_path, m
     assert "- target: NVIDIA H200 141GB HBM3e" in (tmp_path / "float8.md").read_text()
 
 
-def test_where_there_is_no_gpu_one_line_says_so(capsys, tmp_path):
+def test_without_a_gpu_the_error_is_one_line(capsys, tmp_path):
     with pytest.raises(SystemExit, match="2"):
         float8.main(float8.Config(run_dir=tmp_path / "run"))
     error = capsys.readouterr().err

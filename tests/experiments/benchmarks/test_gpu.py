@@ -69,7 +69,7 @@ def test_a_piece_runs_small_and_is_not_run_again(on, tmp_path, capsys):
     assert "==" not in capsys.readouterr().out
 
 
-def test_a_piece_that_fails_is_told_at_the_end_and_the_others_go_on(on, tmp_path, capsys, monkeypatch):
+def test_a_piece_that_fails_is_reported_at_the_end_and_the_others_still_run(on, tmp_path, capsys, monkeypatch):
     on()
     flag = tmp_path / "mended"
     fails = f"if not Path({str(flag)!r}).exists(): print('error: no such kernel', file=sys.stderr); sys.exit(3)"
@@ -87,7 +87,9 @@ def test_a_piece_that_fails_is_told_at_the_end_and_the_others_go_on(on, tmp_path
     assert states(tmp_path / "run") == {"first": "done", "second": "done"}
 
 
-def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes_on(on, tmp_path, capsys, monkeypatch):
+def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_continues(
+    on, tmp_path, capsys, monkeypatch
+):
     on()
     slow = "began = folder / 'began'; again = began.exists(); began.touch(); time.sleep(0 if again else 100)"
     part = f"part = folder / 'part'; print('whole' if part.exists() else {kept.UNFINISHED!r}); part.touch()"
@@ -113,7 +115,7 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes
     assert states(tmp_path / "run") == {"part": "done", "slow": "done", "last": "done"}
 
 
-def test_a_piece_that_lacked_a_package_says_so_and_runs_again_once_it_is_there(on, tmp_path, capsys, monkeypatch):
+def test_a_piece_that_lacked_a_package_says_so_and_runs_again_once_it_is_installed(on, tmp_path, capsys, monkeypatch):
     on()
     made = pieces(monkeypatch, one="print('measured')", two="pass")
     wants = [("json", "no_such_package"), ("json",)]
@@ -151,7 +153,7 @@ def test_a_piece_that_is_stopped_by_hand_keeps_the_seconds_that_it_took(on, tmp_
     assert piece == {"state": "begun", "seconds": 42.0, "reason": "stopped"}
 
 
-def test_the_command_that_goes_on_is_the_one_that_was_typed(on, tmp_path, capsys, monkeypatch):
+def test_the_command_to_continue_is_the_one_that_was_typed(on, tmp_path, capsys, monkeypatch):
     on()
     pieces(monkeypatch, one=f"print({kept.UNFINISHED!r})")
     (tmp_path / "build/wheelhouse").mkdir(parents=True)
@@ -173,7 +175,7 @@ def test_the_command_that_goes_on_is_the_one_that_was_typed(on, tmp_path, capsys
     assert start == "to do: one" and [first, *sorted(others)] == ["make", *sorted(["gpu", *typed])]
 
 
-def test_what_is_there_is_copied_to_a_dated_folder_and_the_readme_is_written_after_each_piece(
+def test_results_are_copied_to_a_dated_folder_and_the_readme_is_written_after_each_piece(
     on, tmp_path, monkeypatch, capsys
 ):
     on(backend="gpu")
@@ -214,7 +216,7 @@ def test_a_folder_has_pieces_of_one_device_and_of_full_size_only_on_a_gpu(on, tm
     assert "device is 1 × cpu there and 1 × another here; use the device" in capsys.readouterr().err
 
 
-def test_pieces_are_listed_with_their_commands_and_what_they_want_that_is_not_here(capsys, monkeypatch, tmp_path):
+def test_pieces_are_listed_with_their_commands_and_missing_packages(capsys, monkeypatch, tmp_path):
     gpu.main(gpu.Config(list=True, pieces=("step-gpt2",)))
     title, command = capsys.readouterr().out.splitlines()
     assert title == "step-gpt2: the train step of GPT-2, with its energy"
@@ -240,7 +242,7 @@ def wheels():
     return module
 
 
-def test_of_a_wheelhouse_what_is_not_installed_is_taken_unless_it_is_of_another_python(wheels, tmp_path, monkeypatch):
+def test_missing_packages_are_taken_from_a_wheelhouse_for_the_same_python(wheels, tmp_path, monkeypatch):
     house = [tmp_path / f"{name}-1.0-py3-none-any.whl" for name in ("numpy", "no_such_package", "markdown_it_py")]
     assert wheels.lacking(house) == [house[1]]
     monkeypatch.setattr(wheels, "HOUSE", tmp_path)

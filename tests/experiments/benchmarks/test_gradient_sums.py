@@ -30,7 +30,7 @@ def test_the_bias_has_the_sums_of_the_weights_of_the_loss_and_rounding_alone_rou
 
 @pytest.mark.parametrize("name", ["embedding", "weight in a loop", "scale of a norm by hand"])
 @pytest.mark.slow("a part of a benchmark")
-def test_every_way_computes_the_function_that_is_held_against_float64(name):
+def test_every_way_computes_the_function_of_the_float64_reference(name):
     case = CASES[name]
     want = gradient_sums.float64_gradient(case, None)
     whole = {name: jnp.asarray(value) for name, value in case.params.items()}
@@ -66,7 +66,7 @@ def test_pytorch_sums_the_uses_of_a_weight_in_a_loop_in_half_and_a_bias_in_float
 
 
 @pytest.mark.slow("a whole run of a benchmark")
-def test_a_run_leaves_tables_a_picture_and_what_the_readme_says(tmp_path, monkeypatch, capsys):
+def test_a_run_writes_tables_a_picture_and_the_sentence_of_the_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gradient_sums, "cases", lambda smoke: [CASES["embedding"], CASES["scale of a norm by hand"]])
     gradient_sums.main(gradient_sums.Config(halves=("bfloat16",), smoke=True, run_dir=tmp_path))
     run = json.loads((tmp_path / "gradient_sums.json").read_text())

@@ -15,7 +15,7 @@ SMALL = {"smoke": True, "rows": 8, "rounds": 2, "block_ms": 0.1}
 
 
 @pytest.mark.slow("a whole run of a benchmark")
-def test_every_way_is_kept_and_timed_and_a_step_of_some_is_compiled(tmp_path, capsys, monkeypatch):
+def test_every_way_to_store_is_timed_and_some_steps_are_compiled(tmp_path, capsys, monkeypatch):
     config = low_precision.Config(run_dir=tmp_path, **SMALL)
     some = (*low_precision.VARIANTS[:4], ("kahan", "bfloat16"), ("nearest", "float8"))
     monkeypatch.setattr(low_precision, "VARIANTS", some)
@@ -36,7 +36,7 @@ def test_every_way_is_kept_and_timed_and_a_step_of_some_is_compiled(tmp_path, ca
     assert "| stochastic | bfloat16 | 6.00 |" in text and "/ float32" in capsys.readouterr().out
 
 
-def test_on_a_gpu_an_update_moves_what_it_must(monkeypatch, tmp_path):
+def test_on_a_gpu_an_update_moves_no_more_bytes_than_needed(monkeypatch, tmp_path):
     if reason := targets.missing():
         pytest.skip(reason)
     monkeypatch.setattr(low_precision, "step_mib", lambda config, variant: {"float8": 40.0}.get(variant[1], 100.0))
@@ -53,7 +53,7 @@ def test_on_a_gpu_an_update_moves_what_it_must(monkeypatch, tmp_path):
     assert "- target: NVIDIA H200 141GB HBM3e" in text and "jax-cuda13-plugin" in text
 
 
-def test_an_unknown_gpu_ends_it_with_one_line(capsys):
+def test_an_unknown_gpu_is_an_error_of_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         low_precision.main(low_precision.Config(device="h20"))
     error = capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_half_products_round_operands_and_half_everything_rounds_all():
         np.testing.assert_allclose(half_everything(fun, jnp.bfloat16)(X, W), expected, rtol=1e-6)
 
 
-def test_the_table_has_programs_and_libraries_that_are_absent(monkeypatch, tmp_path):
+def test_the_table_has_programs_and_the_libraries_that_are_not_installed(monkeypatch, tmp_path):
     def absent():
         raise AssertionError("a library that is not installed")
 
@@ -75,7 +75,7 @@ def test_the_table_has_programs_and_libraries_that_are_absent(monkeypatch, tmp_p
     assert json.loads((tmp_path / "run" / "real_libraries.json").read_text())["programs"] == [row]
 
 
-def test_a_stopped_run_goes_on_and_a_finished_one_begins_anew(monkeypatch, tmp_path):
+def test_a_stopped_run_continues_and_a_finished_run_starts_again(monkeypatch, tmp_path):
     two = [registry.Program("optax", name, lambda: None) for name in ("first", "second")]
     measured = []
 

@@ -54,7 +54,7 @@ def smoke(folder, **changes):
     return remat.Config(**{**flags, "run_dir": folder, **changes})
 
 
-def test_every_kind_has_its_memory_and_the_report_says_where(steps, tmp_path, capsys):
+def test_every_kind_of_remat_has_its_memory_and_the_report_has_the_device(steps, tmp_path, capsys):
     (group,) = remat.main(smoke(tmp_path))
     assert list(group["rows"]) == ["none", "attention"] and group["policy"] == "mixed_float16"
     assert steps == [("gpt2", "fp16", kind, True, 2) for kind in group["rows"]]
@@ -67,7 +67,7 @@ def test_every_kind_has_its_memory_and_the_report_says_where(steps, tmp_path, ca
     assert result["groups"] == [group]
 
 
-def test_the_largest_batch_is_the_last_that_needs_no_more_than_the_limit(steps, tmp_path):
+def test_the_largest_batch_is_the_last_that_fits_within_the_limit(steps, tmp_path):
     (group,) = remat.main(smoke(tmp_path, remats=("none",), memory_limit="300KB"))
     largest = group["rows"]["none"]["largest"]
     assert largest["limit"] == 300_000 and largest["batch"] % 8 == 0
@@ -78,7 +78,7 @@ def test_the_largest_batch_is_the_last_that_needs_no_more_than_the_limit(steps, 
     assert "a batch of 1 must fit in memory, but its step needs" in (tmp_path / "less" / "remat.md").read_text()
 
 
-def test_the_same_command_goes_on_and_compiles_nothing_twice(steps, tmp_path, capsys):
+def test_the_same_command_continues_and_compiles_nothing_twice(steps, tmp_path, capsys):
     assert remat.main(smoke(tmp_path, minutes=1e-9)) == [] and not steps
     assert "not everything is measured: the same command continues from here" in capsys.readouterr().out
     remat.main(smoke(tmp_path, remats=("none",)))
@@ -87,7 +87,7 @@ def test_the_same_command_goes_on_and_compiles_nothing_twice(steps, tmp_path, ca
     assert remat.main(smoke(tmp_path)) == whole and len(steps) == 2
 
 
-def test_a_folder_is_gone_on_with_in_the_same_setting_only(quick, tmp_path, monkeypatch, capsys):
+def test_a_run_continues_only_with_the_same_setting(quick, tmp_path, monkeypatch, capsys):
     remat.main(smoke(tmp_path, remats=("none",)))
     capsys.readouterr()
     for changes, text in (
@@ -108,7 +108,7 @@ def test_a_folder_is_gone_on_with_in_the_same_setting_only(quick, tmp_path, monk
         assert re.search(f"{name} is .* there and another here", capsys.readouterr().err)
 
 
-def test_what_failed_is_compiled_anew(quick, tmp_path, monkeypatch):
+def test_failed_rows_are_compiled_again(quick, tmp_path, monkeypatch):
     finds = [{"error": "JaxRuntimeError: INTERNAL"}, {"step_bytes": 2**20}]
     monkeypatch.setattr(remat, "measure", lambda *_: finds.pop(0))
     config = smoke(tmp_path, remats=("none",))
@@ -137,7 +137,7 @@ def compiler(steps, monkeypatch):
     return says
 
 
-def test_a_batch_that_had_no_room_to_be_compiled_is_too_large_and_the_search_goes_on(compiler):
+def test_a_batch_for_which_the_compiler_runs_out_of_memory_is_too_large_and_the_search_continues(compiler):
     compiler(lambda batch: NO_MEMORY if batch > 480 else 10 * batch)
     sized = [workload("gpt2", SMOKE["gpt2"], batch_size=batch) for batch in (481, 480)]
     assert [remat.step_bytes(case, ROW) for case in sized] == [NO_ROOM, 4800]
@@ -147,7 +147,7 @@ def test_a_batch_that_had_no_room_to_be_compiled_is_too_large_and_the_search_goe
     assert remat.measure(CASE, ROW, None, None) == {"error": "out of memory"}
 
 
-def test_a_compiler_that_breaks_or_says_nothing_is_told_in_words_and_ends_nothing(compiler):
+def test_a_compiler_that_fails_or_reports_nothing_is_an_error_in_the_table(compiler):
     for needed, text in (
         (None, "the compiler must report how much memory a step needs, but this device's compiler does not"),
         (jax.errors.JaxRuntimeError("INTERNAL: ptxas died"), "JaxRuntimeError: INTERNAL: ptxas died"),
@@ -156,7 +156,7 @@ def test_a_compiler_that_breaks_or_says_nothing_is_told_in_words_and_ends_nothin
         assert remat.measure(CASE, ROW, None, 9000)["error"].startswith(text)
 
 
-def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, monkeypatch):
+def test_invalid_flags_are_an_error_of_one_line(tmp_path, capsys, monkeypatch):
     for changes, text in [
         ({"smoke": False}, "this benchmark needs a GPU, but JAX finds only cpu"),
         ({"remats": ()}, "the number of --remats must be at least 1, got 0"),
@@ -174,7 +174,7 @@ def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, monkeypatch):
     assert "needs its CUDA plugin, which is not installed: pip install" in capsys.readouterr().err
 
 
-def test_what_is_compiled_names_its_target_and_has_its_limit(quick, tmp_path, monkeypatch):
+def test_compiled_results_name_their_target_and_have_its_limit(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "device_of", lambda _: None)
     (group,) = remat.main(smoke(tmp_path, target="h200", memory_limit="1MB", smoke=False, remats=("none",)))
     where = json.loads((tmp_path / "remat.json").read_text())["environment"]
@@ -196,7 +196,7 @@ def group_of(attention_mib):
     return {"model": "gpt2", "policy": "mixed_bfloat16", "text": "GPT-2", "setting": setting, "rows": rows}
 
 
-def test_the_table_has_shares_of_the_step_without_remat_and_why_there_is_none():
+def test_the_table_has_shares_of_the_step_without_remat_or_the_reason_why_there_is_none():
     table = remat.table(group_of(5000))
     assert table.rows == [
         ("none", "10,000", "1.000", "24"), ("attention", "5,000", "0.500", ""), ("full", "out of memory", "", ""),

@@ -66,7 +66,7 @@ def both(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_models_have_as_many_params_as_those_of_the_experiments(name):
+def test_the_models_have_as_many_params_as_the_models_in_jax(name):
     case = workload(name)
     ours, _ = jax.eval_shape(case.init, jax.random.key(0))
     with torch.device("meta"):
@@ -83,7 +83,7 @@ def test_the_same_weights_give_the_loss_of_the_models_by_hand(name):
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_two_steps_with_the_same_weights_have_the_losses_of_those_by_hand(monkeypatch):
+def test_two_steps_with_the_same_weights_have_the_losses_of_the_models_by_hand(monkeypatch):
     case, _, variables, theirs = both("gpt2")
     batch = case.random_batch()
     monkeypatch.setattr(by_hand, "init", lambda *_: variables)

@@ -109,7 +109,7 @@ ROWS_TRACED = ("jaxmp-bf16-remat", "flax-fp16", "jaxmp-tf32", "hand-tf32")
 
 
 @pytest.mark.parametrize("key", ROWS_TRACED)
-def test_a_row_multiplies_in_the_precision_that_it_names(key, monkeypatch):
+def test_a_row_multiplies_in_the_precision_of_its_name(key, monkeypatch):
     def count(fun, *args):
         return dict(flops._of_jaxpr(jax.make_jaxpr(fun)(*args).jaxpr, "default"))
 

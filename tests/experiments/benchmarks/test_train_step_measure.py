@@ -21,7 +21,7 @@ from experiments.models.workloads import workload
 from experiments.report.progress import Progress
 
 
-def test_no_time_for_energy_measures_none(monkeypatch):
+def test_zero_seconds_measure_no_energy(monkeypatch):
     monkeypatch.setattr(measure.memory, "device_peak", lambda: 1)
     monkeypatch.setattr(measure.profiling, "of_jax", lambda turn: {})
     monkeypatch.setattr(measure.energy, "counter", lambda: lambda: 5.0)
@@ -33,7 +33,7 @@ def test_no_time_for_energy_measures_none(monkeypatch):
     assert described == [None, 0.0]
 
 
-def test_each_row_is_measured_in_a_process_of_its_own_in_order(tmp_path):
+def test_each_row_is_measured_in_a_new_process_in_order(tmp_path):
     def command(body):
         return [sys.executable, "-c", f"import json, sys; sys.stdin.readline(); {body}"]
 
@@ -54,7 +54,7 @@ def test_each_row_is_measured_in_a_process_of_its_own_in_order(tmp_path):
     }
 
 
-def test_a_process_that_hangs_is_ended_and_the_next_one_has_its_turn(monkeypatch):
+def test_a_process_that_hangs_is_killed_and_the_next_row_is_measured(monkeypatch):
     monkeypatch.setattr(processes, "PATIENCE", 0.5)
     hangs = "import sys, time; sys.stdin.readline(); time.sleep(0 if sys.argv[1:] else 999); print('{}')"
     commands = {"a": [sys.executable, "-S", "-c", hangs]}
@@ -65,7 +65,7 @@ def test_a_process_that_hangs_is_ended_and_the_next_one_has_its_turn(monkeypatch
     assert time.monotonic() - started < 500
 
 
-def test_a_process_answers_with_its_findings_once_it_may(monkeypatch, capsys):
+def test_a_process_measures_only_after_its_turn_has_come(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(readline=lambda: f"{os.getppid()}\n"))
     processes.answer(lambda: {"loss": float("nan"), "peak": None})
     assert json.loads(capsys.readouterr().out) == {"loss": "nan", "peak": None}
@@ -108,7 +108,7 @@ def test_a_row_whose_turn_never_came_measures_nothing(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_row_that_fails_among_the_others_says_why_and_they_go_on(monkeypatch):
+def test_a_row_that_fails_says_why_and_the_others_are_still_timed(monkeypatch):
     def fails():
         raise OSError("libcudart.so: cannot open")
 
@@ -127,7 +127,7 @@ def test_a_row_that_fails_among_the_others_says_why_and_they_go_on(monkeypatch):
     assert found["hand-bf16"] == found["hand-fp32"] == {"error": "OSError: libcudart.so: cannot open"}
 
 
-def test_what_is_compiled_is_kept_in_a_folder_and_nothing_that_is_compiled_after(tmp_path, monkeypatch):
+def test_programs_are_cached_in_a_folder_only_inside_the_context(tmp_path, monkeypatch):
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")
     jax.jit(lambda x: x + 1)(1.0)
@@ -138,7 +138,7 @@ def test_what_is_compiled_is_kept_in_a_folder_and_nothing_that_is_compiled_after
     assert kept and set((tmp_path / "jax").iterdir()) == kept
 
 
-def test_a_row_without_room_says_so(monkeypatch):
+def test_a_row_that_runs_out_of_memory_says_so(monkeypatch):
     def no_room(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 3 bytes")
 

@@ -71,7 +71,7 @@ def test_a_ratio_is_of_the_newest_rounds_that_have_both_rows_and_torch_is_its_fa
     assert "torch.compile AMP, bf16, max-autotune is 0.968" in train_step_goals.sentences(results)[0]
 
 
-def test_a_row_that_failed_or_whose_loss_is_not_finite_says_why_and_counts_nowhere():
+def test_a_row_that_failed_or_whose_loss_is_not_finite_says_why_and_has_no_figures():
     results = results_of(jaxmp_bf16=(30, 70), hand_fp32=(300, 400))
     del results.turns["train"][0]["hand-fp32"]
     results.alone["hand-fp32"] = {"train": {"error": "out of memory; the largest batch that fits is 8"}}
@@ -104,7 +104,7 @@ def test_a_row_that_failed_beside_others_has_the_figures_of_the_rounds_in_which_
         assert found["ms"] == (30, 30, 30) and "error" not in found
 
 
-def test_the_report_has_the_device_versions_and_commands_of_all_that_lies_in_its_folder(tmp_path, monkeypatch):
+def test_the_report_has_the_device_versions_and_commands_of_all_results_in_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(report.plots, "panels", lambda *_: None)
     about = {
         "model": "gpt2", "text": "GPT-2", "sizes": {}, "items": 1, "unit": "tokens", "model_flops": 1,

@@ -66,7 +66,7 @@ def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
     assert (tmp_path / "train_step.png").stat().st_size > 5000
 
 
-def test_what_is_not_installed_says_so(quick, monkeypatch, tmp_path):
+def test_rows_without_their_library_say_so(quick, monkeypatch, tmp_path):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torch" else find_spec(name))
     monkeypatch.setattr(report.plots, "panels", lambda *_: None)
@@ -111,7 +111,7 @@ CUT = train_step.Config(
 WHOLE = dataclasses.replace(CUT, minutes=0.0)
 
 
-def test_a_run_that_was_cut_goes_on_where_it_stopped(rows_alone, tmp_path, capsys):
+def test_an_interrupted_run_continues_where_it_stopped(rows_alone, tmp_path, capsys):
     started, _ = rows_alone
     config = dataclasses.replace(WHOLE, run_dir=tmp_path)
     train_step.main(dataclasses.replace(CUT, run_dir=tmp_path))
@@ -167,7 +167,7 @@ def test_rows_that_failed_are_tried_again_those_without_figures_first(rows_alone
             second.unlink()
 
 
-def test_a_second_try_comes_after_what_has_no_times_and_loses_none(rows_alone, monkeypatch, tmp_path):
+def test_a_second_try_comes_after_first_tries_and_keeps_earlier_times(rows_alone, monkeypatch, tmp_path):
     order, fails, together, prepare_all = [], ["hand-bf16"], turns.together, measure.prepare_all
 
     def spy(case, *args):
@@ -191,7 +191,7 @@ def test_a_second_try_comes_after_what_has_no_times_and_loses_none(rows_alone, m
     assert order == ["bert", "gpt2", "bert"]  # all rows have times now
 
 
-def test_a_folder_is_gone_on_with_in_the_same_setting_only(rows_alone, tmp_path, monkeypatch, capsys):
+def test_a_run_continues_only_with_the_same_setting(rows_alone, tmp_path, monkeypatch, capsys):
     config = dataclasses.replace(WHOLE, rows=("hand-bf16",), run_dir=tmp_path)
     train_step.main(config)
     capsys.readouterr()
@@ -259,7 +259,7 @@ def test_a_real_row_runs_from_the_command_to_the_table(monkeypatch, tmp_path):
     assert figures["compiled_bytes"] > 1e5 and figures["compile_seconds"] > 0 and len(figures["milliseconds"]) == 2
 
 
-def test_the_sweeps_say_where_half_precision_pays(quick, tmp_path, capsys, monkeypatch):
+def test_the_sweeps_say_where_half_precision_is_faster(quick, tmp_path, capsys, monkeypatch):
     times = iter([2.0, 4.0, 2.0, 4.0])  # at the second value half precision is slower
 
     def one_each(prepared, *_):
@@ -279,7 +279,7 @@ def test_the_sweeps_say_where_half_precision_pays(quick, tmp_path, capsys, monke
         assert [point["value"] for point in points] == [first, second]
 
 
-def test_a_sweep_that_is_cut_goes_on_with_the_widths_that_are_missing(quick, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_sweep_continues_with_the_missing_widths(quick, tmp_path, capsys, monkeypatch):
     timed = []
 
     class Late(kept.Clock):
@@ -308,7 +308,7 @@ def test_a_sweep_that_is_cut_goes_on_with_the_widths_that_are_missing(quick, tmp
     assert "rounds is 20 there and 3 here; use" in capsys.readouterr().err
 
 
-def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
+def test_a_sweep_without_tf32_does_not_say_that_half_precision_is_slower():
     def point(value, *keys):
         return {"value": value, "milliseconds": {key: [5.0 if "tf32" in key else 4.0] for key in keys}, "errors": {}}
 
@@ -325,9 +325,7 @@ def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
     ("broken", "why"),
     [({"milliseconds": [1.0, 1.0], "loss": float("nan")}, "not judged: its loss is nan")],
 )
-def test_what_is_broken_is_told_in_place_of_a_gain_and_of_times_on_busy_cores(
-    quick, tmp_path, monkeypatch, broken, why
-):
+def test_rows_that_failed_have_an_error_in_place_of_gains_and_times(quick, tmp_path, monkeypatch, broken, why):
     together = turns.together
 
     def breaks(prepared, *args):
@@ -372,7 +370,7 @@ def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp
     assert "× on busy cores" in (tmp_path / "train_step_busy.md").read_text()
 
 
-def test_a_look_at_what_runs_names_the_rows_that_do_not_and_tries_them_again(quick, tmp_path, capsys, monkeypatch):
+def test_look_run_names_the_rows_that_fail_and_tries_them_again(quick, tmp_path, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "torch" else find(name, *of))
     names = ("jaxmp-bf16", "flax-fp16", "jaxmp-bf16-remat", "compile-bf16")

@@ -58,7 +58,7 @@ def met(judged: Outcome, tensor_cores: bool = True) -> list[bool | None]:
     return [criterion.met for criterion in comparison_report.criteria(judged, BASELINE, tensor_cores)]
 
 
-def test_all_criteria_are_met_by_what_is_fast_lean_and_as_good_and_each_fails_alone():
+def test_a_fast_small_and_exact_variant_meets_all_criteria_and_each_can_fail_alone():
     assert met(GOOD) == [True] * 5
     assert [c.text for c in comparison_report.criteria(GOOD, BASELINE, True)] == ["2.22×", "40%", "0.00", "100%", ""]
 
@@ -105,7 +105,7 @@ def test_without_tensor_cores_costs_are_not_shown_and_the_table_says_so():
     }
 
 
-def test_the_last_words_name_policies_that_end_like_float32_in_all_tasks():
+def test_the_conclusion_names_policies_as_good_as_float32_in_all_tasks():
     scaled = outcome(loss_scale="dynamic")
     results = {"digits": [BASELINE, WORSE, scaled], "pysource": [BASELINE, outcome(), scaled]}
     metrics = {"digits": "loss", "pysource": "loss"}
@@ -127,7 +127,7 @@ def test_a_table_is_the_same_on_the_terminal_and_in_markdown():
     assert markdown.splitlines()[3].startswith("| --- | --- | ---: |")
 
 
-def test_the_sentence_says_who_is_worse_by_how_much_and_why_and_what_did_not_stay_finite():
+def test_the_sentence_says_which_policies_are_worse_by_how_much_and_why_or_not_finite():
     scaled = outcome(loss_scale="dynamic")
     assert comparison_report.sentence("pysource", [BASELINE, WORSE, scaled], "loss") == (
         "on pysource mixed_float16 without scaling ends 0.50 above float32's held-out loss of 2.10 (77 % of its "
@@ -223,7 +223,7 @@ def test_the_demo_has_a_page_for_each_task_and_a_page_is_one_file_in_a_folder(tm
             compare.page_files(dataclasses.replace(demo, report=files), tmp_path)
 
 
-def test_a_task_takes_the_flags_of_its_script_but_those_that_are_up_to_the_comparison():
+def test_a_task_takes_the_flags_of_its_script_except_those_that_the_comparison_sets():
     for task in ["gpt2", "bert"]:
         found = compare.task_flags(
             compare.Config(task=task, flags=(("dataset=some.txt",),), steps=7, remat="attention")
@@ -248,7 +248,7 @@ def test_a_task_takes_the_flags_of_its_script_but_those_that_are_up_to_the_compa
     assert flags >= loop.MAY_CHANGE and flags >= RESERVED
 
 
-def test_training_that_stops_counts_as_not_a_number_and_the_comparison_goes_on():
+def test_training_that_stops_counts_as_nan_and_the_comparison_continues():
     class StopsAtTheThirdStep:
         calls = 0
 

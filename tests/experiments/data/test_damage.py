@@ -41,7 +41,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_a_damaged_set_is_named_and_prepared_anew_once_it_is_removed(tmp_path):
+def test_a_damaged_set_is_named_and_prepared_again_once_it_is_removed(tmp_path):
     before = data.read("digits", tmp_path / "whole")["train"]["image"]
     for i, (change, reason) in enumerate(DAMAGE.values()):
         root = tmp_path / str(i)

@@ -76,10 +76,14 @@ def test_a_folder_with_some_of_the_four_files_is_named(tmp_path):
 def test_class_folders_that_do_not_fit_are_named(tmp_path):
     for i, (place, names, fault) in enumerate(
         (
-            (".", CIFAR10[:9], "but there is none for truck"),
-            ("cifar10", (*CIFAR10, "cow"), "but cow is none of them"),
+            (".", CIFAR10[:9], "but there is no folder for truck"),
+            ("cifar10", (*CIFAR10, "cow"), "but cow is not one of them"),
             (".", (*CIFAR10, "Cat"), "but Cat, cat are one class"),
-            ("cifar10", ("cats", *CIFAR10[:3], *CIFAR10[4:]), "but cats is none of them and there is none for cat"),
+            (
+                "cifar10",
+                ("cats", *CIFAR10[:3], *CIFAR10[4:]),
+                "but cats is not one of them and there is no folder for cat",
+            ),
         )
     ):
         folder = (tmp_path / str(i) / place).resolve()
@@ -102,13 +106,13 @@ def test_numbered_classes_are_mnists_where_the_folder_has_no_name(tmp_path):
         (tmp_path / split / str(number)).mkdir(parents=True)
         Image.new("L", (28, 28), number).save(tmp_path / split / str(number) / "a.png")
     message = refusal("fashion_mnist", tmp_path)
-    assert "but 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 is none of them" in message
-    assert f"or move them to {tmp_path / 'fashion_mnist'}, where numbers do as well" in message
+    assert "but 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 is not one of them" in message
+    assert f"or move them to {tmp_path / 'fashion_mnist'}, where numbers are allowed too" in message
     columns = data.read("mnist", tmp_path)["train"]
     np.testing.assert_array_equal(columns["image"][:, 0, 0, 0], columns["label"])
 
 
-def test_what_was_not_taken_is_told_before_a_download(tmp_path, monkeypatch, capsys):
+def test_files_that_cannot_be_used_are_reported_before_a_download(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stock, "_reach", lambda url: None)
 
     class Manager:
@@ -122,17 +126,17 @@ def test_what_was_not_taken_is_told_before_a_download(tmp_path, monkeypatch, cap
     assert f"note: not taken: {passed_over[0]}\ndownloading mnist from" in capsys.readouterr().err
 
 
-def test_what_is_called_as_an_image_and_is_none_is_named(tmp_path):
+def test_a_file_with_the_name_of_an_image_that_is_not_one_is_named(tmp_path):
     write_folder(tmp_path / "cifar10", CIFAR10)
     bad = tmp_path / "cifar10" / "train" / "dog" / "5.png"
     bad.mkdir()
-    assert refusal("cifar10", tmp_path).startswith(f"{bad} is damaged or no image (")
+    assert refusal("cifar10", tmp_path).startswith(f"{bad} is damaged or not an image (")
     bad.rmdir()
     bad.symlink_to("nowhere")
-    assert refusal("cifar10", tmp_path).startswith(f"{bad} is damaged or no image (")
+    assert refusal("cifar10", tmp_path).startswith(f"{bad} is damaged or not an image (")
     bad.unlink()
     bad.write_bytes(b"")
-    assert refusal("cifar10", tmp_path) == f"{bad} is damaged or no image (of no known format); replace it"
+    assert refusal("cifar10", tmp_path) == f"{bad} is damaged or not an image (of no known format); replace it"
 
 
 def test_files_of_other_names_in_the_folder_for_them_are_named(tmp_path):
@@ -142,6 +146,7 @@ def test_files_of_other_names_in_the_folder_for_them_are_named(tmp_path):
         (tmp_path / place / f"cifar{i}.zip").write_text("")
     (tmp_path / "downloads" / "manual" / "mnist").mkdir()
     listed = ", ".join(f"cifar{i}.zip" for i in range(5))
-    assert f"Found, but not taken: {tmp_path / place} has {listed}, …, and none is called as an archive of cifar10" in (
-        refusal("cifar10", tmp_path)
+    assert (
+        f"Found, but not taken: {tmp_path / place} has {listed}, …, and none has the name of an archive of cifar10"
+        in (refusal("cifar10", tmp_path))
     )

@@ -97,13 +97,13 @@ def test_a_folder_of_images_at_the_root_that_is_another_sets_is_not_taken(tmp_pa
         data.read("mnist", tmp_path)
 
 
-def test_what_is_wrong_with_images_is_named_and_nothing_is_left_behind(tmp_path):
+def test_errors_in_images_are_named_and_nothing_is_left_behind(tmp_path):
     folder = tmp_path / "downloads" / "manual" / "cifar10"
     write_folder(folder, stock.CLASSES["cifar10"])
     bad, wide, only = (folder / name for name in ("test/dog/0000.png", "train/ship/0001.png", "test/frog/0000.png"))
     whole = bad.read_bytes()
     truncate(bad)
-    with pytest.raises(data.DataError, match=rf"{bad} is damaged or no image \(.*\); replace it"):
+    with pytest.raises(data.DataError, match=rf"{bad} is damaged or not an image \(.*\); replace it"):
         data.read("cifar10", tmp_path)
     bad.write_bytes(whole)
     whole = wide.read_bytes()
@@ -133,7 +133,7 @@ def test_without_network_and_files_the_error_says_what_to_put_where(tmp_path):
     folder = tmp_path / "downloads" / "manual" / "mnist"
     write_mnist(folder)
     (folder / MNIST_FILES[3]).unlink()
-    message = rf"four files .*{folder} lacks {MNIST_FILES[3]}; put there what is missing \(from https://storage"
+    message = rf"four files .*{folder} lacks {MNIST_FILES[3]}; add the missing files \(from https://storage"
     with pytest.raises(data.DataError, match=message):
         data.read("mnist", tmp_path)
 
@@ -174,7 +174,7 @@ def test_with_a_network_tfds_downloads_and_checks(good, tmp_path, monkeypatch, c
                 data.read("mnist", tmp_path / "data")
 
 
-def test_a_set_that_tfds_prepared_is_read_as_it_is_and_one_in_tfrecord_is_explained(tmp_path, capsys):
+def test_a_set_that_tfds_prepared_is_read_unless_it_is_in_tfrecord_files(tmp_path, capsys):
     written = write_mnist(tmp_path / "downloads" / "manual" / "mnist")
     data.read("mnist", tmp_path)
     shown = capsys.readouterr()

@@ -55,7 +55,7 @@ def nothing_remembered():
 # --- documents ------------------------------------------------------------------------------------------------------
 
 
-def test_of_one_file_the_last_tenth_is_held_out_and_none_is_an_error(tmp_path):
+def test_the_last_tenth_of_a_file_is_held_out_and_a_missing_file_is_an_error(tmp_path):
     (tmp_path / "a.log").write_bytes(bytes(range(100)))
     found = corpus.read(str(tmp_path / "a.log"), None)
     assert found.train == [bytes(range(90))] and found.test == [bytes(range(90, 100))]
@@ -177,8 +177,8 @@ def test_files_of_gpt2_that_are_missing_or_damaged_are_errors_that_name_them(tmp
 
 def test_a_vocabulary_that_the_merges_do_not_make_is_refused_unless_in_angle_brackets(tmp_path):
     for change, message in [
-        ({"中": 267}, "no merge makes 1 of the tokens, '中' for one"),
-        ({"ab": 267}, "no merge makes 1 of the tokens, 'ab' for one"),
+        ({"中": 267}, "no merge makes 1 of the tokens, for example '中'"),
+        ({"ab": 267}, "no merge makes 1 of the tokens, for example 'ab'"),
         ({"<|sep|>": "267"}, "numbers are not those from 0 on"),
         ({"<|sep|>": 267.5}, "numbers are not those from 0 on"),
         ({"<|sep|>": 266}, "numbers are not those from 0 on"),
@@ -229,7 +229,7 @@ def test_a_token_ends_every_document_and_auto_is_bytes_where_gpt2s_files_are_not
     assert not (tmp_path / "data" / "tokens").exists()
 
 
-def test_tokens_of_gpt2_are_kept_and_a_damaged_file_is_written_anew(books, tmp_path, encoding, monkeypatch):
+def test_tokens_of_gpt2_are_cached_and_a_damaged_file_is_written_again(books, tmp_path, encoding, monkeypatch):
     first = tokens.load(books, tmp_path / "data", "auto", 0)
     ours, _ = encoding
     assert first.test.tolist() == [*ours.encode(b"the 9\n\n" * 3).tolist(), ours.end]
@@ -255,7 +255,7 @@ def test_tokens_of_gpt2_are_kept_and_a_damaged_file_is_written_anew(books, tmp_p
 def test_a_data_folder_that_cannot_be_written_is_a_note_and_no_error(books, tmp_path, encoding, capsys):
     (tmp_path / "data" / "tokens").write_text("a file where the folder should be")
     assert len(tokens.load(books, tmp_path / "data", "bpe", 0).train)
-    assert "note: the tokens are not kept for the next time" in capsys.readouterr().err
+    assert "note: the tokens are not cached for the next run" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path / "data")) == ["gpt2_bpe", "tokens"]
 
 
@@ -296,7 +296,7 @@ def test_on_several_devices_the_batches_are_the_same_and_each_device_has_rows_of
 # --- masking --------------------------------------------------------------------------------------------------------
 
 
-def test_fifteen_percent_are_to_be_guessed_and_of_these_eighty_ten_and_ten_are_hidden_drawn_and_left():
+def test_fifteen_percent_are_predicted_of_which_eighty_ten_and_ten_are_masked_random_and_unchanged():
     size, end = 50, 49
     shown = jax.random.randint(jax.random.key(1), (200, 500), 0, size, jnp.int32)
     draw = jax.jit(lambda key: mask(key, shown, size, size, end))

@@ -71,7 +71,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return stand_in
 
 
-def test_cudnn_is_asked_where_it_is_wanted_and_has_half_inputs_and_float32_the_plain_products(kernel):
+def test_cudnn_computes_half_inputs_and_plain_products_compute_float32(kernel):
     q, k, v = operands("bfloat16")
     with attention.implementation("cudnn"):
         np.testing.assert_array_equal(attention.attention(q, k, v, causal=True, mask=jnp.asarray(MASK)), 2 * v)
@@ -112,7 +112,7 @@ def test_inputs_that_are_not_alike_and_unknown_implementations_are_refused():
         ):
             attention.attention(q, k, jnp.ones(shape, dtype))
     with (
-        pytest.raises(ValueError, match=r'is "cudnn", "portable" or None, got \'flash\''),
+        pytest.raises(ValueError, match=r'must be "cudnn", "portable" or None, got \'flash\''),
         attention.implementation("flash"),
     ):
         pass

@@ -148,12 +148,12 @@ def test_weights_and_files_that_are_not_a_models_are_refused_by_name(tmp_path):
         ({"h.1.mlp.c_fc.bias": None}, r"the weights of a GPT2 must have h\.1\.mlp\.c_fc\.bias too, which are missing"),
         (
             {"wpe.weight": None},
-            r"the weights must have wpe\.weight, which says the sizes; got h\.0\.attn\.c_attn\.bias",
+            r"the weights must have wpe\.weight, which gives the sizes; got h\.0\.attn\.c_attn\.bias",
         ),
         ({"h.0.ln_3.bias": np.ones(16)}, r"GPT2 has no place for h\.0\.ln_3\.bias; leave them out if that is right"),
         (
             {"h.0.mlp.c_fc.weight": np.ones((64, 16))},
-            r"h\.0\.mlp\.c_fc\.weight must have shape \(16, 64\) beside the other weights, got \(64, 16\)",
+            r"h\.0\.mlp\.c_fc\.weight must have shape \(16, 64\) to fit the other weights, got  \(64, 16\)",
         ),
         (
             {"lm_head.weight": np.ones((41, 16))},
@@ -166,9 +166,9 @@ def test_weights_and_files_that_are_not_a_models_are_refused_by_name(tmp_path):
             PUBLISHED_GPT2.load(tensors)
 
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(range(200)))
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is no whole safetensors file .*pickled by torch"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not a complete safetensors file .*pickled by torch"):
         PUBLISHED_GPT2.load(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"one safetensors file, or its tensors by name, but .* is no file"):
+    with pytest.raises(ValueError, match=r"one safetensors file, or its tensors by name, but .* is not a file"):
         PUBLISHED_BERT.load(tmp_path)
 
     with pytest.raises(ValueError, match=r"a vocabulary of 30522 has 30528 rows in decoder_bias, got 64"):

@@ -46,7 +46,7 @@ def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_
     assert all(predictions.apart(*pair) <= prediction.ERROR for pair in ties)
 
 
-def test_only_what_is_between_the_markers_is_replaced_and_a_damaged_result_is_named(tmp_path):
+def test_only_text_between_the_markers_is_replaced_and_a_damaged_result_is_named(tmp_path):
     file = tmp_path / "README.md"
     file.write_text(f"before\n{readme.BEGIN}old\n{readme.END}\nafter\n")
     readme.write(file, readme.block())
@@ -180,7 +180,7 @@ def test_a_measured_step_gives_ratios_with_their_goals_and_says_where(tmp_path):
     assert "`python -m some`" in text
 
 
-def test_what_was_only_compiled_fills_the_memory_and_is_marked(tmp_path):
+def test_compiled_steps_fill_the_rows_of_memory_and_are_marked(tmp_path):
     compiled(tmp_path / "compile_only")
     found, text = cells(tmp_path)
     assert {name: row["bert"] for name, row in found.items() if row["bert"]} == {
@@ -195,7 +195,7 @@ def test_what_was_only_compiled_fills_the_memory_and_is_marked(tmp_path):
     assert "BERT-Base 13,938 and 51,175" in text
 
 
-def test_what_was_compiled_is_held_against_peaks_that_were_measured_where_there_are_some(tmp_path):
+def test_compiled_peaks_are_compared_with_measured_peaks_if_there_are_any(tmp_path):
     compiled(tmp_path / "compile_only", "gpt2")
     train_step(tmp_path / "train_step", only=("compile-bf16", "compile-fp16", "hand-fp32"))
     found, text = cells(tmp_path)
@@ -205,7 +205,7 @@ def test_what_was_compiled_is_held_against_peaks_that_were_measured_where_there_
     assert "ᶜ compiled for an H200; no GPU was used" in text and "recorded peaks" not in text
 
 
-def test_what_was_measured_counts_before_what_was_compiled_and_a_peak_needs_no_time_of_its_row(tmp_path):
+def test_measured_figures_take_precedence_over_compiled_ones_and_a_peak_needs_no_time(tmp_path):
     compiled(tmp_path / "compile_only", "gpt2")
     train_step(tmp_path / "train_step", together=(("compile-bf16",),))
     found, _ = cells(tmp_path)
@@ -236,7 +236,9 @@ def test_accuracies_and_largest_batches_are_of_their_benchmarks(tmp_path):
     assert found["accuracy of mixed_float16, relative to float32"]["resnet50"] == "✓ +0.33 ± 0.58 points"
     assert found["accuracy of mixed_bfloat16, relative to float32"]["gpt2"] == "✗ stopped"
     assert found["accuracy of mixed_bfloat16, relative to float32"]["bert"] == ""
-    assert found["accuracy of mixed_bfloat16, relative to float32"]["resnet50"] == "+1.00 points, 1 of 3 seeds"  # open: no mark
+    assert (
+        found["accuracy of mixed_bfloat16, relative to float32"]["resnet50"] == "+1.00 points, 1 of 3 seeds"
+    )  # open: no mark
     assert found["largest batch, without → with remat"] == {"resnet50": "–", "bert": "700 → 1200ᶜ", "gpt2": ""}
     assert "`make gpu` measures" in text  # a figure is missing
 
@@ -284,7 +286,9 @@ def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
     block = readme.measured_block(tmp_path)
     assert "an embedding (8 tokens) has an error of 50 % in bfloat16 with Flax's `dtype=`, and of 0.01 % wi" in block
     page = readme.gradient_sums_block(tmp_path)
-    assert page.startswith("![Errors of the gradients of params, by case and method](../experiments/results/gradient_sums/")
+    assert page.startswith(
+        "![Errors of the gradients of params, by case and method](../experiments/results/gradient_sums/"
+    )
     assert "| embedding | 8 tokens | 0.01 % (× 0.5) |" in page and f"{GPU['device']}; {GPU['versions']}; 2026" in page
     assert re.search(r"`make gpu` measures.*All is well\..*\| a \|", block, re.DOTALL)
     assert "- [other](../experiments/results/other/other.md)" in block.splitlines()

@@ -72,7 +72,7 @@ def test_a_step_without_room_to_be_compiled_is_halved_and_not_taken_for_a_point_
         assert str(found).endswith(f"({too_large} would need more than there is)")
 
 
-def test_a_batch_is_no_larger_than_makes_sense_and_what_was_found_is_said():
+def test_a_batch_is_at_most_the_largest_useful_one_and_the_result_is_printed():
     assert largest_batch(affine(0, 1), 10**9, most=100).batch == 96
     assert largest_batch(affine(0, 1), 10**9, most=5).batch == 5
     assert largest_batch(affine(7, 0), 10**9, most=64).batch in (16, 32, 64)
@@ -97,7 +97,9 @@ def test_bytes_are_read_with_their_unit_or_an_error():
         assert batch_size.read_bytes(text) == size
 
     for text in ["", "GB", "2 pounds", "-1GB", "0", "1.2.3", "i", "2ib"]:
-        with pytest.raises(ValueError, match=r"--memory-limit is a number of bytes, got .*; write 20GB or 512MiB, say"):
+        with pytest.raises(
+            ValueError, match=r"--memory-limit is a number of bytes, got .*; write 20GB or 512MiB, for example"
+        ):
             batch_size.read_bytes(text)
 
 
@@ -185,7 +187,7 @@ def test_a_resumed_run_keeps_the_batch_that_it_began_with(tmp_path):
     assert resumed == Config(run_dir=tmp_path, resume=True, batch_size=40)
 
 
-def test_a_limit_that_nothing_fits_in_or_for_a_batch_that_is_named_is_an_error():
+def test_a_limit_that_is_too_small_or_for_a_given_batch_size_is_an_error():
     remedies = r"recompute more \(--remat attention or full\), use a half-precision policy, .*, or raise --memory"
     message = rf"a batch of 4 must fit in memory, but its step needs 3.00 GB of 2.00 GB; {remedies}"
     with pytest.raises(ValueError, match=message):

@@ -57,7 +57,7 @@ def save(folder: Path, state: jaxmp.TrainState, *steps: int, keep: int = 3) -> N
             manager.save(step, state, ABOUT)
 
 
-def test_every_leaf_comes_back_bit_for_bit_and_so_does_what_was_said_about_it(tmp_path):
+def test_every_leaf_and_the_record_are_restored_bit_for_bit(tmp_path):
     saved = state(seed=1)
     save(tmp_path, saved, 5)
     for item in (".", "state", "state/d", "about"):  # like a file manager
@@ -98,7 +98,7 @@ def test_a_state_may_be_donated_while_it_is_written(tmp_path):
         assert same(read(tmp_path, step).restore(now, ABOUT["precision"]), copy)
 
 
-def test_the_last_ones_are_kept_and_a_half_written_one_is_none_and_is_removed_by_the_next_run(tmp_path):
+def test_the_last_checkpoints_are_kept_and_the_next_run_removes_an_unfinished_one(tmp_path):
     save(tmp_path, state(), 0, 1, 2, keep=2)
     assert checkpoints.steps(tmp_path) == [1, 2]
     half = (tmp_path / "2").rename(tmp_path / "2.orbax-checkpoint-tmp")
@@ -147,7 +147,7 @@ def test_writes_that_fail_beside_the_one_that_is_raised_are_not_logged_as_well(t
     assert not caplog.records
 
 
-def test_what_ended_a_run_comes_before_a_checkpoint_that_could_not_be_written(tmp_path, monkeypatch):
+def test_the_error_that_ended_a_run_comes_before_that_of_a_checkpoint(tmp_path, monkeypatch):
     def fail(*_: Any) -> None:
         raise OSError("no space left")
 
@@ -276,7 +276,7 @@ def moved(loss_scale: Any, **changes: Any) -> Any:
     ],
     ids=["period", "dynamic to headroom"],
 )
-def test_a_loss_scale_of_the_same_kind_goes_on_and_another_starts_afresh(before, after, goes_on, tmp_path):
+def test_a_loss_scale_of_the_same_kind_continues_and_another_starts_fresh(before, after, goes_on, tmp_path):
     saved = state(moved(before), seed=1)
     saved = saved.replace(stuck=jnp.int32(9), skipped=jnp.int32(11))
     save(tmp_path, saved, 1)
@@ -290,7 +290,7 @@ def test_a_loss_scale_of_the_same_kind_goes_on_and_another_starts_afresh(before,
     assert same(restored.opt_state[0].inner_state, saved.opt_state[0].inner_state)
 
 
-def test_a_loss_scale_whose_rule_counts_something_more_goes_on_and_counts_that_from_the_start(tmp_path):
+def test_a_loss_scale_with_a_further_counter_continues_and_starts_that_counter_fresh(tmp_path):
     save(tmp_path, state(moved(jaxmp.DynamicLossScale(1024))), 1)
     fresh = state(jaxmp.DynamicLossScale(64, hysteresis=2))
     restored = read_last(tmp_path).restore(fresh, ABOUT["precision"])

@@ -67,7 +67,7 @@ class Process:
 
 
 @pytest.mark.slow("kills processes")
-def test_a_run_killed_3_times_ends_bit_for_bit_where_one_left_alone_ends(tmp_path):
+def test_a_run_killed_3_times_ends_bit_for_bit_like_an_undisturbed_run(tmp_path):
     cache = tmp_path / "compiled"  # written by the undisturbed run, so that no process is killed while it writes here
     alone = dataclasses.replace(CONFIG, run_dir=tmp_path / "alone")
     killed = dataclasses.replace(CONFIG, run_dir=tmp_path / "killed")

@@ -90,7 +90,7 @@ def test_a_resumed_run_ends_where_the_other_ends_with_its_metrics_and_summary(wh
     assert f"resuming {run.run_dir} at step 4" in said
 
 
-def test_sigterm_saves_the_step_at_hand_and_the_run_goes_on_from_there(whole, tmp_path, capsys):
+def test_sigterm_saves_the_current_step_and_the_run_resumes_from_there(whole, tmp_path, capsys):
     def terminated(config: Config) -> Any:
         experiment = prepare(config)
 
@@ -173,7 +173,7 @@ def test_without_a_folder_it_is_the_newest_run_of_the_experiment(run, tmp_path, 
     assert [folder.name for folder in newest.parent.iterdir() if (folder / "summary.json").is_file()] == [newest.name]
 
 
-def test_what_makes_it_another_run_is_refused(run, capsys):
+def test_flags_that_a_resumed_run_must_keep_are_checked(run, capsys):
     where = f"{run.run_dir}"
     mixed, half = (jaxmp.get_policy(name) for name in ("mixed_float16", "float16"))
     keeps = f"a resumed run keeps its flags, but in {where} "
@@ -204,7 +204,7 @@ def test_the_number_of_steps_may_not_change_under_a_schedule(whole, tmp_path, ca
 
 
 @pytest.mark.slow("trains twice")
-def test_another_policy_with_the_same_params_goes_on_and_the_loss_scale_too(whole, run):
+def test_a_run_resumes_under_another_policy_with_the_same_params_and_loss_scale(whole, run):
     config = dataclasses.replace(run, policy="mixed_bfloat16", loss_scale="dynamic:loss_scale=8,period=3", remat="full")
     assert train(config)["policy"] == str(jaxmp.get_policy("mixed_bfloat16"))
     one, other = ([row for row in rows(folder) if row[1] == "train"] for folder in (run.run_dir, whole[0].run_dir))
@@ -289,7 +289,7 @@ def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resum
     assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
 
 
-def test_a_summary_that_is_none_is_an_error_and_can_be_made_anew(whole, tmp_path, capsys):
+def test_a_damaged_summary_is_an_error_and_can_be_written_again(whole, tmp_path, capsys):
     config = dataclasses.replace(whole[0], run_dir=tmp_path / "run", resume=True)
     shutil.copytree(whole[0].run_dir, config.run_dir)
     path = config.run_dir / "summary.json"
@@ -311,7 +311,7 @@ def test_metrics_that_are_something_else_or_were_cut_off_are_an_error(run, capsy
     ends_with(run, train, f"bytes of its metrics, but {metrics} has fewer; put the file back, or start another", capsys)
 
 
-def test_a_damaged_checkpoint_is_named_and_what_is_offered_works(whole, run, capsys):
+def test_a_damaged_checkpoint_is_named_and_the_offered_remedy_works(whole, run, capsys):
     file = max((run.run_dir / "checkpoints" / "4" / "state" / "d").iterdir(), key=lambda file: file.stat().st_size)
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     damaged = run.run_dir / "checkpoints" / "4"

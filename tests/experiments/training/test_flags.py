@@ -51,7 +51,7 @@ def test_a_loss_scale_is_read_with_its_parameters_or_an_error():
         assert str(read_loss_scale(text)) == str(expected)
 
     for text, message in [
-        ("dynamc", "unknown loss scale 'dynamc'; known, nearest first: 'dynamic', .*; write static:4096, say"),
+        ("dynamc", "unknown loss scale 'dynamc'; known, nearest first: 'dynamic', .*; write static:4096, for example"),
         ("static", "a static loss scale needs its value, got 'static'; write static:4096"),
         ("none:2", "the loss scale 'none' has no parameter '2'; its parameters: none at all"),
         ("dynamic:perod=10", "the loss scale 'dynamic' has no parameter 'perod=10'; its parameters: 'period', "),
@@ -110,7 +110,7 @@ def test_an_unknown_flag_ends_with_code_2_and_flags_may_repeat(capsys):
     assert config.policies == ("O2", "float16@none") and config.seeds == (3, 4)
 
 
-def test_a_flag_that_cannot_be_is_an_error_before_anything_is_read(monkeypatch):
+def test_an_invalid_flag_is_an_error_before_anything_is_read(monkeypatch):
     for script, flags, message in [
         (image_classification, {"batch_size": 0}, "--batch-size must be at least 1, got 0"),
         (image_classification, {"accumulate": 3}, "--accumulate must divide --batch-size, got 3 for batches of 64"),
@@ -155,7 +155,7 @@ def test_a_batch_larger_than_the_held_out_text_is_blamed_itself(tmp_path):
         language_modeling.prepare(config)
 
 
-def test_what_a_user_got_wrong_is_one_line_and_code_2_and_training_that_cannot_go_on_code_1(capsys, monkeypatch):
+def test_user_errors_are_one_line_and_exit_code_2_and_failed_training_is_exit_code_1(capsys, monkeypatch):
     with pytest.raises(SystemExit) as end, cli.bad_values_end_it():
         raise ValueError("a rule,\nand what came")
     assert end.value.code == 2

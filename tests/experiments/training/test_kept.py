@@ -11,7 +11,7 @@ from experiments.measure import turns
 from experiments.training import kept
 
 
-def test_the_time_that_is_left_decides_whether_something_starts(monkeypatch):
+def test_the_remaining_time_decides_whether_a_measurement_starts(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(kept.time, "monotonic", lambda: now[0])
     clock, endless = kept.Clock(minutes=8), kept.Clock(minutes=0)
@@ -31,7 +31,7 @@ def test_settings_that_differ_are_refused_and_environments_are_joined(tmp_path):
     kept.require_alike(file, {**setting, "energy_s": 2.0, "sizes": (1, 2)})  # as a list in JSON
     with pytest.raises(ValueError, match=f"but in {file} energy_s is 2.0 there and None here; use the device"):
         kept.require_alike(file, {**setting, "sizes": (1, 2)})
-    with pytest.raises(ValueError, match=f"but in {file} smoke is False there and True here; take"):
+    with pytest.raises(ValueError, match=f"but in {file} smoke is False there and True here; use"):
         kept.require_alike(file, {"smoke": True, "device": "another"})
 
     first = {"device": "one", "command": "a; b", "date": "2026-11-20"}
@@ -40,7 +40,7 @@ def test_settings_that_differ_are_refused_and_environments_are_joined(tmp_path):
     assert kept.joined([again, {**first, "device": "two"}])["device"] == "one; two"
 
 
-def test_what_a_folder_has_is_not_measured_again_unless_it_failed(tmp_path):
+def test_existing_results_are_not_measured_again_unless_they_failed(tmp_path):
     asked = []
 
     def find(**found):
@@ -55,7 +55,7 @@ def test_what_a_folder_has_is_not_measured_again_unless_it_failed(tmp_path):
     assert len(has.environments) == 3 and json.loads((tmp_path / "a.json").read_text())["environment"] == WHERE
 
 
-def test_without_time_what_was_found_before_stays_and_the_command_says_that_something_is_left(tmp_path, capsys):
+def test_without_time_earlier_results_stay_and_the_command_says_that_something_is_left(tmp_path, capsys):
     kept.Kept(tmp_path, 0, WHERE).save("a", {"error": "no room"})
     has = kept.Kept(tmp_path, 1e-9, WHERE)
     assert has.get("a", lambda: {"ms": 1})["error"] == "no room" and has.get("b", lambda: {"ms": 1}) is None
@@ -75,7 +75,7 @@ def test_a_package_that_was_installed_since_is_no_other_version(tmp_path):
         has("Python 3.12.1, jax 2, torch 3").require_alike("a.json")
 
 
-def test_what_lacked_a_package_is_measured_once_it_is_installed(tmp_path, monkeypatch):
+def test_a_row_that_lacked_a_package_is_measured_once_it_is_installed(tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError) as error:
         importlib.import_module("no_such_package.within")
     lacking = {"rows": {"jmp": {"error": turns.reason(error.value)}, "own": {"ms": 1}}}

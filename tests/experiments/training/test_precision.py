@@ -23,7 +23,7 @@ def told(*patterns):
     return {"policy": "mixed_bfloat16", "overrides": dict.fromkeys(patterns, "float32")}
 
 
-def test_each_loss_function_is_told_the_overrides_that_match_in_it():
+def test_each_loss_function_gets_the_overrides_that_match_in_it():
     ours, theirs = split_overrides(told("train", "*", "test"), [in_scope("train"), in_scope("test")])
     assert ours == told("train", "*") and theirs == told("*", "test")
 

@@ -61,7 +61,7 @@ def test_the_first_process_alone_shows_and_writes(alone, folder):
 
 @pytest.mark.slow("trains in two processes")
 @pytest.mark.parametrize("devices", [1, 4])
-def test_what_two_processes_saved_any_number_of_devices_restores_bit_for_bit(alone, folder, devices):
+def test_a_checkpoint_of_two_processes_is_restored_bit_for_bit_on_any_number_of_devices(alone, folder, devices):
     checkpoint = checkpoints.read(folder / "alone" / "checkpoints", 12)
     on = jax.make_mesh((1, devices, 1), mesh.AXES, devices=jax.devices()[:devices])
     config = cli.parse(language_modeling.Config, "", arguments(folder, "none", mesh=f"fsdp={jax.device_count()}"))
@@ -86,7 +86,7 @@ def hanging(alone: Job, folder: Path) -> Job:
 
 
 @pytest.mark.slow("kills processes of a job")
-def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_ends(alone, hanging, folder, tmp_path):
+def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_like_an_undisturbed_job(alone, hanging, folder, tmp_path):
     run = tmp_path / "killed"
 
     job = Job(folder, arguments(folder, str(run), steps=AMPLE))
@@ -146,7 +146,7 @@ def test_bad_input_is_one_error_on_every_process_and_none_hangs(folder):
     assert job.errors() == ["error: the same on both"] * 2
 
 
-def test_flags_of_processes_that_cannot_be_are_an_error_and_one_process_under_slurm_is_one(monkeypatch):
+def test_invalid_flags_of_processes_are_an_error_and_a_single_process_under_slurm_is_allowed(monkeypatch):
     for given, message in [
         ({"coordinator": "a:1"}, "--coordinator, --processes and --process-id go together, got a:1, None and None; gi"),
         ({"coordinator": "a", "processes": 2, "process_id": 0}, "--coordinator is HOST:PORT of process 0, got 'a'; wr"),
