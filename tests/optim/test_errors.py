@@ -49,7 +49,7 @@ MISTAKES = {
     "arguments of loss_scaling": {
         "a number as the scale": (lambda: loss_scaling(SGD, 2.0**15), TypeError, "got 32768.0; write jaxmp.loss"),
         "a scale's class": (lambda: loss_scaling(SGD, DynamicLossScale), TypeError, "DynamicLossScale()"),
-        "swapped": (lambda: loss_scaling(DynamicLossScale(), SGD), TypeError, "one of optax's, got an"),
+        "swapped": (lambda: loss_scaling(DynamicLossScale(), SGD), TypeError, "an optax transform, got an"),
         "grad_norm as a number": (
             lambda: loss_scaling(SGD, DynamicLossScale(), grad_norm=1.0),
             TypeError,
@@ -132,7 +132,7 @@ MISTAKES = {
         "that would be broadcast": (
             lambda: tx_of().update({"a": jnp.ones(1)}, tx_of().init({"a": jnp.ones(2)}), {"a": jnp.ones(2)}),
             ValueError,
-            "the update of 'a' has the shape (1,), its param (2,)",
+            "the update of 'a' has the shape (1,), but its param has (2,)",
         ),
         "inside MultiSteps": (
             lambda: jaxmp.keep_if_skipped(optax.MultiSteps(tx_of(), 2).init(jnp.ones(2)), 1.0, 0.0),
@@ -210,7 +210,7 @@ BAD_FIELDS = [
 ]
 BAD_FIELDS_OF_HEADROOM = [
     ({"loss_scale": 0.0}, "loss_scale must be positive and finite"),
-    ({"headroom": -1}, "headroom must be from 0 to 128 binary orders, got -1: 4 keeps a factor of 16 free"),
+    ({"headroom": -1}, "headroom must be a number from 0 to 128, got -1: 4 leaves a factor of 16 before overflow"),
     ({"running_max": math.nan}, "running_max must be finite in float32 and not negative, got nan"),
     ({"loss_scale": 1000.0}, "loss_scale must be a power of two, got 1000.0: HeadroomLossScale has no other"),
     ({"min_loss_scale": 3}, "min_loss_scale must be a power of two, got 3.0"),
@@ -251,7 +251,7 @@ def test_what_is_no_optimizer_is_refused():
             train_state.with_tx,
             lambda wrong: jaxmp.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), wrong),
         ):
-            refused(lambda use=use, wrong=wrong: use(wrong), TypeError, "an optimizer must be one of optax's, got ")
+            refused(lambda use=use, wrong=wrong: use(wrong), TypeError, "an optimizer must be an optax transform, got ")
 
 
 NOT_OURS = [

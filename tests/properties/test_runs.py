@@ -222,7 +222,7 @@ def test_a_loop_gives_the_bits_of_its_steps_with_casts_by_hand(api, policy):
 @each_api
 def test_a_float16_loss_is_refused_with_what_to_write_instead(api):
     model = mixed(api.dense(), "p=f32,c=f16,o=f16")
-    text = "must be float32, got float16, in which the scale overflows; compute it from float32"
+    text = "must be float32, got float16, in which the scaled loss may overflow; compute it from float32"
     loss_scale = jaxmp.DynamicLossScale()
     with pytest.raises(TypeError, match=text):
         if api is NNX:
