@@ -1,4 +1,4 @@
-"""Layers and models whose params meet hundreds of rows, tokens, pixels or turns, in Linen and in NNX."""
+"""Linen and NNX models whose params are used for hundreds of rows, tokens, pixels or iterations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from experiments.models import nnx as nnx_models
 
 
 class Case(NamedTuple):
-    """A module, made with dtypes by hand or without, and its input; ``method`` is what is called of it."""
+    """A function that makes a module, and the module's input.
+
+    ``make`` takes dtypes as keyword arguments. ``method`` is called with the module and the input, in place of the
+    module's ``__call__``.
+    """
 
     make: Callable[..., Any]
     x: np.ndarray
@@ -33,7 +37,7 @@ def normal(scale: float = 1, shape: tuple[int, ...] = ()) -> np.ndarray:
 
 
 def tokens(*shape: int, vocabulary: int = 40, seed: int = 0) -> np.ndarray:
-    """Tokens of Zipf's law, as those of a text: one of them is a quarter of all."""
+    """Return random tokens by Zipf's law, as in a text: a quarter of them are the same token."""
     shares = 1 / np.arange(1, vocabulary + 1)
     return np.random.default_rng(seed).choice(vocabulary, size=shape, p=shares / shares.sum()).astype(np.int32)
 
@@ -120,11 +124,11 @@ NNX = {
 }
 
 
-# --- what people write themselves, as functions of an input and of params by name -------------------------------------
+# --- code of users without layers: functions of an input and of named params ------------------------------------------
 
 
 def position_table(x: Any, positions: Any, kernel: Any) -> Any:
-    """Added to every example of the batch, by the broadcast that ``+`` implies."""
+    """Add a table of positions to every example, by the broadcast of ``+``."""
     return x @ kernel + positions
 
 
@@ -134,7 +138,7 @@ def cast_by_its_author(x: Any, positions: Any, kernel: Any) -> Any:
 
 
 def class_token(x: Any, token: Any, kernel: Any) -> Any:
-    """Repeated for each example and put before its rows."""
+    """Repeat a token for each example, and put it before the example's rows."""
     return jnp.concatenate([jnp.broadcast_to(token, (x.shape[0] * 15, 2, 4)), (x @ kernel).reshape(-1, 2, 4)], axis=1)
 
 
@@ -153,26 +157,26 @@ def lookup(ids: Any, table: Any, kernel: Any) -> Any:
 
 
 def relative_positions(x: Any, table: Any, kernel: Any) -> Any:
-    """A bias for each distance, looked up for each pair of places and added for each example."""
+    """Look up a bias by the distance of each two positions, and add it for each example."""
     q, places = x @ kernel, np.arange(x.shape[1])
     distances = np.abs(places[:, None] - places)
     return (q @ q.mT + table[distances]) @ q
 
 
 def cumulated(x: Any, steps: Any, kernel: Any) -> Any:
-    """Thresholds that grow: each is a sum of params."""
+    """Add growing thresholds, each of which is a sum of params."""
     return jnp.reshape(x @ kernel, (-1, 300, 4)) + jnp.cumsum(steps, axis=0)
 
 
 def used_in_turn(x: Any, kernel: Any, bias: Any) -> Any:
-    """One weight used again and again, in a row."""
+    """Use the same weight three times in a row."""
     for _ in range(3):
         x = jnp.tanh(x @ kernel + bias)
     return x
 
 
 def weights_in_a_loop(x: Any, kernel: Any, recurrent: Any, bias: Any) -> Any:
-    """A recurrence over 600 turns with a bias that each turn adds."""
+    """Compute a recurrence of 600 iterations that add the same bias."""
     turns = jnp.swapaxes(x @ kernel, 0, 1)
 
     def turn(state: Any, x: Any) -> Any:
@@ -183,7 +187,7 @@ def weights_in_a_loop(x: Any, kernel: Any, recurrent: Any, bias: Any) -> Any:
 
 
 def rows_in_a_loop(x: Any, table: Any, kernel: Any) -> Any:
-    """In each turn another row of one table."""
+    """Add a row of a table in each iteration, alternating between two rows."""
     turns = jnp.swapaxes(x @ kernel, 0, 1)
 
     def turn(state: Any, x: Any) -> Any:
@@ -195,7 +199,7 @@ def rows_in_a_loop(x: Any, table: Any, kernel: Any) -> Any:
 
 
 def layers_in_a_loop(x: Any, kernels: Any, biases: Any) -> Any:
-    """A residual stream through layers whose weights lie in one array."""
+    """Scan a residual stream over layers with stacked weights."""
     return lax.scan(lambda x, layer: (x + jnp.tanh(x @ layer[0] + layer[1]), None), x, (kernels, biases))[0]
 
 
@@ -240,7 +244,7 @@ WRITTEN: dict[str, tuple[Callable[..., Any], np.ndarray, dict[str, tuple[int, ..
 
 
 class LinenOwn(nn.Module):
-    """A function of an input and of params by name, as a module without a ``dtype`` field."""
+    """A function of an input and named params as a Linen module without a ``dtype`` field."""
 
     fun: Callable[..., Any]
     shapes: Any
@@ -251,7 +255,7 @@ class LinenOwn(nn.Module):
 
 
 class NNXOwn(nnx.Module):
-    """The same in NNX."""
+    """:class:`LinenOwn` in NNX."""
 
     def __init__(self, fun: Callable[..., Any], shapes: Any) -> None:
         self.fun = fun
@@ -262,7 +266,7 @@ class NNXOwn(nnx.Module):
 
 
 def written(module: Any) -> dict[str, Case]:
-    """The functions as modules of one of Flax's interfaces."""
+    """Return the functions of WRITTEN as modules of the class ``module``."""
 
     def case(fun: Callable[..., Any], x: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> Case:
         return Case(lambda **_: module(fun, tuple(shapes.items())), x)
@@ -274,7 +278,7 @@ def written(module: Any) -> dict[str, Case]:
 
 
 class Stack(nn.Module):
-    """Layers in a loop of Linen's, with params of their own or of one layer that all turns share."""
+    """Layers in ``nn.scan``, which have their own params or share the params of one layer."""
 
     shared: bool
     turns: int
@@ -289,7 +293,7 @@ class Stack(nn.Module):
 
 
 class Turn(nn.Module):
-    """A layer of :class:`Stack`, on a residual stream."""
+    """A layer of :class:`Stack`, with a residual connection."""
 
     own: Any
 
@@ -299,7 +303,7 @@ class Turn(nn.Module):
 
 
 class Vmapped(nn.Module):
-    """One layer over the examples of a batch, by Linen's vmap."""
+    """One layer that ``nn.vmap`` maps over the examples of a batch."""
 
     own: Any
 
@@ -309,7 +313,7 @@ class Vmapped(nn.Module):
 
 
 class NNXLifted(nnx.Module):
-    """One layer behind one of NNX's transforms."""
+    """One layer inside one of NNX's transforms."""
 
     def __init__(self, lift: Callable[[Any, Any], Any], own: Any) -> None:
         self.lift, self.linear = lift, nnx.Linear(4, 4, rngs=nnx.Rngs(0), **own)
@@ -326,7 +330,7 @@ def scanned(linear: Any, x: Any) -> Any:
 
 
 def without_dropout(net: nnx_zoo.Net) -> nnx_zoo.Net:
-    """In float64 its masks would be others."""
+    """Return ``net`` without dropout, whose masks would differ in float64."""
     net.drop.deterministic = True
     return net
 
@@ -376,7 +380,7 @@ NNX_MODELS = {
 
 
 class Function(NamedTuple):
-    """A model as a function ``apply(params, x)``, and both for it."""
+    """A model as a function ``apply(params, x)``, and its two arguments."""
 
     apply: Callable[[Any, Any], Any]
     params: Any
@@ -384,7 +388,7 @@ class Function(NamedTuple):
 
 
 def linen_function(case: Case, policy: str | None = None, **own: Any) -> Function:
-    """A Linen model under a policy, or with dtypes by hand."""
+    """Return a Linen model as a function, under a policy or with dtypes by hand."""
     module, x = case.make(**own), in_dtype(case.x, **own)
     init = functools.partial(module.init, jax.random.key(0), method=case.method)
     variables = drawn(jax.eval_shape(init, x), **own)
@@ -399,7 +403,7 @@ def linen_function(case: Case, policy: str | None = None, **own: Any) -> Functio
 
 
 def nnx_function(case: Case, policy: str | None = None, **own: Any) -> Function:
-    """The same for an NNX model."""
+    """Return an NNX model as a function, under a policy or with dtypes by hand."""
 
     def parts() -> Any:
         model = case.make(**own) if policy is None else jaxmp.nnx.apply_policy(case.make(**own), policy)
@@ -409,8 +413,8 @@ def nnx_function(case: Case, policy: str | None = None, **own: Any) -> Function:
     rest, run = drawn(rest, **own), case.method or (lambda model, x: model(x))
 
     def apply(params: Any, x: Any) -> Any:
-        here = jax.tree.map(lambda leaf: leaf + 0 if is_float(leaf) else leaf, rest)  # may change where it was made
-        return run(nnx.merge(graph, params, here), x)
+        copies = jax.tree.map(lambda leaf: leaf + 0 if is_float(leaf) else leaf, rest)  # which the model may change
+        return run(nnx.merge(graph, params, copies), x)
 
     return Function(apply, drawn(params, **own), in_dtype(case.x, **own))
 
@@ -420,12 +424,12 @@ def is_float(x: Any) -> bool:
 
 
 def in_dtype(tree: Any, dtype: Any = np.float32, **_: Any) -> Any:
-    """The floats of ``tree`` in that dtype."""
+    """Return ``tree`` with its floats in ``dtype``."""
     return jax.tree.map(lambda x: jnp.asarray(x, dtype if is_float(x) else x.dtype), tree)
 
 
 def drawn(tree: Any, dtype: Any = np.float32, **_: Any) -> Any:
-    """Numbers for params of these shapes: scales and biases near one, kernels that keep the variance."""
+    """Return random params: scales and biases near 1, and kernels that keep the variance."""
     rng = np.random.default_rng(0)
 
     def draw(x: Any) -> Any:
@@ -457,10 +461,10 @@ TRANSFORMS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 def loss(fun: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The mean of all results, each with a weight of its own, after a product that turns them round.
+    """Return a loss: a weighted sum of the results, after a product that reverses their rows.
 
-    The weights are positive but for a sixth of them: the cotangents have a mean, as those of a loss often have, and
-    sums of them grow.
+    Five sixths of the weights are positive. So the mean of the cotangents is not zero, as with many losses, and sums
+    of cotangents grow.
     """
 
     def loss(params: Any, x: Any) -> Any:

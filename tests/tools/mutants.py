@@ -190,12 +190,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", type=int, default=8, help="the number of quickest tests that run first")
-    parser.add_argument(
-        "--seconds", type=float, default=20, help="how many seconds the other tests of a mutant may take"
-    )
-    parser.add_argument(
-        "--mutants", type=Path, help="the results of an earlier run: run only its surviving mutants again"
-    )
+    parser.add_argument("--seconds", type=float, default=20, help="the time for more tests of a mutant")
+    parser.add_argument("--mutants", type=Path, help="the results of an earlier run, to test its survivors again")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--record", action="store_true", help="write the result into tests/README.md")
     options = parser.parse_args()
@@ -232,7 +228,8 @@ def main() -> None:
     print(f"{count} of {len(rows)} mutants found")
     if options.record:
         tried = (
-            f"{effort['tests']} quickest tests of its line, then tests of its folder for {effort['seconds']:g} seconds"
+            f"{effort['tests']} quickest tests that run its line, and then with more of these tests for "
+            f"{effort['seconds']:g} seconds"
         )
         record(rows, tried, options.seed)
 
@@ -254,7 +251,8 @@ def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
     ]
     table = (
         f"The tests found {len(rows) - len(survivors)} of {len(rows)} mutants (seed {seed}, {datetime.date.today()}). "
-        f"Each mutant was tested only\nwith the {tried}. `tools/survivors.txt` lists the mutants\nthat were not found.\n\n"
+        f"Each mutant was tested only\nwith the {tried}. "
+        "`tools/survivors.txt` lists the mutants\nthat were not found.\n\n"
         "| folder | found |\n|---|---:|\n" + "".join(cells)
     )
     text_before, _, old_block = README.read_text().partition(BEGIN)
