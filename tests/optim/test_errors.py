@@ -1,4 +1,4 @@
-"""Mistakes with loss scaling have an error that says what to write."""
+"""Mistakes with loss scaling raise an error that says what to write."""
 
 from __future__ import annotations
 
@@ -257,9 +257,9 @@ def test_what_is_no_optimizer_is_refused():
 NOT_OURS = [
     (lambda: value_and_grad(lambda p: 1.0 * p["n"], state())({"n": jnp.ones((), int)}), TypeError),  # integer params
     (lambda: value_and_grad(jnp.sum, state(), "w")(jnp.ones(2)), TypeError),  # a name as argnums
-    (lambda: value_and_grad(lambda p: jnp.sum(p), state())(p=jnp.ones(2)), TypeError),  # no argument by its place
+    (lambda: value_and_grad(lambda p: jnp.sum(p), state())(p=jnp.ones(2)), TypeError),  # no positional argument
     (lambda: jaxmp.keep_if_skipped(state(), {"mean": jnp.ones(())}, {"var": jnp.ones(())}), ValueError),
-    # The inner state of another optimizer, and one that changes its structure.
+    # The inner state of another optimizer, and an optimizer that changes the structure of its state.
     (lambda: tx_of(standard(optax.adam(1e-3))).update(jnp.ones(2), state(), jnp.ones(2)), Exception),
     (
         lambda: tx_of(optax.GradientTransformation(lambda _: (), lambda grads, *_: (grads, (1,)))).update(

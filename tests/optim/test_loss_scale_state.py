@@ -1,4 +1,4 @@
-"""Loss scales as objects: pytrees, copies, serialization, transformations, and those of jmp."""
+"""Loss scales are pytrees: copies, serialization, transformations, and conversion from jmp."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.once
 
 @dataclasses.dataclass(frozen=True)
 class WithFunction(LossScale):
-    """A tree, a name and a function beside the scale."""
+    """A loss scale that also has a tree, a name and a function."""
 
     loss_scale: Any = 2.0**10
     seen: Any = dataclasses.field(default_factory=lambda: {"bad": 0})
@@ -59,7 +59,7 @@ class Data(LossScale):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["loss_scale"], meta_fields=["kind"])
 @dataclasses.dataclass
 class Registered(LossScale):
-    """Its author made it a pytree."""
+    """A class that its author registered as a pytree."""
 
     loss_scale: Any = 2.0**10
     kind: str = "registered"
@@ -69,7 +69,7 @@ class Registered(LossScale):
 
 
 class Struct(flax.struct.PyTreeNode, LossScale):
-    """Its author made it a pytree that Flax saves."""
+    """A class that is a pytree of Flax, which Flax can save."""
 
     loss_scale: Any = 2.0**10
     kind: str = flax.struct.field(pytree_node=False, default="struct")
@@ -80,7 +80,7 @@ class Struct(flax.struct.PyTreeNode, LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class Counting(DynamicLossScale):
-    """A subclass of one of ours with a number more."""
+    """A subclass of DynamicLossScale with one more field."""
 
     bad: Any = dataclasses.field(default=0, kw_only=True)
 

@@ -23,7 +23,7 @@ def gradients(params, state, batch):
 
 
 def run(tx, pattern, params, batch, **extra):
-    """Steps with true gradients (True) or with a NaN in one of them (False); returns params and state."""
+    """Take steps with finite gradients (True) or with a NaN in one of them (False); return params and state."""
     state = tx.init(params)
     for good in pattern:
         grads = gradients(params, state, batch)
@@ -35,7 +35,7 @@ def run(tx, pattern, params, batch, **extra):
 
 
 def compiled(tx):
-    """For what contains a lax.cond, which would be compiled anew at every step."""
+    """Return ``tx`` with a jitted update; without it, a lax.cond would be compiled in each step."""
     return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
@@ -194,7 +194,7 @@ def test_inside_apply_if_finite_nothing_bad_is_applied_even_when_optax_gives_up(
     tx = compiled(standard(optax.apply_if_finite(loss_scaling(optax.adam(1e-2), DynamicLossScale()), 2)))
     end, state = run(tx, [True] + [False] * 4 + [True], params, batch)
     assert same_bits(end, run(tx, [True, True], params, batch)[0])
-    assert state.total_notfinite == 4 and state.inner_state.skipped == 2  # the last two got through to it
+    assert state.total_notfinite == 4 and state.inner_state.skipped == 2  # after 2, apply_if_finite lets bad steps pass
     assert get_loss_scale(state).loss_scale == 2.0**13
 
 

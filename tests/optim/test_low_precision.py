@@ -16,11 +16,11 @@ import jaxmp
 from jaxmp.optim import low_precision, stored_moments
 from jaxmp.sharding import Sharding
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
 
 
 def problem(dtype):
-    """A linear regression with a batch for each step."""
+    """Return the loss function, the batch and the params of a linear regression."""
     rng = np.random.default_rng(0)
     target = rng.normal(size=(32, 8)).astype(np.float32)
     x = rng.normal(size=(64, 32)).astype(np.float32)
@@ -44,7 +44,7 @@ def trained(tx, dtype, steps=300):
 
 @pytest.mark.once
 def test_they_learn_where_nearest_rounding_stalls():
-    tx = optax.adam(1e-3)  # steps of 0.001: half a unit in the last place of a weight of 1 is 0.002
+    tx = optax.adam(1e-3)  # near 1, half a unit in the last place of bfloat16 is 0.002, so steps of 0.001 are lost
     exact = trained(tx, jnp.float32)
     nearest = trained(jaxmp.low_precision(tx, rounding="nearest"), jnp.bfloat16)
     assert nearest > 1.05 * exact
@@ -273,7 +273,7 @@ def test_its_blocks_are_split_as_their_param_is():
     assert moments["rows"].codes.sharding.spec == moments["rows"].scales.sharding.spec == P("fsdp")
     assert moments["columns"].codes.sharding.spec == moments["few"].codes.sharding.spec == P(None, "fsdp")
     assert moments["columns"].scales.sharding.spec == P(None, "fsdp")
-    assert moments["few"].scales.sharding.spec == P()  # of two blocks, for four devices
+    assert moments["few"].scales.sharding.spec == P()  # four devices cannot share two blocks
     step = jaxmp.make_train_step(loss_fn)
     with jax.set_mesh(mesh):
         batch = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), P("fsdp"))

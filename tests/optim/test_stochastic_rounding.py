@@ -1,4 +1,4 @@
-"""Rounding at random: without bias, from draws that no two seeds, updates or params share."""
+"""Stochastic rounding is unbiased, and no two seeds, updates or params share random bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draws(value, half=0):
 
 
 def is_unbiased(values, exact):
-    """Within three standard errors of a choice between two neighbours."""
+    """Return whether the values are two neighbours, and their mean is within three standard errors."""
     values = np.asarray(values).astype(np.float64)
     low, high = values.min(), values.max()
     p = (exact - low) / (high - low)

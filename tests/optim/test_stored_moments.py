@@ -1,4 +1,4 @@
-"""Moments of an optimizer in 16 and 8 bits: which they are, and how exact."""
+"""Moments of an optimizer are found and stored in 16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxmp.optim import stored_moments
 from jaxmp.optim.stochastic_rounding import Draw
 from jaxmp.optim.stored_moments import as_float8_blocks, in_bfloat16
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes by itself
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
 
 
 def test_each_is_stored_as_the_table_says():
@@ -60,7 +60,7 @@ def test_moments_of_optax_are_known():
 
 
 def test_a_difference_of_moments_is_kept_exact():
-    """The variance nu - mu² of a centred RMSProp, rounded, would be negative, and every param NaN."""
+    """With rounded moments, the variance nu - mu² of a centred RMSProp may be negative, and params NaN."""
     weights = {"w": jnp.ones((4, 4))}
     tx = optax.rmsprop(1e-3, centered=True)
     with pytest.raises(ValueError, match=r"known moments, got the state ScaleByRStdDevState.*leave moments out"):
@@ -99,7 +99,7 @@ def test_flax_writes_and_reads_blocks():
 
 @functools.partial(jax.jit, static_argnames=("squared", "block", "name"))
 def stored_and_read(values, squared, block=None, name="mu"):
-    """A moment as it is read after it was stored, in blocks of float8 or in bfloat16."""
+    """Store a moment in blocks of float8, or in bfloat16 without ``block``, and read it."""
     draw = Draw(0, jnp.int32(0), name)
     stored = as_float8_blocks(values, squared, block, draw) if block else in_bfloat16(values, squared, draw)
     return stored_moments.decoded({name: stored})[name]

@@ -1,4 +1,4 @@
-"""The train and eval steps under ``policy=``: autocast of the loss function, with loss scaling and whole skips."""
+"""Train and evaluation steps with ``policy=`` run the loss function under autocast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
     return loss, model_state, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()}
 
 
-@functools.cache  # an init by itself is dozens of small programs
+@functools.cache  # each call compiles dozens of small programs
 def initial() -> Any:
     return quick_jit(NET.init)(jax.random.key(0), BATCH["x"])
 

@@ -1,4 +1,4 @@
-"""Mistakes with a train step have an error that says what to write."""
+"""Mistakes with a train step raise an error that says what to write."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_microbatches_are_whole_on_each_device_where_types_say_where_they_lie(ki
         assert metrics["loss"] == examples.mean()
         np.testing.assert_allclose(new.params, 1 - 0.1 * examples.mean(), rtol=1e-6)
     if kind is AxisType.Auto:
-        assert stepped(16)[1]["loss"] == examples.mean()  # of two examples each, for four devices
+        assert stepped(16)[1]["loss"] == examples.mean()  # microbatches of 2 examples on 4 devices
     else:
         refused(lambda: stepped(16), ValueError, "the 4 devices of a batch must divide", "use a batch of 64")
 
@@ -226,7 +226,7 @@ def test_a_batch_without_examples_is_refused_for_its_gradients_are_zeros_that_mo
             "must have at least one example",
         )
     updates, _ = tx.update(jnp.zeros(3), tx.update(jnp.ones(3), tx.init(jnp.ones(3)))[1])
-    assert float(jnp.abs(updates).min()) > 0.01  # what it would have done
+    assert float(jnp.abs(updates).min()) > 0.01  # zero gradients do change params
     step(state, {"x": jnp.ones((2, 3)), "scale": 1.0, "ids": jnp.ones((0, 5))})  # one entry may be empty
 
 

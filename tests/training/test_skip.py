@@ -1,4 +1,4 @@
-"""One bad batch changes nothing in a real Linen model, and training that can't go on says why."""
+"""A bad batch changes nothing in a Linen model, and training that cannot go on says why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.once
 
 
 class Net(nn.Module):
-    """BatchNorm and Dropout, as on any image."""
+    """A model with BatchNorm and Dropout."""
 
     @nn.compact
     def __call__(self, x, train):
@@ -36,9 +36,9 @@ class Net(nn.Module):
 MODEL = Net()
 
 
-@functools.cache  # an init by itself is dozens of small programs
+@functools.cache  # each call compiles dozens of small programs
 def initial():
-    with jax.numpy_dtype_promotion("standard"):  # BatchNorm's own arithmetic needs it
+    with jax.numpy_dtype_promotion("standard"):  # BatchNorm mixes dtypes
         return jax.jit(functools.partial(MODEL.init, train=False))(jax.random.key(0), problem()[1]["x"])
 
 
@@ -76,7 +76,7 @@ def test_a_batch_with_one_nan_in_mid_training_changes_no_bit_of_params_moments_s
         assert state.opt_state.loss_scale.loss_scale == 2.0**14
         assert jnp.isnan(metrics["loss"]) and metrics["loss_scale"] == 2.0**15
 
-        # Had the batch not been, but for the draw: the run goes on in the same bits.
+        # Except for the rng, the run continues as if the bad batch had not been there, bit for bit.
         state, _ = step(state, batch)
         expected, _ = step(before.replace(rng=jax.random.split(before.rng)[0]), batch)
         assert not bool(_["skipped"]) and same_bits(contents(state), contents(expected))
@@ -122,7 +122,7 @@ def test_apply_gradients_by_hand_skips_whole_and_sets_what_it_is_told():
 
 
 def fails_within(step, state, batch, steps):
-    """The number of steps after which the error came, and its text."""
+    """Take ``steps`` steps; return the number of the step that raised the error, and the error's text."""
     for i in range(steps):
         try:
             state, metrics = step(state, batch)
@@ -210,7 +210,7 @@ def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
 
 
 def test_multi_steps_that_hide_bad_microbatches_from_a_dynamic_scale_are_found_out():
-    """They skip for ever: the scale never hears that it is too high."""
+    """Every step is skipped, but the scale does not fall, because loss_scaling does not see the bad gradients."""
     params, batch = problem(dtype=jnp.float16)
     tx = loss_scaling(standard(optax.sgd(0.1)), DynamicLossScale(2.0**24))
     tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
@@ -277,7 +277,7 @@ def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
 
 
 def test_a_member_of_a_vmap_skips_alone():
-    """A branch by a mapped flag is a selection."""
+    """Under vmap, JAX turns the branch by ``skipped`` into a select."""
     params, batch = problem()
     state = TrainState.create(params=params, tx=loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale()))
     step = make_train_step(train_loss, donate=False)
@@ -340,7 +340,7 @@ def test_a_step_inside_another_transformation_leaves_nothing_behind():
     bad = jax.tree.map(lambda leaf: jnp.stack([leaf * jnp.nan] * 4), batch)
     scanned, metrics = jax.lax.scan(step, state, bad)
     assert scanned.stuck == 4 and metrics["skipped"].all()
-    new, _ = step(state, batch)  # a fresh run: what the other one counted is not its own
+    new, _ = step(state, batch)  # the count of the scanned run does not affect this run
     assert new.stuck == 0
     assert fails_within(step, scanned, {**batch, "x": batch["x"] * jnp.nan}, 9)[0] is not None
 
