@@ -71,12 +71,12 @@ MISTAKES = {
         "twice in a chain": (
             lambda: tx_of(optax.chain(optax.clip(1.0), tx_of())).init(jnp.ones(2)),
             ValueError,
-            "remove the inner one",
+            "remove the inner loss_scaling",
         ),
         "twice by hand": (
             lambda: jaxmp.wrap_opt_state(state(), DynamicLossScale()),
             ValueError,
-            "remove the inner one",
+            "remove the inner loss_scaling",
         ),
         "none in get_loss_scale": (lambda: jaxmp.get_loss_scale(adam_state()), ValueError, WRAP),
         "none in scale_loss": (lambda: jaxmp.scale_loss(1.0, adam_state()), ValueError, WRAP),

@@ -29,7 +29,7 @@ def test_each_is_stored_as_the_table_says():
     assert adam.mu["odd"].dtype == adam.nu["odd"].dtype == jnp.float32
     text = str(tx)
     assert "bfloat16 params rounded stochastically (seed 0)" in text
-    assert "mu/w: float8_e4m3fn, rounded stochastically, a scale for 16" in text
+    assert "mu/w: float8_e4m3fn, rounded stochastically, one scale for 16 values" in text
     assert "nu/w: square root in float8_e4m3fn" in text and "count: unchanged" in text
 
 
