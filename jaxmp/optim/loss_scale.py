@@ -69,7 +69,7 @@ class LossScale:
     def scale(self, tree: T) -> T:
         """Multiply ``tree`` by S.
 
-        Floating and complex leaves keep their dtype (half-precision ones are multiplied in float32). A Python float
+        Floating and complex leaves keep their dtype (half-precision leaves are multiplied in float32). A Python float
         becomes an array. Integers, bools, keys and everything else are unchanged.
         """
 
@@ -280,9 +280,9 @@ class HeadroomLossScale(ScaleState, LossScale):
 
     It keeps a running maximum of the true gradients' absolute values. A larger gradient raises the maximum at once.
     Otherwise the maximum decays, by half in ``period`` steps. The scale is the largest power of two for which
-    ``running_max * scale`` is at most the largest number of ``dtype`` divided by ``2**headroom``. In one step, the
-    scale at most doubles. So a step overflows only if a gradient is more than ``2**headroom`` times the running
-    maximum. (:class:`DynamicLossScale` finds the limit only by overflowing from time to time.)
+    ``running_max * scale`` is at most the largest number of ``dtype`` divided by ``2**headroom``. So a step overflows
+    only if a gradient is more than ``2**headroom`` times the running maximum. (:class:`DynamicLossScale` finds the
+    limit only by overflowing from time to time.) In one step, the scale at most doubles.
 
     A non-finite step halves the scale. It also raises the running maximum to the value that fits the new scale, because
     the overflow may be in the gradient of an activation, which the gradients of the params do not show. So the scale

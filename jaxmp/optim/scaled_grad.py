@@ -42,8 +42,8 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
 def unscale(grads: T, opt_state: optax.OptState) -> T:
     """Divide the gradients of a scaled loss by the loss scale, in float32.
 
-    The gradients of a loss from :func:`scale_loss` are divided by the scale. A gradient that overflowed becomes NaN,
-    not infinity. So clipping by value cannot hide it from :func:`loss_scaling`.
+    Use it for the gradients of a loss from :func:`scale_loss`. A gradient that overflowed becomes NaN, not infinity. So
+    clipping by value cannot hide the overflow from :func:`loss_scaling`.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.

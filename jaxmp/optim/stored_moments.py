@@ -83,7 +83,7 @@ def as_float8_blocks(leaf: jax.Array, squared: bool, block: int, draw: Draw, sca
 
     Args:
       leaf: the moment, float32.
-      squared: whether it is a second moment.
+      squared: whether ``leaf`` is a second moment, whose square root is stored.
       block: the number of values that share a scale.
       draw: the random bits.
       scales: the scales of the blocks, if known.
@@ -164,10 +164,10 @@ def _place_in_blocks(array: jax.Array, blocks: int) -> Any:
     if not any(place.spec):
         return None
     spec: list[Any] = [*place.spec, *[None] * (array.ndim - len(place.spec))]
-    *rest, last = spec
+    *leading, last = spec
     names: tuple[str, ...] = (last,) if isinstance(last, str) else last or ()
     devices = math.prod(place.mesh.shape[name] for name in names)
-    return place.update(spec=PartitionSpec(*rest, None if blocks % devices else last))
+    return place.update(spec=PartitionSpec(*leading, None if blocks % devices else last))
 
 
 def decoded(state: Any) -> Any:
@@ -177,7 +177,7 @@ def decoded(state: Any) -> Any:
 
 
 class StateLeaf(NamedTuple):
-    """A leaf of an optimizer's state: its path, and whether it is a (second) moment."""
+    """The path of a leaf of a state, and whether the leaf is a (second) moment."""
 
     path: str
     is_moment: bool
@@ -193,10 +193,10 @@ def leaves_of_state(state: Any) -> list[StateLeaf]:
     leaves = []
     for path, node in jax.tree.leaves_with_path(state, is_leaf=is_known):
         signed, second = _SIGNED.get(type(node), ()), _SECOND.get(type(node), ())
-        for rest, leaf in jax.tree.leaves_with_path(node):
+        for inner_path, leaf in jax.tree.leaves_with_path(node):
             # A moment with another dtype than float32 keeps it, because the user chose it (for example by mu_dtype).
-            field = path_name(rest[:1]) if is_known(node) and leaf.dtype == jnp.float32 else None
-            leaves.append(StateLeaf(path_name((*path, *rest)), field in (*signed, *second), field in second))
+            field = path_name(inner_path[:1]) if is_known(node) and leaf.dtype == jnp.float32 else None
+            leaves.append(StateLeaf(path_name((*path, *inner_path)), field in (*signed, *second), field in second))
     return leaves
 
 

@@ -329,10 +329,10 @@ class TrainStep:
         """Compute :meth:`gradients` on the mesh of the step."""
         if self._plan is None:
             return self.gradients(state, batch, rng)
-        whole = PartitionSpec()
+        replicated = PartitionSpec()
         with self._on_mesh():
             specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self.options.accumulate_steps)
-            return on_auto_axes(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
+            return on_auto_axes(self.gradients, (replicated, specs, replicated, replicated))(state, batch, rng)
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """Return the loss, gradients, model state and metrics of a whole batch.
@@ -353,44 +353,44 @@ class TrainStep:
     ) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """Compute :meth:`gradients` in a scan over microbatches."""
         count = self.options.accumulate_steps
-        turns = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
-        first_turn = jax.tree.map(lambda leaf: leaf[0], turns)
-        self._warn_if_unscaled(state, *first_turn)
-        loss_fn, learned = self._loss_of_microbatch(state, first_turn)
+        inputs = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
+        first_inputs = jax.tree.map(lambda leaf: leaf[0], inputs)
+        self._warn_if_unscaled(state, *first_inputs)
+        loss_fn, learned = self._loss_of_microbatch(state, first_inputs)
         gathered = self.options.gathered
 
         def differentiate(model_state: Any, batch: Any, rng: Any) -> Any:
             return self._differentiate(loss_fn, state.replace(params=learned), model_state, batch, rng)
 
         loss, total, model_state, metrics, records = accumulated(
-            differentiate, learned, state.model_state, turns, count
+            differentiate, learned, state.model_state, inputs, count
         )
         if gathered is not None and self.options.reduces_once:
             total = gathered.reduced(*total)
         grads = jax.tree.map(lambda leaf: leaf / count, total)
         return loss, grads, model_state, {**metrics, **records}
 
-    def _loss_of_microbatch(self, state: TrainState, first_turn: tuple[Any, Any]) -> tuple[LossFn, Any]:
+    def _loss_of_microbatch(self, state: TrainState, first_inputs: tuple[Any, Any]) -> tuple[LossFn, Any]:
         """Return the loss function of a microbatch, and the tree to differentiate.
 
         The tree is usually the params. If gradients are reduced once per step, it is the params and the taps of
         :class:`GatheredParams`. Operations that depend only on the params are moved out of the loop over microbatches,
         unless each microbatch gathers the weights itself.
         """
-        rest = (state.model_state, *first_turn)
+        other_args = (state.model_state, *first_inputs)
         loss_fn, gathered = self.options.loss_fn, self.options.gathered
         if gathered is not None and self.options.reduces_once:
-            gathered_params = gathered.gather(state.params, *rest)
-            loss_of_gathered = hoisted(loss_fn, gathered_params, rest, REMAT["float8"])
+            gathered_params = gathered.gather(state.params, *other_args)
+            loss_of_gathered = hoisted(loss_fn, gathered_params, other_args, REMAT["float8"])
 
-            def loss_of_learned(learned: Any, *rest: Any) -> Any:
+            def loss_of_learned(learned: Any, *other_args: Any) -> Any:
                 params, taps = learned
-                return loss_of_gathered(GatheredParams(params, gathered_params.weights, taps), *rest)
+                return loss_of_gathered(GatheredParams(params, gathered_params.weights, taps), *other_args)
 
             return loss_of_learned, (gathered_params.params, gathered_params.taps)
         if gathered is not None and gathered.is_split:
             return loss_fn, state.params
-        return hoisted(loss_fn, state.params, rest, REMAT["float8"]), state.params
+        return hoisted(loss_fn, state.params, other_args, REMAT["float8"]), state.params
 
     def _differentiate(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Any:
         """Return the loss, gradients, model state, metrics and records of a microbatch.

@@ -180,7 +180,7 @@ def test_a_step_takes_a_state_of_ours():
 BATCHES = {
     "six in four": ({"x": jnp.ones(6)}, "got 4 for 6 examples in batch entry 'x'; use a batch of 8"),
     "two lengths": ({"x": jnp.ones(4), "y": jnp.ones(8)}, "got 4 in 'x' and 8 in 'y'"),
-    "a raw key": ({"x": jnp.ones(4), "key": jax.random.PRNGKey(0)}, "got 2 of them in 'key' and 4 in 'x'"),
+    "a raw key": ({"x": jnp.ones(4), "key": jax.random.PRNGKey(0)}, "got 2 in 'key' and 4 in 'x'"),
     "weights of classes": ({"weights": jnp.ones(16), "x": jnp.ones(8)}, "8 in 'x'; put arrays that all examples"),
 }
 
