@@ -241,7 +241,7 @@ def test_an_integer_array_becomes_float32_with_jmps_warning():
         assert scale.loss_scale.dtype == jnp.float32 and float(getattr(scale, name)) == 2
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_an_object_that_is_not_an_optimizer_is_refused():
     train_state = jaxmp.TrainState.create(params=jnp.ones(2), tx=SGD)
     for wrong in (None, optax.adam, DynamicLossScale(), {"w": 1.0}):
         for use in (
@@ -270,13 +270,13 @@ NOT_OURS = [
 ]
 
 
-def test_what_jax_and_optax_refuse_they_refuse_in_their_own_words():
+def test_errors_of_jax_and_optax_are_raised_unchanged():
     for call, kind in NOT_OURS:
         with pytest.raises(kind):
             call()
 
 
-def test_an_inner_transform_that_fails_says_so_itself():
+def test_an_error_of_the_inner_transform_is_raised_unchanged():
     def fail(updates, state, params=None):
         raise RuntimeError("its own trouble")
 
@@ -286,7 +286,7 @@ def test_an_inner_transform_that_fails_says_so_itself():
             tx.update(jnp.ones(2), tx.init(jnp.ones(2)), params)
 
 
-def test_a_loss_per_example_under_vmap_and_one_of_a_python_number_are_scalars():
+def test_the_loss_may_be_one_example_of_a_vmap_or_a_python_number():
     losses, _ = jax.vmap(value_and_grad(lambda p: jnp.sum(p), state()))(jnp.ones((3, 2)))
     assert losses.shape == (3,) and value_and_grad(lambda p: 1.0, state())(jnp.ones(2))[0] == 1
 
@@ -303,7 +303,7 @@ def test_a_loss_scale_that_was_donated_is_refused():
         use(state())
 
 
-def test_an_update_of_what_was_donated_is_refused():
+def test_an_update_with_a_donated_state_or_params_is_refused():
     tx = tx_of(optax.add_decayed_weights(0.1))
     old = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx)
     new, _ = jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(old, jnp.ones(2))

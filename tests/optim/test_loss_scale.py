@@ -50,7 +50,7 @@ def recorded(name: str) -> tuple[dict[str, float], list[bool], list[float], list
 EXACT = [name for name in TRACES if name not in ("factors that float32 rounds", "backoff to nothing")]
 
 
-def test_scales_and_counters_are_those_that_torch_was_recorded_with() -> None:
+def test_scales_and_counters_are_those_recorded_from_torch() -> None:
     for name in EXACT:
         start, flags, scales, trackers = recorded(name)
         states = run(DynamicLossScale.from_torch(start), flags)
@@ -58,7 +58,7 @@ def test_scales_and_counters_are_those_that_torch_was_recorded_with() -> None:
         np.testing.assert_array_equal(states.counter, trackers, name)
 
 
-def test_the_plain_model_gives_what_torch_was_recorded_with() -> None:
+def test_the_plain_model_gives_the_scales_recorded_from_torch() -> None:
     for name in EXACT:
         start, flags, scales, trackers = recorded(name)
         rule = {
@@ -86,7 +86,7 @@ def test_where_torchs_scale_falls_to_zero_ours_stays_normal_and_grows_again() ->
     assert states.loss_scale[-1] == TINY * 2**5
 
 
-def test_a_gradscaler_that_stopped_anywhere_is_continued() -> None:
+def test_a_gradscaler_can_be_continued_from_any_step() -> None:
     step = 17
     start, flags, scales, trackers = recorded("a short interval")
     state = {**start, "scale": scales[step], "_growth_tracker": trackers[step]}
@@ -121,12 +121,12 @@ def test_any_pattern_of_steps_follows_the_plain_model(
     assert states.counter.dtype == np.int32
 
 
-def test_kerass_figures_hold() -> None:
+def test_scales_are_those_of_the_tests_of_keras() -> None:
     assert run(DynamicLossScale(400), [False] * 4).loss_scale[-1] == 25
     assert run(DynamicLossScale(2, period=2), [True] * 8).loss_scale[-1] == 32
 
 
-def test_sequences_are_those_of_real_jmp_from_jmps_defaults() -> None:
+def test_scales_are_those_of_jmp_with_its_defaults() -> None:
     flags = np.random.default_rng(0).random(60) < 0.7
     theirs, scales = jmp.DynamicLossScale(jnp.float32(64), period=3), []
     with jax.numpy_dtype_promotion("standard"):

@@ -37,7 +37,7 @@ def test_half_leaves_are_multiplied_in_float32_by_a_scale_that_half_cannot_hold(
     assert float(DynamicLossScale(1000.1).scale(jnp.bfloat16(1.0))) == float(jnp.bfloat16(1000.1))
 
 
-def test_what_is_not_floating_passes_untouched() -> None:
+def test_values_that_are_not_floating_pass_unchanged() -> None:
     tree = {
         "int": jnp.arange(2),
         "numpy": np.arange(2),
@@ -134,7 +134,7 @@ def test_headroom_settles_on_the_largest_power_of_two_that_fits_and_never_overfl
     assert np.log2(states.loss_scale[50:]).std() < 1
 
 
-def test_headroom_for_a_steady_gradient_is_what_arithmetic_says() -> None:
+def test_headroom_for_a_steady_gradient_is_the_largest_scale_that_fits() -> None:
     for grad_max in (1e-3, 0.7, 3.0):
         states = run(HeadroomLossScale(headroom=2), [True] * 20, grad_max)
         assert states.loss_scale[-1] == largest_fitting(grad_max, 2)

@@ -106,7 +106,7 @@ pytestmark = [
 
 
 @pytest.mark.slow("traces 123 optimizers; those of every kind run below")
-def test_every_one_has_the_updates_and_the_state_that_it_has_alone():
+def test_every_optimizer_has_the_updates_and_state_that_it_has_without_loss_scaling():
     assert len(FACTORIES) > 100
     for name in FACTORIES:
         plain, params, grads, extra = problem_of(name)
@@ -138,7 +138,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_optimizer_takes_a_step_as_it_does_alone_and_skips_one_whole(name):
+def test_an_optimizer_takes_its_usual_step_and_skips_a_bad_step_completely(name):
     plain, params, grads, extra = problem_of(name)
     tx = loss_scaling(plain, DynamicLossScale(2.0**10))
     expected, expected_state = jax.jit(lambda: plain.update(grads, plain.init(params), params, **extra))()
@@ -162,7 +162,7 @@ def test_an_optimizer_takes_a_step_as_it_does_alone_and_skips_one_whole(name):
     assert (skipped.skipped, skipped.loss_scale.loss_scale) == (1, 2.0**9)
 
 
-def test_lookaheads_pair_of_params_trains_on_gradients_of_one():
+def test_lookahead_trains_its_pair_of_params_on_gradients_of_one():
     tx = loss_scaling(standard(optax.lookahead(optax.sgd(0.5), 2, 0.5)), DynamicLossScale(2.0))
     params = optax.LookaheadParams.init_synced({"w": jnp.ones(2)})
     state = tx.init(params)

@@ -117,7 +117,7 @@ def test_donating_the_state_leaves_the_optimizer_usable_for_a_second_run():
 # ---- vmap over models, and mapped axes
 
 
-def test_in_a_population_only_the_bad_member_skips():
+def test_under_vmap_only_the_bad_model_skips():
     params, batch = problem()
     tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
     members = jax.tree.map(lambda x: np.stack([x, 2 * np.asarray(x), 3 * np.asarray(x)]), params)

@@ -133,7 +133,7 @@ def test_a_gradient_penalty_is_that_of_the_true_loss():
     assert same_bits(grads, expected)
 
 
-def test_the_norm_kept_on_request_is_that_of_the_true_gradients():
+def test_the_norm_in_the_state_is_that_of_the_true_gradients():
     params, batch = problem()
     tx = loss_scaling(optax.sgd(0.1), DynamicLossScale(), grad_norm=True)
     state = tx.init(params)
@@ -144,7 +144,7 @@ def test_the_norm_kept_on_request_is_that_of_the_true_gradients():
     assert loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(params).grad_norm is None
 
 
-def test_params_need_not_be_given_where_the_inner_transform_needs_none():
+def test_params_may_be_left_out_if_the_inner_transform_needs_none():
     params, batch = problem()
     tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
     _, grads = value_and_grad(loss_fn, tx.init(params))(params, batch)

@@ -46,7 +46,7 @@ def test_a_bad_step_changes_no_bit_of_params_or_state_and_the_scale_backs_off(ba
 
 
 @pytest.mark.parametrize("value", [-np.inf, np.nan])
-def test_updates_that_are_not_finite_skip_the_step_where_that_is_asked_for(value):
+def test_with_check_updates_non_finite_updates_skip_the_step(value):
     def update(updates, state, params=None):
         return jax.tree.map(lambda g: jnp.where(g > 0, value, g), updates), state + 1
 
@@ -81,7 +81,7 @@ def test_gradients_whose_squares_overflow_skip_the_step_so_that_clipping_and_sec
         assert any(lost)
 
 
-def test_the_norm_is_that_of_all_leaves_together_and_of_half_gradients_in_float32():
+def test_the_norm_is_one_of_all_leaves_and_is_float32_for_half_gradients():
     tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale(), grad_norm=True)
     params = {"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
     each = jnp.full(4, 8e18, jnp.bfloat16)  # 4 squares sum to 2.6e38, 8 to 5e38
@@ -106,7 +106,7 @@ def test_float64_gradients_have_the_range_of_float64():
         assert not state.last_finite  # the second moment of "b" is float32
 
 
-def test_headroom_follows_the_largest_gradient_and_falls_where_the_norm_is_not_finite():
+def test_headroom_follows_the_largest_gradient_and_falls_if_the_norm_is_not_finite():
     tx = loss_scaling(optax.sgd(0.1), jaxmp.HeadroomLossScale(loss_scale=2.0**10))
     params = jnp.ones(2)
     _, state = tx.update(jnp.array([2.0, -4.0]), tx.init(params), params)
@@ -115,7 +115,7 @@ def test_headroom_follows_the_largest_gradient_and_falls_where_the_norm_is_not_f
     assert not state.last_finite and state.loss_scale.loss_scale == 2.0**8
 
 
-def test_by_itself_only_the_gradients_count_as_in_torch():
+def test_without_check_updates_only_gradients_are_tested_as_in_torch():
     tx = loss_scaling(optax.scale(jnp.inf), DynamicLossScale())
     updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
     assert jnp.isinf(updates).all() and state.last_finite
@@ -138,7 +138,7 @@ def test_adding_the_skipped_updates_changes_no_bit_of_other_dtypes(dtype):
     assert state.skipped == 1
 
 
-def test_params_that_hold_nan_or_infinity_already_stay_what_they_are():
+def test_params_that_are_nan_or_infinite_do_not_change():
     params = jnp.array([jnp.nan, jnp.inf, 1.0])
     tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale(), check_updates=True)
     updates, state = tx.update(jnp.ones(3), tx.init(params), params)  # the decay of NaN is NaN
@@ -146,7 +146,7 @@ def test_params_that_hold_nan_or_infinity_already_stay_what_they_are():
     assert state.skipped == 1
 
 
-def test_float16_gradients_that_overflow_under_the_scale_are_found_and_the_scale_falls_until_they_do_not():
+def test_the_scale_falls_until_float16_gradients_no_longer_overflow():
     params = {"w": jnp.ones(2, jnp.float16)}
     tx = loss_scaling(optax.sgd(2.0**-10), DynamicLossScale(2.0**15))
     state = tx.init(params)

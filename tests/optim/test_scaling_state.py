@@ -63,7 +63,7 @@ def test_the_scale_is_found_wherever_it_is_nested():
     assert get_loss_scaling_state(wrapped).skipped == 0
 
 
-def test_scaling_a_loss_by_hand_is_what_value_and_grad_does():
+def test_scaling_a_loss_by_hand_gives_the_results_of_value_and_grad():
     params, batch = problem()
     state = loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(params)
     by_hand = jax.grad(lambda p: jaxmp.scale_loss(loss_fn(p, batch), state))(params)
@@ -74,7 +74,7 @@ def test_scaling_a_loss_by_hand_is_what_value_and_grad_does():
     assert jaxmp.scale_loss(1.5, state) == 1.5 * 2**15
 
 
-def test_argnums_aux_and_keyword_arguments_are_those_of_jax():
+def test_argnums_aux_and_keyword_arguments_work_as_in_jax():
     state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(jnp.ones(1))
 
     def fun(a, n, b, *, power=1):
@@ -95,7 +95,7 @@ def test_functions_without_a_name_can_be_differentiated():
     assert value_and_grad(loss_fn, state).__name__ == "loss_fn"
 
 
-def test_the_loss_comes_back_in_float32_and_gradients_too():
+def test_the_returned_loss_and_gradients_are_float32():
     params = {"half": jnp.ones(2, jnp.float16), "full": jnp.ones(2)}
     state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(params)
 
@@ -143,7 +143,7 @@ def test_a_wrapped_state_has_the_structure_that_updates_keep():
     assert jax.tree.structure(train(tx, params, wrapped, batch, [True])[1]) == jax.tree.structure(wrapped)
 
 
-def test_the_headroom_scale_is_handed_the_largest_gradient_and_skips_nothing_in_steady_state():
+def test_the_headroom_scale_follows_the_largest_gradient_and_skips_nothing_in_steady_state():
     """If float16 gradients vary by less than the headroom, no step overflows, and the scale stays high."""
     tx = loss_scaling(optax.sgd(0.1), jaxmp.HeadroomLossScale(headroom=4, period=4))
     update = jax.jit(tx.update)
@@ -159,7 +159,7 @@ def test_the_headroom_scale_is_handed_the_largest_gradient_and_skips_nothing_in_
     assert state.skipped == 1
 
 
-def test_the_objects_of_jmp_are_accepted():
+def test_loss_scales_of_jmp_are_accepted():
     params, batch = problem()
     for theirs, start, after in [
         (jmp.NoOpLossScale(), 1, 1),

@@ -19,7 +19,7 @@ from jaxmp.optim.stored_moments import as_float8_blocks, in_bfloat16
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
 
 
-def test_each_is_stored_as_the_table_says():
+def test_each_moment_is_stored_as_str_says():
     tx = jaxmp.low_precision(optax.chain(optax.clip(1.0), optax.adamw(1e-3)), moments="float8", block=16)
     weights = {"w": jnp.ones((4, 32), jnp.bfloat16), "odd": jnp.ones((4, 20), jnp.bfloat16)}
     state = jax.eval_shape(tx.init, weights)
@@ -59,7 +59,7 @@ def test_moments_of_optax_are_known():
         assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
 
 
-def test_a_difference_of_moments_is_kept_exact():
+def test_moments_whose_difference_is_used_stay_float32():
     """With rounded moments, the variance nu - mu² of a centred RMSProp may be negative, and params NaN."""
     weights = {"w": jnp.ones((4, 4))}
     tx = optax.rmsprop(1e-3, centered=True)
@@ -70,7 +70,7 @@ def test_a_difference_of_moments_is_kept_exact():
     assert both.inner_state[1].trace["w"].dtype == jnp.bfloat16
 
 
-def test_what_the_optimizer_keeps_in_half_stays_as_it_keeps_it():
+def test_half_moments_of_an_optimizer_keep_their_dtype():
     weights = {"w": jnp.ones((4, 16), jnp.bfloat16)}
     tx = optax.chain(optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.contrib.schedule_free_sgd(1e-3))
     tx = jaxmp.low_precision(tx, moments="float8", block=16)
@@ -84,7 +84,7 @@ def test_what_the_optimizer_keeps_in_half_stays_as_it_keeps_it():
     assert "0/mu/w: unchanged" in str(tx)
 
 
-def test_the_table_of_an_optimizer_that_wants_other_params():
+def test_str_describes_an_optimizer_that_needs_other_params():
     tx = jaxmp.low_precision(optax.masked(optax.adam(1e-3), {"x": True}), moments="bfloat16")
     assert "moments: bfloat16, rounded stochastically; their names depend on the params" in str(tx)
 
@@ -122,7 +122,7 @@ def test_codes_are_as_exact_as_their_format():
     assert abs(signed.mean() - exact.mean()) < 1e-3
 
 
-def test_codes_are_of_the_moments_that_the_update_makes():
+def test_codes_are_those_of_the_new_moments():
     rng, block = np.random.default_rng(3), 16
     weights = {"w": jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16)}
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
@@ -144,13 +144,13 @@ def test_codes_are_of_the_moments_that_the_update_makes():
             assert np.all(np.abs(codes - want) <= 2 * step)
 
 
-def test_a_block_with_what_is_not_finite_is_not_finite():
+def test_a_block_with_a_non_finite_number_is_not_finite():
     for bad, squared in ((np.inf, False), (np.nan, False), (np.inf, True), (np.nan, True)):
         found = stored_and_read(jnp.ones((2, 16)).at[0, 3].set(bad), squared, 16)
         assert not np.isfinite(found[0]).any() and np.isfinite(found[1]).all()
 
 
-def test_bits_a_param():
+def test_the_size_of_the_state_per_param():
     weights = {"w": jnp.ones((256, 512), jnp.bfloat16)}
 
     def bytes_a_param(**options):

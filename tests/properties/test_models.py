@@ -39,7 +39,7 @@ def test_every_layer_computes_and_returns_in_the_dtypes_that_were_declared(api):
 
 @pytest.mark.once
 @each_api
-def test_where_operands_of_two_dtypes_meet_the_result_has_the_widest(api):
+def test_operands_of_two_dtypes_give_a_result_of_the_widest(api):
     inside = []
 
     def fun(half, full, brain, x):
@@ -58,7 +58,7 @@ def test_where_operands_of_two_dtypes_meet_the_result_has_the_widest(api):
 
 
 @each_api
-def test_a_part_that_its_author_made_float64_computes_what_it_did(api):
+def test_a_float64_part_computes_the_same_under_a_policy(api):
     def fun(wide, other, x):
         return wide(x), other(x)
 
@@ -73,7 +73,7 @@ def test_a_part_that_its_author_made_float64_computes_what_it_did(api):
 
 @pytest.mark.once
 @each_api
-def test_integers_bools_and_keys_pass_as_they_are(api):
+def test_integers_bools_and_keys_pass_unchanged(api):
     others = {"ids": jnp.arange(3), "mask": jnp.array([True]), "key": jax.random.key(0), "n": 3, "none": None}
     apply, params = pure(mixed(api.Calls([api.dense()], lambda part, x, rest: (part(x), rest)), "float16"), X, others)
     _, passed = apply(params, X, others)
@@ -87,7 +87,7 @@ def test_integers_bools_and_keys_pass_as_they_are(api):
 
 @pytest.mark.once
 @each_api
-def test_a_nested_policy_ends_where_it_ends_also_with_an_exception(api):
+def test_a_nested_policy_ends_with_its_model_also_after_an_exception(api):
     def fail(part, x):
         part(x)
         raise RuntimeError("the user's own")
@@ -178,7 +178,7 @@ class Pair(NamedTuple):
 
 @pytest.mark.once
 @each_api
-def test_pytrees_go_in_and_come_out_in_their_structure(api):
+def test_pytrees_keep_their_structure(api):
     seen = []
 
     def fun(w, inputs):
@@ -198,7 +198,7 @@ def test_pytrees_go_in_and_come_out_in_their_structure(api):
 
 @pytest.mark.once
 @pytest.mark.parametrize(("api", "policy"), [(Linen, "mixed_bfloat16"), (NNX, "mixed_float16")])
-def test_what_remat_computes_again_has_the_dtypes_and_bits_of_the_first_time(api, policy):
+def test_recomputed_values_have_the_dtypes_and_bits_of_the_forward_pass(api, policy):
     def model(remat):
         parts = [api.dense(), api.dense(dtype="float32")]
 

@@ -105,7 +105,7 @@ def nnx_training(traces):
 
 
 @pytest.mark.parametrize("training", [linen_training, nnx_training])
-def test_steps_with_skips_among_them_compile_once_and_keep_no_array(training):
+def test_steps_with_some_skips_compile_once_and_keep_no_array(training):
     traces, alive = [], []
     bad = X.at[1, 2].set(jnp.inf)
     with standard_promotion():
@@ -186,7 +186,7 @@ CARRIES = [
 
 
 @pytest.mark.parametrize(("api", "cell"), [(Linen, "own"), (NNX, "own"), (Linen, "LSTMCell"), (NNX, "SimpleCell")])
-def test_a_carry_of_any_dtype_keeps_it_under_any_policy_and_the_products_are_the_policys(api, cell):
+def test_a_carry_keeps_its_dtype_under_any_policy_and_products_have_the_policys(api, cell):
     model = (LinenLoop if api is Linen else NNXLoop)(cell)
     for policy, dtype in CARRIES:
         state = jnp.zeros((2, 4), dtype)
@@ -204,7 +204,7 @@ def test_a_carry_of_any_dtype_keeps_it_under_any_policy_and_the_products_are_the
 
 
 @pytest.mark.parametrize(("api", "policy"), [(Linen, "mixed_bfloat16"), (NNX, "mixed_float16")])
-def test_a_loop_gives_the_bits_of_its_steps_with_casts_by_hand(api, policy):
+def test_a_loop_gives_the_bits_of_steps_with_casts_by_hand(api, policy):
     half, carry = HALVES[policy], jnp.ones((2, 4))
     got = pure(mixed((LinenLoop if api is Linen else NNXLoop)("own"), policy), carry, SEQUENCE)
     u, w = jax.tree.leaves(got.params)

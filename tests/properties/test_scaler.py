@@ -149,7 +149,7 @@ def test_a_gradient_penalty_through_a_model_is_that_of_the_true_loss_in_the_poli
 # --- 21: accumulation -------------------------------------------------------------------------------------------------
 
 
-def test_with_accumulation_only_full_batches_count_and_one_bad_microbatch_skips_the_whole():
+def test_with_accumulation_only_full_batches_count_and_a_bad_microbatch_skips_the_batch():
     params, batch = problem()
     tx = jaxmp.loss_scaling(optax.sgd(0.1), DynamicLossScale(period=3))
     state = TrainState.create(params=params, tx=tx)
@@ -182,7 +182,7 @@ def test_an_nnx_optimizer_around_multi_steps_applies_full_windows_only():
 # --- 22 and 23 --------------------------------------------------------------------------------------------------------
 
 
-def test_of_two_nnx_optimizers_with_separate_losses_only_the_bad_one_skips_and_backs_off():
+def test_only_the_nnx_optimizer_of_the_bad_loss_skips_and_backs_off():
     pair = nnx.List([nnx.Linear(4, 2, rngs=nnx.Rngs(seed)) for seed in range(2)])
     runs = [nnx_run(optax.sgd(0.1), model=model) for model in pair]
     before = [bits(nnx.state(model)) for model, _, _ in runs]

@@ -36,7 +36,7 @@ def collected_from(file: str) -> set[str]:
     return functions | {name for name in classes if name.startswith("Test")}
 
 
-def test_the_table_has_the_26_properties_in_order_and_of_autocast_those_up_to_13():
+def test_the_table_has_26_properties_in_order_and_tests_of_autocast_up_to_13():
     assert list(rows()) == list(range(1, 27))
     assert len({property for property, _, _ in rows().values()}) == 26
 
@@ -53,7 +53,7 @@ def test_every_property_has_tests_that_exist():
     assert not missing
 
 
-def test_every_test_of_a_property_stands_in_the_table():
+def test_every_test_of_a_property_is_in_the_table():
     files = [f"properties/{name}.py" for name in ("test_models", "test_runs", "test_scaler")]
     written = {(file, name) for file in files for name in collected_from(file)}
     assert written

@@ -46,77 +46,88 @@ TOKENS, ROWS, IMAGES = tokens(20, 30), normal(shape=(20, 30, 4)), normal(shape=(
 SEQUENCES, LONG = normal(shape=(300, 3, 4)), normal(0.5, shape=(1, 600, 4))
 
 LINEN = {
-    "Dense": Case(lambda **own: nn.Dense(3, **own), ROWS),
-    "DenseGeneral": Case(lambda **own: nn.DenseGeneral((2, 3), axis=(-2, -1), **own), normal(shape=(20, 30, 2, 4))),
-    "Einsum": Case(lambda **own: nn.Einsum((4, 3), "abc,cd->abd", **own), ROWS),
-    "Conv": Case(lambda **own: nn.Conv(3, (3, 3), **own), IMAGES),
-    "ConvLocal": Case(lambda **own: nn.ConvLocal(2, (3,), **own), SEQUENCES),
-    "ConvTranspose": Case(lambda **own: nn.ConvTranspose(3, (3, 3), **own), IMAGES),
-    "Embed": Case(lambda **own: nn.Embed(40, 4, **own), TOKENS),
-    "Embed.attend": Case(lambda **own: nn.Embed(40, 4, **own), ROWS, lambda table, x: table.attend(x)),
-    "LayerNorm": Case(lambda **own: nn.LayerNorm(**own), ROWS),
-    "RMSNorm": Case(lambda **own: nn.RMSNorm(**own), ROWS),
-    "GroupNorm": Case(lambda **own: nn.GroupNorm(2, **own), ROWS),
-    "BatchNorm": Case(lambda **own: nn.BatchNorm(use_running_average=False, **own), ROWS),
-    "InstanceNorm": Case(lambda **own: nn.InstanceNorm(**own), ROWS),
-    "WeightNorm": Case(lambda **own: nn.WeightNorm(nn.Dense(3, **own), **own), ROWS),
+    "Dense": Case(lambda **dtypes: nn.Dense(3, **dtypes), ROWS),
+    "DenseGeneral": Case(
+        lambda **dtypes: nn.DenseGeneral((2, 3), axis=(-2, -1), **dtypes), normal(shape=(20, 30, 2, 4))
+    ),
+    "Einsum": Case(lambda **dtypes: nn.Einsum((4, 3), "abc,cd->abd", **dtypes), ROWS),
+    "Conv": Case(lambda **dtypes: nn.Conv(3, (3, 3), **dtypes), IMAGES),
+    "ConvLocal": Case(lambda **dtypes: nn.ConvLocal(2, (3,), **dtypes), SEQUENCES),
+    "ConvTranspose": Case(lambda **dtypes: nn.ConvTranspose(3, (3, 3), **dtypes), IMAGES),
+    "Embed": Case(lambda **dtypes: nn.Embed(40, 4, **dtypes), TOKENS),
+    "Embed.attend": Case(lambda **dtypes: nn.Embed(40, 4, **dtypes), ROWS, lambda table, x: table.attend(x)),
+    "LayerNorm": Case(lambda **dtypes: nn.LayerNorm(**dtypes), ROWS),
+    "RMSNorm": Case(lambda **dtypes: nn.RMSNorm(**dtypes), ROWS),
+    "GroupNorm": Case(lambda **dtypes: nn.GroupNorm(2, **dtypes), ROWS),
+    "BatchNorm": Case(lambda **dtypes: nn.BatchNorm(use_running_average=False, **dtypes), ROWS),
+    "InstanceNorm": Case(lambda **dtypes: nn.InstanceNorm(**dtypes), ROWS),
+    "WeightNorm": Case(lambda **dtypes: nn.WeightNorm(nn.Dense(3, **dtypes), **dtypes), ROWS),
     "SpectralNorm": Case(
-        lambda **own: nn.SpectralNorm(nn.Dense(3, **own), **own), ROWS, lambda layer, x: layer(x, update_stats=True)
+        lambda **dtypes: nn.SpectralNorm(nn.Dense(3, **dtypes), **dtypes),
+        ROWS,
+        lambda layer, x: layer(x, update_stats=True),
     ),
-    "MultiHeadDotProductAttention": Case(lambda **own: nn.MultiHeadDotProductAttention(num_heads=2, **own), ROWS),
-    "PReLU": Case(lambda **own: nn.Sequential([nn.Dense(4, **own), nn.PReLU()]), ROWS),
-    "RNN of OptimizedLSTMCell": Case(lambda **own: nn.RNN(nn.OptimizedLSTMCell(4, **own)), SEQUENCES),
-    "RNN of MGUCell": Case(lambda **own: nn.RNN(nn.MGUCell(4, **own)), SEQUENCES),
+    "MultiHeadDotProductAttention": Case(lambda **dtypes: nn.MultiHeadDotProductAttention(num_heads=2, **dtypes), ROWS),
+    "PReLU": Case(lambda **dtypes: nn.Sequential([nn.Dense(4, **dtypes), nn.PReLU()]), ROWS),
+    "RNN of OptimizedLSTMCell": Case(lambda **dtypes: nn.RNN(nn.OptimizedLSTMCell(4, **dtypes)), SEQUENCES),
+    "RNN of MGUCell": Case(lambda **dtypes: nn.RNN(nn.MGUCell(4, **dtypes)), SEQUENCES),
     "RNN of ConvLSTMCell": Case(
-        lambda **own: nn.RNN(nn.ConvLSTMCell(2, (2, 2), **own)), normal(shape=(20, 2, 4, 4, 1))
+        lambda **dtypes: nn.RNN(nn.ConvLSTMCell(2, (2, 2), **dtypes)), normal(shape=(20, 2, 4, 4, 1))
     ),
-    "RNN of SimpleCell, many turns": Case(lambda **own: nn.RNN(nn.SimpleCell(4, **own)), LONG),
+    "RNN of SimpleCell, many turns": Case(lambda **dtypes: nn.RNN(nn.SimpleCell(4, **dtypes)), LONG),
     "Bidirectional of LSTMCell and GRUCell": Case(
-        lambda **own: nn.Bidirectional(nn.RNN(nn.LSTMCell(3, **own)), nn.RNN(nn.GRUCell(3, **own))), SEQUENCES
+        lambda **dtypes: nn.Bidirectional(nn.RNN(nn.LSTMCell(3, **dtypes)), nn.RNN(nn.GRUCell(3, **dtypes))), SEQUENCES
     ),
 }
 
 NNX = {
-    "Linear": Case(lambda **own: nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), ROWS),
+    "Linear": Case(lambda **dtypes: nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), ROWS),
     "LinearGeneral": Case(
-        lambda **own: nnx.LinearGeneral((2, 4), (2, 3), axis=(-2, -1), rngs=nnx.Rngs(0), **own),
+        lambda **dtypes: nnx.LinearGeneral((2, 4), (2, 3), axis=(-2, -1), rngs=nnx.Rngs(0), **dtypes),
         normal(shape=(20, 30, 2, 4)),
     ),
-    "Einsum": Case(lambda **own: nnx.Einsum("abc,cd->abd", (4, 3), (3,), rngs=nnx.Rngs(0), **own), ROWS),
-    "Conv": Case(lambda **own: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0), **own), IMAGES),
-    "ConvTranspose": Case(lambda **own: nnx.ConvTranspose(3, 3, (3, 3), rngs=nnx.Rngs(0), **own), IMAGES),
-    "Embed": Case(lambda **own: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **own), TOKENS),
+    "Einsum": Case(lambda **dtypes: nnx.Einsum("abc,cd->abd", (4, 3), (3,), rngs=nnx.Rngs(0), **dtypes), ROWS),
+    "Conv": Case(lambda **dtypes: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0), **dtypes), IMAGES),
+    "ConvTranspose": Case(lambda **dtypes: nnx.ConvTranspose(3, 3, (3, 3), rngs=nnx.Rngs(0), **dtypes), IMAGES),
+    "Embed": Case(lambda **dtypes: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **dtypes), TOKENS),
     "Embed.attend": Case(
-        lambda **own: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **own), ROWS, lambda table, x: table.attend(x)
+        lambda **dtypes: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **dtypes), ROWS, lambda table, x: table.attend(x)
     ),
-    "LayerNorm": Case(lambda **own: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
-    "RMSNorm": Case(lambda **own: nnx.RMSNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
-    "GroupNorm": Case(lambda **own: nnx.GroupNorm(4, 2, rngs=nnx.Rngs(0), **own), ROWS),
-    "BatchNorm": Case(lambda **own: nnx.BatchNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
-    "InstanceNorm": Case(lambda **own: nnx.InstanceNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
+    "LayerNorm": Case(lambda **dtypes: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
+    "RMSNorm": Case(lambda **dtypes: nnx.RMSNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
+    "GroupNorm": Case(lambda **dtypes: nnx.GroupNorm(4, 2, rngs=nnx.Rngs(0), **dtypes), ROWS),
+    "BatchNorm": Case(lambda **dtypes: nnx.BatchNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
+    "InstanceNorm": Case(lambda **dtypes: nnx.InstanceNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
     "WeightNorm": Case(
-        lambda **own: nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0), **own), ROWS
+        lambda **dtypes: nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0), **dtypes), ROWS
     ),
     "SpectralNorm": Case(
-        lambda **own: nnx.SpectralNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0), **own), ROWS
-    ),
-    "MultiHeadAttention": Case(lambda **own: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0), **own), ROWS),
-    "PReLU": Case(lambda **own: nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0), **own), nnx.PReLU(**own)), ROWS),
-    "LoRA": Case(
-        lambda **own: nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0), **own),
+        lambda **dtypes: nnx.SpectralNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0), **dtypes),
         ROWS,
     ),
-    "LoRALinear": Case(lambda **own: nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0), **own), ROWS),
+    "MultiHeadAttention": Case(
+        lambda **dtypes: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0), **dtypes), ROWS
+    ),
+    "PReLU": Case(
+        lambda **dtypes: nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0), **dtypes), nnx.PReLU(**dtypes)), ROWS
+    ),
+    "LoRA": Case(
+        lambda **dtypes: nnx.LoRA(
+            4, 2, 3, base_module=nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0), **dtypes
+        ),
+        ROWS,
+    ),
+    "LoRALinear": Case(lambda **dtypes: nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0), **dtypes), ROWS),
     "RNN of OptimizedLSTMCell": Case(
-        lambda **own: nnx.RNN(nnx.OptimizedLSTMCell(4, 4, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)), SEQUENCES
+        lambda **dtypes: nnx.RNN(nnx.OptimizedLSTMCell(4, 4, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)), SEQUENCES
     ),
     "RNN of SimpleCell, many turns": Case(
-        lambda **own: nnx.RNN(nnx.SimpleCell(4, 4, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)), LONG
+        lambda **dtypes: nnx.RNN(nnx.SimpleCell(4, 4, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)), LONG
     ),
     "Bidirectional of LSTMCell and GRUCell": Case(
-        lambda **own: nnx.Bidirectional(
-            nnx.RNN(nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)),
-            nnx.RNN(nnx.GRUCell(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)),
+        lambda **dtypes: nnx.Bidirectional(
+            nnx.RNN(nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)),
+            nnx.RNN(nnx.GRUCell(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)),
             rngs=nnx.Rngs(0),
         ),
         SEQUENCES,
@@ -282,41 +293,41 @@ class Stack(nn.Module):
 
     shared: bool
     turns: int
-    own: Any
+    dtypes: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         variables = {"variable_broadcast": "params"} if self.shared else {"variable_axes": {"params": 0}}
         rngs = {"params": not self.shared}
         body = nn.scan(Turn, **variables, split_rngs=rngs, length=self.turns)
-        return body(self.own)(nn.Dense(4, **self.own)(x), None)[0]
+        return body(self.dtypes)(nn.Dense(4, **self.dtypes)(x), None)[0]
 
 
 class Turn(nn.Module):
     """A layer of :class:`Stack`, with a residual connection."""
 
-    own: Any
+    dtypes: Any
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return x / 2 + nn.tanh(nn.Dense(4, **self.own)(x)), None
+        return x / 2 + nn.tanh(nn.Dense(4, **self.dtypes)(x)), None
 
 
 class Vmapped(nn.Module):
     """One layer that ``nn.vmap`` maps over the examples of a batch."""
 
-    own: Any
+    dtypes: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})(4, **self.own)(x)
+        return nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})(4, **self.dtypes)(x)
 
 
 class NNXLifted(nnx.Module):
     """One layer inside one of NNX's transforms."""
 
-    def __init__(self, lift: Callable[[Any, Any], Any], own: Any) -> None:
-        self.lift, self.linear = lift, nnx.Linear(4, 4, rngs=nnx.Rngs(0), **own)
+    def __init__(self, lift: Callable[[Any, Any], Any], dtypes: Any) -> None:
+        self.lift, self.linear = lift, nnx.Linear(4, 4, rngs=nnx.Rngs(0), **dtypes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.lift(self.linear, x)
@@ -354,11 +365,11 @@ LINEN_MODELS = {
     "GPT2": Case(lambda **_: models.GPT2(60, 4, 1, 2, 16), IDS),
     "GPT2 with remat": Case(lambda **_: models.GPT2(60, 4, 1, 2, 16, "attention"), IDS),
     "BERT": Case(lambda **_: models.BERT(60, 4, 1, 2, 16), IDS),
-    "nn.scan over layers": Case(lambda **own: Stack(False, 2, own), ROWS),
-    "nn.scan of one layer": Case(lambda **own: Stack(True, 300, own), normal(shape=(1, 1, 4))),
-    "nn.vmap": Case(lambda **own: Vmapped(own), SEQUENCES),
-    "nn.remat": Case(lambda **own: nn.remat(nn.Dense)(3, **own), ROWS),
-    "nn.jit": Case(lambda **own: nn.jit(nn.Dense)(3, **own), ROWS),
+    "nn.scan over layers": Case(lambda **dtypes: Stack(False, 2, dtypes), ROWS),
+    "nn.scan of one layer": Case(lambda **dtypes: Stack(True, 300, dtypes), normal(shape=(1, 1, 4))),
+    "nn.vmap": Case(lambda **dtypes: Vmapped(dtypes), SEQUENCES),
+    "nn.remat": Case(lambda **dtypes: nn.remat(nn.Dense)(3, **dtypes), ROWS),
+    "nn.jit": Case(lambda **dtypes: nn.jit(nn.Dense)(3, **dtypes), ROWS),
 }
 NNX_MODELS = {
     "Scale of the zoo": Case(lambda **_: nnx_zoo.Scale(4, nnx.Rngs(0)), ROWS),
@@ -369,10 +380,12 @@ NNX_MODELS = {
         normal(shape=(4, 12, 12, 3)),
         lambda model, x: model(x, train=True),
     ),
-    "nnx.scan": Case(lambda **own: NNXLifted(scanned, own), ROWS),
-    "nnx.vmap": Case(lambda **own: NNXLifted(nnx.vmap(lambda linear, x: linear(x), in_axes=(None, 0)), own), SEQUENCES),
-    "nnx.remat": Case(lambda **own: NNXLifted(nnx.remat(lambda linear, x: linear(x)), own), ROWS),
-    "nnx.jit": Case(lambda **own: NNXLifted(nnx.jit(lambda linear, x: linear(x)), own), ROWS),
+    "nnx.scan": Case(lambda **dtypes: NNXLifted(scanned, dtypes), ROWS),
+    "nnx.vmap": Case(
+        lambda **dtypes: NNXLifted(nnx.vmap(lambda linear, x: linear(x), in_axes=(None, 0)), dtypes), SEQUENCES
+    ),
+    "nnx.remat": Case(lambda **dtypes: NNXLifted(nnx.remat(lambda linear, x: linear(x)), dtypes), ROWS),
+    "nnx.jit": Case(lambda **dtypes: NNXLifted(nnx.jit(lambda linear, x: linear(x)), dtypes), ROWS),
 }
 
 
@@ -387,11 +400,11 @@ class Function(NamedTuple):
     x: Any
 
 
-def linen_function(case: Case, policy: str | None = None, **own: Any) -> Function:
+def linen_function(case: Case, policy: str | None = None, **dtypes: Any) -> Function:
     """Return a Linen model as a function, under a policy or with dtypes by hand."""
-    module, x = case.make(**own), in_dtype(case.x, **own)
+    module, x = case.make(**dtypes), in_dtype(case.x, **dtypes)
     init = functools.partial(module.init, jax.random.key(0), method=case.method)
-    variables = drawn(jax.eval_shape(init, x), **own)
+    variables = drawn(jax.eval_shape(init, x), **dtypes)
     params = variables.pop("params")
     if policy is not None:
         module = jaxmp.linen.apply_policy(module, policy)
@@ -402,21 +415,21 @@ def linen_function(case: Case, policy: str | None = None, **own: Any) -> Functio
     return Function(apply, params, x)
 
 
-def nnx_function(case: Case, policy: str | None = None, **own: Any) -> Function:
+def nnx_function(case: Case, policy: str | None = None, **dtypes: Any) -> Function:
     """Return an NNX model as a function, under a policy or with dtypes by hand."""
 
     def parts() -> Any:
-        model = case.make(**own) if policy is None else jaxmp.nnx.apply_policy(case.make(**own), policy)
+        model = case.make(**dtypes) if policy is None else jaxmp.nnx.apply_policy(case.make(**dtypes), policy)
         return nnx.split(model, nnx.Param, ...)
 
     graph, params, rest = jax.eval_shape(parts)
-    rest, run = drawn(rest, **own), case.method or (lambda model, x: model(x))
+    rest, run = drawn(rest, **dtypes), case.method or (lambda model, x: model(x))
 
     def apply(params: Any, x: Any) -> Any:
         copies = jax.tree.map(lambda leaf: leaf + 0 if is_float(leaf) else leaf, rest)  # which the model may change
         return run(nnx.merge(graph, params, copies), x)
 
-    return Function(apply, drawn(params, **own), in_dtype(case.x, **own))
+    return Function(apply, drawn(params, **dtypes), in_dtype(case.x, **dtypes))
 
 
 def is_float(x: Any) -> bool:

@@ -169,7 +169,7 @@ CALLS = {
 }
 
 
-def test_a_step_takes_a_state_of_ours():
+def test_a_step_takes_only_a_train_state():
     step, evaluate = make_train_step(train_loss), make_eval_step(train_loss)
     tools = jaxmp.inspect.first_nonfinite(step), jaxmp.inspect.compare(step)
     for what, (state, kind, phrase) in CALLS.items():
@@ -192,7 +192,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_microbatches_are_whole_on_each_device_where_types_say_where_they_lie(kind):
+def test_on_explicit_axes_the_devices_must_divide_a_microbatch(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     examples = np.arange(32, dtype=np.float32)
 
@@ -211,7 +211,7 @@ def test_microbatches_are_whole_on_each_device_where_types_say_where_they_lie(ki
         refused(lambda: stepped(16), ValueError, "the 4 devices of a batch must divide", "use a batch of 64")
 
 
-def test_a_batch_without_examples_is_refused_for_its_gradients_are_zeros_that_move_params():
+def test_a_batch_without_examples_is_refused_because_zero_gradients_change_params():
     tx = standard(optax.adam(0.1))
 
     def loss(params, model_state, batch, rng):
@@ -235,7 +235,7 @@ def test_a_batch_without_arrays_may_be_accumulated():
     assert step(state_of(), None)[1]["loss"] == step(state_of(), {})[1]["loss"]
 
 
-def test_a_moving_average_must_be_asked_for_when_the_state_is_made():
+def test_a_moving_average_must_be_created_with_the_state():
     params, batch = problem()
     phrase = "TrainState.create(..., ema=True)"
     for use in (
@@ -265,7 +265,7 @@ def test_a_state_that_was_donated_is_refused():
     step(new, problem()[1])
 
 
-def test_a_key_is_a_key_whatever_it_is_made_of():
+def test_the_rng_may_be_a_seed_or_any_kind_of_key():
     for rng in (3, np.int64(3), jax.random.key(3), jax.random.PRNGKey(3), np.array([0, 3], np.uint32)):
         key = state_of(rng=rng).rng
         assert (jax.random.uniform(key) == jax.random.uniform(jax.random.key(3))).all()
@@ -282,7 +282,7 @@ def test_a_key_is_a_key_whatever_it_is_made_of():
     ],
     ids=["estimate of the Hessian", "gradients of its own"],
 )
-def test_an_optimizer_that_needs_more_than_the_loss_says_so_itself_and_works_by_hand(tx, extra_args):
+def test_an_optimizer_that_needs_more_than_the_loss_raises_its_own_error_and_works_by_hand(tx, extra_args):
     def loss_of(params, *_):
         return jnp.sum(params["w"] ** 2)
 

@@ -103,7 +103,7 @@ def test_with_multi_steps_a_bad_microbatch_leaves_the_statistics_alone_too(side)
         assert not bool(metrics["skipped"]) and not same_bits(state.params, untouched[0])
 
 
-def test_apply_gradients_by_hand_skips_whole_and_sets_what_it_is_told():
+def test_apply_gradients_skips_completely_but_sets_the_given_fields():
     params, _ = problem()
     tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
     state = TrainState.create(params=params, tx=tx, model_state={"n": jnp.zeros(())}, ema=True)
@@ -135,7 +135,7 @@ def fails_within(step, state, batch, steps):
 
 
 @pytest.mark.parametrize("scale", [jaxmp.StaticLossScale(8.0), DynamicLossScale(1.0)])
-def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_so_many_steps(scale):
+def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_the_limit(scale):
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=5)
     batch["x"] = batch["x"].at[3, 0].set(jnp.nan)
@@ -163,7 +163,7 @@ def test_while_the_scale_can_fall_the_run_goes_on(scale):
     assert 13 <= at <= 16 and "3 steps in a row were skipped at loss scale 1," in text
 
 
-def test_finite_steps_in_between_begin_the_count_anew():
+def test_finite_steps_in_between_restart_the_count():
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=3)
     bad = {**batch, "x": batch["x"] * jnp.nan}
@@ -174,7 +174,7 @@ def test_finite_steps_in_between_begin_the_count_anew():
     assert state.skipped == 16
 
 
-def test_only_the_params_concerned_are_named():
+def test_only_the_non_finite_params_are_named():
     params, batch = problem()
 
     def loss(params, model_state, batch, rng):
@@ -209,7 +209,7 @@ def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
     assert "gradients of '0', '1', '2', '3', '4', '5', '6', '7', …." in fails_within(step, state, 1.0, 9)[1]
 
 
-def test_multi_steps_that_hide_bad_microbatches_from_a_dynamic_scale_are_found_out():
+def test_a_run_stops_if_multi_steps_hide_bad_microbatches_from_the_scale():
     """Every step is skipped, but the scale does not fall, because loss_scaling does not see the bad gradients."""
     params, batch = problem(dtype=jnp.float16)
     tx = loss_scaling(standard(optax.sgd(0.1)), DynamicLossScale(2.0**24))
@@ -222,7 +222,7 @@ def test_multi_steps_that_hide_bad_microbatches_from_a_dynamic_scale_are_found_o
     )
 
 
-def test_two_runs_go_through_one_step_function_and_after_an_error_a_third():
+def test_two_runs_and_after_an_error_a_third_run_share_a_step():
     _, batch = problem()
     bad = {**batch, "x": batch["x"] * jnp.nan}
     tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
@@ -276,7 +276,7 @@ def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
     assert seen == [True, False, True] and state.skipped == 1
 
 
-def test_a_member_of_a_vmap_skips_alone():
+def test_an_example_of_a_vmap_skips_alone():
     """Under vmap, JAX turns the branch by ``skipped`` into a select."""
     params, batch = problem()
     state = TrainState.create(params=params, tx=loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale()))

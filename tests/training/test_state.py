@@ -89,7 +89,7 @@ def test_states_of_weak_type_or_numpy_are_compiled_for_once():
     assert compiled_once(step) and state.model_state["n"] == 3
 
 
-def test_a_state_can_be_made_under_jit_and_in_the_abstract():
+def test_a_state_can_be_made_under_jit_and_abstractly():
     params, _ = problem()
 
     def create(params):
@@ -274,7 +274,7 @@ def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_on
     np.testing.assert_allclose(metrics["draw"], lone_metrics["draw"])
 
 
-def test_a_state_of_one_device_moves_to_the_mesh_of_the_batch_when_that_comes(compilations):
+def test_a_state_on_one_device_moves_to_the_mesh_of_a_later_batch(compilations):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     _, state, batch, lone_batch = placed_problem(1, mesh, "uncommitted")
     step = make_train_step(per_example, ema_decay=0.9, donate=False)
@@ -330,7 +330,7 @@ def test_threads_whose_states_lie_on_different_meshes_can_share_a_step():
 
 
 @pytest.mark.parametrize(("put", "device"), [("params", 1), ("state", 0), ("batch", 1)])
-def test_what_is_put_on_one_device_takes_the_rest_along_and_is_compiled_for_once(put, device):
+def test_uncommitted_arrays_follow_committed_ones_and_one_program_is_compiled(put, device):
     params, batch = problem()
     device = jax.devices()[device]
     if put == "params":
@@ -386,7 +386,7 @@ class WithTarget(TrainState):
         lambda state: state.replace(params=state.target),
     ],
 )
-def test_a_state_that_has_an_array_twice_goes_into_a_donating_step(shared):
+def test_a_state_that_has_an_array_twice_can_be_donated(shared):
     params = {"w": jnp.arange(2.0)}
     state = WithTarget.create(params=params, target=params, tx=optax.sgd(0.1), ema=True)
     steps = [
@@ -411,7 +411,7 @@ def test_a_key_that_an_optimizer_holds_outlives_a_donating_step():
     assert jnp.array_equal(*runs) and jax.random.key_data(key).shape == (2,)
 
 
-def test_a_field_that_there_is_not_is_pythons_error():
+def test_an_unknown_field_raises_pythons_error():
     for name in ("batch_stats", "loss_scale", "step"):
         with pytest.raises(TypeError, match=name):
             TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 1})

@@ -153,7 +153,7 @@ def test_microbatches_take_every_nth_example_in_order_and_see_the_model_state_of
 
 
 @pytest.mark.once
-def test_every_microbatch_draws_anew():
+def test_every_microbatch_has_its_own_random_numbers():
     def loss(params, model_state, batch, rng):
         return params * 0.0, model_state, {"draw": jax.random.uniform(rng), "square": jax.random.uniform(rng) ** 2}
 
@@ -250,7 +250,7 @@ def test_the_metrics_are_the_true_loss_the_scale_used_and_the_users_own():
 
 
 @pytest.mark.once
-def test_every_kind_of_loss_scale_reports_what_it_is():
+def test_the_metrics_have_the_scale_of_every_kind_of_loss_scale():
     params, batch = problem()
     for scale in (jaxmp.NoOpLossScale(), jaxmp.HeadroomLossScale()):
         expected = float(scale.loss_scale)
