@@ -381,7 +381,7 @@ def as_loss_scale(x: Any) -> LossScale:
 
 
 def _require_scalar(x: LossScale) -> None:
-    """Raise a ValueError if ``x`` has a scale or counter that is not a scalar."""
+    """Raise a ValueError if a scale or counter of ``x`` is not a (valid) scalar."""
     for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
         if np.ndim(getattr(x, name)):
             raise ValueError(

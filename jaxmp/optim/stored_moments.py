@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec
 from jaxmp.base.trees import path_name, widen
 from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
 
-# Fields of optax's states that are moments. Stochastic rounding would harm two kinds of moments, which are left out: it
-# would raise AMSGrad's maximum of the second moments, and could make the variance nu - mu² of a centred RMSProp
-# negative.
+# Fields of optax's states that are moments. Two kinds are left out, because stochastic rounding would raise AMSGrad's
+# maximum of the second moments, and could make the variance nu - mu² of a centred RMSProp negative.
 _SIGNED: dict[type, tuple[str, ...]] = {
     optax.ScaleByAdamState: ("mu",),
     optax.ScaleByAmsgradState: ("mu",),

@@ -37,7 +37,7 @@ class StuckRuns:
     """Detect a run that has been skipping steps for too long.
 
     A step reports whether it was skipped. The report is read some steps later, when the device has finished the step.
-    So the host does not wait for the device. Only after a skipped step, it waits for the counter in the state.
+    So the host does not wait for the device. It waits only after a skipped step, for the counter in the state.
     """
 
     def __init__(self, limit: int) -> None:
