@@ -26,7 +26,7 @@ def tx_of(inner=None):
 
 
 def refused(call, kind, *phrases, what=""):
-    """Require an error of a call that has these phrases, of at most three lines."""
+    """Assert that a call raises an error with these phrases and at most three lines."""
     with pytest.raises(kind) as caught:
         call()
         pytest.fail(f"not refused: {what}")

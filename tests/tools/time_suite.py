@@ -51,8 +51,8 @@ def main() -> None:
         print(rows[-1], end="", flush=True)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax", "pytest"))
     table = (
-        f"Each run is in a fresh clone without compiled programs, on {os.cpu_count()} cores. "
-        "The time to install the environment is not included "
+        f"Each run is in a fresh clone without compiled programs, on {os.cpu_count()} cores, "
+        "without the time to install the environment "
         f"(Python {platform.python_version()}, {versions}, {datetime.date.today()}):\n\n"
         "| run | result | min:s | CPU s |\n|---:|---|---:|---:|\n" + "".join(rows)
     )

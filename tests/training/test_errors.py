@@ -27,7 +27,7 @@ def state_of(params=1.0, **fields):
 
 
 def refused(call, kind, *phrases, what=""):
-    """Require an error of a call that has these phrases, of at most three lines."""
+    """Assert that a call raises an error with these phrases and at most three lines."""
     with pytest.raises(kind) as caught:
         call()
         pytest.fail(f"not refused: {what}")
