@@ -1,24 +1,24 @@
-# make demo and make test set up what they need. ARGS="..." reaches the command, PYTHON=... chooses the interpreter.
+# Each target installs what it needs. ARGS="..." is passed to the command, and PYTHON=... chooses the interpreter.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test check quick compare benchmark gpu wheelhouse notebook doctor lint format types slow newest docs dist pins clean
 
 PY := .venv/bin/python
-SELF := $(MAKE)# so called, it is not run by make --dry-run
+SELF := $(MAKE)# `make --dry-run` runs recipe lines that contain the name MAKE, but not those with SELF
 VERSION := 'import sys; print("%d.%d" % sys.version_info[:2])'
 NAME ?= loss_scaling
 SMALL := $(filter-out 0,$(SMOKE))
 MINUTES ?= $(if $(SMALL),0,9)
 WORKERS := $(shell getconf _NPROCESSORS_ONLN)
-# In CI up to three tests that fail run once more, each named at the end: no machine that stalls throws a change away.
+# In CI, up to three failed tests run once more and are named at the end, so that a stalled machine fails no change.
 AGAIN := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
 PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(AGAIN)
 SOURCES := jaxmp experiments tests notebooks docs .ci
 export PYTHON
-export PYTHONDONTWRITEBYTECODE := # tests start a hundred processes: none compiles our own sources again
+export PYTHONDONTWRITEBYTECODE := # unset: the tests start a hundred processes, which reuse the bytecode on disk
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
-help: ## this list
+help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/installed ## train on real data under five precisions and show what each did: about 3 minutes after set-up
@@ -27,50 +27,50 @@ demo: .venv/installed ## train on real data under five precisions and show what 
 test: .venv/installed ## the tests, about 6 minutes the first time on two cores: make test ARGS="tests/cli -x"
 	$(PY) $(PYTEST) -m "not slow" $(ARGS)
 
-check: lint types test slow newest ## all that must hold before a change is merged: about 20 minutes on two cores
+check: lint types test slow newest ## everything that a change must pass: about 20 minutes on two cores
 
-quick: .venv/installed ## the tests that cover what differs from main, on the default Python: about two minutes
+quick: .venv/installed ## the tests that cover your changes since main: about two minutes
 	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) $$tests $(ARGS)
 
-compare: .venv/installed ## one task under several policies: make compare ARGS="--help"
+compare: .venv/installed ## train one task under several policies: make compare ARGS="--help"
 	@$(PY) -m experiments.compare $(ARGS)
 
-benchmark: .venv/installed ## one of experiments/benchmarks: make benchmark NAME=train_step ARGS="--help"
+benchmark: .venv/installed ## run a benchmark of experiments/benchmarks: make benchmark NAME=train_step ARGS="--help"
 	@$(PY) -c 'from importlib.util import find_spec; exit(not find_spec("experiments.benchmarks.$(NAME)"))' || \
 	  { echo 'error: NAME is a benchmark of experiments/benchmarks/README.md, got $(NAME)' >&2; exit 2; }
 	@$(PY) -m experiments.benchmarks.$(NAME) $(ARGS)
 
-# What was typed, for the line that says how to go on.
+# The command as it was typed. gpu.py prints it at the end, so that you can continue with it.
 gpu: export MAKE_GPU = make gpu $(strip $(foreach name,MINUTES SMOKE PYTHON ARGS,\
   $(if $(filter command environment,$(origin $(name))),$(name)='$(subst ','\'',$($(name)))')))
-gpu: ## all that needs a GPU, piece by piece; again to go on: make gpu MINUTES=9 [SMOKE=1] [ARGS="--list"]
+gpu: ## measure what needs a GPU, for some minutes; repeat to continue: make gpu MINUTES=9 [SMOKE=1] [ARGS="--list"]
 	@python=$${PYTHON:-python3}; \
 	if [ -d build/wheelhouse ] && $$python -c 'import jax' 2>/dev/null; then \
 	  wheels=$$($$python .ci/wheels.py) || exit 1; export PYTHONPATH="$$wheels$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	else $(SELF) --no-print-directory .venv/installed && python=$(PY); fi && \
 	$$python -m experiments.benchmarks.gpu --minutes $(MINUTES) $(if $(SMALL),--smoke) $(ARGS)
 
-wheelhouse: .venv/installed ## build/wheelhouse: what `make gpu` needs on a machine without a network, whose Python is [WHEEL_PYTHON=3.12]
+wheelhouse: .venv/installed ## download into build/wheelhouse what `make gpu` needs without a network [WHEEL_PYTHON=3.12]
 	@.ci/wheelhouse.sh $(PY)
 
-notebook: .venv/installed ## run notebooks/quickstart.ipynb and keep what it shows
+notebook: .venv/installed ## run notebooks/quickstart.ipynb and save its outputs in it
 	@cd notebooks && PYTHONPATH=$(CURDIR) ../.venv/bin/jupyter execute --inplace quickstart.ipynb $(ARGS)
 
-doctor: .venv/installed ## what this machine computes fast, and what to fix
+doctor: .venv/installed ## show which dtypes this machine computes fast, and what to fix
 	@$(PY) -m jaxmp doctor $(ARGS)
 
-lint: .venv/installed ## ruff: rules and format
+lint: .venv/installed ## check rules and format with ruff
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
 
-format: .venv/installed ## ruff rewrites what it can
+format: .venv/installed ## fix and format the code with ruff
 	$(PY) -m ruff check --fix $(SOURCES)
 	$(PY) -m ruff format $(SOURCES)
 
-types: .venv/installed ## mypy on the library
+types: .venv/installed ## check the types of the library with mypy
 	$(PY) -m mypy
 
-slow: .venv/installed ## the slow tests alone: notebooks, killed processes, compiling for an absent GPU
+slow: .venv/installed ## only the slow tests: notebooks, killed processes, compilations for an absent GPU
 	$(PY) $(PYTEST) -m slow $(ARGS)
 
 newest: .venv/installed ## the tests on the newest Python and JAX that this machine offers
@@ -86,14 +86,14 @@ newest: .venv/installed ## the tests on the newest Python and JAX that this mach
 	    tests/inspect/test_roofline.py; \
 	fi
 
-docs: .venv/installed ## the site, as HTML in build/site
+docs: .venv/installed ## build the site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 	@echo "read it: $(PY) -m http.server --directory build/site"
 
-dist: .venv/installed ## sdist and wheel in dist/; the wheel alone runs the README's example and jaxmp doctor
+dist: .venv/installed ## build the sdist and the wheel in dist/, and try the wheel in an empty environment
 	@.ci/dist.sh $(CURDIR)/$(PY)
 
-pins: ## constraints.txt anew, from the newest versions there are: make pins PYTHON=python3.11
+pins: ## write constraints.txt again, with the newest versions: make pins PYTHON=python3.11
 	@rm -rf build/pins && mkdir -p build/pins
 	@.ci/setup.sh build/pins/oldest default pins
 	@.ci/setup.sh build/pins/newest newest pins
@@ -105,7 +105,7 @@ clean: ## remove the environments and everything that was built; runs and data s
 	rm -rf .venv .venv-newest .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# A Python that is named makes the environment again, unless that is of its version; setup.sh says if it is none.
+# If PYTHON is given and has another version than .venv, .venv is made again. setup.sh refuses a PYTHON that cannot run.
 ifdef PYTHON
 ifneq ($(firstword $(shell .ci/pythons.sh "$(PYTHON)")),$(shell [ ! -x $(PY) ] || $(PY) -c $(VERSION) 2>&1))
 .PHONY: .venv/installed

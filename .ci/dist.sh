@@ -1,6 +1,6 @@
 #!/bin/sh
-# dist.sh PYTHON: builds the sdist and the wheel into dist/, then runs the README's example and `jaxmp doctor` with the wheel
-# alone in an empty environment, outside of this folder.
+# dist.sh PYTHON: builds the sdist and the wheel in dist/. Then it installs only the wheel into an empty environment, and runs
+# the README's example and `jaxmp doctor` with it, outside of the repository's root.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"

@@ -1,6 +1,7 @@
-"""Merges ``pip freeze`` of the oldest and the newest environment into constraints.txt: ``pins.py OLDEST NEWEST``.
+"""Merge the pins of the oldest and the newest environment into one list: ``pins.py OLDEST NEWEST``.
 
-Where the two differ, the line carries a marker. Lines that pin nothing (comments, addresses) are left out.
+The arguments are files written by ``pip freeze``, and the list is printed. A pin that differs between the environments
+gets a marker with the Python version. Lines without a version (comments, addresses) are left out.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from pathlib import Path
 
 
 def pins(file: str) -> dict[str, str]:
-    """Name (lower case) to ``name==version``."""
+    """Return the line ``name==version`` of each package, by its name in lower case."""
     lines = Path(file).read_text().splitlines()
     return {line.partition("==")[0].lower(): line for line in lines if "==" in line and not line.startswith("#")}
 
 
 oldest, newest = pins(sys.argv[1]), pins(sys.argv[2])
-print("# What jaxmp is developed and tested with, on the oldest supported Python and on newer ones (make pins).")
+print("# The versions with which jaxmp is tested, on the oldest supported Python and on newer ones (make pins).")
 for name in sorted(oldest | newest):
     if oldest.get(name) == newest.get(name):
         print(oldest[name])

@@ -1,7 +1,8 @@
 #!/bin/sh
-# Prints "VERSION PATH" of two Pythons on this machine that jaxmp supports and that can make virtual environments: the
-# default one (python3 where it is supported, else the newest there is), then the newest. Prints nothing if there is none.
-# An argument names the default one instead. Every candidate is run: a command on PATH can be a shim that fails.
+# pythons.sh [PYTHON]: prints "VERSION PATH" of the default Python, and on a second line of the newest Python. Only Pythons
+# count that jaxmp supports and that can make virtual environments. The default is PYTHON if it is given, else python3 if
+# it counts, else the newest. Nothing is printed if no Python counts, or PYTHON does not.
+# Each candidate is run, because a command on PATH can be a shim that fails.
 probe='
 import sys, ensurepip, venv
 if not (3, 11) <= sys.version_info[:2] <= (3, 13): sys.exit(1)
@@ -10,7 +11,7 @@ try() { "$1" -c "$probe" 2>/dev/null; }
 
 default=$(try "${1:-python3}")
 [ -z "${1:-}" ] || [ -n "$default" ] || exit 0
-# version managers (pyenv, asdf, uv) keep one folder per version, side by side
+# Version managers (pyenv, asdf, uv) have one folder per version. These folders are siblings.
 siblings=$(for command in python3 python; do
   "$command" -c 'import os, sys; print(os.path.dirname(sys.base_prefix))' 2>/dev/null
 done | sort -u)

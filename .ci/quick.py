@@ -1,9 +1,14 @@
-"""Prints the tests that cover what differs from main, what is not committed included: ``make quick`` runs them.
+"""Print the tests that cover the changes since main, committed or not. ``make quick`` runs them.
 
-A file is covered by the tests of its name in `tests/`, which mirrors the folders, then by those of its folder; then by
-the tests that import it, and by those of the files that import it; then by these files' users, and so on. The nearest
-are taken until there are BUDGET tests, which take about two minutes on two cores; of two as near, the one that imports
-less is more about the file. Changed tests, those of a changed file's name and those of CORE always run.
+The tests of a changed file are, from near to far:
+
+1. the tests with its name, and then those of its folder, because the folders of `tests/` mirror the code;
+2. the tests that import the file, and the tests (by name and folder) of the files that import it;
+3. the same for the files that import those, and so on.
+
+The nearest tests are printed until there are BUDGET tests, which take about two minutes on two cores. Among tests that
+are equally near, those come first that import fewer files. Three kinds always run: changed tests, tests with the name
+of a changed file, and the tests of CORE.
 """
 
 from __future__ import annotations
@@ -17,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CORE = ["tests/test_import.py", "tests/policy/test_policy.py", "tests/training/test_step.py"]
-BUDGET = 300  # functions, each with all of its parameters: 0.6 s of a core on average
+BUDGET = 300  # test functions; one with all of its parameters takes 0.6 s of a core on average
 ROOTS = ("jaxmp", "experiments", "tests")
-# Who reads what is no module, beside the tests that have its name in a string.
+# Pattern of files that are not modules -> their tests. Tests that name such a file in a string are found without it.
 ALSO = {
     r"experiments/results|README": ["experiments/report"],
     r".*\.(md|ipynb)$": ["docs", "properties/test_table.py"],
@@ -28,12 +33,16 @@ ALSO = {
 
 
 class Imports:
-    """File to the files that it uses: imports of all kinds, attributes of packages, names in strings, its conftests."""
+    """The files that each file uses, in ``used``.
+
+    A file uses another one by an import, an attribute of a package, a name in a string, or as its conftest.
+    """
 
     def __init__(self) -> None:
         files = [file for root in ROOTS for file in Path(root).rglob("*.py")] + [Path("conftest.py")]
         self.modules = {module(file): str(file) for file in files}
-        # Scripts and data are named in strings; an __init__.py or README.md means another one in each folder.
+        # Scripts and data files are recognised by their names in strings. Only these folders are searched, because
+        # names like README.md occur in many folders.
         named = [*Path("tests/tools").glob("*.*"), *Path("experiments/launch").glob("*"), *Path().glob("*.*")]
         self.named = {file.name: str(file) for file in named if file.is_file()}
         self.nodes = {str(file): list(ast.walk(ast.parse(file.read_text(), file))) for file in files}
@@ -41,8 +50,8 @@ class Imports:
         self.used = {name: set(self.uses(name)) - {name} for name in self.nodes}
 
     def uses(self, name: str) -> Iterator[str]:
-        """The files that one file uses."""
-        bound = {}  # what a name in this file is the short name of
+        """Yield the files that one file uses."""
+        bound = {}  # imported names, and the dotted names that they stand for (None: the same name)
         for node in self.nodes[name]:
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -51,7 +60,7 @@ class Imports:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                    if alias.asname != alias.name:  # else for others to import from here
+                    if alias.asname != alias.name:  # `import x as x` is a re-export, which does not use x
                         yield from self.file(node.module)
                         yield from self.file(f"{node.module}.{alias.name}")
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -64,37 +73,37 @@ class Imports:
                 yield from self.file(f"{bound[first] or first}.{rest}")
         if Path(name).name.startswith("test_"):
             beside = (str(folder / "conftest.py") for folder in Path(name).parents)
-            yield from (each for each in beside if each in self.nodes)
+            yield from (conftest for conftest in beside if conftest in self.nodes)
 
     def file(self, name: str) -> list[str]:
-        """The file that has what a dotted name means, through all that packages import for others."""
-        place, _, rest = name.partition(".")
-        while rest and place in self.exports:
+        """Return the file that defines a dotted name, following re-exports; empty if it is not ours."""
+        module_name, _, rest = name.partition(".")
+        while rest and module_name in self.exports:
             first, _, after = rest.partition(".")
-            if f"{place}.{first}" in self.modules:
-                place, rest = f"{place}.{first}", after
-            elif first in self.exports[place]:
-                return self.file(f"{self.exports[place][first]}.{after}".rstrip("."))
+            if f"{module_name}.{first}" in self.modules:
+                module_name, rest = f"{module_name}.{first}", after
+            elif first in self.exports[module_name]:
+                return self.file(f"{self.exports[module_name][first]}.{after}".rstrip("."))
             else:
                 break
-        return [self.modules[place]] if place in self.modules else []
+        return [self.modules[module_name]] if module_name in self.modules else []
 
 
 def module(file: Path) -> str:
-    """The name that a file is imported by; those of the tests' tools have no package."""
+    """Return the name by which a file is imported; files in tests/tools have no package."""
     parts = file.with_suffix("").parts
     return file.stem if parts[:2] == ("tests", "tools") else ".".join(parts[:-1] if file.stem == "__init__" else parts)
 
 
 def exports(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
-    """The names that a file has from another one."""
+    """Yield the names that a file imports from a module, with their dotted names."""
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def dotted(node: ast.AST) -> str | None:
-    """``a.b.c`` as text, None for what is no name or an attribute of none."""
+    """Return an expression such as ``a.b.c`` as text, and None for other expressions."""
     if isinstance(node, ast.Attribute):
         return (value := dotted(node.value)) and f"{value}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else None
@@ -102,7 +111,7 @@ def dotted(node: ast.AST) -> str | None:
 
 @functools.cache
 def mirrored(name: str) -> tuple[tuple[str, bool], ...]:
-    """Return the tests of a file's name, with True, then those of the folders that it lies in, with False."""
+    """Return the tests with a file's name, with True, and those of its folders, with False."""
     path = Path(name)
     if path.parts[0] == "tests":
         return ((name, True),) if path.name.startswith("test_") else ()
@@ -120,31 +129,36 @@ def mirrored(name: str) -> tuple[tuple[str, bool], ...]:
 
 
 def near(changed: list[str], imports: Imports) -> dict[str, tuple[int, int]]:
-    """Tests to how far they are from what changed: 0 has its name, 1 its folder, 2 its users; and how many imports."""
-    found: dict[str, int] = {}
+    """Return how far each test is from the changed files, as (distance, number of imports between).
+
+    The distance is 0 for a test with the name of a changed file, 1 for a test of its folder, 2 and 3 for tests of the
+    files that import it (by name and by folder), and so on.
+    """
+    distances: dict[str, int] = {}
     for name in changed:
         for place in (
             Path("tests", place) for pattern, also in ALSO.items() if re.match(pattern, name) for place in also
         ):
-            found |= {str(test): 1 for test in ([place] if place.suffix else place.rglob("test_*.py"))}
+            distances |= {str(test): 1 for test in ([place] if place.suffix else place.rglob("test_*.py"))}
     steps = dict.fromkeys(changed, 0)
     front, step = {*changed}, 0
     while front:
-        for test, exact in (each for name in front for each in mirrored(name)):
-            found[test] = min(found.get(test, 2 * step + 1), 2 * step + (not exact))
+        for name in front:
+            for test, has_name in mirrored(name):
+                distances[test] = min(distances.get(test, 2 * step + 1), 2 * step + (not has_name))
         step += 1
         front = {name for name, used in imports.used.items() if used & front} - steps.keys()
         steps |= dict.fromkeys(front, step)
-    return {test: (far, steps.get(test, step)) for test, far in found.items() if test in imports.nodes}
+    return {test: (far, steps.get(test, step)) for test, far in distances.items() if test in imports.nodes}
 
 
 def chosen(changed: list[str], imports: Imports) -> tuple[list[str], list[str]]:
-    """The tests to run and those, farther away, for which there is no time."""
-    found = near(changed, imports) | dict.fromkeys(CORE, (0, 0))
+    """Return the tests to run, and the farther ones that exceed BUDGET."""
+    distances = near(changed, imports) | dict.fromkeys(CORE, (0, 0))
     taken, left, count = [], [], 0
-    for test in sorted(found, key=lambda test: (found[test], len(imports.used[test]), test)):
+    for test in sorted(distances, key=lambda test: (distances[test], len(imports.used[test]), test)):
         functions = len(re.findall(r"^ *def test_", Path(test).read_text(), re.MULTILINE))
-        if found[test][0] == 0 or count + functions <= BUDGET:
+        if distances[test][0] == 0 or count + functions <= BUDGET:
             taken.append(test)
             count += functions
         else:
@@ -153,12 +167,15 @@ def chosen(changed: list[str], imports: Imports) -> tuple[list[str], list[str]]:
 
 
 def git(*arguments: str) -> list[str]:
-    """The lines that a command of git prints."""
+    """Return the lines that a git command prints."""
     return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def differing() -> tuple[str, list[str]]:
-    """The main branch, the remote's if there is one, and the files that differ from where this one left it."""
+    """Return the name of the main branch, and the files that changed since this branch left it.
+
+    The remote's main is preferred to the local one.
+    """
     mains = git(
         "for-each-ref", "--sort=-refname", "--format=%(refname:short)", "refs/remotes/origin/main", "refs/heads/main"
     )
@@ -173,5 +190,5 @@ if __name__ == "__main__":
     examples = [name for name in changed if re.match(r"jaxmp/.*\.py", name) and Path(name).exists()]
     print(f"{len(changed)} files differ from {main}", file=sys.stderr)
     if left:
-        print(f"{len(left)} files of tests that use them from farther away are left to make test", file=sys.stderr)
+        print(f"{len(left)} more test files use the changed files indirectly; make test runs them too", file=sys.stderr)
     print(*sorted(taken + examples), sep="\n")

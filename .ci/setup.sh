@@ -1,7 +1,8 @@
 #!/bin/sh
-# setup.sh DIR default|newest [pins]: an environment in DIR with jaxmp (editable), the experiments and the tests, as pinned
-# in constraints.txt. The newest one also gets what compiles for a GPU that is not there, if this machine has wheels of it.
-# With "pins" the pins are left out, to find the newest versions. PYTHON=... names the default Python.
+# setup.sh DIR default|newest [pins]: makes an environment in DIR with jaxmp (editable) and the packages of the experiments
+# and the tests, in the versions of constraints.txt. With "newest", it also installs the CUDA plugin that compiles for an
+# absent GPU, if wheels exist for this machine. With "pins", it ignores constraints.txt and installs the newest versions.
+# PYTHON=... names the default Python.
 set -eu
 dir=$1 which=$2 pins=${3:-}
 found=$("$(dirname "$0")/pythons.sh" "${PYTHON:-}")
@@ -13,7 +14,7 @@ fi
 if [ "$which" = default ]; then line=$(echo "$found" | head -n 1); else line=$(echo "$found" | tail -n 1); fi
 version=${line%% *} python=${line#* }
 start=$(date +%s)
-echo "Setting up $dir (Python $version): one or two minutes, 1.5 to 2.2 GB on disk"
+echo "Setting up $dir (Python $version): this takes one or two minutes and 1.5 to 2.2 GB on disk"
 [ "$("$dir/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ] ||
   "$python" -m venv --clear "$dir"
 install() {
@@ -22,7 +23,7 @@ install() {
 }
 install ".[test${pins:+,docs}]"
 if [ "$which" = newest ]; then
-  install ".[compile-only]" || echo "Nothing compiles for a GPU on this machine: those tests will be skipped"
+  install ".[compile-only]" || echo "JAX's CUDA plugin cannot be installed on this machine: the tests that compile for a GPU will be skipped"
 fi
 touch "$dir/installed"
 echo "$dir is ready after $(($(date +%s) - start)) s"

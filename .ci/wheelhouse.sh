@@ -1,13 +1,14 @@
 #!/bin/sh
-# wheelhouse.sh: gathers in build/wheelhouse what the benchmarks need on a machine without a network that has JAX and torch:
-# the wheels of wheelhouse.txt, as pinned in constraints.txt, for Linux on x86-64. WHEEL_PYTHON=3.12 is that machine's Python.
+# wheelhouse.sh PYTHON: downloads into build/wheelhouse the wheels that the benchmarks need on a machine that has JAX and torch
+# but no network. These are the packages of wheelhouse.txt, in the versions of constraints.txt, for Linux on x86-64.
+# WHEEL_PYTHON=3.12 is the Python version of that machine.
 set -eu
 python=$1 version=${WHEEL_PYTHON:-3.12}
 out=build/wheelhouse here=$(dirname "$0")
 rm -rf "$out"
 mkdir -p "$out"
 platforms=$(for glibc in 2_17 2_27 2_28 2_31 2_34 2_35; do printf -- '--platform manylinux_%s_x86_64 ' "$glibc"; done)
-# Those of that Python: pip would read the markers by this one's version.
+# Select the pins for WHEEL_PYTHON here, because pip would evaluate their markers with the version of $python.
 "$python" -c '
 import sys
 from pip._vendor.packaging.requirements import Requirement
@@ -20,8 +21,8 @@ grep -v '^promise$' "$here/wheelhouse.txt" > "$out/.names"
 # shellcheck disable=SC2086
 fetch download --only-binary=:all: --python-version "$version" --implementation cp $platforms \
   --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --dest "$out" --requirement "$out/.names"
-fetch wheel --wheel-dir "$out" promise # Python alone, and published as source only
+fetch wheel --wheel-dir "$out" promise # published only as source; it is pure Python
 rm "$out/.names" "$out/.pins"
 size=$(du -sm "$out" | cut -f1)
 echo "$out: $(ls "$out" | wc -l) wheels for Python $version, $size MiB"
-[ "$size" -le 60 ] || { echo "error: it may have 60 MiB; take what is large out of $here/wheelhouse.txt" >&2; exit 1; }
+[ "$size" -le 60 ] || { echo "error: $out may have at most 60 MiB; remove large packages from $here/wheelhouse.txt" >&2; exit 1; }

@@ -1,6 +1,6 @@
-"""Installs from build/wheelhouse what this Python lacks into .cache/wheels, without a network, and prints that folder.
+"""Install the missing packages of build/wheelhouse into .cache/wheels, and print that folder.
 
-What the machine has stays as it is: its JAX, its torch and what was built for them.
+No network is needed. Packages that are already installed for this Python (such as JAX and torch) do not change.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ HOUSE, TARGET = ROOT / "build" / "wheelhouse", ROOT / ".cache" / "wheels"
 
 
 def lacking(wheels: list[Path]) -> list[Path]:
-    """The wheels of packages that are not installed."""
-    found = []
+    """Return the wheels of packages that are not installed."""
+    missing = []
     for wheel in wheels:
         try:
             metadata.version(wheel.name.partition("-")[0])
         except metadata.PackageNotFoundError:
-            found.append(wheel)
-    return found
+            missing.append(wheel)
+    return missing
 
 
 def main() -> None:
-    """Installs them, unless they were, and prints the folder for PYTHONPATH."""
+    """Install the missing wheels, unless an earlier call did, and print the folder for PYTHONPATH."""
     wheels = lacking(sorted(HOUSE.glob("*.whl")))
     names, installed = "\n".join(wheel.name for wheel in wheels), TARGET / "installed"
     if not installed.exists() or installed.read_text() != names:
@@ -38,8 +38,8 @@ def main() -> None:
         if wheels and (code := subprocess.run(command, stdout=sys.stderr).returncode):
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
             sys.exit(
-                f"error: {HOUSE} could not be installed (pip ended with {code}): its wheels are for one Python, and "
-                f"this is {version}; make it anew where there is a network: make wheelhouse WHEEL_PYTHON={version}"
+                f"error: {HOUSE} could not be installed (pip ended with {code}): its wheels may be for another Python "
+                f"than {version}; on a machine with a network, run make wheelhouse WHEEL_PYTHON={version}"
             )
         installed.write_text(names)
     print(TARGET)

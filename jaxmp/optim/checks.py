@@ -23,8 +23,8 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"an optimizer must be one of optax's, got {printed(tx)}; write optax.adam(1e-3), say, and for one with a "
-            "loss scale jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())"
+            f"an optimizer must be an optax transform, got {printed(tx)}; write optax.adam(1e-3), for example, or "
+            "jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale()) for one with a loss scale"
         )
     tx = optax.with_extra_args_support(tx)
     parameters = inspect.signature(tx.update).parameters
@@ -42,10 +42,10 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
 def require_loss(loss: Any, otherwise: str) -> Any:
     """Return ``loss`` if it is a floating scalar.
 
-    ``otherwise`` is the remedy for a loss that is not a number.
+    ``otherwise`` is the remedy in the error message if the loss is not a number.
 
     Raises:
-      TypeError: it is not a floating scalar.
+      TypeError: the loss is not a floating scalar.
     """
     if not is_number(loss) or np.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         remedy = otherwise
@@ -58,7 +58,7 @@ def require_loss(loss: Any, otherwise: str) -> Any:
 def is_number(value: Any) -> bool:
     """Return whether ``value`` is a number or an array.
 
-    It may be an array of JAX or NumPy, a Python number or a Variable of NNX.
+    Arrays of JAX and NumPy, Python numbers and NNX Variables count.
     """
     number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
     return number or hasattr(value, "__jax_array__")
@@ -80,7 +80,7 @@ def described(value: Any) -> str:
 
 
 def check_state(state: Any) -> None:
-    """Raise a TypeError if ``state`` is not one of :func:`jaxmp.loss_scaling`."""
+    """Raise a TypeError if ``state`` is not a state of :func:`jaxmp.loss_scaling`."""
     if not isinstance(state, LossScalingState):
         raise TypeError(
             f"loss_scaling updates only its own state, got {type(state).__name__}; call tx.init again, or wrap a "
@@ -89,9 +89,9 @@ def check_state(state: Any) -> None:
 
 
 def check_same_shapes(updates: Any, params: Any) -> None:
-    """Raise a ValueError if an update has another shape than its param.
+    """Raise a ValueError if an update and its param differ in shape.
 
-    Trees of different structures are not checked.
+    If the trees differ in structure, nothing is checked.
     """
     structure: Any = jax.tree.structure(updates)
     if structure != jax.tree.structure(params):
@@ -99,6 +99,6 @@ def check_same_shapes(updates: Any, params: Any) -> None:
     for (path, update), param in zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True):
         if jnp.shape(update) != jnp.shape(param):
             raise ValueError(
-                f"the update of {path_name(path)!r} has the shape {jnp.shape(update)}, its param {jnp.shape(param)}; "
-                "pass the params of these gradients, or call tx.init again"
+                f"the update of {path_name(path)!r} has the shape {jnp.shape(update)}, but its param has "
+                f"{jnp.shape(param)}; pass the params of these gradients, or call tx.init again"
             )

@@ -1,4 +1,4 @@
-"""Loss scales: they keep small gradients above float16's underflow.
+"""Loss scales, which keep small gradients from becoming zero in float16.
 
 In float16, values below 2^-25 become zero, and gradients are often that small. Multiplying the loss by S multiplies
 every gradient of the backward pass by S. The gradients are divided by S in float32 before the optimizer sees them
@@ -7,10 +7,10 @@ every gradient of the backward pass by S. The gradients are divided by S in floa
 - :class:`NoOpLossScale`: no scaling, for bfloat16 and float32, which have a large enough range.
 - :class:`StaticLossScale`: a fixed S.
 - :class:`DynamicLossScale`: S grows after a series of finite steps and backs off at a non-finite one.
-- :class:`HeadroomLossScale`: S follows the largest gradient, so it finds the limit without overflows.
+- :class:`HeadroomLossScale`: S follows the largest gradient, so that overflows are rare.
 
-A loss scale is an immutable pytree. All arithmetic on S is float32, on the device and without branches. So nothing
-waits for the host, and a change of S compiles nothing. S is treated as a constant in derivatives.
+A loss scale is an immutable pytree. The next S is computed in float32, on the device and without branches. So the
+device does not wait for the host, and a new value of S compiles nothing. S is treated as a constant in derivatives.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LossScale:
     def scale(self, tree: T) -> T:
         """Multiply ``tree`` by S.
 
-        Floating and complex leaves keep their dtype (half-precision ones are multiplied in float32). A Python float
+        Floating and complex leaves keep their dtype (half-precision leaves are multiplied in float32). A Python float
         becomes an array. Integers, bools, keys and everything else are unchanged.
         """
 
@@ -102,13 +102,16 @@ class LossScale:
         ceiling = getattr(self, "max_loss_scale", self.loss_scale)
         if isinstance(ceiling, float) and ceiling <= 2.0**126:
             return (1 / scale,)
-        # The reciprocal of a larger scale is subnormal and may be flushed to zero. The barrier keeps XLA from
+        # The reciprocal of a scale above 2**126 is subnormal and may be flushed to zero. The barrier keeps XLA from
         # multiplying the two factors.
         second = jax.lax.optimization_barrier(jnp.where(scale > 2.0**126, 2.0**-64, 1.0).astype(scale.dtype))
         return 1 / (scale * second), second
 
     def is_stuck(self, before: LossScale) -> jax.Array:
-        """Return whether a non-finite step could not lower the scale from ``before``."""
+        """Return whether the scale did not fall in a non-finite step.
+
+        ``before`` is the loss scale at the beginning of that step.
+        """
         return jnp.asarray(self.loss_scale >= before.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
@@ -128,7 +131,7 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):
-    """No loss scaling; all methods return their argument unchanged.
+    """No loss scaling; ``scale`` and ``unscale`` return their argument unchanged.
 
     >>> NoOpLossScale().scale({"loss": 3.0})
     {'loss': 3.0}
@@ -155,7 +158,7 @@ class StaticLossScale(LossScale):
       loss_scale: the factor, positive and in float32's normal range. Scaling by a power of two is exact.
 
     Raises:
-      ValueError: the scale is outside of this range, or it is a tracer.
+      ValueError: the scale is outside float32's normal range, or it is a tracer.
 
     >>> StaticLossScale(1024).scale(3.0)
     Array(3072., dtype=float32)
@@ -175,9 +178,9 @@ class DynamicLossScale(ScaleState, LossScale):
 
     After ``period`` finite steps in a row, the scale is multiplied by ``factor``. A non-finite step multiplies it by
     ``backoff`` and restarts the count. The scale never falls below ``min_loss_scale``. If growth would exceed
-    ``max_loss_scale``, the scale does not grow, so a power of two stays a power of two. torch's GradScaler has no such
-    bounds, and its scale can reach 0. Within the bounds, both have the same scales for the same parameters (bit for bit
-    if float32 holds ``factor`` and ``backoff`` exactly).
+    ``max_loss_scale``, the scale does not grow, so a power of two stays a power of two. torch's GradScaler has no
+    bounds, and its scale can reach 0. As long as no bound is reached, a DynamicLossScale and a GradScaler with the same
+    parameters have the same scales (bit for bit if float32 holds ``factor`` and ``backoff`` exactly).
 
     If ``hysteresis`` is h > 1, the first h - 1 non-finite steps do not change the scale. The h-th non-finite step and
     all later ones multiply it by ``backoff``. The count of non-finite steps restarts after ``period`` finite steps in a
@@ -231,14 +234,14 @@ class DynamicLossScale(ScaleState, LossScale):
             self.__dict__["countdown"] = jnp.asarray(self.hysteresis, jnp.int32)
 
     def is_stuck(self, before: LossScale) -> jax.Array:
-        """See :meth:`LossScale.is_stuck`; False while hysteresis keeps the scale."""
+        """See :meth:`LossScale.is_stuck`; False while hysteresis delays the backoff."""
         return super().is_stuck(before) & jnp.asarray(self.countdown is None or self.countdown == 0)
 
     @classmethod
     def from_torch(cls, state_dict: Mapping[str, Any]) -> Self:
         """Return the loss scale that continues a torch ``GradScaler``.
 
-        Like torch's scale, it is bounded only by the range of float32. To set a minimum, write
+        As in torch, the only bounds of the scale are those of float32. To set a minimum, write
         ``dataclasses.replace(scale, min_loss_scale=1)``.
 
         Raises:
@@ -277,15 +280,15 @@ class HeadroomLossScale(ScaleState, LossScale):
 
     It keeps a running maximum of the true gradients' absolute values. A larger gradient raises the maximum at once.
     Otherwise the maximum decays, by half in ``period`` steps. The scale is the largest power of two for which
-    ``running_max * scale`` is at most the largest number of ``dtype`` divided by ``2**headroom``. In one step, the
-    scale at most doubles. So a step overflows only if a gradient is more than ``2**headroom`` times the running
-    maximum. (:class:`DynamicLossScale` finds the limit only by overflowing from time to time.)
+    ``running_max * scale`` is at most the largest number of ``dtype`` divided by ``2**headroom``. So a step overflows
+    only if a gradient is more than ``2**headroom`` times the running maximum. (:class:`DynamicLossScale` finds the
+    limit only by overflowing from time to time.) In one step, the scale at most doubles.
 
-    A non-finite step halves the scale and raises the running maximum to match the new scale. The maximum must rise
-    because the overflow may be in the gradient of an activation, and the params' gradients do not show it. The scale
-    may grow again after ``period`` steps. A step whose gradients are all zero changes nothing. The method is similar to
-    the LogMax scaling of OpenSeq2Seq (Kuchaiev et al. 2018, arXiv 1805.10387), but a zero gradient does not make the
-    scale NaN.
+    A non-finite step halves the scale. It also raises the running maximum to the value that fits the new scale, because
+    the overflow may be in the gradient of an activation, which the gradients of the params do not show. So the scale
+    can grow again only after ``period`` steps. A step whose gradients are all zero changes nothing. The method is
+    similar to the LogMax scaling of OpenSeq2Seq (Kuchaiev et al. 2018, arXiv 1805.10387), but a zero gradient does not
+    make the scale NaN.
 
     Attributes:
       headroom: the base-2 logarithm of the margin to overflow, 0 or more.
@@ -349,12 +352,12 @@ class HeadroomLossScale(ScaleState, LossScale):
 
 
 def as_loss_scale(x: Any) -> LossScale:
-    """Return ``x``, or the equivalent loss scale of this module for one of jmp.
+    """Return a loss scale of jaxmp unchanged, and convert a loss scale of jmp.
 
     Raises:
-      TypeError: ``x`` is neither, or not a pytree.
-      ValueError: its scale is not a positive scalar; or a loss scale of jmp has a number outside its range, such as a
-        scale below its minimum.
+      TypeError: ``x`` is not a loss scale of jaxmp or jmp, or is not a pytree.
+      ValueError: the scale is not a positive scalar; or a number in a loss scale of jmp is outside its range, such as
+        a scale below its minimum.
     """
     if isinstance(x, LossScale):
         if jax.tree_util.all_leaves([x]):
@@ -378,12 +381,12 @@ def as_loss_scale(x: Any) -> LossScale:
 
 
 def _require_scalar(x: LossScale) -> None:
-    """Raise an error if the factor of ``x``, or one of its counters, is not a scalar."""
+    """Raise a ValueError if a scale or counter of ``x`` is not a (valid) scalar."""
     for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
         if np.ndim(getattr(x, name)):
             raise ValueError(
-                f"{name} of a loss scale must be a scalar, got the shape {np.shape(getattr(x, name))}; use vmap for a "
-                "population"
+                f"{name} of a loss scale must be a scalar, got the shape {np.shape(getattr(x, name))}; use jax.vmap "
+                "to train several models at once"
             )
     if is_concrete(x.loss_scale):
         with jax.transfer_guard_device_to_host("allow"):

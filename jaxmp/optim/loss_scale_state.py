@@ -1,4 +1,4 @@
-"""Loss scales as data: checked fields, pytrees and Flax's serialization."""
+"""Check the fields of loss scales, and register loss scales with JAX and Flax."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HUGE = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class ScaleState:
-    """A dataclass whose fields are checked.
+    """The base of loss scales with fields that are checked and converted.
 
-    ``_leaves`` has the dtype of each field that becomes an array.
+    ``_leaves`` maps each field that becomes an array to its dtype.
     """
 
     _leaves: ClassVar[Mapping[str, Any]]
@@ -40,7 +40,7 @@ class ScaleState:
         self._check_bounds()
 
     def _checked(self, name: str, x: Any) -> Any:
-        """Return a field as an array, an int or a float."""
+        """Check a field, and return it as an array, an int or a float."""
         if name not in self._leaves:
             number = require(name, x)
             return int(number) if name in ("period", "hysteresis") else float(number)
@@ -49,14 +49,14 @@ class ScaleState:
         return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, self._leaves[name])
 
     def _check_bounds(self) -> None:
-        """Raise a ValueError if the scale lies outside of its bounds."""
+        """Raise a ValueError if the scale is outside its bounds, or these are swapped."""
         scale, low, high = (vars(self)[name] for name in ("loss_scale", "min_loss_scale", "max_loss_scale"))
         if low > high:
-            raise ValueError(f"min_loss_scale must not be above max_loss_scale, got {low} and {high}: move one of them")
+            raise ValueError(f"min_loss_scale must not be above max_loss_scale, got {low} and {high}: change one")
         if is_concrete(scale) and not np.all((np.float32(low) <= scale) & (scale <= np.float32(high))):
             raise ValueError(
                 f"loss_scale must lie between min_loss_scale and max_loss_scale, got {scale} outside of {low} to "
-                f"{high}: start within them, or move them"
+                f"{high}: start within these bounds, or change them"
             )
 
 
@@ -69,7 +69,7 @@ def require(name: str, x: Any) -> np.ndarray:
     """Return the value of field ``name`` as float64.
 
     Raises:
-      ValueError: it breaks the field's rule, is not a number, or is a tracer.
+      ValueError: ``x`` breaks the rule of the field in ``_RULES``, is not a number, or is a tracer.
     """
     holds, rule, remedy = _RULES[name]
     try:
@@ -92,13 +92,13 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # a test, "must be
         "2**15 is a usual start, and NoOpLossScale() stands for no scaling",
     ),
     "counter": (lambda x: _whole(x + 1), "a whole number of steps, 0 or more", "a new scale starts at 0"),
-    "countdown": (lambda x: _whole(x + 1), "a whole number of steps, 0 or more", "None starts it at hysteresis"),
-    "running_max": (lambda x: (x >= 0) & (x <= HUGE), "finite in float32 and not negative", "0 stands for none yet"),
+    "countdown": (lambda x: _whole(x + 1), "a whole number of steps, 0 or more", "with None, it starts at hysteresis"),
+    "running_max": (lambda x: (x >= 0) & (x <= HUGE), "finite in float32 and not negative", "0 before any step"),
     "period": (_whole, "a whole number of steps, from 1 to 2**31 - 1", "2000 is usual"),
     "hysteresis": (_whole, "a whole number of steps, from 1 to 2**31 - 1", "1 backs off at every non-finite step"),
     "factor": (lambda x: (x > 1) & (x <= HUGE), "a finite number above 1", "growth multiplies by it, usually by 2"),
     "backoff": (lambda x: (x > 0) & (x < 1), "between 0 and 1, both excluded", "None stands for 1/factor"),
-    "headroom": (lambda x: (x >= 0) & (x <= 128), "from 0 to 128 binary orders", "4 keeps a factor of 16 free"),
+    "headroom": (lambda x: (x >= 0) & (x <= 128), "a number from 0 to 128", "4 leaves a factor of 16 before overflow"),
     "min_loss_scale": (lambda x: (x >= 0) & (x <= HUGE), "finite in float32 and not negative", "1 is usual"),
     "max_loss_scale": (lambda x: (x >= TINY) & (x <= HUGE), "positive and finite in float32", "2**24 is usual"),
 }
@@ -108,8 +108,8 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # a test, "must be
 def register(cls: Any) -> None:
     """Register a dataclass as a pytree that Flax can save.
 
-    Its leaves are the fields that are not in ``static_fields``. A class that its author registered stays as it is, and
-    so does a class that is not a dataclass.
+    Its leaves are the fields that are not in ``static_fields``. If the author of the class has already registered it
+    with JAX or Flax, that registration stays. A class that is not a dataclass is not registered.
     """
     is_dataclass = dataclasses.is_dataclass(cls)
     if not is_dataclass:

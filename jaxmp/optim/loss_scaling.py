@@ -1,9 +1,9 @@
 """Loss scaling as an optax transform, which skips non-finite steps.
 
 The transform wraps an optimizer, stores the loss scale in the optimizer's state, and takes the true gradients of
-:func:`jaxmp.value_and_grad`. It never waits for the host: a skipped step is a select on the device, or a branch in a
-train step on a CPU. The method is that of Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, with the
-semantics of torch's GradScaler.
+:func:`jaxmp.value_and_grad`. To skip a step, the device selects the old values, so it does not wait for the host. (A
+train step on a CPU branches instead.) The method is that of Micikevicius et al., "Mixed Precision Training",
+arXiv:1710.03740, with the semantics of torch's GradScaler.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def loss_scaling(
     in float32. If it is finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the
     scale backs off, ``inner``'s state does not change, and all updates are -0.0. (Adding -0.0 changes no bit of a
     param.) ``inner`` gets float32 gradients and params, so its state is float32. Only :func:`jaxmp.low_precision` gets
-    them in their own dtypes.
+    the params in their own dtypes.
 
     Put clipping, momentum, weight decay and schedules into ``inner``. A transform that follows ``loss_scaling`` in a
     chain does not know that a step was skipped. Put ``optax.MultiSteps`` into ``inner`` too: a non-finite microbatch is
@@ -63,18 +63,19 @@ def loss_scaling(
       inner: any optax transform. Extra arguments of ``update`` are passed to it.
       loss_scale: a ``DynamicLossScale``, ``StaticLossScale``, ``HeadroomLossScale`` or ``NoOpLossScale``, a subclass of
         :class:`LossScale`, or a loss scale of jmp.
-      axis_name: the names of mapped axes (of ``pmap``, ``vmap`` or ``shard_map``). A step is skipped everywhere along
-        these axes if the gradients are not finite anywhere. It is not needed under ``jit`` with sharded arrays.
+      axis_name: the names of mapped axes (of ``pmap``, ``vmap`` or ``shard_map``). If the gradients at one index of
+        these axes are not finite, the step is skipped at all indices. Under ``jit`` with sharded arrays, it is not
+        needed.
       grad_norm: whether to store the global norm of the gradients in the state.
       check_updates: whether to skip a step also if its updates are not finite. Use it for optimizers that may overflow
-        or divide by zero although the gradients are finite. It costs one more read of the optimizer's state.
+        or divide by zero although the gradients are finite. The optimizer's state is then read once more in each step.
 
     Raises:
       RuntimeError: the state or the params were donated to an earlier step.
       TypeError: ``inner`` is not an optimizer; ``loss_scale`` is not a loss scale; or ``update`` got a state that does
         not come from ``init``.
-      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; ``inner`` is ``low_precision``
-        inside of another transform; or an update does not have the shape of its param.
+      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; ``inner`` is another transform
+        around ``low_precision``; or an update does not have the shape of its param.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -115,7 +116,7 @@ class Derived(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _ScalingTransform:
-    """The functions of :func:`loss_scaling` with its arguments."""
+    """The methods of the transform :func:`loss_scaling`, and its arguments."""
 
     inner: optax.GradientTransformationExtraArgs
     loss_scale: LossScale
@@ -148,42 +149,42 @@ class _ScalingTransform:
     ) -> tuple[Any, LossScalingState]:
         """Return the updates and the new state.
 
-        With ``derived``, its arrays take the place of the updates.
+        If ``derived`` is not None, return its arrays in place of the updates.
         """
         check_state(state)
         grads = widen(updates)
         squares = sum_of_squares(grads)
 
-        def of_inner() -> tuple[Any, Any]:
+        def update_inner() -> tuple[Any, Any]:
             params_of_inner = self._params_of_inner(params)
             new_updates, inner_state = self.inner.update(grads, state.inner_state, params_of_inner, **extra_args)
             check_same_shapes(new_updates, updates if params is None else params)
             return new_updates, inner_state
 
         finite = jnp.isfinite(squares)
-        computed = of_inner() if self.check_updates else None
+        computed = update_inner() if self.check_updates else None
         if computed is not None:
             finite &= all_finite(computed[0])
         finite, grad_max = self._agreed(finite, max_abs(grads) if state.loss_scale.needs_grad_max else None)
         if derived is None:
-            new_updates, inner_state = computed or of_inner()
+            new_updates, inner_state = computed or update_inner()
             result = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates)
             inner_state = select_tree(finite, inner_state, state.inner_state)
         else:
 
             def of_finite_step() -> tuple[Any, Any]:
-                new_updates, inner_state = computed or of_inner()
+                new_updates, inner_state = computed or update_inner()
                 return derived.compute(new_updates), inner_state
 
             result, inner_state = _computed_where(finite, of_finite_step, (derived.old, state.inner_state))
         return result, self._new_state(state, inner_state, finite, grad_max, squares)
 
     def _params_of_inner(self, params: Any) -> Any:
-        """Return the params for ``inner``: in float32, unless it rounds them itself."""
+        """Return the params for ``inner``, in float32 unless it is ``low_precision``."""
         return params if isinstance(self.inner, LowPrecision) else widen(params)
 
     def _agreed(self, finite: jax.Array, grad_max: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """Return the results of the tests, combined over the mapped axes."""
+        """Return ``finite`` and ``grad_max``, combined over the mapped axes."""
         if self.axis_name is None:
             return finite, grad_max
         finite = jax.lax.pmin(finite.astype(jnp.int32), self.axis_name).astype(jnp.bool_)
@@ -213,7 +214,7 @@ def _is_outermost_low_precision(tx: Any) -> bool:
 
 
 def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
-    """Return the state of an optimizer in the form in which ``tx`` stores it."""
+    """Return the state of an optimizer in the dtypes in which ``tx`` stores it."""
     before = inner_state if isinstance(inner_state, LowPrecisionState) else None
     inner_state = decoded(before.inner_state) if before else inner_state
     return tx.inner.transform.wrap(inner_state, params, before) if _is_outermost_low_precision(tx) else inner_state
@@ -238,17 +239,18 @@ def take_step(
 
     Returns:
       The updates (or the derived arrays), the new state, and an int32: 1 if the step was skipped, else 0. In a skipped
-      step, only the loss scale of the state changes.
+      step, only the loss scale, the counters and the gradient norm in the state change.
     """
     is_outermost = isinstance(tx, LossScaling)
     if is_outermost:
         result, new_state = tx.step(grads, opt_state, params, derived, **extra_args)
     else:
-        # A transform before loss_scaling may clip infinities by value, but not NaN.
+        # Clipping by value, before loss_scaling in a chain, would make infinities finite. It keeps NaN.
         result, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
     skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
     if not is_outermost:
-        # A transform around loss_scaling may drop bad gradients first (MultiSteps), or continue in a skipped step.
+        # A transform around loss_scaling may drop non-finite gradients itself (MultiSteps), so that loss_scaling counts
+        # no skip. Or its own state may change in a step that loss_scaling skips.
         finite = jnp.isfinite(global_norm(grads))
         skipped = jnp.maximum(skipped, 1 - finite.astype(jnp.int32))
         new_state = _keep_scale(skipped == 0, new_state, opt_state)
@@ -260,9 +262,9 @@ def take_step(
 def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
     """Return ``make()`` if the bool scalar ``pred`` is true, else ``otherwise``.
 
-    On a CPU this is a branch, because XLA compiles a select into more kernels and copies. On other devices it is a
-    select, because a branch waits for the host and is harder to split over devices. Side effects of ``make``, such
-    as prints, may happen in both cases.
+    In a program for a CPU without a mesh this is a branch, because XLA compiles a select into more kernels and copies.
+    Everywhere else it is a select, because a branch waits for the host and is harder to split over devices. If ``make``
+    has side effects, such as prints, it is a select too, and they happen even if ``pred`` is false.
     """
     is_alone = jax.sharding.get_abstract_mesh().empty
     if not (is_alone and is_tracing() and hardware.detect().platform == "cpu"):

@@ -40,13 +40,13 @@ class LowPrecisionState(NamedTuple):
     """State of :func:`low_precision`.
 
     Attributes:
-      count: the number of updates so far, an int32 scalar. With the seed, it determines how the next one is rounded.
+      count: the number of updates so far, an int32 scalar. The random bits of an update depend on the count.
       inner_state: the state of the wrapped optimizer, with stored moments.
       compensation: with ``"kahan"``, the rounding error of each bfloat16 param in bfloat16 (None for other params);
         otherwise None.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # as optax's states, which hide tuple's method too
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in the states of optax
     inner_state: Any
     compensation: Any
 
@@ -65,15 +65,14 @@ def low_precision(
     bfloat16, and the update is the float32 difference between the new and the old param. So ``optax.apply_updates``
     gives exactly the rounded param. float32 params are not rounded, so norms and biases may stay float32.
 
-    The only transform that you may put around it is :func:`jaxmp.loss_scaling`, which makes a skipped step change
-    nothing. The random bits of stochastic rounding are a hash of the seed, the count of updates, the param's path and
-    the position in the array. So no PRNG key is needed, and the bits are the same on any number of devices and after a
-    resume.
+    The only transform that you may put around ``low_precision`` is :func:`jaxmp.loss_scaling`. The random bits of
+    stochastic rounding are a hash of the seed, the count of updates, the param's path and the position in the array. So
+    no PRNG key is needed, and the bits are the same on any number of devices and after a resume.
 
-    Moments are recognised by the types of optax's states; ``print(tx)`` shows how each is stored. With
+    Moments are recognised by the types of optax's states. ``print(tx)`` shows how each moment is stored. With
     ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (Rounded to nearest, a second moment
     with a decay of 0.999 would never fall.) ``"float8"`` stores float8_e4m3fn numbers with one float32 scale for each
-    block. Of a second moment, it stores the square root. If the block size does not divide a moment's last axis, the
+    block. For second moments, the square roots are stored. If the block size does not divide a moment's last axis, the
     moment stays float32.
 
     Args:
@@ -87,14 +86,14 @@ def low_precision(
 
     Raises:
       TypeError: ``inner`` is not an optimizer.
-      ValueError: another argument is not allowed; ``init`` got float16 or float8 params; ``moments`` is set for an
-        optimizer without moments; ``update`` got no params, or the state of another optimizer.
+      ValueError: another argument has a value that is not allowed; ``init`` got float16 or float8 params; ``moments``
+        is set for an optimizer without moments; ``update`` got no params, or the state of another optimizer.
 
     >>> tx = low_precision(optax.sgd(1e-3), seed=1)
     >>> weights = {"w": jnp.ones(10_000, jnp.bfloat16)}
     >>> updates, _ = tx.update({"w": jnp.ones(10_000)}, tx.init(weights), weights)
     >>> new = (weights["w"].astype("float32") + updates["w"]).astype("bfloat16")  # as optax.apply_updates does
-    >>> new.dtype, round(float(1 - new.astype("float32").mean()), 4)  # to nearest it would be 0
+    >>> new.dtype, round(float(1 - new.astype("float32").mean()), 4)  # rounding to nearest would give 0
     (dtype(bfloat16), 0.001)
     """
     for name, choice, known in (("rounding", rounding, _ROUNDINGS), ("moments", moments, _MOMENTS)):
@@ -125,7 +124,7 @@ class LowPrecision(optax.GradientTransformationExtraArgs):
 
 @dataclasses.dataclass(frozen=True)
 class _LowPrecisionTransform:
-    """The functions of :func:`low_precision` with its arguments."""
+    """The methods of the transform :func:`low_precision`, and its arguments."""
 
     inner: optax.GradientTransformationExtraArgs
     rounding: str
@@ -148,9 +147,9 @@ class _LowPrecisionTransform:
     def wrap(
         self, inner_state: Any, weights: optax.Params, before: LowPrecisionState | None = None
     ) -> LowPrecisionState:
-        """Return a state around the optimizer's.
+        """Return the state of ``low_precision`` for the state of the wrapped optimizer.
 
-        The count and the compensation come from ``before``, if there is one.
+        If ``before`` is not None, its count and compensation are kept.
         """
         count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
@@ -171,8 +170,9 @@ class _LowPrecisionTransform:
         grads, wide = widen(updates), widen(weights)
         stored, scales = state.inner_state, None
         if self.moments == "float8":
-            # Codes need their block's scale first. Storing the new float32 moments until then costs 8 bytes per param,
-            # written once and read twice. So they are computed twice, from codes that XLA does not know to be equal.
+            # A float8 code depends on the scale of its whole block. Storing the new float32 moments until the scales
+            # are known would cost 8 bytes per param. So the moments are computed twice, for the scales and for the
+            # codes. The barrier in readable_with_scales keeps XLA from merging the two computations.
             _, new_state = self.inner.update(grads, decoded(stored), wide, **extra_args)
             stored, scales = readable_with_scales(stored, new_state, self.block)
         changes, inner_state = self.inner.update(grads, decoded(stored), wide, **extra_args)
@@ -193,18 +193,18 @@ class _LowPrecisionTransform:
         _require_dtypes(weights)
 
     def _rounded_updates(self, changes: Any, state: LowPrecisionState, weights: Any) -> tuple[Any, Any]:
-        """Return the updates that lead to rounded params, and Kahan's compensation."""
+        """Return the updates to the rounded new params, and Kahan's compensation."""
         is_kahan = self.rounding == "kahan"
 
-        def landing(path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
+        def rounded(path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
             if not _is_bfloat16(weight):
                 return change, None
             draw = Draw(self.seed, state.count, f"params/{path_name(path)}") if self.rounding == "stochastic" else None
-            update, remainder = _landing(weight, change, lost, draw)
+            update, remainder = _rounded_update(weight, change, lost, draw)
             return update, remainder if is_kahan else None
 
         lost = [state.compensation] if is_kahan else []
-        pairs = jax.tree.map_with_path(landing, weights, changes, *lost)
+        pairs = jax.tree.map_with_path(rounded, weights, changes, *lost)
         new_updates = jax.tree.map(lambda _, pair: pair[0], weights, pairs)
         compensation = jax.tree.map(lambda _, pair: pair[1], weights, pairs)
         return new_updates, compensation if is_kahan else None
@@ -216,7 +216,7 @@ class _LowPrecisionTransform:
           state: the state in float32.
           old: the stored state before this update.
           count: the number of updates so far.
-          scales: for each leaf the scales of its blocks, if they are known.
+          scales: the scales of each leaf's blocks, None for a leaf without blocks; None to compute them.
         """
         leaves, structure = jax.tree.flatten(state)
         old_leaves = jax.tree.leaves(old, is_leaf=is_blocks)
@@ -227,7 +227,7 @@ class _LowPrecisionTransform:
         ):
             draw = Draw(self.seed, count, path)
             if not is_moment or self.moments == "float32":
-                encoded.append(in_dtype_of(leaf, old_leaf))  # the optimizer saw it in float32
+                encoded.append(in_dtype_of(leaf, old_leaf))  # back from float32
             elif not leaf.size:
                 encoded.append(leaf)
             elif self.moments == "bfloat16":
@@ -237,7 +237,7 @@ class _LowPrecisionTransform:
         return jax.tree.unflatten(structure, encoded)
 
     def shown(self) -> str:
-        """Return a text that describes how params and moments are stored."""
+        """Return a description of how params and moments are stored."""
         of_params = {
             "stochastic": f"rounded stochastically (seed {self.seed})",
             "kahan": "with Kahan's compensation in bfloat16",
@@ -246,24 +246,24 @@ class _LowPrecisionTransform:
         of_moments = {
             "float32": "float32",
             "bfloat16": "bfloat16, rounded stochastically",
-            "float8": f"float8_e4m3fn, rounded stochastically, a scale for {self.block}; float32 where the last "
-            "axis is no multiple",
+            "float8": f"float8_e4m3fn, rounded stochastically, one scale for {self.block} values; float32 if "
+            f"{self.block} does not divide the last axis",
         }[self.moments]
-        lines = [f"bfloat16 params {of_params[self.rounding]}, others as they are"]
+        lines = [f"bfloat16 params {of_params[self.rounding]}, other params unchanged"]
         try:
             example = jax.ShapeDtypeStruct((self.block, self.block), jnp.float32)
             state = jax.eval_shape(self.inner.init, {"w": example})
-        except Exception:  # a mask or labels of other params
+        except Exception:  # inner has a mask or labels for params of another structure
             return "\n".join([*lines, f"moments: {of_moments}; their names depend on the params"])
         for path, is_moment, is_second in leaves_of_state(state):
-            root = "root in " if is_second and self.moments == "float8" else ""
-            lines.append(f"{path}: {root}{of_moments}" if is_moment else f"{path}: as it is")
+            root = "square root in " if is_second and self.moments == "float8" else ""
+            lines.append(f"{path}: {root}{of_moments}" if is_moment else f"{path}: unchanged")
         return "\n".join(lines)
 
 
 BEHIND_LOW_PRECISION = (
-    "low_precision must be directly inside loss_scaling, because another transform changes its updates or passes "
-    "float32 params; write jaxmp.loss_scaling(jaxmp.low_precision(optax.chain(…)), loss_scale)"
+    "low_precision must be directly inside loss_scaling, because any other transform around it changes its updates or "
+    "passes it float32 params; write jaxmp.loss_scaling(jaxmp.low_precision(optax.chain(…)), loss_scale)"
 )
 
 
@@ -274,7 +274,7 @@ def rounds_params(opt_state: Any) -> bool:
 
 
 def with_compensation(weights: Any, opt_state: Any) -> Any:
-    """Return params, and add the compensation to those that are float32 now."""
+    """Return the params, with the compensation added to params that are now float32."""
     if not isinstance(opt_state, LowPrecisionState) or opt_state.compensation is None:
         return weights
 
@@ -284,14 +284,14 @@ def with_compensation(weights: Any, opt_state: Any) -> Any:
     return jax.tree.map(whole, weights, opt_state.compensation)
 
 
-def _landing(weight: Any, change: Any, lost: Any, draw: Draw | None) -> tuple[Any, Any]:
-    """Return the update from a weight to its rounded sum, and the rounding error.
+def _rounded_update(weight: Any, change: Any, lost: Any, draw: Draw | None) -> tuple[Any, Any]:
+    """Return the update to the rounded new weight, and the rounding error.
 
     Args:
       weight: the bfloat16 param.
       change: the optimizer's update.
       lost: the rounding error of earlier steps, or None.
-      draw: random bits for stochastic rounding; None rounds to nearest.
+      draw: the random bits of stochastic rounding; None to round to nearest.
     """
     old, change = weight.astype(jnp.float32), change.astype(jnp.float32)
     wanted = change if lost is None else change + lost.astype(jnp.float32)
@@ -303,7 +303,7 @@ def _landing(weight: Any, change: Any, lost: Any, draw: Draw | None) -> tuple[An
 
 
 def in_dtype_of(leaf: Any, other: Any) -> Any:
-    """Return ``leaf`` in the dtype of the other."""
+    """Return ``leaf`` in the dtype of ``other``."""
     return leaf if jnp.result_type(leaf) == jnp.result_type(other) else leaf.astype(other.dtype)
 
 

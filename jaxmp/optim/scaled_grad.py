@@ -40,10 +40,10 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
 
 
 def unscale(grads: T, opt_state: optax.OptState) -> T:
-    """Return the true float32 gradients, given those of a scaled loss.
+    """Divide the gradients of a scaled loss by the loss scale, in float32.
 
-    The gradients of a loss from :func:`scale_loss` are divided by the scale. A gradient that overflowed becomes NaN,
-    not infinity. So clipping by value cannot hide it from :func:`loss_scaling`.
+    Use it for the gradients of a loss from :func:`scale_loss`. A gradient that overflowed becomes NaN, not infinity. So
+    clipping by value cannot hide the overflow from :func:`loss_scaling`.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
@@ -57,17 +57,14 @@ def unscale(grads: T, opt_state: optax.OptState) -> T:
 
 
 def true_gradients(grads: Any, loss_scale: LossScale) -> Any:
-    """Return the true float32 gradients, given those of the scaled loss.
-
-    They are divided by the scale, and infinities become NaN.
-    """
+    """Divide the gradients of the scaled loss by the scale; infinities become NaN."""
     return nan_if_infinite(loss_scale.unscale(widen(grads)))
 
 
 def nan_if_infinite(grads: Any) -> Any:
     """Return ``grads`` with NaN in place of infinities.
 
-    Clipping by value would make infinities finite.
+    Clipping by value would make infinities finite, but it keeps NaN.
     """
 
     def nan_in_place(grad: Any) -> Any:
@@ -79,7 +76,7 @@ def nan_if_infinite(grads: Any) -> Any:
 def global_norm(grads: Any) -> jax.Array:
     """Return the global norm of true gradients.
 
-    :func:`loss_scaling` skips the step if it is not finite.
+    :func:`loss_scaling` skips the step if the norm is not finite.
     """
     return jnp.sqrt(sum_of_squares(widen(grads)))
 
@@ -108,7 +105,7 @@ def value_and_grad(
 def value_and_grad(
     fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return a function that computes the true loss and gradients.
+    """Return a function that computes the unscaled loss and gradients of ``fun``.
 
     Use it in place of ``jax.value_and_grad`` in your own step. The loss is multiplied by the scale before the backward
     pass, and the gradients are divided by it afterwards, in float32. So small float16 gradients do not become 0, and
@@ -124,7 +121,7 @@ def value_and_grad(
     Returns:
       A function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
       The loss is float32. The gradients of half and float32 params are float32. A gradient that overflowed is NaN. Pass
-      it to ``tx.update``, which then skips the step.
+      the gradients to ``tx.update``, which skips the step if one of them is NaN.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
@@ -152,7 +149,8 @@ def scaled_value_and_grad(
 ) -> Callable[..., Any]:
     """Return the function of :func:`value_and_grad` without the division.
 
-    Its gradients are those of the scaled loss. A train step sums the gradients of its microbatches before it divides.
+    Its gradients are those of the scaled loss. A train step sums the gradients of its microbatches before it divides
+    the sum by the scale.
     """
     scaled_fun = scaled_loss(fun, loss_scale, has_aux)
 
@@ -187,7 +185,7 @@ def _float32_loss(loss: Any) -> jax.Array:
     loss = jnp.asarray(loss)
     if loss.dtype == jnp.float16:
         raise TypeError(
-            "a loss to be scaled must be float32, got float16, in which the scale overflows; compute it from float32 "
-            "values, e.g. logits.astype(jnp.float32)"
+            "a loss to be scaled must be float32, got float16, in which the scaled loss may overflow; compute it from "
+            "float32 values, e.g. logits.astype(jnp.float32)"
         )
     return widen(loss)

@@ -1,4 +1,4 @@
-"""The state of :func:`jaxmp.loss_scaling` in the state of an optimizer."""
+"""The state of :func:`jaxmp.loss_scaling`, at any depth of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LossScalingState(NamedTuple):
     @property
     def last_finite(self) -> jax.Array:
         """Return whether the last step was not skipped; True before the first step."""
-        return self.consecutive_skipped == 0  # a further array in the state would cost a microsecond per step
+        return self.consecutive_skipped == 0
 
 
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
@@ -45,7 +45,7 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
 
     >>> tx = optax.adam(1e-3)
     >>> opt_state = tx.init(jnp.ones(3))  # … and many steps later
-    >>> opt_state = wrap_opt_state(opt_state, jaxmp.DynamicLossScale())  # goes with jaxmp.loss_scaling(tx, …)
+    >>> opt_state = wrap_opt_state(opt_state, jaxmp.DynamicLossScale())  # a state of jaxmp.loss_scaling(tx, …)
 
     Raises:
       ValueError: the state already has a loss scale.
@@ -53,7 +53,7 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
     if scalings_in(opt_state):
         raise ValueError(
             "loss_scaling was put inside loss_scaling: the optimizer's state already has a loss scale; remove the "
-            "inner one"
+            "inner loss_scaling"
         )
     return LossScalingState(
         inner_state=opt_state,
@@ -68,7 +68,7 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
 def _own_array(path: Any, leaf: Any) -> jax.Array:
     """Return a leaf of a loss scale as a new array.
 
-    An integer scale becomes float32, because it may be halved.
+    If the scale itself is an integer, it becomes float32, because a later step may halve it.
     """
     dtype = jnp.result_type(leaf)
     is_whole = path_name(path) == "loss_scale" and jnp.issubdtype(dtype, jnp.integer)
@@ -105,14 +105,14 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """Return the loss scale in an optimizer's state; it may be nested at any depth.
+    """Return the loss scale in an optimizer's state, at any depth.
 
     >>> tx = optax.chain(jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)))
     >>> get_loss_scale(tx.init(jnp.ones(2))).loss_scale
     8.0
 
     Raises:
-      ValueError: there is none, or there are several.
+      ValueError: ``opt_state`` has no loss scale, or several.
     """
     return get_loss_scaling_state(opt_state).loss_scale
 
@@ -121,7 +121,7 @@ def at_hand(opt_state: optax.OptState) -> LossScale:
     """Return the loss scale in ``opt_state``.
 
     Raises:
-      ValueError: there is none, or there are several.
+      ValueError: ``opt_state`` has no loss scale, or several.
       RuntimeError: ``opt_state`` was donated to an earlier step.
     """
     loss_scale = get_loss_scale(opt_state)
@@ -137,14 +137,14 @@ def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
 
     Args:
       opt_state: the optimizer's state that ``tx.update`` returned in this step. :func:`loss_scaling` must be the
-        outermost transform, or in a chain. Inside of ``optax.MultiSteps`` or ``optax.apply_if_finite`` it is not called
-        in every step.
+        outermost transform, or in a chain. (Inside of ``optax.MultiSteps`` or ``optax.apply_if_finite``,
+        ``loss_scaling`` is not called in every step.)
       new: any pytree of arrays, computed in this step.
-      old: the same pytree before this step. The result has its dtypes.
+      old: the same pytree before this step. The result has the dtypes of ``old``.
 
     Raises:
-      ValueError: ``opt_state`` has no loss scale, or several; a transform that hides steps is around ``loss_scaling``;
-        or the trees differ in structure.
+      ValueError: ``opt_state`` has no loss scale, or several; ``loss_scaling`` is inside of ``optax.MultiSteps`` or
+        ``optax.apply_if_finite``; or the trees differ in structure.
       TypeError: two leaves differ in shape.
 
     >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())

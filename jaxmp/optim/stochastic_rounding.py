@@ -19,7 +19,7 @@ def stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
     """
     words = jax.lax.bitcast_convert_type(values, jnp.uint32) + bits
     rounded = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
-    # The addition could turn an infinity or NaN into another value, and a bad step would not be skipped.
+    # The addition could turn a NaN into a finite number, and the step would then not be skipped.
     return jnp.where(jnp.isfinite(values), rounded, values).astype(jnp.bfloat16)
 
 
@@ -29,7 +29,8 @@ def stochastic_float8(values: jax.Array, bits: jax.Array) -> jax.Array:
     The values are at most 448, and ``bits`` are uint32 below 2^16.
     """
     sizes = jnp.abs(values)
-    words = (jax.lax.bitcast_convert_type(sizes, jnp.uint32) + (bits << 4)) & jnp.uint32(0xFFF00000)  # 3 bits stay
+    # The mask keeps the exponent and 3 bits of the mantissa.
+    words = (jax.lax.bitcast_convert_type(sizes, jnp.uint32) + (bits << 4)) & jnp.uint32(0xFFF00000)
     normal = jnp.minimum(jax.lax.bitcast_convert_type(words, jnp.float32), LARGEST)
     subnormal = jnp.floor(sizes / SMALLEST + bits.astype(jnp.float32) / 2**16) * SMALLEST
     rounded = jnp.copysign(jnp.where(sizes < NORMAL, subnormal, normal), values)
@@ -46,11 +47,11 @@ class Draw(NamedTuple):
     def bits(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         """Return two arrays of uint32 below 2^16, from a hash of each number's position.
 
-        They do not depend on how the array is split over devices. The hash is the last step of MurmurHash3, applied
-        twice with two words of the key.
+        The bits do not depend on how the array is split over devices. The hash is the last step of MurmurHash3, applied
+        twice. Two words that are computed from the seed, the step and the name are its key.
         """
         path = jnp.uint32(zlib.crc32(self.name.encode()))
-        # The step is hashed first: with step ^ seed, step 0 of seed 1 would draw the bits of step 1 of seed 0.
+        # The step is hashed first. With step ^ seed, step 0 of seed 1 would draw the same bits as step 1 of seed 0.
         first = _mixed(_mixed(self.step.astype(jnp.uint32)) ^ jnp.uint32(self.seed & 0xFFFFFFFF))
         second = _mixed(first ^ path ^ jnp.uint32(self.seed >> 32 & 0xFFFFFFFF))
         index = jnp.zeros(shape, jnp.uint32)

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 from jaxmp.base.trees import path_name, widen
 from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
 
-# Fields of optax's states that are moments. Two cases are missing. Stochastic rounding would raise the largest second
-# moment of AMSGrad, and could make the variance nu - mu² of a centred RMSProp negative.
+# Fields of optax's states that are moments. Two kinds are left out, because stochastic rounding would raise AMSGrad's
+# maximum of the second moments, and could make the variance nu - mu² of a centred RMSProp negative.
 _SIGNED: dict[type, tuple[str, ...]] = {
     optax.ScaleByAdamState: ("mu",),
     optax.ScaleByAmsgradState: ("mu",),
@@ -49,7 +49,7 @@ class Float8Blocks:
       codes: float8_e4m3fn, of the array's shape.
       scales: float32, the power of two above the largest magnitude in each block. The shape is that of the array with
         the last axis divided by the block size.
-      squared: whether the codes store the square root, as for second moments.
+      squared: whether the codes store the square root of the array, as for second moments.
     """
 
     codes: jax.Array
@@ -57,7 +57,7 @@ class Float8Blocks:
     squared: bool = flax.struct.field(pytree_node=False, default=False)
 
     def decoded(self) -> jax.Array:
-        """Return the array in float32, positive second moments above 0."""
+        """Return the array in float32; stored positive second moments stay positive."""
         shares = self.codes.astype(jnp.float32) / LARGEST
         scales = _scale_of_each_number(self.scales, shares)
         if not self.squared:
@@ -78,11 +78,11 @@ def in_bfloat16(leaf: jax.Array, squared: bool, draw: Draw) -> jax.Array:
 def as_float8_blocks(leaf: jax.Array, squared: bool, block: int, draw: Draw, scales: Any = None) -> Any:
     """Return a moment in float8 blocks.
 
-    It is unchanged if the block size does not divide its last axis.
+    If the block size does not divide the last axis of ``leaf``, return ``leaf``.
 
     Args:
       leaf: the moment, float32.
-      squared: whether it is a second moment.
+      squared: whether ``leaf`` is a second moment, whose square root is stored.
       block: the number of values that share a scale.
       draw: the random bits.
       scales: the scales of the blocks, if known.
@@ -103,8 +103,9 @@ def as_float8_blocks(leaf: jax.Array, squared: bool, block: int, draw: Draw, sca
 def _block_scales(leaf: jax.Array, block: int) -> jax.Array:
     """Return the power of two above the largest magnitude in each block.
 
-    If that magnitude is infinite or NaN, it is returned itself. A power of two is the same on any number of devices.
-    The largest magnitude is not, because XLA rounds a product and a sum once or twice, depending on the program.
+    If that magnitude is infinite or NaN, it is returned itself. The scale is a power of two, because it must be the
+    same on any number of devices. The largest magnitude can differ in its last bit: depending on the program, XLA
+    rounds a product and a sum once or twice.
     """
     largest = jnp.max(jnp.abs(_in_blocks(leaf, block)), axis=-1)
     exponents = jax.lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
@@ -113,9 +114,10 @@ def _block_scales(leaf: jax.Array, block: int) -> jax.Array:
 
 
 def readable_with_scales(stored: Any, new: Any, block: int) -> tuple[Any, list[Any]]:
-    """Return the stored state behind a barrier, and the scales of the new one.
+    """Return the stored state behind a barrier, and the scales of the new state.
 
-    The scales of leaves without blocks are None. XLA reads the stored codes only after it has computed the scales.
+    Because of the barrier, XLA reads the stored codes only after it has computed the scales. The scales of leaves
+    without blocks are None.
     """
     old, structure = jax.tree.flatten(stored, is_leaf=is_blocks)
     pairs = [
@@ -132,9 +134,9 @@ def _scale_of_each_number(scales: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _in_blocks(array: jax.Array, block: int) -> jax.Array:
-    """Return ``array`` with its last axis in blocks.
+    """Split the last axis of ``array`` into an axis of blocks and an axis of values.
 
-    The blocks are split over devices like that axis.
+    The axis of blocks is split over the same devices as the last axis, if each device gets only whole blocks.
     """
     sizes = (*array.shape[:-1], array.shape[-1] // block, block)
     place = _place_in_blocks(array, sizes[-2])
@@ -145,7 +147,7 @@ def _in_blocks(array: jax.Array, block: int) -> jax.Array:
 
 
 def _merged(blocks: jax.Array, like: jax.Array) -> jax.Array:
-    """Return the array of these blocks, in the shape and sharding of ``like``."""
+    """Return ``blocks`` in the shape and sharding of ``like``."""
     place = _place_in_blocks(like, blocks.shape[-2])
     if place is None:
         return jax.lax.reshape(blocks, like.shape)
@@ -153,18 +155,18 @@ def _merged(blocks: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _place_in_blocks(array: jax.Array, blocks: int) -> Any:
-    """Return a sharding of an array with only whole blocks on each device.
+    """Return a sharding of ``array`` that gives each device only whole blocks.
 
-    Return None if no Explicit axis splits the array.
+    Return None if ``array`` is not split along mesh axes of type Explicit.
     """
     place = jax.typeof(array).sharding
     if not any(place.spec):
         return None
     spec: list[Any] = [*place.spec, *[None] * (array.ndim - len(place.spec))]
-    *rest, last = spec
+    *leading, last = spec
     names: tuple[str, ...] = (last,) if isinstance(last, str) else last or ()
     devices = math.prod(place.mesh.shape[name] for name in names)
-    return place.update(spec=PartitionSpec(*rest, None if blocks % devices else last))
+    return place.update(spec=PartitionSpec(*leading, None if blocks % devices else last))
 
 
 def decoded(state: Any) -> Any:
@@ -174,7 +176,7 @@ def decoded(state: Any) -> Any:
 
 
 class StateLeaf(NamedTuple):
-    """A leaf of an optimizer's state: its path, and which moment it is."""
+    """The path of a leaf of a state, and whether the leaf is a (second) moment."""
 
     path: str
     is_moment: bool
@@ -182,7 +184,7 @@ class StateLeaf(NamedTuple):
 
 
 def leaves_of_state(state: Any) -> list[StateLeaf]:
-    """Return each leaf's path in an optimizer's state, and whether it is a moment."""
+    """Return the path of each leaf of a state, and whether the leaf is a moment."""
 
     def is_known(node: Any) -> bool:
         return type(node) in _SIGNED or type(node) in _SECOND
@@ -190,15 +192,15 @@ def leaves_of_state(state: Any) -> list[StateLeaf]:
     leaves = []
     for path, node in jax.tree.leaves_with_path(state, is_leaf=is_known):
         signed, second = _SIGNED.get(type(node), ()), _SECOND.get(type(node), ())
-        for rest, leaf in jax.tree.leaves_with_path(node):
-            # Moments of other dtypes keep the dtype that the optimizer was told to use.
-            field = path_name(rest[:1]) if is_known(node) and leaf.dtype == jnp.float32 else None
-            leaves.append(StateLeaf(path_name((*path, *rest)), field in (*signed, *second), field in second))
+        for inner_path, leaf in jax.tree.leaves_with_path(node):
+            # A moment with another dtype than float32 keeps it, because the user chose it (for example by mu_dtype).
+            field = path_name(inner_path[:1]) if is_known(node) and leaf.dtype == jnp.float32 else None
+            leaves.append(StateLeaf(path_name((*path, *inner_path)), field in (*signed, *second), field in second))
     return leaves
 
 
 def state_names(state: Any) -> str:
-    """Return the names of the types in an optimizer's state."""
+    """Return the names of the namedtuple types in an optimizer's state, for an error."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "_fields") and node is not state)
     return ", ".join(dict.fromkeys(type(node).__name__ for node in [state, *nodes] if hasattr(node, "_fields")))
 

@@ -12,33 +12,33 @@ from jaxmp.base.trees import select_tree, widen
 
 
 def accumulated(
-    differentiate: Callable[..., Any], params: Any, model_state: Any, turns: tuple[Any, Any], count: int
+    differentiate: Callable[..., Any], params: Any, model_state: Any, inputs: tuple[Any, Any], count: int
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Differentiate the loss of each microbatch, and sum the gradients in float32.
 
     Args:
       differentiate: a function that takes ``(model_state, batch, rng)`` of a microbatch, and returns its loss,
-        gradients, new model state, metrics and records.
+        gradients, new model state, metrics, and the records of :meth:`jaxmp.TrainStep.differentiate`.
       params: a tree with the structure of the gradients.
       model_state: the model state of the first microbatch.
-      turns: the microbatches and their keys, stacked along axis 0.
+      inputs: the microbatches and their keys, stacked along axis 0.
       count: the number of microbatches.
 
     Returns:
-      The mean of the losses, the sum of the gradients, the last model state, the means of the metrics, and the records
-      stacked.
+      The mean of the losses, the sum of the gradients, the model state after the last microbatch, the means of the
+      metrics, and the stacked records.
     """
 
-    def add(carry: Any, turn: Any) -> Any:
+    def add(carry: Any, batch_and_rng: Any) -> Any:
         total, model_state = carry
-        loss, grads, new_model_state, metrics, records = differentiate(model_state, *turn)
+        loss, grads, new_model_state, metrics, records = differentiate(model_state, *batch_and_rng)
         total = jax.tree.map(jnp.add, total, widen(grads))
         in_old_dtypes = select_tree(True, new_model_state, model_state)
         return (total, in_old_dtypes), (loss, metrics, records)
 
     zeros = jax.tree.map(jnp.zeros_like, widen(params))
-    # Without the length, the scan would fail for a batch and keys without arrays.
-    (total, model_state), (losses, metrics, records) = jax.lax.scan(add, (zeros, model_state), turns, length=count)
+    # The scan needs the length if neither the batch nor the keys have arrays.
+    (total, model_state), (losses, metrics, records) = jax.lax.scan(add, (zeros, model_state), inputs, length=count)
     return _mean(losses), total, model_state, _mean(metrics), records
 
 

@@ -15,7 +15,7 @@ from jaxmp.sharding.specs import as_tuple
 def require_examples(batch: Any) -> None:
     """Raise a ValueError if a batch has no examples.
 
-    Its zero gradients would still change the params.
+    Zero gradients would still change the params, by momentum or weight decay.
     """
     shapes = [shape for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape]
     if {shape[0] for shape in shapes} == {0}:
@@ -31,16 +31,16 @@ def microbatches(batch: Any, n: int) -> Any:
     Leaves of shape (batch, …) become (n, batch / n, …). Example i goes into microbatch i % n. Scalars are repeated.
 
     Raises:
-      ValueError: leaves have different numbers of examples; ``n`` does not divide the number; or, on axes of type
-        Explicit, the number of devices does not divide a microbatch.
+      ValueError: leaves have different numbers of examples; ``n`` does not divide the number of examples; or, on axes
+        of type Explicit, the number of devices does not divide the size of a microbatch.
     """
     arrays = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(batch) if jnp.ndim(leaf) and jnp.size(leaf)]
     lengths = [(path, len(leaf)) for path, leaf in arrays]
     for path, length in lengths:
         if length != lengths[0][1]:
             raise ValueError(
-                "accumulate_steps splits each array of a batch along its examples, got "
-                f"{lengths[0][1]} of them in {_tree.path_name(lengths[0][0])!r} and {length} in "
+                "accumulate_steps needs arrays with the same number of examples, got "
+                f"{lengths[0][1]} in {_tree.path_name(lengths[0][0])!r} and {length} in "
                 f"{_tree.path_name(path)!r}; put arrays that all examples share into model_state"
             )
 
@@ -59,7 +59,7 @@ def microbatches(batch: Any, n: int) -> Any:
         if examples // n % devices:
             parts = n * devices
             raise ValueError(
-                f"the {devices} devices of a batch must divide its microbatches, got accumulate_steps={n} for "
+                f"the {devices} devices of a batch must divide each microbatch, got accumulate_steps={n} for "
                 f"{examples} examples in {where}; use a batch of {parts * (examples // parts + 1)}, say"
             )
         return jnp.moveaxis(leaf.reshape(examples // n, n, *leaf.shape[1:]), 1, 0)
@@ -68,6 +68,6 @@ def microbatches(batch: Any, n: int) -> Any:
 
 
 def _devices_along_rows(leaf: jax.Array) -> int:
-    """Return over how many devices axis 0 is split, according to the array's type."""
+    """Return the number of devices along axis 0, according to the array's type."""
     sharding = jax.typeof(leaf).sharding
     return math.prod(sharding.mesh.shape[name] for name in as_tuple(sharding.spec[0])) if sharding.spec else 1

@@ -58,16 +58,16 @@ def make_eval_step(
                 raise ValueError("use_ema needs a state with a moving average: TrainState.create(..., ema=True)")
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
 
-        def metrics(of: LossFn, *args: Any) -> Metrics:
-            loss, (_, metrics) = of(*args)
+        def metrics_of(loss_fn: LossFn, *args: Any) -> Metrics:
+            loss, (_, metrics) = loss_fn(*args)
             return {"loss": _tree.widen(loss), **metrics}
 
         args, mesh = (params, state.model_state, batch, state.rng), explicit_mesh_of(params)
         if mesh is None:
-            return metrics(loss_fn, *args)
-        of_types = functools.partial(metrics, typed(loss_fn, mesh, BATCH_AXES))
+            return metrics_of(loss_fn, *args)
+        typed_metrics = functools.partial(metrics_of, typed(loss_fn, mesh, BATCH_AXES))
         with jax.sharding.use_abstract_mesh(mesh):
-            return on_auto_axes(of_types, PartitionSpec())(*args)
+            return on_auto_axes(typed_metrics, PartitionSpec())(*args)
 
     return EvalStep(jitted)
 

@@ -25,7 +25,7 @@ from jaxmp.policy.patterns import checked_overrides
 from jaxmp.policy.policies import check_backend
 
 LossFn = Callable[[Any, Any, Any, Any], Any]
-"""``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""
+"""``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or also ``metrics`` as a third."""
 OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 """The names of metrics that the step itself adds."""
 
@@ -43,7 +43,7 @@ def checked(loss_fn: LossFn) -> LossFn:
     The result has the form ``(loss, (model_state, metrics))``.
 
     Raises:
-      TypeError: it is not a function, or does not take four arguments.
+      TypeError: ``loss_fn`` is not a function, or does not take four arguments.
     """
     require_arguments(loss_fn, "params, model_state, batch, rng")
 
@@ -68,13 +68,13 @@ def checked(loss_fn: LossFn) -> LossFn:
 
 
 def as_key(rng: Any) -> Any:
-    """Return the key of an integer seed, or ``rng`` itself."""
+    """Return the key of ``rng`` if it is an integer seed, or else ``rng`` itself."""
     is_seed = isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)
     return jax.random.key(rng) if is_seed else rng
 
 
 def require_arguments(loss_fn: Any, names: str) -> None:
-    """Raise a TypeError if ``loss_fn`` does not take arguments of these ``names``."""
+    """Raise a TypeError if ``loss_fn`` does not take the arguments ``names``."""
     if not callable(loss_fn):
         raise TypeError(f"a loss function is a function, got {printed(loss_fn)}; write def loss_fn({names})")
     try:
@@ -95,7 +95,7 @@ def require_arguments(loss_fn: Any, names: str) -> None:
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
     """Return ``loss_fn`` checked and under the policy.
 
-    It runs under autocast, unless the policy is None, or float32 without overrides.
+    The loss function runs under autocast, unless the policy is None, or is float32 and has no overrides.
     """
     loss_fn = checked(loss_fn)
     override_of = checked_overrides(overrides)
@@ -104,11 +104,11 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
         if override_of:
             raise ValueError(
                 f"overrides are exceptions from a half policy, got {override_of} and policy={policy!r}; pass "
-                "policy='mixed_bfloat16', say, or leave them out"
+                "policy='mixed_bfloat16', for example, or leave the overrides out"
             )
         return loss_fn if one_policy is None else _within(one_policy.matmul_context, loss_fn)
-    # Results keep their dtypes. A pure policy would round the loss and the batch statistics, and a float32 one would
-    # widen them. So a half loss is refused and half metrics are returned, with overrides as without.
+    # The output dtype of a pure policy would round the loss and the batch statistics. With float32, all results keep
+    # the dtypes that the loss function returns.
     widest = one_policy.with_output_dtype(np.float32)
 
     def decided(*args: Any) -> Any:
@@ -132,13 +132,13 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
     """Return the loss function with the rematerialisation that ``remat`` names.
 
     Raises:
-      ValueError: no rematerialisation has that name.
+      ValueError: ``remat`` is not the name of a rematerialisation.
       TypeError: ``remat`` is neither a name nor a policy.
     """
     if remat is None or remat == "none":
         return loss_fn
     if isinstance(remat, str):
-        # Only policies, not functions that return a policy.
+        # The other public functions of the module return a policy and are not policies themselves.
         names = [n for n in dir(jax.checkpoint_policies) if n.endswith("_saveable") or n.startswith("checkpoint_")]
         policies = {**REMAT, **{name: getattr(jax.checkpoint_policies, name) for name in names}}
         if remat not in policies:
@@ -152,16 +152,16 @@ def require_same_structure(new: Any, old: Any) -> Any:
     """Return the model state ``new`` if a later step can use it in place of ``old``.
 
     Raises:
-      ValueError: it has another structure, or a leaf has another shape.
+      ValueError: ``new`` has another structure than ``old``, or a leaf has another shape.
       TypeError: a cast to the old dtype would truncate a leaf, such as a complex one to real.
     """
-    rule = "the loss function returns a model state like the one that it got"
+    rule = "the loss function must return a model state like its argument"
     after: Any = jax.tree.structure(new)
     if after != jax.tree.structure(old):
         name, had, has = _difference(new, old)
         raise ValueError(
-            f"{rule}, but {name} was {had} and is {has}; pass the whole of it to TrainState.create(model_state=…), and "
-            "return metrics as a third result"
+            f"{rule}, but {name} was {had} and is {has}; pass the whole model state to "
+            "TrainState.create(model_state=…), and return metrics as a third result"
         )
     for (path, leaf), before in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
         name = repr(path_name(path))
@@ -174,9 +174,9 @@ def require_same_structure(new: Any, old: Any) -> Any:
 
 
 def _difference(new: Any, old: Any) -> tuple[str, str, str]:
-    """Return the first leaf in which two trees differ.
+    """Return the path of the first leaf that only one of two trees has.
 
-    Also return descriptions of the old and the new leaf.
+    Also return descriptions of the old and the new leaf. If the trees have the same leaves, describe the trees.
     """
     befores, afters = (
         {path_name(path): described(leaf) for path, leaf in jax.tree.leaves_with_path(tree)} for tree in (old, new)
@@ -184,7 +184,7 @@ def _difference(new: Any, old: Any) -> tuple[str, str, str]:
     for name in {**befores, **afters}:
         if (name in befores) != (name in afters):
             return repr(name), befores.get(name, "absent"), afters.get(name, "absent")
-    return "it", type(old).__name__, type(new).__name__
+    return "the model state", type(old).__name__, type(new).__name__
 
 
 def _kind(leaf: Any) -> int:

@@ -66,12 +66,12 @@ class TrainState(flax.struct.PyTreeNode):
         """Create a state in shards, so that no device ever holds the whole state.
 
         Args:
-          make_params: a function that returns the params. It is traced, so its random numbers do not depend on the
-            devices.
+          make_params: a function that returns the params. It is called under ``jit``, and its random numbers do not
+            depend on the devices.
           tx: as for :meth:`create`.
           sharding: the mesh and the specs of the params. The optimizer's moments get the specs of their params.
-          **fields: the other arguments of :meth:`create`. Their arrays must be equal on all processes, and they are
-            copied to every device.
+          **fields: the other arguments of :meth:`create`. Arrays in them must be equal on all processes, and are copied
+            to every device.
 
         Raises:
           TypeError: ``make_params`` is not a function.
@@ -163,12 +163,12 @@ class TrainState(flax.struct.PyTreeNode):
         """Return this state with the same optimizer in another precision.
 
         The optimizer's state and the loss scale are kept. The params keep their dtypes. To change their dtypes, first
-        cast them: ``state.replace(params=policy.cast_to_param(state.params))``. If a param is float32 by then, its
+        cast them: ``state.replace(params=policy.cast_to_param(state.params))``. If you cast a param to float32, its
         Kahan compensation is added to it.
 
         Raises:
           TypeError: ``tx`` is not an optimizer.
-          ValueError: ``tx`` is another optimizer: its state does not have the structure of ``opt_state``.
+          ValueError: ``tx`` is another optimizer, whose state does not have the structure of ``opt_state``.
           RuntimeError: the state was donated to an earlier step.
         """
         tx = as_optimizer(tx)
@@ -183,10 +183,10 @@ class TrainState(flax.struct.PyTreeNode):
         wanted: Any = jax.tree.structure(fresh)
         if wanted != jax.tree.structure(new):
             raise ValueError(
-                "with_tx takes the same optimizer in another precision, got one with a state of another structure; "
-                "make a fresh state with TrainState.create"
+                "with_tx takes the same optimizer in another precision, got an optimizer whose state has another "
+                "structure; make a fresh state with TrainState.create"
             )
-        new = jax.tree.map(in_dtype_of, new, fresh)  # for example a mu_dtype
+        new = jax.tree.map(in_dtype_of, new, fresh)  # tx may have another mu_dtype, for example
         return settled(self.replace(tx=tx, params=params, opt_state=new))
 
     def apply_gradients(
@@ -200,11 +200,11 @@ class TrainState(flax.struct.PyTreeNode):
     ) -> Self:
         """Return the state after one optimizer step with true gradients.
 
-        Compute them with :func:`jaxmp.value_and_grad`.
+        Compute the gradients with :func:`jaxmp.value_and_grad`.
 
-        If the step is skipped, the params, the optimizer's state (except the loss scale and its counters),
-        ``model_state`` and the moving average stay the same, bit for bit. All other fields in ``changes`` are set even
-        then. ``extra_args`` are passed to the optimizer's update, for example ``{"value": loss}`` for
+        If the step is skipped, the params, the optimizer's state (except the loss scale and the counters),
+        ``model_state`` and the moving average stay the same, bit for bit. The fields in ``changes`` are set even if the
+        step is skipped. ``extra_args`` are passed to the optimizer's update, for example ``{"value": loss}`` for
         ``optax.contrib.reduce_on_plateau``.
 
         Raises:

@@ -1,6 +1,7 @@
 """A jitted train step that is either applied completely or skipped.
 
-If the gradients are not finite, params, optimizer, batch statistics and moving average stay as they were.
+If the gradients are not finite, the params, the optimizer's state, the batch statistics and the moving average do not
+change.
 """
 
 from __future__ import annotations
@@ -76,15 +77,14 @@ def make_train_step(
       overrides: the overrides of ``policy``, as for :func:`jaxmp.autocast`.
       accumulate_steps: the number n of microbatches per step. Gradients are averaged over the microbatches in float32,
         and so are the loss and the metrics. If the gradients of one microbatch are not finite, the whole step is
-        skipped. Every n-th example goes into the same microbatch. So no example moves to another device if the batch is
-        split over devices.
+        skipped. Example i goes into microbatch i % n, so that no example of a split batch moves to another device.
       ema_decay: the decay of the moving average ``state.ema_params``. It needs ``TrainState.create(ema=True)``.
       remat: the values that the backward pass recomputes: None or ``"none"`` (none); ``"full"`` (all); ``"dots"`` (all
         except results of products); ``"dots_no_batch"`` (all except results of products without batch dimensions);
         ``"float8"`` (all except operands of float8 products); or a policy of ``jax.checkpoint_policies`` or its name.
       donate: whether the new state reuses the memory of the old one. The state that you pass is then deleted.
-      max_consecutive_skips: the number of skipped steps in a row that ends the run with an error. Only steps in which
-        the loss scale could not fall are counted.
+      max_consecutive_skips: the number of skipped steps in a row after which an error ends the run. A step counts only
+        if the loss scale could not fall in it.
       sharding: a :class:`jaxmp.sharding.Sharding`. The state and the batch are placed on its mesh. Each weight is
         gathered when the loss function uses it, in the dtype in which it is used (half under a half policy).
 
@@ -138,10 +138,7 @@ def _checked_decay(ema_decay: Any) -> float | None:
 
 
 def _check_sharding(sharding: Any, accumulate_steps: int) -> None:
-    """Raise an error if ``sharding`` is not a :class:`Sharding`, or does not fit.
-
-    ``reduce="once"`` needs several microbatches.
-    """
+    """Raise an error if ``sharding`` is not a Sharding or needs more microbatches."""
     if not isinstance(sharding, Sharding):
         raise TypeError(
             f"sharding must be a jaxmp.sharding.Sharding(mesh, specs), got {type(sharding).__name__}; see "
@@ -152,7 +149,7 @@ def _check_sharding(sharding: Any, accumulate_steps: int) -> None:
 
 
 class _Layout(NamedTuple):
-    """The structure of a state, and the sharding of each leaf or None."""
+    """The structure of a state, and the sharding of each leaf (None if it has none)."""
 
     structure: Any
     shardings: tuple[Any, ...]
@@ -165,12 +162,12 @@ def _layout_of(state: Any) -> _Layout:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepOptions:
-    """The options of a :class:`TrainStep`, those of :func:`make_train_step`.
+    """The options of a :class:`TrainStep`.
 
     Attributes:
       loss_fn: the loss function with its policy, mesh and rematerialisation.
-      gathered: the loss function that gathers its weights; None without a mesh.
-      reduces_once: whether the gradients of all microbatches are reduced once.
+      gathered: the loss function that gathers its weights, before rematerialisation is applied; None without a mesh.
+      reduces_once: whether the gradients are reduced once per step, and not once per microbatch.
     """
 
     loss_fn: LossFn
@@ -186,12 +183,12 @@ class TrainStep:
     """A jitted train step, the result of :func:`make_train_step`.
 
     A call places the state and the batch, and runs the jitted program. The program computes the gradients of the
-    batch and updates the state. A subclass may record more by overriding ``differentiate``.
+    batch and updates the state. A subclass may add metrics by overriding ``differentiate``.
 
     Attributes:
-      options: the options, with which a subclass can be created.
+      options: the options. To make the same step of a subclass, pass them to its constructor.
       jitted: the program of the last call, a jitted function of ``(state, batch)`` for ``jax.make_jaxpr`` and AOT
-        compilation. For a state on a mesh it returns the state in the same shardings.
+        compilation. If the state is on a mesh, the new state gets the same shardings.
     """
 
     def __init__(self, options: StepOptions) -> None:
@@ -238,9 +235,9 @@ class TrainStep:
             )
 
     def placed(self, state: S, batch: Any) -> tuple[S, Any]:
-        """Return the state and the batch on the devices of the call.
+        """Place the state and the batch on the devices of the call.
 
-        These are the devices of the step's mesh, or those of the committed arrays.
+        These are the devices of the step's mesh. Without a mesh, they are the devices of the committed arrays.
         """
         if self.options.donate:
             state = each_once(state)
@@ -252,14 +249,11 @@ class TrainStep:
             return state, self._plan.batch(batch, self.options.accumulate_steps)
 
     def _placed_state(self, state: S, batch: Any) -> S:
-        """Return ``state`` with uncommitted arrays on the devices of the call.
-
-        Without a mesh of the step, these are the devices of the committed arrays in the state and the batch.
-        """
+        """Place the uncommitted arrays of ``state`` on the devices of :meth:`placed`."""
         if self._plan is None:
             home = home_of((state, batch))
             return state if home is None else jax.tree.map(lambda leaf: at_home(leaf, home), state)
-        if _layout_of(state) != self._planned_layout:  # every state that the step returns has it
+        if _layout_of(state) != self._planned_layout:  # states that the step returned have this layout
             state = jax.tree.map_with_path(placed_by_specs, state, self._plan.shardings(state))
             self._planned_layout = _layout_of(state)
         return state
@@ -267,7 +261,7 @@ class TrainStep:
     def program_for(self, state: Any) -> Any:
         """Return the jitted function for a state of arrays or shapes.
 
-        It preserves the shardings of a state on a mesh.
+        If the state is on a mesh, the function returns the new state in the same shardings.
         """
         layout = _layout_of(state)
         is_on_mesh = layout.shardings and all(isinstance(sharding, NamedSharding) for sharding in layout.shardings)
@@ -276,8 +270,8 @@ class TrainStep:
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lower the program of a call for arrays or shapes.
 
-        Use it to inspect the memory, the cost and the text of the program. A program that a call has compiled is not
-        compiled again.
+        Use it to inspect the memory, the cost and the text of the program. If a call has compiled the program, it is
+        not compiled again.
         """
         self.require_state(state)
         return self.program_for(state).lower(state, batch)
@@ -335,15 +329,15 @@ class TrainStep:
         """Compute :meth:`gradients` on the mesh of the step."""
         if self._plan is None:
             return self.gradients(state, batch, rng)
-        whole = PartitionSpec()
+        replicated = PartitionSpec()
         with self._on_mesh():
             specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self.options.accumulate_steps)
-            return on_auto_axes(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
+            return on_auto_axes(self.gradients, (replicated, specs, replicated, replicated))(state, batch, rng)
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """Return the loss, gradients, model state and metrics of a whole batch.
 
-        The loss is the true one. The gradients are those of the scaled loss.
+        The loss is not scaled, but the gradients are those of the scaled loss.
         """
         require_examples(batch)
         if self.options.accumulate_steps > 1:
@@ -359,48 +353,49 @@ class TrainStep:
     ) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
         """Compute :meth:`gradients` in a scan over microbatches."""
         count = self.options.accumulate_steps
-        turns = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
-        first_turn = jax.tree.map(lambda leaf: leaf[0], turns)
-        self._warn_if_unscaled(state, *first_turn)
-        loss_fn, learned = self._loss_of_microbatch(state, first_turn)
+        inputs = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
+        first_inputs = jax.tree.map(lambda leaf: leaf[0], inputs)
+        self._warn_if_unscaled(state, *first_inputs)
+        loss_fn, learned = self._loss_of_microbatch(state, first_inputs)
         gathered = self.options.gathered
 
         def differentiate(model_state: Any, batch: Any, rng: Any) -> Any:
             return self._differentiate(loss_fn, state.replace(params=learned), model_state, batch, rng)
 
         loss, total, model_state, metrics, records = accumulated(
-            differentiate, learned, state.model_state, turns, count
+            differentiate, learned, state.model_state, inputs, count
         )
         if gathered is not None and self.options.reduces_once:
             total = gathered.reduced(*total)
         grads = jax.tree.map(lambda leaf: leaf / count, total)
         return loss, grads, model_state, {**metrics, **records}
 
-    def _loss_of_microbatch(self, state: TrainState, first_turn: tuple[Any, Any]) -> tuple[LossFn, Any]:
+    def _loss_of_microbatch(self, state: TrainState, first_inputs: tuple[Any, Any]) -> tuple[LossFn, Any]:
         """Return the loss function of a microbatch, and the tree to differentiate.
 
-        The tree is the params. If gradients are reduced once, it is the gathered params and their taps. Operations on
-        params alone are moved out of the loop, unless each microbatch gathers its own weights.
+        The tree is usually the params. If gradients are reduced once per step, it is the params and the taps of
+        :class:`GatheredParams`. Operations that depend only on the params are moved out of the loop over microbatches,
+        unless each microbatch gathers the weights itself.
         """
-        rest = (state.model_state, *first_turn)
+        other_args = (state.model_state, *first_inputs)
         loss_fn, gathered = self.options.loss_fn, self.options.gathered
         if gathered is not None and self.options.reduces_once:
-            gathered_params = gathered.gather(state.params, *rest)
-            loss_of_gathered = hoisted(loss_fn, gathered_params, rest, REMAT["float8"])
+            gathered_params = gathered.gather(state.params, *other_args)
+            loss_of_gathered = hoisted(loss_fn, gathered_params, other_args, REMAT["float8"])
 
-            def loss_of_learned(learned: Any, *rest: Any) -> Any:
+            def loss_of_learned(learned: Any, *other_args: Any) -> Any:
                 params, taps = learned
-                return loss_of_gathered(GatheredParams(params, gathered_params.weights, taps), *rest)
+                return loss_of_gathered(GatheredParams(params, gathered_params.weights, taps), *other_args)
 
             return loss_of_learned, (gathered_params.params, gathered_params.taps)
         if gathered is not None and gathered.is_split:
             return loss_fn, state.params
-        return hoisted(loss_fn, state.params, rest, REMAT["float8"]), state.params
+        return hoisted(loss_fn, state.params, other_args, REMAT["float8"]), state.params
 
     def _differentiate(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Any:
-        """Return the results and the gradients of a microbatch.
+        """Return the loss, gradients, model state, metrics and records of a microbatch.
 
-        These are the loss, the gradients, the new model state, the metrics, and the records of a subclass.
+        The records are those of :meth:`differentiate`.
         """
 
         def loss_of_params(params: Any) -> Any:
@@ -410,9 +405,10 @@ class TrainStep:
         return loss, grads, require_same_structure(new_model_state, model_state), metrics, records
 
     def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the results of ``loss_fn``, its gradients, and records.
+        """Return the results of ``loss_fn``, its scaled gradients, and records.
 
-        Only a subclass has records.
+        The gradients are those of the scaled loss. Records are additional metrics, which are stacked over microbatches,
+        not averaged. Only a subclass has any.
         """
         gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         return *gradients(state.params), {}
@@ -435,7 +431,7 @@ class TrainStep:
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         """Return the error for a stuck run.
 
-        It names the arrays that are not finite in the step of a skipped batch.
+        It computes the gradients of a skipped batch again, to name the arrays that are not finite.
         """
         placed_batch = batch if self._plan is None else self._plan.batch(batch, self.options.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]

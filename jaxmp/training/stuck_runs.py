@@ -15,7 +15,7 @@ from jaxmp.optim.loss_scale import LossScale
 from jaxmp.optim.scaled_grad import global_norm
 from jaxmp.sharding.placement import is_traced
 
-_LAG = 4  # steps after which a report is read if there are several processes
+_LAG = 4  # the number of steps after which a report is read if there are several processes
 
 
 class NonFiniteTrainingError(FloatingPointError):
@@ -37,7 +37,7 @@ class StuckRuns:
     """Detect a run that has been skipping steps for too long.
 
     A step reports whether it was skipped. The report is read some steps later, when the device has finished the step.
-    So the host does not wait for the device. It only waits for the state's counter after a skipped step.
+    So the host does not wait for the device. It waits only after a skipped step, for the counter in the state.
     """
 
     def __init__(self, limit: int) -> None:
@@ -47,7 +47,7 @@ class StuckRuns:
     def add(self, skipped: Any, batch: Any) -> None:
         """Remember the report of a step and its batch.
 
-        A step inside another transformation has no report.
+        A step inside another JAX transformation, such as ``jit``, has no report.
         """
         if not isinstance(skipped, jax.core.Tracer):
             self._reports.append((skipped, batch))
@@ -55,8 +55,8 @@ class StuckRuns:
     def bad_batches_of(self, state: Any) -> list[Any]:
         """Return the latest skipped batches if the run of ``state`` is stuck.
 
-        Otherwise return an empty list. A run is stuck if ``limit`` steps in a row were skipped at a scale that cannot
-        fall. Batches whose arrays were deleted are left out.
+        Otherwise return an empty list. A run is stuck if ``limit`` steps in a row were skipped and the loss scale could
+        not fall. Batches whose arrays were deleted are left out.
         """
         bad_batches: list[Any] = []
         with contextlib.suppress(IndexError):  # another thread has read the last report
@@ -97,7 +97,7 @@ def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch
             "the norm of the gradients, although each gradient is finite: the sum of squares exceeds float32's "
             "largest number, 3.4e38; make the loss smaller (e.g. a mean in place of a sum)"
         )
-    listed = "; ".join(parts) or "nothing in the gradients, so it is the optimizer's updates"
+    listed = "; ".join(parts) or "no gradient, so it must be the optimizer's updates"
     return (
         f"{skips} steps in a row were skipped at loss scale {float(loss_scale.loss_scale):g}, "
         f"{_why_scale_stays(loss_scale)}; not finite now: {listed}. Look for NaN in the data, lower the learning rate, "

@@ -1,4 +1,4 @@
-"""Mistakes with loss scaling have an error that says what to write."""
+"""Mistakes with loss scaling raise an error that says what to write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tx_of(inner=None):
 
 
 def refused(call, kind, *phrases, what=""):
-    """Require an error of a call that has these phrases, of at most three lines."""
+    """Assert that a call raises an error with these phrases and at most three lines."""
     with pytest.raises(kind) as caught:
         call()
         pytest.fail(f"not refused: {what}")
@@ -49,7 +49,7 @@ MISTAKES = {
     "arguments of loss_scaling": {
         "a number as the scale": (lambda: loss_scaling(SGD, 2.0**15), TypeError, "got 32768.0; write jaxmp.loss"),
         "a scale's class": (lambda: loss_scaling(SGD, DynamicLossScale), TypeError, "DynamicLossScale()"),
-        "swapped": (lambda: loss_scaling(DynamicLossScale(), SGD), TypeError, "one of optax's, got an"),
+        "swapped": (lambda: loss_scaling(DynamicLossScale(), SGD), TypeError, "an optax transform, got an"),
         "grad_norm as a number": (
             lambda: loss_scaling(SGD, DynamicLossScale(), grad_norm=1.0),
             TypeError,
@@ -71,12 +71,12 @@ MISTAKES = {
         "twice in a chain": (
             lambda: tx_of(optax.chain(optax.clip(1.0), tx_of())).init(jnp.ones(2)),
             ValueError,
-            "remove the inner one",
+            "remove the inner loss_scaling",
         ),
         "twice by hand": (
             lambda: jaxmp.wrap_opt_state(state(), DynamicLossScale()),
             ValueError,
-            "remove the inner one",
+            "remove the inner loss_scaling",
         ),
         "none in get_loss_scale": (lambda: jaxmp.get_loss_scale(adam_state()), ValueError, WRAP),
         "none in scale_loss": (lambda: jaxmp.scale_loss(1.0, adam_state()), ValueError, WRAP),
@@ -132,7 +132,7 @@ MISTAKES = {
         "that would be broadcast": (
             lambda: tx_of().update({"a": jnp.ones(1)}, tx_of().init({"a": jnp.ones(2)}), {"a": jnp.ones(2)}),
             ValueError,
-            "the update of 'a' has the shape (1,), its param (2,)",
+            "the update of 'a' has the shape (1,), but its param has (2,)",
         ),
         "inside MultiSteps": (
             lambda: jaxmp.keep_if_skipped(optax.MultiSteps(tx_of(), 2).init(jnp.ones(2)), 1.0, 0.0),
@@ -210,7 +210,7 @@ BAD_FIELDS = [
 ]
 BAD_FIELDS_OF_HEADROOM = [
     ({"loss_scale": 0.0}, "loss_scale must be positive and finite"),
-    ({"headroom": -1}, "headroom must be from 0 to 128 binary orders, got -1: 4 keeps a factor of 16 free"),
+    ({"headroom": -1}, "headroom must be a number from 0 to 128, got -1: 4 leaves a factor of 16 before overflow"),
     ({"running_max": math.nan}, "running_max must be finite in float32 and not negative, got nan"),
     ({"loss_scale": 1000.0}, "loss_scale must be a power of two, got 1000.0: HeadroomLossScale has no other"),
     ({"min_loss_scale": 3}, "min_loss_scale must be a power of two, got 3.0"),
@@ -241,7 +241,7 @@ def test_an_integer_array_becomes_float32_with_jmps_warning():
         assert scale.loss_scale.dtype == jnp.float32 and float(getattr(scale, name)) == 2
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_an_object_that_is_not_an_optimizer_is_refused():
     train_state = jaxmp.TrainState.create(params=jnp.ones(2), tx=SGD)
     for wrong in (None, optax.adam, DynamicLossScale(), {"w": 1.0}):
         for use in (
@@ -251,15 +251,15 @@ def test_what_is_no_optimizer_is_refused():
             train_state.with_tx,
             lambda wrong: jaxmp.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), wrong),
         ):
-            refused(lambda use=use, wrong=wrong: use(wrong), TypeError, "an optimizer must be one of optax's, got ")
+            refused(lambda use=use, wrong=wrong: use(wrong), TypeError, "an optimizer must be an optax transform, got ")
 
 
 NOT_OURS = [
     (lambda: value_and_grad(lambda p: 1.0 * p["n"], state())({"n": jnp.ones((), int)}), TypeError),  # integer params
     (lambda: value_and_grad(jnp.sum, state(), "w")(jnp.ones(2)), TypeError),  # a name as argnums
-    (lambda: value_and_grad(lambda p: jnp.sum(p), state())(p=jnp.ones(2)), TypeError),  # no argument by its place
+    (lambda: value_and_grad(lambda p: jnp.sum(p), state())(p=jnp.ones(2)), TypeError),  # no positional argument
     (lambda: jaxmp.keep_if_skipped(state(), {"mean": jnp.ones(())}, {"var": jnp.ones(())}), ValueError),
-    # The inner state of another optimizer, and one that changes its structure.
+    # The inner state of another optimizer, and an optimizer that changes the structure of its state.
     (lambda: tx_of(standard(optax.adam(1e-3))).update(jnp.ones(2), state(), jnp.ones(2)), Exception),
     (
         lambda: tx_of(optax.GradientTransformation(lambda _: (), lambda grads, *_: (grads, (1,)))).update(
@@ -270,13 +270,13 @@ NOT_OURS = [
 ]
 
 
-def test_what_jax_and_optax_refuse_they_refuse_in_their_own_words():
+def test_errors_of_jax_and_optax_are_raised_unchanged():
     for call, kind in NOT_OURS:
         with pytest.raises(kind):
             call()
 
 
-def test_an_inner_transform_that_fails_says_so_itself():
+def test_an_error_of_the_inner_transform_is_raised_unchanged():
     def fail(updates, state, params=None):
         raise RuntimeError("its own trouble")
 
@@ -286,7 +286,7 @@ def test_an_inner_transform_that_fails_says_so_itself():
             tx.update(jnp.ones(2), tx.init(jnp.ones(2)), params)
 
 
-def test_a_loss_per_example_under_vmap_and_one_of_a_python_number_are_scalars():
+def test_the_loss_may_be_one_example_of_a_vmap_or_a_python_number():
     losses, _ = jax.vmap(value_and_grad(lambda p: jnp.sum(p), state()))(jnp.ones((3, 2)))
     assert losses.shape == (3,) and value_and_grad(lambda p: 1.0, state())(jnp.ones(2))[0] == 1
 
@@ -303,7 +303,7 @@ def test_a_loss_scale_that_was_donated_is_refused():
         use(state())
 
 
-def test_an_update_of_what_was_donated_is_refused():
+def test_an_update_with_a_donated_state_or_params_is_refused():
     tx = tx_of(optax.add_decayed_weights(0.1))
     old = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx)
     new, _ = jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(old, jnp.ones(2))

@@ -1,4 +1,4 @@
-"""The rule by which loss scales move: torch's recorded GradScaler, a plain model of it, Keras and jmp."""
+"""Loss scales grow and back off like those of torch (recorded), a model in plain Python, Keras and jmp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.once
 
 
 def plain_model(flags: list[bool], scale: float, counter: int, rule: dict[str, Any]) -> list[tuple[float, int]]:
-    """The rule in plain Python, on float32 numbers: scale and counter after each step."""
+    """Return scale and counter after each step, computed in plain Python on float32 numbers."""
     with np.errstate(over="ignore"):
         result, value, left = [], np.float32(scale), rule.get("hysteresis", 1)
         for finite in flags:
@@ -50,7 +50,7 @@ def recorded(name: str) -> tuple[dict[str, float], list[bool], list[float], list
 EXACT = [name for name in TRACES if name not in ("factors that float32 rounds", "backoff to nothing")]
 
 
-def test_scales_and_counters_are_those_that_torch_was_recorded_with() -> None:
+def test_scales_and_counters_are_those_recorded_from_torch() -> None:
     for name in EXACT:
         start, flags, scales, trackers = recorded(name)
         states = run(DynamicLossScale.from_torch(start), flags)
@@ -58,7 +58,7 @@ def test_scales_and_counters_are_those_that_torch_was_recorded_with() -> None:
         np.testing.assert_array_equal(states.counter, trackers, name)
 
 
-def test_the_plain_model_gives_what_torch_was_recorded_with() -> None:
+def test_the_plain_model_gives_the_scales_recorded_from_torch() -> None:
     for name in EXACT:
         start, flags, scales, trackers = recorded(name)
         rule = {
@@ -86,11 +86,11 @@ def test_where_torchs_scale_falls_to_zero_ours_stays_normal_and_grows_again() ->
     assert states.loss_scale[-1] == TINY * 2**5
 
 
-def test_a_gradscaler_that_stopped_anywhere_is_continued() -> None:
+def test_a_gradscaler_can_be_continued_from_any_step() -> None:
     step = 17
     start, flags, scales, trackers = recorded("a short interval")
     state = {**start, "scale": scales[step], "_growth_tracker": trackers[step]}
-    as_tensors = {name: np.array(value) for name, value in state.items()}  # as torch's, these convert with float()
+    as_tensors = {name: np.array(value) for name, value in state.items()}  # float() reads them, like tensors
     for given_state in (state, as_tensors):
         states = run(DynamicLossScale.from_torch(given_state), flags[step + 1 :])
         np.testing.assert_array_equal(states.loss_scale, np.float32(scales[step + 1 :]))
@@ -121,12 +121,12 @@ def test_any_pattern_of_steps_follows_the_plain_model(
     assert states.counter.dtype == np.int32
 
 
-def test_kerass_figures_hold() -> None:
+def test_scales_are_those_of_the_tests_of_keras() -> None:
     assert run(DynamicLossScale(400), [False] * 4).loss_scale[-1] == 25
     assert run(DynamicLossScale(2, period=2), [True] * 8).loss_scale[-1] == 32
 
 
-def test_sequences_are_those_of_real_jmp_from_jmps_defaults() -> None:
+def test_scales_are_those_of_jmp_with_its_defaults() -> None:
     flags = np.random.default_rng(0).random(60) < 0.7
     theirs, scales = jmp.DynamicLossScale(jnp.float32(64), period=3), []
     with jax.numpy_dtype_promotion("standard"):
@@ -161,7 +161,7 @@ def test_growth_never_reaches_infinity_and_backoff_never_zero() -> None:
 
 def test_hysteresis_forgives_until_used_up_and_only_growth_refills_it() -> None:
     scale = DynamicLossScale(64.0, period=3, hysteresis=2)
-    #        forgiven, backs off, backs off; two finite steps refill nothing; the third grows and refills
+    # The first bad step is forgiven, the next two back off. Only the third finite step in a row grows and refills.
     flags = [False, False, False, True, True, False, True, True, True, False, True, False]
     states = run(scale, flags)
     assert states.loss_scale.tolist() == [64, 32, 16, 16, 16, 8, 8, 8, 16, 16, 16, 8]

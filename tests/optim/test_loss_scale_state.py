@@ -1,4 +1,4 @@
-"""Loss scales as objects: pytrees, copies, serialization, transformations, and those of jmp."""
+"""Loss scales are pytrees: copies, serialization, transformations, and conversion from jmp."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxmp.optim.loss_scale import (
 )
 
 
-def test_leaves_are_the_scale_and_the_counter_and_a_countdown_only_with_hysteresis() -> None:
+def test_the_leaves_are_scale_and_counter_and_with_hysteresis_a_countdown() -> None:
     names = {
         kind: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(scale)]
         for kind, scale in zip(["none", "static", "plain", "hysteresis", "headroom"], ALL, strict=True)
@@ -69,7 +69,7 @@ def test_copies_of_every_kind_are_equal() -> None:
             assert_same(clone, scale)
 
 
-def test_a_copy_with_another_static_field_keeps_it() -> None:
+def test_a_copy_keeps_its_own_static_fields() -> None:
     rebuilt = jax.tree.map(lambda leaf: leaf, DynamicLossScale(period=2000))
     clone = copy.copy(rebuilt)
     object.__setattr__(clone, "period", 7)
@@ -85,7 +85,7 @@ def test_restoring_brings_back_every_field_whatever_the_target_has() -> None:
         assert_same(flax.serialization.from_bytes(target, flax.serialization.to_bytes(batched)), batched)
 
 
-def test_restoring_the_state_of_another_loss_scale_says_so() -> None:
+def test_restoring_the_state_of_another_loss_scale_raises() -> None:
     state = flax.serialization.to_state_dict(StaticLossScale(2.0))
     with pytest.raises(ValueError, match=r"the state of a DynamicLossScale has the entries \['backoff'.*restore it"):
         flax.serialization.from_state_dict(DynamicLossScale(), state)
@@ -118,6 +118,6 @@ def test_jmps_loss_scales_are_read() -> None:
     assert_same(as_loss_scale(theirs), DynamicLossScale(8.0, 2, 5, 4, 0.5, max_loss_scale=HUGE))
 
 
-def test_a_loss_scale_is_returned_as_it_is() -> None:
+def test_as_loss_scale_returns_a_loss_scale_unchanged() -> None:
     for scale in ALL:
         assert as_loss_scale(scale) is scale

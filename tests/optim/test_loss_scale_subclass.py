@@ -27,7 +27,7 @@ pytestmark = pytest.mark.once
 
 @dataclasses.dataclass(frozen=True)
 class WithFunction(LossScale):
-    """A tree, a name and a function beside the scale."""
+    """A loss scale that also has a tree, a name and a function."""
 
     loss_scale: Any = 2.0**10
     seen: Any = dataclasses.field(default_factory=lambda: {"bad": 0})
@@ -59,7 +59,7 @@ class Data(LossScale):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["loss_scale"], meta_fields=["kind"])
 @dataclasses.dataclass
 class Registered(LossScale):
-    """Its author made it a pytree."""
+    """A class that its author registered as a pytree."""
 
     loss_scale: Any = 2.0**10
     kind: str = "registered"
@@ -69,7 +69,7 @@ class Registered(LossScale):
 
 
 class Struct(flax.struct.PyTreeNode, LossScale):
-    """Its author made it a pytree that Flax saves."""
+    """A class that is a pytree of Flax, which Flax can save."""
 
     loss_scale: Any = 2.0**10
     kind: str = flax.struct.field(pytree_node=False, default="struct")
@@ -80,7 +80,7 @@ class Struct(flax.struct.PyTreeNode, LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class Counting(DynamicLossScale):
-    """A subclass of one of ours with a number more."""
+    """A subclass of DynamicLossScale with one more field."""
 
     bad: Any = dataclasses.field(default=0, kw_only=True)
 
@@ -99,7 +99,7 @@ every_falling = pytest.mark.parametrize("make", FALLING, ids=lambda make: getatt
 
 
 @pytest.mark.parametrize("make", [Data, Registered, FALLING[-1]])
-def test_a_train_step_carries_it_compiles_once_and_skips_by_it(make):
+def test_a_train_step_with_a_custom_scale_compiles_once_and_skips(make):
     params, batch = problem()
     step = make_train_step(train_loss, donate=False, max_consecutive_skips=3)
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), make()))
@@ -116,7 +116,7 @@ def test_a_train_step_carries_it_compiles_once_and_skips_by_it(make):
 
 
 @every_falling
-def test_it_is_pickled_and_saved_by_flax_in_mid_run(make):
+def test_a_custom_scale_is_pickled_and_saved_by_flax_in_mid_run(make):
     tx = loss_scaling(optax.sgd(0.1), make())
     fresh = tx.init(jnp.ones(2))
     _, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), fresh, jnp.ones(2))
@@ -133,7 +133,7 @@ def test_it_is_pickled_and_saved_by_flax_in_mid_run(make):
         assert again.loss_scale.loss_scale == 2.0**8
 
 
-def test_trees_of_it_may_be_rebuilt_with_anything_as_leaves():
+def test_trees_of_a_custom_scale_may_be_rebuilt_with_anything_as_leaves():
     for scale in (make() for make in FALLING):
         leaves, structure = jax.tree.flatten(scale)
         for leaf in (object(), None, True, "text", jax.sharding.PartitionSpec()):
@@ -145,7 +145,7 @@ def test_trees_of_it_may_be_rebuilt_with_anything_as_leaves():
 
 
 @pytest.mark.parametrize("make", [Data, Fixed])
-def test_an_nnx_optimizer_carries_it(make):
+def test_an_nnx_optimizer_takes_a_custom_scale(make):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=make())
 
@@ -166,7 +166,7 @@ def test_fields_may_be_trees_names_and_functions():
     assert state.loss_scale.seen["bad"] == 1
 
 
-def test_one_that_never_changes_stops_a_run_that_goes_nowhere_like_any_other():
+def test_a_custom_scale_that_never_changes_stops_a_stuck_run():
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=2)
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), Fixed()))
@@ -192,7 +192,7 @@ def test_a_class_that_is_not_a_pytree_is_refused():
         loss_scaling(optax.sgd(0.1), Plain())
 
 
-def test_the_scale_of_a_class_of_your_own_is_a_positive_scalar():
+def test_a_custom_scale_must_be_a_positive_scalar():
     for scale, phrase in (
         (jnp.ones(2), r"loss_scale of a loss scale must be a scalar, got the shape \(2,\)"),
         (0.0, "loss_scale must be positive and finite, and normal in float32, got 0.0"),

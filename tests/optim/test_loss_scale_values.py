@@ -37,7 +37,7 @@ def test_half_leaves_are_multiplied_in_float32_by_a_scale_that_half_cannot_hold(
     assert float(DynamicLossScale(1000.1).scale(jnp.bfloat16(1.0))) == float(jnp.bfloat16(1000.1))
 
 
-def test_what_is_not_floating_passes_untouched() -> None:
+def test_values_that_are_not_floating_pass_unchanged() -> None:
     tree = {
         "int": jnp.arange(2),
         "numpy": np.arange(2),
@@ -65,14 +65,14 @@ def test_unscaling_by_any_power_of_two_loses_no_bit() -> None:
     rng = np.random.default_rng(0)
     unscale = jax.jit(lambda scale, x: scale.unscale(x))
     for exponent in (-126, -30, -1, 0, 15, 24, 126, 127):
-        # True gradients that are normal, and stay normal and finite when scaled.
+        # The true gradients are normal numbers, and so are the scaled ones.
         lowest, highest = max(-126, -126 - exponent), min(127, 127 - exponent)
         grads = np.ldexp(rng.uniform(1, 2, 200).astype(np.float32), rng.integers(lowest, highest, 200))
         scaled = np.ldexp(grads, exponent)
         dynamic = DynamicLossScale(2.0**exponent, min_loss_scale=0, max_loss_scale=HUGE)
         np.testing.assert_array_equal(unscale(dynamic, scaled), grads)
         np.testing.assert_array_equal(dynamic.unscale(scaled), grads)
-    for constant in (dynamic, StaticLossScale(2.0**127)):  # of the program, which XLA may compute with
+    for constant in (dynamic, StaticLossScale(2.0**127)):  # XLA may fold the scale
         np.testing.assert_array_equal(jax.jit(constant.unscale)(scaled), grads)
 
 
@@ -126,15 +126,15 @@ def test_headroom_is_kept_within_bounds_by_powers_of_two(
 
 def test_headroom_settles_on_the_largest_power_of_two_that_fits_and_never_overflows() -> None:
     rng = np.random.default_rng(0)
-    grad_max = np.exp2(rng.normal(-12, 0.7, 400)).astype(np.float32)  # spread over some four binary orders
+    grad_max = np.exp2(rng.normal(-12, 0.7, 400)).astype(np.float32)  # from about 2**-14 to 2**-10
     states = run(HeadroomLossScale(period=100), np.ones(400, bool), grad_max)
     used = np.append(np.float32(2.0**15), states.loss_scale[:-1])
     assert (used * grad_max < 65504).all()
-    assert states.loss_scale[4] == 2.0**20  # from 2**15, one binary order a step
+    assert states.loss_scale[4] == 2.0**20  # from 2**15, doubled in each step
     assert np.log2(states.loss_scale[50:]).std() < 1
 
 
-def test_headroom_for_a_steady_gradient_is_what_arithmetic_says() -> None:
+def test_headroom_for_a_steady_gradient_is_the_largest_scale_that_fits() -> None:
     for grad_max in (1e-3, 0.7, 3.0):
         states = run(HeadroomLossScale(headroom=2), [True] * 20, grad_max)
         assert states.loss_scale[-1] == largest_fitting(grad_max, 2)
@@ -145,7 +145,7 @@ def test_headroom_drops_at_once_and_returns_after_the_running_maximum_decayed() 
     scales = run(HeadroomLossScale(period=10), [True] * 104, grad_max).loss_scale
     assert scales[2] == 2048
     assert scales[3] == 32
-    assert np.argmax(scales[3:] >= 2048) == pytest.approx(50, abs=1)  # five binary orders, so that 2 * 2048 < 4094
+    assert np.argmax(scales[3:] >= 2048) == pytest.approx(50, abs=1)  # 5 halvings, 10 steps each
 
 
 def test_a_non_finite_step_backs_headroom_off_for_a_period_though_gradients_look_small() -> None:

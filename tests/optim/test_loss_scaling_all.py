@@ -1,4 +1,4 @@
-"""Every optimizer and transform of the installed optax works inside loss_scaling, with its own kind of params."""
+"""Every optimizer and transform of the installed optax works inside loss_scaling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sgd():
     return optax.sgd(0.1, momentum=0.9)
 
 
-# What factories must be given, by the names of their parameters, and those that need more than that.
+# Arguments for required parameters of factories, by name; SPECIAL has factories that need other arguments.
 USUAL = {
     **{"learning_rate": 0.01, "max_norm": 1.0, "max_delta": 1.0, "threshold": 1.0, "decay": 0.9, "step_size": -0.1},
     **{"clipping": 0.1, "max_backtracking_steps": 3, "max_linesearch_steps": 3, "max_consecutive_errors": 3},
@@ -55,7 +55,7 @@ SPECIAL = {
     "stateless": lambda make: make(lambda updates, params: jax.tree.map(lambda u: -u, updates)),
     "stateless_with_tree_map": lambda make: make(lambda u, p: -u),
 }
-# Params and gradients of their own: a pair of params, a gradient for each example, a matrix.
+# Factories that need other params and gradients: a pair of params, a gradient for each example, a matrix.
 OWN = {
     "lookahead": (optax.LookaheadParams.init_synced(PARAMS), GRADS),
     **dict.fromkeys(
@@ -69,7 +69,7 @@ def objective(params):
     return optax.tree.norm(params, squared=True)
 
 
-ONLY = {"sam": {}, "sophia": {"obj_fn": objective}}  # which take no other optimizer's extra arguments
+ONLY = {"sam": {}, "sophia": {"obj_fn": objective}}  # optimizers that do not ignore unknown extra arguments
 
 
 def factories():
@@ -93,7 +93,7 @@ def make(name):
 
 
 def problem_of(name):
-    """The plain optimizer, its params and gradients, and the extra arguments of its update."""
+    """Return the optimizer, params and gradients for it, and the extra arguments of its update."""
     params, grads = OWN.get(name, (PARAMS, GRADS))
     extra = ONLY.get(name, {"value": jnp.float32(2), "grad": grads, "value_fn": objective})
     return standard(make(name)), params, grads, extra
@@ -106,7 +106,7 @@ pytestmark = [
 
 
 @pytest.mark.slow("traces 123 optimizers; those of every kind run below")
-def test_every_one_has_the_updates_and_the_state_that_it_has_alone():
+def test_every_optimizer_has_the_updates_and_state_that_it_has_without_loss_scaling():
     assert len(FACTORIES) > 100
     for name in FACTORIES:
         plain, params, grads, extra = problem_of(name)
@@ -138,7 +138,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_optimizer_takes_a_step_as_it_does_alone_and_skips_one_whole(name):
+def test_an_optimizer_takes_its_usual_step_and_skips_a_bad_step_completely(name):
     plain, params, grads, extra = problem_of(name)
     tx = loss_scaling(plain, DynamicLossScale(2.0**10))
     expected, expected_state = jax.jit(lambda: plain.update(grads, plain.init(params), params, **extra))()
@@ -162,11 +162,11 @@ def test_an_optimizer_takes_a_step_as_it_does_alone_and_skips_one_whole(name):
     assert (skipped.skipped, skipped.loss_scale.loss_scale) == (1, 2.0**9)
 
 
-def test_lookaheads_pair_of_params_trains_on_gradients_of_one():
+def test_lookahead_trains_its_pair_of_params_on_gradients_of_one():
     tx = loss_scaling(standard(optax.lookahead(optax.sgd(0.5), 2, 0.5)), DynamicLossScale(2.0))
     params = optax.LookaheadParams.init_synced({"w": jnp.ones(2)})
     state = tx.init(params)
-    for fast, slow in ((0.5, 1.0), (0.5, 0.5)):  # the second step goes half of the way back: (1 + 0) / 2
+    for fast, slow in ((0.5, 1.0), (0.5, 0.5)):  # the second step sets both to 1 + 0.5 * (0 - 1)
         updates, state = tx.update({"w": jnp.ones(2)}, state, params)
         params = optax.apply_updates(params, updates)
         assert (params.fast["w"] == fast).all() and (params.slow["w"] == slow).all()

@@ -23,7 +23,7 @@ def gradients(params, state, batch):
 
 
 def run(tx, pattern, params, batch, **extra):
-    """Steps with true gradients (True) or with a NaN in one of them (False); returns params and state."""
+    """Take steps with finite gradients (True) or with a NaN in one of them (False); return params and state."""
     state = tx.init(params)
     for good in pattern:
         grads = gradients(params, state, batch)
@@ -35,7 +35,7 @@ def run(tx, pattern, params, batch, **extra):
 
 
 def compiled(tx):
-    """For what contains a lax.cond, which would be compiled anew at every step."""
+    """Return ``tx`` with a jitted update; without it, a lax.cond would be compiled in each step."""
     return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
@@ -43,7 +43,7 @@ def close(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
 
 
-def test_in_a_chain_it_stands_inside_or_outside():
+def test_loss_scaling_may_be_inside_or_around_a_chain():
     params, batch = problem()
     outside = loss_scaling(standard(optax.chain(optax.clip(0.1), optax.adam(1e-2))), DynamicLossScale())
     inside = standard(optax.chain(loss_scaling(optax.chain(optax.clip(0.1), optax.adam(1e-2)), DynamicLossScale())))
@@ -58,7 +58,7 @@ def test_in_a_chain_it_stands_inside_or_outside():
         assert get_loss_scale(state).loss_scale == 2.0**14
 
 
-def test_masked_inside_and_outside():
+def test_masked_may_be_inside_or_around_loss_scaling():
     params, batch = problem()
     mask = {"hidden": {"w": True, "b": False}, "out": {"w": True}}
     frozen = jax.tree.map(lambda on: not on, mask)
@@ -79,7 +79,7 @@ def test_masked_inside_and_outside():
         assert get_loss_scale(state).loss_scale == 2.0**14
 
 
-def test_a_mask_that_lets_no_param_through_is_no_error():
+def test_a_mask_that_excludes_all_params_is_not_an_error():
     params, _ = problem()
     tx = standard(
         optax.masked(loss_scaling(optax.adam(1e-2), DynamicLossScale()), jax.tree.map(lambda _: False, params))
@@ -128,7 +128,7 @@ def test_a_schedule_inside_does_not_advance_on_a_skipped_step():
     assert [int(leaf) for leaf in jax.tree.leaves(state.inner_state) if leaf.dtype == jnp.int32] == [2, 2]
 
 
-def test_inject_hyperparams_around_it_keeps_working():
+def test_inject_hyperparams_may_be_around_loss_scaling():
     params, batch = problem()
 
     def make(learning_rate):
@@ -158,7 +158,7 @@ def test_around_multi_steps_a_bad_microbatch_is_dropped_and_the_window_grows_by_
     assert same_bits(unfinished, params)
 
 
-def test_inside_multi_steps_that_skip_a_bad_microbatch_is_dropped_before_the_scale_hears_of_it():
+def test_inside_multi_steps_that_skip_the_scale_does_not_see_a_bad_microbatch():
     params, batch = problem()
     tx = loss_scaling(optax.adam(1e-2), jaxmp.StaticLossScale(2.0**10))
     tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
@@ -194,7 +194,7 @@ def test_inside_apply_if_finite_nothing_bad_is_applied_even_when_optax_gives_up(
     tx = compiled(standard(optax.apply_if_finite(loss_scaling(optax.adam(1e-2), DynamicLossScale()), 2)))
     end, state = run(tx, [True] + [False] * 4 + [True], params, batch)
     assert same_bits(end, run(tx, [True, True], params, batch)[0])
-    assert state.total_notfinite == 4 and state.inner_state.skipped == 2  # the last two got through to it
+    assert state.total_notfinite == 4 and state.inner_state.skipped == 2  # after 2, apply_if_finite lets bad steps pass
     assert get_loss_scale(state).loss_scale == 2.0**13
 
 
@@ -221,6 +221,6 @@ def test_a_line_search_sees_true_values_and_gradients():
     assert same_bits(params, plain_params) and same_bits(state.inner_state, plain_state)
 
 
-def test_an_inner_transform_without_extra_arguments_is_given_none():
+def test_an_inner_transform_without_extra_arguments_gets_none():
     params, batch = problem()
     run(loss_scaling(optax.sgd(0.1), DynamicLossScale()), [True], params, batch, value=1.0, anything="else")

@@ -1,4 +1,4 @@
-"""Under jit, scan, vmap and on several devices: one program, no host, one reduction, every device of one mind."""
+"""Loss scaling under jit, scan, vmap and on several devices: one program, no host, one reduction."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_step_has_no_branch_no_callback_and_no_loop():
     for scale in SCALES:
         tx = loss_scaling(standard(optax.adamw(1e-2)), scale)
         names = set(primitives(jax.make_jaxpr(make_step(tx))(params, tx.init(params), batch).jaxpr))
-        assert "select_n" in names and "tanh" in names  # the walk does see the step
+        assert "select_n" in names and "tanh" in names  # the search sees the whole step
         assert not {name for name in names if "callback" in name or name in ("cond", "while", "infeed", "outfeed")}
 
 
@@ -74,7 +74,7 @@ def test_fifty_steps_with_skips_are_compiled_once_and_never_touch_the_host():
             params, state, _ = step(params, state, bad if i % 11 == 10 else batch)
     assert compiled_once(step)
     assert state.skipped == 4
-    assert state.loss_scale.loss_scale == 2.0**15  # four times down, and up after each seven of the ten between
+    assert state.loss_scale.loss_scale == 2.0**15  # 4 backoffs, and growth once in each 10 steps
 
 
 def test_a_scan_over_steps_equals_the_steps():
@@ -111,13 +111,13 @@ def test_donating_the_state_leaves_the_optimizer_usable_for_a_second_run():
         assert state.skipped.is_deleted() and not new_state.skipped.is_deleted()
         ends.append(end)
     assert same_bits(*ends) and compiled_once(step)
-    assert loss_scale.loss_scale == 2.0**15  # the object in the user's hands is still there
+    assert loss_scale.loss_scale == 2.0**15  # the user's loss scale was not deleted
 
 
-# ---- populations and mapped axes
+# ---- vmap over models, and mapped axes
 
 
-def test_in_a_population_only_the_bad_member_skips():
+def test_under_vmap_only_the_bad_model_skips():
     params, batch = problem()
     tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
     members = jax.tree.map(lambda x: np.stack([x, 2 * np.asarray(x), 3 * np.asarray(x)]), params)
@@ -138,7 +138,7 @@ def test_an_infinity_on_one_device_makes_every_device_skip_and_keep_the_same_sca
     params, _ = problem()
     scale = DynamicLossScale() if mapping == "pmap" else jaxmp.HeadroomLossScale()
     tx = loss_scaling(standard(optax.adam(1e-2)), scale, axis_name="d")
-    # Every device has gradients of its own, from whose maximum it would choose a scale of its own.
+    # Each device has other gradients. Without the reduction over the axis, it would choose another scale.
     grads = jax.tree.map(lambda p: 2.0**15 * jnp.stack([p, p, p, 4 * p]), params)
     bad = {**grads, "out": {"w": grads["out"]["w"].at[2, 0, 0].set(jnp.inf)}}
 
@@ -195,7 +195,7 @@ def test_gradients_averaged_by_shard_map_keep_a_replicated_state():
 
 
 def sharded_problem(layout):
-    """Eight hidden units, params replicated or sharded over axis 0 of the mesh, and a batch sharded over examples."""
+    """Return params that are replicated or sharded over axis 0, and a batch that is sharded over examples."""
     mesh = mesh_of_four()
     sharded, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("d",), ()))
     keys = jax.random.split(jax.random.key(0), 4)
@@ -216,7 +216,7 @@ def test_the_update_of_sharded_params_adds_one_all_reduce_and_gathers_nothing():
         for each in (plain, *wrapped)
     ]
     none = dict.fromkeys(COLLECTIVES, 0)
-    # Headroom's reduction is a maximum and the check's a sum, which one instruction can't be.
+    # HeadroomLossScale needs a maximum beside the sum of squares, and so a second instruction.
     assert counts == [none, none | {"all-reduce": 1}, none | {"all-reduce": 2}]
 
 

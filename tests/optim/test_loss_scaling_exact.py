@@ -28,7 +28,7 @@ def test_scaled_and_unscaled_runs_agree_in_every_bit(name):
     params, batch = problem()
     plain, plain_params = standard(OPTIMIZERS[name]()), params
     plain_state = plain.init(params)
-    tx = loss_scaling(standard(OPTIMIZERS[name]()), DynamicLossScale(2.0**15, period=2))  # the scale grows on the way
+    tx = loss_scaling(standard(OPTIMIZERS[name]()), DynamicLossScale(2.0**15, period=2))  # grows during the run
     state = tx.init(params)
     for step in range(3):
         plain_loss, grads = jax.value_and_grad(loss_fn)(plain_params, batch)
@@ -58,7 +58,7 @@ def test_a_scale_that_is_no_power_of_two_agrees_to_rounding():
 
 
 def test_small_float16_gradients_do_not_underflow_adams_second_moment():
-    """In float16 the square of 1e-4 is 0, and Adam divides by epsilon alone: an update of -1.01 instead of -0.001."""
+    """In float16, the square of 1e-4 is 0. Adam then divides by epsilon, and the update is -1.01 and not -0.001."""
     true = np.full(3, 1e-4, np.float32)
     params = np.ones(3, np.float16)
     naive = standard(optax.adam(1e-3))
@@ -94,7 +94,7 @@ def test_the_inner_state_is_float32_for_half_params(make, dtype):
 
 
 def test_the_inner_transform_sees_float32_params_and_gradients():
-    """Else weight decay would round to half precision."""
+    """Otherwise weight decay would be rounded to half precision."""
     seen = []
 
     def update(updates, state, params=None):
@@ -115,11 +115,11 @@ def test_clipping_sees_true_gradients():
     true = jax.tree.map(lambda g: g.astype(jnp.float32), half)
     expected, _ = optax.clip_by_global_norm(0.5).update(true, optax.EmptyState())
     assert same_bits(clipped, expected)
-    assert optax.tree.norm(true) > 0.5  # so that it did clip
+    assert optax.tree.norm(true) > 0.5  # so the gradients were clipped
 
 
 def test_a_gradient_penalty_is_that_of_the_true_loss():
-    """Second derivatives: only the total is scaled, so that the penalty inside sees true gradients."""
+    """Only the total loss is scaled, so the penalty in it is computed from true gradients."""
     params, batch = problem()
 
     def penalized(params):
@@ -133,7 +133,7 @@ def test_a_gradient_penalty_is_that_of_the_true_loss():
     assert same_bits(grads, expected)
 
 
-def test_the_norm_kept_on_request_is_that_of_the_true_gradients():
+def test_the_norm_in_the_state_is_that_of_the_true_gradients():
     params, batch = problem()
     tx = loss_scaling(optax.sgd(0.1), DynamicLossScale(), grad_norm=True)
     state = tx.init(params)
@@ -144,7 +144,7 @@ def test_the_norm_kept_on_request_is_that_of_the_true_gradients():
     assert loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(params).grad_norm is None
 
 
-def test_params_need_not_be_given_where_the_inner_transform_needs_none():
+def test_params_may_be_left_out_if_the_inner_transform_needs_none():
     params, batch = problem()
     tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
     _, grads = value_and_grad(loss_fn, tx.init(params))(params, batch)

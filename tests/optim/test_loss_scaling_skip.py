@@ -1,4 +1,4 @@
-"""A step that is not finite changes the loss scale and the counters only; training goes on as if it had not been."""
+"""A non-finite step changes only the loss scale and the counters, and training continues without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BAD = [np.inf, -np.inf, np.nan]
 
 
 def run(tx, params, state, batch, bad=None, leaf=0):
-    """One step, ``bad`` put into one element of one leaf of the gradients."""
+    """Take one step; if ``bad`` is not None, it replaces one element of a gradient."""
     _, grads = value_and_grad(loss_fn, state)(params, batch)
     if bad is not None:
         grads = replace_element(grads, leaf, bad)
@@ -46,7 +46,7 @@ def test_a_bad_step_changes_no_bit_of_params_or_state_and_the_scale_backs_off(ba
 
 
 @pytest.mark.parametrize("value", [-np.inf, np.nan])
-def test_updates_that_are_not_finite_skip_the_step_where_that_is_asked_for(value):
+def test_with_check_updates_non_finite_updates_skip_the_step(value):
     def update(updates, state, params=None):
         return jax.tree.map(lambda g: jnp.where(g > 0, value, g), updates), state + 1
 
@@ -75,20 +75,21 @@ def test_gradients_whose_squares_overflow_skip_the_step_so_that_clipping_and_sec
             continue
         assert same_bits(state.inner_state, before.inner_state) and state.loss_scale.loss_scale == 4
         assert all((leaf == 0).all() and np.signbit(leaf).all() for leaf in jax.tree.leaves(updates))
-        wrong, spoilt = bare.update(true, bare.init(params), params)  # what the rule is for
+        # Without loss scaling, these gradients spoil the updates or the state.
+        wrong, spoilt = bare.update(true, bare.init(params), params)
         lost = [bool((leaf == 0).any() or not np.isfinite(leaf).all()) for leaf in jax.tree.leaves((wrong, spoilt))]
         assert any(lost)
 
 
-def test_the_norm_is_that_of_all_leaves_together_and_of_half_gradients_in_float32():
+def test_the_norm_is_one_of_all_leaves_and_is_float32_for_half_gradients():
     tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale(), grad_norm=True)
     params = {"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
-    each = jnp.full(4, 8e18, jnp.bfloat16)  # the squares of all eight are 5e38, those of either half 2.6e38
+    each = jnp.full(4, 8e18, jnp.bfloat16)  # 4 squares sum to 2.6e38, 8 to 5e38
     _, state = tx.update({"a": each, "b": jnp.zeros(4, jnp.bfloat16)}, tx.init(params), params)
     assert state.last_finite and np.isclose(state.grad_norm, 1.6e19, rtol=0.01)
     _, state = tx.update({"a": each, "b": each}, state, params)
     assert not state.last_finite and np.isinf(state.grad_norm)
-    half = {name: jnp.full(4, 300, jnp.float16) for name in params}  # whose square is beyond float16
+    half = {name: jnp.full(4, 300, jnp.float16) for name in params}  # the square overflows float16
     _, state = tx.update(half, state, params)
     assert state.last_finite and np.isclose(state.grad_norm, 300 * 8**0.5)
 
@@ -102,10 +103,10 @@ def test_float64_gradients_have_the_range_of_float64():
             _, state = tx.update(grads, tx.init(params), params)
             assert state.last_finite == finite
         _, state = tx.update({"a": jnp.ones(2), "b": jnp.full(2, 3e38, jnp.float32)}, tx.init(params), params)
-        assert not state.last_finite  # its own second moment would be float32
+        assert not state.last_finite  # the second moment of "b" is float32
 
 
-def test_headroom_follows_the_largest_gradient_and_falls_where_the_norm_is_not_finite():
+def test_headroom_follows_the_largest_gradient_and_falls_if_the_norm_is_not_finite():
     tx = loss_scaling(optax.sgd(0.1), jaxmp.HeadroomLossScale(loss_scale=2.0**10))
     params = jnp.ones(2)
     _, state = tx.update(jnp.array([2.0, -4.0]), tx.init(params), params)
@@ -114,7 +115,7 @@ def test_headroom_follows_the_largest_gradient_and_falls_where_the_norm_is_not_f
     assert not state.last_finite and state.loss_scale.loss_scale == 2.0**8
 
 
-def test_by_itself_only_the_gradients_count_as_in_torch():
+def test_without_check_updates_only_gradients_are_tested_as_in_torch():
     tx = loss_scaling(optax.scale(jnp.inf), DynamicLossScale())
     updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
     assert jnp.isinf(updates).all() and state.last_finite
@@ -137,15 +138,15 @@ def test_adding_the_skipped_updates_changes_no_bit_of_other_dtypes(dtype):
     assert state.skipped == 1
 
 
-def test_params_that_hold_nan_or_infinity_already_stay_what_they_are():
+def test_params_that_are_nan_or_infinite_do_not_change():
     params = jnp.array([jnp.nan, jnp.inf, 1.0])
     tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale(), check_updates=True)
-    updates, state = tx.update(jnp.ones(3), tx.init(params), params)  # weight decay of NaN is NaN: the step is skipped
+    updates, state = tx.update(jnp.ones(3), tx.init(params), params)  # the decay of NaN is NaN
     np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
     assert state.skipped == 1
 
 
-def test_float16_gradients_that_overflow_under_the_scale_are_found_and_the_scale_falls_until_they_do_not():
+def test_the_scale_falls_until_float16_gradients_no_longer_overflow():
     params = {"w": jnp.ones(2, jnp.float16)}
     tx = loss_scaling(optax.sgd(2.0**-10), DynamicLossScale(2.0**15))
     state = tx.init(params)
@@ -181,7 +182,10 @@ def test_skipping_works_with_every_kind_of_loss_scale():
 
 
 class AnySequenceOfSteps(RuleBasedStateMachine):
-    """Any mix of finite and bad steps: an optimizer that is not told of the bad ones, and torch's rule in Python."""
+    """Take any sequence of finite and bad steps, and compare with two oracles.
+
+    The oracles are an optimizer that takes only the finite steps, and torch's rule for the scale in plain Python.
+    """
 
     @initialize(
         start=st.sampled_from([1.0, 2.0, 2.0**10, 2.0**24]),
@@ -203,7 +207,7 @@ class AnySequenceOfSteps(RuleBasedStateMachine):
 
     @rule(values=st.lists(st.floats(-4, 4, width=16), min_size=3, max_size=3))
     def good(self, values):
-        values = [round(value * 256) / 256 for value in values]  # no product of theirs is subnormal
+        values = [round(value * 256) / 256 for value in values]  # so no product is subnormal
         grads = {"a": jnp.array(values[:2], jnp.float32), "b": jnp.full((1, 1), values[2], jnp.float32)}
         self.step(grads)
         updates, self.plain_state = self.plain.update(grads, self.plain_state)

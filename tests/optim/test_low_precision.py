@@ -16,11 +16,11 @@ import jaxmp
 from jaxmp.optim import low_precision, stored_moments
 from jaxmp.sharding import Sharding
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
 
 
 def problem(dtype):
-    """A linear regression with a batch for each step."""
+    """Return the loss function, the batch and the params of a linear regression."""
     rng = np.random.default_rng(0)
     target = rng.normal(size=(32, 8)).astype(np.float32)
     x = rng.normal(size=(64, 32)).astype(np.float32)
@@ -43,8 +43,8 @@ def trained(tx, dtype, steps=300):
 
 
 @pytest.mark.once
-def test_they_learn_where_nearest_rounding_stalls():
-    tx = optax.adam(1e-3)  # steps of 0.001: half a unit in the last place of a weight of 1 is 0.002
+def test_bfloat16_params_learn_where_rounding_to_nearest_stalls():
+    tx = optax.adam(1e-3)  # near 1, half a unit in the last place of bfloat16 is 0.002, so steps of 0.001 are lost
     exact = trained(tx, jnp.float32)
     nearest = trained(jaxmp.low_precision(tx, rounding="nearest"), jnp.bfloat16)
     assert nearest > 1.05 * exact
@@ -91,7 +91,7 @@ def test_float32_leaves_are_left_alone():
 
 
 @pytest.mark.once
-def test_kahan_keeps_what_rounding_took():
+def test_kahan_keeps_the_rounding_errors():
     weights, tx = {"w": jnp.ones((), jnp.bfloat16)}, jaxmp.low_precision(optax.sgd(1.0), rounding="kahan")
     state = tx.init(weights)
     for _ in range(100):
@@ -111,7 +111,7 @@ def test_kahan_takes_params_with_none_and_float32_among_them():
 
 
 @pytest.mark.once
-def test_what_is_not_finite_is_seen():
+def test_a_non_finite_gradient_gives_a_non_finite_update():
     weights = {"w": jnp.ones(4, jnp.bfloat16)}
     tx = jaxmp.low_precision(optax.sgd(1.0), moments="float32")
     for bad in (np.inf, np.nan):
@@ -120,7 +120,7 @@ def test_what_is_not_finite_is_seen():
 
 
 @pytest.mark.once
-def test_a_skipped_step_advances_nothing():
+def test_a_skipped_step_changes_neither_count_nor_moments_nor_params():
     tx = jaxmp.loss_scaling(
         jaxmp.low_precision(optax.adam(1e-2), rounding="kahan", moments="float8", block=8), jaxmp.DynamicLossScale()
     )
@@ -156,7 +156,7 @@ def test_params_and_state_have_the_same_bits_on_any_devices():
     assert all(each == found[0] for each in found)
 
 
-def test_goes_from_float32_to_low_precision_and_back():
+def test_with_tx_goes_from_float32_to_low_precision_and_back():
     loss_fn, x, params = problem(jnp.float32)
     exact = jaxmp.loss_scaling(optax.adam(1e-2), jaxmp.NoOpLossScale())
     less = jaxmp.loss_scaling(jaxmp.low_precision(optax.adam(1e-2), moments="bfloat16"), jaxmp.NoOpLossScale())
@@ -178,7 +178,7 @@ def test_goes_from_float32_to_low_precision_and_back():
 
 
 @pytest.mark.once
-def test_nothing_but_loss_scaling_may_stand_around_it():
+def test_only_loss_scaling_may_be_around_low_precision():
     tx, weights = jaxmp.low_precision(optax.adam(1e-3)), {"w": jnp.ones(4, jnp.bfloat16)}
     inside = jaxmp.loss_scaling(optax.chain(optax.clip(1.0), tx), jaxmp.NoOpLossScale())
     around = optax.chain(jaxmp.loss_scaling(tx, jaxmp.NoOpLossScale()), optax.scale(0.5))
@@ -195,7 +195,7 @@ def test_nothing_but_loss_scaling_may_stand_around_it():
     assert isinstance(bare.opt_state.inner_state, low_precision.LowPrecisionState)
 
 
-def test_with_tx_keeps_what_kahan_kept_and_the_count_of_draws():
+def test_with_tx_keeps_the_compensation_and_the_count():
     kahan = jaxmp.low_precision(optax.sgd(1e-4), rounding="kahan")
     params = {"w": jnp.ones((4, 8), jnp.bfloat16), "b": jnp.ones(8), "none": None}
     loss = lambda p, s, b, r: (sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(p)), s)  # noqa: E731
@@ -211,13 +211,13 @@ def test_with_tx_keeps_what_kahan_kept_and_the_count_of_draws():
     assert state.with_tx(jaxmp.low_precision(optax.sgd(1e-4))).opt_state.inner_state.count == 5
 
 
-def test_with_tx_keeps_the_dtype_that_the_optimizer_wants_of_a_moment():
+def test_with_tx_keeps_the_dtype_that_the_optimizer_gives_a_moment():
     adam = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
     state = jaxmp.TrainState.create(params={"w": jnp.ones(4, jnp.bfloat16)}, tx=jaxmp.low_precision(adam))
     assert state.with_tx(adam).opt_state.inner_state[0].mu["w"].dtype == jnp.bfloat16
 
 
-def test_with_tx_goes_on_with_the_norm():
+def test_with_tx_keeps_the_norm_in_the_state():
     tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.NoOpLossScale(), grad_norm=True)
     state = jaxmp.TrainState.create(params={"w": jnp.ones(4)}, tx=tx)
     assert state.with_tx(jaxmp.low_precision(optax.adam(1e-3))).opt_state.grad_norm.shape == ()
@@ -254,7 +254,7 @@ def test_an_nnx_optimizer_keeps_blocks():
     assert model.kernel[...].dtype == jnp.bfloat16 and np.any(np.asarray(model.kernel[...]) != before)
 
 
-def test_its_blocks_are_split_as_their_param_is():
+def test_blocks_are_sharded_like_their_param():
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     tx = jaxmp.loss_scaling(jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16), jaxmp.NoOpLossScale())
     specs = {"rows": P("fsdp"), "columns": P(None, "fsdp"), "few": P(None, "fsdp")}
@@ -273,7 +273,7 @@ def test_its_blocks_are_split_as_their_param_is():
     assert moments["rows"].codes.sharding.spec == moments["rows"].scales.sharding.spec == P("fsdp")
     assert moments["columns"].codes.sharding.spec == moments["few"].codes.sharding.spec == P(None, "fsdp")
     assert moments["columns"].scales.sharding.spec == P(None, "fsdp")
-    assert moments["few"].scales.sharding.spec == P()  # of two blocks, for four devices
+    assert moments["few"].scales.sharding.spec == P()  # four devices cannot share two blocks
     step = jaxmp.make_train_step(loss_fn)
     with jax.set_mesh(mesh):
         batch = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), P("fsdp"))

@@ -1,4 +1,4 @@
-"""Rounding at random: without bias, from draws that no two seeds, updates or params share."""
+"""Stochastic rounding is unbiased, and no two seeds, updates or params share random bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draws(value, half=0):
 
 
 def is_unbiased(values, exact):
-    """Within three standard errors of a choice between two neighbours."""
+    """Return whether the values are two neighbours, and their mean is within three standard errors."""
     values = np.asarray(values).astype(np.float64)
     low, high = values.min(), values.max()
     p = (exact - low) / (high - low)
@@ -42,7 +42,7 @@ def test_float8_is_unbiased_and_on_its_grid():
         assert is_unbiased(found, float(np.float32(value))), value
 
 
-def test_what_needs_no_rounding_stays():
+def test_numbers_that_need_no_rounding_stay():
     exact = jnp.asarray([0.0, -0.0, 1.0, -2.5, 2.0**-130, np.inf, -np.inf, np.nan], jnp.float32)
     most = jnp.full(exact.shape, 0xFFFF, jnp.uint32)
     found = np.asarray(stochastic_bfloat16(exact, most).astype(jnp.float32))
@@ -52,7 +52,7 @@ def test_what_needs_no_rounding_stays():
     np.testing.assert_array_equal(stochastic_float8(grid, most[:5]), grid)
 
 
-def test_a_nan_stays_one_whatever_its_bits():
+def test_a_nan_stays_a_nan_whatever_its_bits():
     words = jnp.asarray([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], jnp.uint32)
     nans = jax.lax.bitcast_convert_type(words, jnp.float32)
     found = stochastic_bfloat16(nans, jnp.full(3, 0xFFFF, jnp.uint32))

@@ -1,4 +1,4 @@
-"""Moments of an optimizer in 16 and 8 bits: which they are, and how exact."""
+"""Moments of an optimizer are found and stored in 16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxmp.optim import stored_moments
 from jaxmp.optim.stochastic_rounding import Draw
 from jaxmp.optim.stored_moments import as_float8_blocks, in_bfloat16
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes by itself
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
 
 
-def test_each_is_stored_as_the_table_says():
+def test_each_moment_is_stored_as_str_says():
     tx = jaxmp.low_precision(optax.chain(optax.clip(1.0), optax.adamw(1e-3)), moments="float8", block=16)
     weights = {"w": jnp.ones((4, 32), jnp.bfloat16), "odd": jnp.ones((4, 20), jnp.bfloat16)}
     state = jax.eval_shape(tx.init, weights)
@@ -29,8 +29,8 @@ def test_each_is_stored_as_the_table_says():
     assert adam.mu["odd"].dtype == adam.nu["odd"].dtype == jnp.float32
     text = str(tx)
     assert "bfloat16 params rounded stochastically (seed 0)" in text
-    assert "mu/w: float8_e4m3fn, rounded stochastically, a scale for 16" in text
-    assert "nu/w: root in float8_e4m3fn" in text and "count: as it is" in text
+    assert "mu/w: float8_e4m3fn, rounded stochastically, one scale for 16 values" in text
+    assert "nu/w: square root in float8_e4m3fn" in text and "count: unchanged" in text
 
 
 KNOWN = [
@@ -59,8 +59,8 @@ def test_moments_of_optax_are_known():
         assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
 
 
-def test_a_difference_of_moments_is_kept_exact():
-    """The variance nu - mu² of a centred RMSProp, rounded, would be negative, and every param NaN."""
+def test_moments_whose_difference_is_used_stay_float32():
+    """With rounded moments, the variance nu - mu² of a centred RMSProp may be negative, and params NaN."""
     weights = {"w": jnp.ones((4, 4))}
     tx = optax.rmsprop(1e-3, centered=True)
     with pytest.raises(ValueError, match=r"known moments, got the state ScaleByRStdDevState.*leave moments out"):
@@ -70,7 +70,7 @@ def test_a_difference_of_moments_is_kept_exact():
     assert both.inner_state[1].trace["w"].dtype == jnp.bfloat16
 
 
-def test_what_the_optimizer_keeps_in_half_stays_as_it_keeps_it():
+def test_half_moments_of_an_optimizer_keep_their_dtype():
     weights = {"w": jnp.ones((4, 16), jnp.bfloat16)}
     tx = optax.chain(optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.contrib.schedule_free_sgd(1e-3))
     tx = jaxmp.low_precision(tx, moments="float8", block=16)
@@ -81,10 +81,10 @@ def test_what_the_optimizer_keeps_in_half_stays_as_it_keeps_it():
     _, new = jax.eval_shape(tx.update, weights, state, weights)
     assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
     assert new.inner_state[0].mu["w"].dtype == new.inner_state[1].z["w"].dtype == jnp.bfloat16
-    assert "0/mu/w: as it is" in str(tx)
+    assert "0/mu/w: unchanged" in str(tx)
 
 
-def test_the_table_of_an_optimizer_that_wants_other_params():
+def test_str_describes_an_optimizer_that_needs_other_params():
     tx = jaxmp.low_precision(optax.masked(optax.adam(1e-3), {"x": True}), moments="bfloat16")
     assert "moments: bfloat16, rounded stochastically; their names depend on the params" in str(tx)
 
@@ -99,7 +99,7 @@ def test_flax_writes_and_reads_blocks():
 
 @functools.partial(jax.jit, static_argnames=("squared", "block", "name"))
 def stored_and_read(values, squared, block=None, name="mu"):
-    """A moment as it is read after it was stored, in blocks of float8 or in bfloat16."""
+    """Store a moment in blocks of float8, or in bfloat16 without ``block``, and read it."""
     draw = Draw(0, jnp.int32(0), name)
     stored = as_float8_blocks(values, squared, block, draw) if block else in_bfloat16(values, squared, draw)
     return stored_moments.decoded({name: stored})[name]
@@ -122,7 +122,7 @@ def test_codes_are_as_exact_as_their_format():
     assert abs(signed.mean() - exact.mean()) < 1e-3
 
 
-def test_codes_are_of_the_moments_that_the_update_makes():
+def test_codes_are_those_of_the_new_moments():
     rng, block = np.random.default_rng(3), 16
     weights = {"w": jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16)}
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
@@ -144,13 +144,13 @@ def test_codes_are_of_the_moments_that_the_update_makes():
             assert np.all(np.abs(codes - want) <= 2 * step)
 
 
-def test_a_block_with_what_is_not_finite_is_not_finite():
+def test_a_block_with_a_non_finite_number_is_not_finite():
     for bad, squared in ((np.inf, False), (np.nan, False), (np.inf, True), (np.nan, True)):
         found = stored_and_read(jnp.ones((2, 16)).at[0, 3].set(bad), squared, 16)
         assert not np.isfinite(found[0]).any() and np.isfinite(found[1]).all()
 
 
-def test_bits_a_param():
+def test_the_size_of_the_state_per_param():
     weights = {"w": jnp.ones((256, 512), jnp.bfloat16)}
 
     def bytes_a_param(**options):

@@ -1,4 +1,4 @@
-"""Properties 1 to 9 of a trusted mixed precision, for Linen and NNX. docs/properties.md lists them all."""
+"""Linen and NNX models have properties 1 to 9 of mixed precision, which tests/README.md lists."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def test_every_layer_computes_and_returns_in_the_dtypes_that_were_declared(api):
             assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {policy.param_dtype}
             assert jax.eval_shape(apply, params, x).dtype == policy.output_dtype
             assert set(products(apply, params, x)) <= {policy.compute_dtype.name}
-            # Without a cast at the end, what comes out is what was computed.
+            # If the output dtype is the compute dtype, the results have the dtype of the computation.
             apply, params = pure(mixed(model, policy.with_output_dtype(policy.compute_dtype)), x, abstract=True)
             assert jax.eval_shape(apply, params, x).dtype == policy.compute_dtype
 
 
-# --- 3 and 4: what meets what -----------------------------------------------------------------------------------------
+# --- 3 and 4: operands of different dtypes ----------------------------------------------------------------------------
 
 
 @pytest.mark.once
 @each_api
-def test_where_operands_of_two_dtypes_meet_the_result_has_the_widest(api):
+def test_operands_of_two_dtypes_give_a_result_of_the_widest(api):
     inside = []
 
     def fun(half, full, brain, x):
@@ -58,7 +58,7 @@ def test_where_operands_of_two_dtypes_meet_the_result_has_the_widest(api):
 
 
 @each_api
-def test_a_part_that_its_author_made_float64_computes_what_it_did(api):
+def test_a_float64_part_computes_the_same_under_a_policy(api):
     def fun(wide, other, x):
         return wide(x), other(x)
 
@@ -73,7 +73,7 @@ def test_a_part_that_its_author_made_float64_computes_what_it_did(api):
 
 @pytest.mark.once
 @each_api
-def test_integers_bools_and_keys_pass_as_they_are(api):
+def test_integers_bools_and_keys_pass_unchanged(api):
     others = {"ids": jnp.arange(3), "mask": jnp.array([True]), "key": jax.random.key(0), "n": 3, "none": None}
     apply, params = pure(mixed(api.Calls([api.dense()], lambda part, x, rest: (part(x), rest)), "float16"), X, others)
     _, passed = apply(params, X, others)
@@ -87,7 +87,7 @@ def test_integers_bools_and_keys_pass_as_they_are(api):
 
 @pytest.mark.once
 @each_api
-def test_a_nested_policy_ends_where_it_ends_also_with_an_exception(api):
+def test_a_nested_policy_ends_with_its_model_also_after_an_exception(api):
     def fail(part, x):
         part(x)
         raise RuntimeError("the user's own")
@@ -106,7 +106,8 @@ def test_a_nested_policy_ends_where_it_ends_also_with_an_exception(api):
     apply, params = pure(model, X)
     with standard_promotion():
         found = products(apply, params, X)
-    assert [name for name in found if name != "float32"] == ["float16", "bfloat16", "float16"]  # what failed is dead
+    # The products of `failing` are dead code.
+    assert [name for name in found if name != "float32"] == ["float16", "bfloat16", "float16"]
     with pytest.raises(RuntimeError, match="the user's own"):
         failing.init(rngs(), X) if api is Linen else failing(X)
     assert jax.config.jax_default_matmul_precision is None
@@ -116,7 +117,7 @@ def test_a_nested_policy_ends_where_it_ends_also_with_an_exception(api):
 
 
 def product_with_a_derivative_of_its_own(seen):
-    """A product whose backward pass notes the dtypes it sees, and doubles the gradient of the matrix."""
+    """Return a product whose derivative rule records its dtypes and doubles the gradient of ``w``."""
 
     @jax.custom_vjp
     def product(w, x):
@@ -140,7 +141,7 @@ def product_with_a_derivative_of_its_own(seen):
     ("api", "kind", "policy"), [(NNX, "Own", "mixed_bfloat16"), (Linen, "Beside", "mixed_float16")]
 )
 def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, kind, policy):
-    """It is traced on the dtypes that its author wrote, float32, and computed under the policy, as under autocast."""
+    """The rule is traced in float32, as its author wrote it, and computed under the policy, as under autocast."""
     seen, half, make = [], HALVES[policy], getattr(api, kind)
     product = product_with_a_derivative_of_its_own(seen)
     got, bare = pure(mixed(make(product), policy), X), pure(make(product), X)
@@ -151,7 +152,7 @@ def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, ki
 
 
 def is_close(got, want, policy):
-    """Asserts that gradients differ by what the rounding of operands explains."""
+    """Assert that gradients differ by no more than the rounding of operands explains."""
     got, want = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (got, want))
     bound = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}[policy]
     assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
@@ -169,7 +170,7 @@ def test_derivatives_of_jaxs_own_custom_rules_are_half_where_products_are(api, p
 
 
 class Pair(NamedTuple):
-    """A pytree of the user's."""
+    """A pytree type of the user."""
 
     x: Any
     rest: Any
@@ -177,7 +178,7 @@ class Pair(NamedTuple):
 
 @pytest.mark.once
 @each_api
-def test_pytrees_go_in_and_come_out_in_their_structure(api):
+def test_pytrees_keep_their_structure(api):
     seen = []
 
     def fun(w, inputs):
@@ -197,7 +198,7 @@ def test_pytrees_go_in_and_come_out_in_their_structure(api):
 
 @pytest.mark.once
 @pytest.mark.parametrize(("api", "policy"), [(Linen, "mixed_bfloat16"), (NNX, "mixed_float16")])
-def test_what_remat_computes_again_has_the_dtypes_and_bits_of_the_first_time(api, policy):
+def test_recomputed_values_have_the_dtypes_and_bits_of_the_forward_pass(api, policy):
     def model(remat):
         parts = [api.dense(), api.dense(dtype="float32")]
 

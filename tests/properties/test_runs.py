@@ -1,4 +1,4 @@
-"""Properties 10 to 13 of a trusted mixed precision, for Linen and NNX: evaluation, many steps, carries, errors."""
+"""Linen and NNX models have properties 10 to 13 of mixed precision, which tests/README.md lists."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_an_evaluation_before_or_inside_the_loss_changes_no_bit_of_the_gradients
         return loss(params, jax.lax.stop_gradient(apply(params, X + 1)))
 
     target = quick_jit(apply)(params, X + 1)
-    apply(params, X + 1), jax.eval_shape(apply, params, X)  # eagerly and in the abstract
+    apply(params, X + 1), jax.eval_shape(apply, params, X)  # evaluate eagerly and abstractly
     want = quick_jit(jax.grad(loss))(params, target)
     same_bits(quick_jit(jax.grad(with_evaluation))(params), want)
     assert all(leaf.any() for leaf in jax.tree.leaves(want))
 
 
 def variables(model):
-    """The Variables of an NNX model, as objects."""
+    """Return the identities of the Variables of an NNX model."""
     return [id(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
 
 
@@ -71,7 +71,7 @@ def test_an_evaluation_of_an_nnx_model_leaves_its_variables_alone():
 
 
 def linen_training(traces):
-    """A step of training, and what it starts with."""
+    """Return a train step and its first state."""
     model = mixed(Linen.Calls([nn.Dense(4), nn.BatchNorm(False)], lambda a, b, x: b(a(x))), "mixed_float16")
 
     def loss(params, model_state, batch, rng):
@@ -105,7 +105,7 @@ def nnx_training(traces):
 
 
 @pytest.mark.parametrize("training", [linen_training, nnx_training])
-def test_steps_with_skips_among_them_compile_once_and_keep_no_array(training):
+def test_steps_with_some_skips_compile_once_and_keep_no_array(training):
     traces, alive = [], []
     bad = X.at[1, 2].set(jnp.inf)
     with standard_promotion():
@@ -130,7 +130,7 @@ def step_of_a_cell(carry, w, u, x):
 
 
 class LinenCell(nn.Module):
-    """A recurrent cell of someone who knows of no dtypes."""
+    """A recurrent cell without a ``dtype``."""
 
     @nn.compact
     def __call__(self, carry: Any, x: jax.Array) -> Any:
@@ -139,7 +139,7 @@ class LinenCell(nn.Module):
 
 
 class NNXCell(nnx.Module):
-    """The same in NNX."""
+    """:class:`LinenCell` in NNX."""
 
     def __init__(self):
         self.w, self.u = (nnx.Param(data(4, 4, seed=seed)) for seed in range(2))
@@ -149,7 +149,7 @@ class NNXCell(nnx.Module):
 
 
 class LinenLoop(nn.Module):
-    """An RNN of one of Linen's cells, or a scan of the cell above, from a carry that is given."""
+    """An RNN of one of Linen's cells, or a scan of LinenCell, which starts from an argument."""
 
     cell: str
 
@@ -162,7 +162,7 @@ class LinenLoop(nn.Module):
 
 
 class NNXLoop(nnx.Module):
-    """The same in NNX."""
+    """:class:`LinenLoop` in NNX."""
 
     def __init__(self, cell: str):
         rngs = nnx.Rngs(0)
@@ -176,7 +176,7 @@ class NNXLoop(nnx.Module):
         return scan(self.cell, carry, x)
 
 
-# Policies and dtypes of carries: a half, the other half and float32 in each place once.
+# Pairs of a policy and the dtype of a carry. Each half dtype and float32 occurs as the compute and the carry dtype.
 CARRIES = [
     ("mixed_float16", "float32"),
     ("mixed_float16", "bfloat16"),
@@ -186,7 +186,7 @@ CARRIES = [
 
 
 @pytest.mark.parametrize(("api", "cell"), [(Linen, "own"), (NNX, "own"), (Linen, "LSTMCell"), (NNX, "SimpleCell")])
-def test_a_carry_of_any_dtype_keeps_it_under_any_policy_and_the_products_are_the_policys(api, cell):
+def test_a_carry_keeps_its_dtype_under_any_policy_and_products_have_the_policys(api, cell):
     model = (LinenLoop if api is Linen else NNXLoop)(cell)
     for policy, dtype in CARRIES:
         state = jnp.zeros((2, 4), dtype)
@@ -196,14 +196,15 @@ def test_a_carry_of_any_dtype_keeps_it_under_any_policy_and_the_products_are_the
             jaxpr = jax.make_jaxpr(each.apply)(each.params, carry, SEQUENCE)
             (loop,) = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
             carries = [var.aval.dtype.name for var in loop.outvars if var.aval.shape == state.shape]
-            half = jaxmp.get_policy(policy).compute_dtype.name  # in which a cell without a dtype field may be carried
+            # The carry of a cell without a dtype field may also be in the compute dtype.
+            half = jaxmp.get_policy(policy).compute_dtype.name
             assert carries == [dtype] * len(jax.tree.leaves(carry)) or (cell == "own" and carries == [half])
             gradient = jax.grad(each.loss(carry, SEQUENCE))
             assert set(products(gradient, each.params)) == {half}
 
 
 @pytest.mark.parametrize(("api", "policy"), [(Linen, "mixed_bfloat16"), (NNX, "mixed_float16")])
-def test_a_loop_gives_the_bits_of_its_steps_with_casts_by_hand(api, policy):
+def test_a_loop_gives_the_bits_of_steps_with_casts_by_hand(api, policy):
     half, carry = HALVES[policy], jnp.ones((2, 4))
     got = pure(mixed((LinenLoop if api is Linen else NNXLoop)("own"), policy), carry, SEQUENCE)
     u, w = jax.tree.leaves(got.params)
@@ -216,13 +217,13 @@ def test_a_loop_gives_the_bits_of_its_steps_with_casts_by_hand(api, policy):
     same_bits(quick_jit(got.apply)(got.params, carry, SEQUENCE), (end, jnp.swapaxes(ys, 0, 1).astype(jnp.float32)))
 
 
-# --- 13: what is unsafe -----------------------------------------------------------------------------------------------
+# --- 13: unsafe code --------------------------------------------------------------------------------------------------
 
 
 @each_api
 def test_a_float16_loss_is_refused_with_what_to_write_instead(api):
     model = mixed(api.dense(), "p=f32,c=f16,o=f16")
-    text = "must be float32, got float16, in which the scale overflows; compute it from float32"
+    text = "must be float32, got float16, in which the scaled loss may overflow; compute it from float32"
     loss_scale = jaxmp.DynamicLossScale()
     with pytest.raises(TypeError, match=text):
         if api is NNX:

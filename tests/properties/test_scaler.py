@@ -1,4 +1,4 @@
-"""Properties 14 to 26 of a trusted loss scaling, where the train step and NNX take part; see docs/properties.md."""
+"""The train step and NNX have properties 14 to 26 of loss scaling, which tests/README.md lists."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRACES = json.loads((TOOLS / "gradscaler_traces.json").read_text())["runs"]
 
 
 class Net(nnx.Module):
-    """BatchNorm and Dropout, as on any image."""
+    """A model with BatchNorm and Dropout."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -38,7 +38,7 @@ class Net(nnx.Module):
 
 
 def nnx_run(tx=None, policy="mixed_float16", model=None, scale=None):
-    """A model under a policy, an optimizer and a compiled step."""
+    """Return a model under a policy, an optimizer and a compiled step."""
     model = mixed(Net() if model is None else model, policy)
     scale = DynamicLossScale(2.0**10) if scale is None else scale
     optimizer = jaxmp.nnx.Optimizer(model, tx or standard(optax.adamw(1e-2)), loss_scale=scale)
@@ -53,12 +53,15 @@ def nnx_run(tx=None, policy="mixed_float16", model=None, scale=None):
 
 
 def contents(model, optimizer):
-    """Return what a skipped step must not change: the inner state, and all Variables but rng counts."""
+    """Return the arrays that a skipped step must not change.
+
+    These are the inner state, and all Variables except the counts of the rngs.
+    """
     scaling = jaxmp.optim.scaling_state.get_loss_scaling_state(nnx.as_pure(optimizer.opt_state))
     return jax.tree.leaves((nnx.state(model, nnx.Not(nnx.RngState)), scaling.inner_state))
 
 
-# --- 14: the trace ----------------------------------------------------------------------------------------------------
+# --- 14: the recorded trace of torch ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["train step", "NNX"])
@@ -85,7 +88,7 @@ def test_a_run_has_the_scales_that_torchs_gradscaler_had(way):
     assert got == scales
 
 
-# --- 17, 19, 20: the same numbers as without --------------------------------------------------------------------------
+# --- 17, 19, 20: the results without loss scaling ---------------------------------------------------------------------
 
 
 def test_a_scaled_nnx_run_that_clips_has_the_params_gradients_and_optimizer_state_of_an_unscaled_one():
@@ -118,7 +121,7 @@ def test_a_scaled_nnx_run_that_clips_has_the_params_gradients_and_optimizer_stat
 @each_api
 def test_a_gradient_penalty_through_a_model_is_that_of_the_true_loss_in_the_policys_dtype(api):
     def slope(each, params):
-        """The second derivative goes through the gradient with respect to the input."""
+        """Return a penalty on the gradient with respect to the input."""
         along = jax.grad(lambda x: jnp.sum(each.apply(params, x).astype(jnp.float32)))(X)
         return jnp.mean((jnp.sqrt(jnp.sum(along**2, 1)) - 1) ** 2)
 
@@ -136,7 +139,7 @@ def test_a_gradient_penalty_through_a_model_is_that_of_the_true_loss_in_the_poli
         return jaxmp.value_and_grad(penalized, state)(params), jax.value_and_grad(lambda p: slope(want, p))(params)
 
     (loss, grads), (expected_loss, expected) = both(want.params)
-    rounding = 5 * 2.0**-7  # of bfloat16, through two layers, back and back again: by draw 0.3 % to 3.3 %
+    rounding = 5 * 2.0**-7  # the bfloat16 error of two layers and two derivatives is 0.3 % to 3.3 %
     assert abs(loss - expected_loss) <= rounding * abs(expected_loss)
     for got_leaf, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(got_leaf - leaf) <= rounding * np.linalg.norm(leaf)
@@ -146,7 +149,7 @@ def test_a_gradient_penalty_through_a_model_is_that_of_the_true_loss_in_the_poli
 # --- 21: accumulation -------------------------------------------------------------------------------------------------
 
 
-def test_with_accumulation_only_full_batches_count_and_one_bad_microbatch_skips_the_whole():
+def test_with_accumulation_only_full_batches_count_and_a_bad_microbatch_skips_the_batch():
     params, batch = problem()
     tx = jaxmp.loss_scaling(optax.sgd(0.1), DynamicLossScale(period=3))
     state = TrainState.create(params=params, tx=tx)
@@ -154,7 +157,7 @@ def test_with_accumulation_only_full_batches_count_and_one_bad_microbatch_skips_
         lambda params, _, batch, rng: (loss_fn(params, batch), None), accumulate_steps=4, donate=False
     )
     seen = []
-    for position in (None, None, None, 5, None):  # one of the examples, and so one of the four microbatches
+    for position in (None, None, None, 5, None):  # the bad example, which is in one microbatch
         each = batch if position is None else {**batch, "x": batch["x"].at[position].set(jnp.inf)}
         before = state
         state, metrics = step(state, each)
@@ -179,7 +182,7 @@ def test_an_nnx_optimizer_around_multi_steps_applies_full_windows_only():
 # --- 22 and 23 --------------------------------------------------------------------------------------------------------
 
 
-def test_of_two_nnx_optimizers_with_separate_losses_only_the_bad_one_skips_and_backs_off():
+def test_only_the_nnx_optimizer_of_the_bad_loss_skips_and_backs_off():
     pair = nnx.List([nnx.Linear(4, 2, rngs=nnx.Rngs(seed)) for seed in range(2)])
     runs = [nnx_run(optax.sgd(0.1), model=model) for model in pair]
     before = [bits(nnx.state(model)) for model, _, _ in runs]

@@ -1,4 +1,4 @@
-"""The table of tests/README.md is whole, and every test that it names exists."""
+"""The table of tests/README.md is complete, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LATER = "comes with autocast"
 
 
 def rows() -> dict[int, tuple[str, str, str]]:
-    """For each number of the table: the property, and what is said of the explicit path and of autocast."""
+    """Return the cells of each row by its number: the property, other tests, and tests of autocast."""
     section = (TESTS / "README.md").read_text().partition("## The map of properties")[2]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {int(number): tuple(rest) for number, *rest in cells[2:]}
 
 
 def named(text: str) -> list[tuple[str, str]]:
-    """The tests that ``text`` names, as file and name."""
+    """Return the file and name of each test that ``text`` names."""
     return re.findall(r"`([\w/]*test_\w+\.py)::(\w+)`", text)
 
 
@@ -36,7 +36,7 @@ def collected_from(file: str) -> set[str]:
     return functions | {name for name in classes if name.startswith("Test")}
 
 
-def test_the_table_has_the_26_properties_in_order_and_of_autocast_those_up_to_13():
+def test_the_table_has_26_properties_in_order_and_tests_of_autocast_up_to_13():
     assert list(rows()) == list(range(1, 27))
     assert len({property for property, _, _ in rows().values()}) == 26
 
@@ -47,13 +47,13 @@ def test_the_table_has_the_26_properties_in_order_and_of_autocast_those_up_to_13
 def test_every_property_has_tests_that_exist():
     missing = []
     for number, (_, explicit, autocast) in rows().items():
-        assert named(explicit), f"the explicit path of {number} has no test"
-        assert explicit.count("`") == 2 * len(named(explicit)), "what is in backticks must be file.py::name"
+        assert named(explicit), f"property {number} has no test in the third column"
+        assert explicit.count("`") == 2 * len(named(explicit)), "text in backticks must be file.py::name"
         missing += [each for each in named(explicit + autocast) if each[1] not in collected_from(each[0])]
     assert not missing
 
 
-def test_every_test_of_a_property_stands_in_the_table():
+def test_every_test_of_a_property_is_in_the_table():
     files = [f"properties/{name}.py" for name in ("test_models", "test_runs", "test_scaler")]
     written = {(file, name) for file in files for name in collected_from(file)}
     assert written

@@ -1,4 +1,4 @@
-"""A case of the tables of functions under autocast: a function, its inputs, and the error allowed."""
+"""The cases of the tables of functions under autocast: a function, its inputs, and the allowed error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import numpy as np
 
 
 class Tolerance(NamedTuple):
-    """The largest error where a product reads the result, in units in the last place of the compute dtype.
+    """The largest allowed error of a result that a product reads.
+
+    The unit is a unit in the last place (ulp) of the compute dtype.
 
     Attributes:
-      ulps: how many.
-      why: what they are made of.
-      of: of what the unit is the last place's: of ``"each"`` number, or of the ``"largest"`` of the result.
+      ulps: the number of units.
+      why: the causes of the error.
+      of: the number whose last place is the unit: ``"each"`` number of the result, or its ``"largest"`` number.
     """
 
     ulps: float
@@ -23,28 +25,28 @@ class Tolerance(NamedTuple):
     of: str = "each"
 
 
-EXACT = Tolerance(0, "moves or selects numbers, or makes small integers: nothing is rounded")
-ROUNDED = Tolerance(0.51, "float32 from its first operation to its last, then rounded once: half a unit")
-ONE_STEP = Tolerance(1, "one operation in half precision: half a unit, and as much for its kernel")
+EXACT = Tolerance(0, "moves or selects numbers, or computes small integers, so nothing is rounded")
+ROUNDED = Tolerance(0.51, "computed in float32, and rounded once at the end: half a unit")
+ONE_STEP = Tolerance(1, "one operation in half precision: half a unit by rounding, and half by its kernel")
 
 
 def steps(count: float, why: str) -> Tolerance:
-    """``count`` units for what stays in half precision, one operation after the other, without cancellation."""
+    """Allow ``count`` units for successive half-precision operations without cancellation."""
     return Tolerance(count, why)
 
 
 def of_largest(count: float, why: str) -> Tolerance:
-    """Units of the largest number, for sums whose terms cancel and products that sum."""
+    """Allow ``count`` units of the largest number, for sums whose terms may cancel, and products."""
     return Tolerance(count, why, "largest")
 
 
-AROUND = of_largest(0.51, "float32 throughout, rounded once; single results near zero may lose what cancels in float32")
-LOG_CDF = steps(0.76, "plain float32 errs by 0.749 of bfloat16 at 4.53: it takes log(q) of q = 1 - 3e-6")
-LOGISTIC = of_largest(1.2, "float16's own exp(-x) overflows inside: below -11 the result is 0 and not 9e-6")
+AROUND = of_largest(0.51, "computed in float32, rounded once; results near zero have the error of cancelled terms")
+LOG_CDF = steps(0.76, "float32 itself is off by 0.749 bfloat16 units at 4.53, where it computes log(1 - 3e-6)")
+LOGISTIC = of_largest(1.2, "exp(-x) overflows in float16, so the result below -11 is 0 and not 9e-6")
 
 
 class Case(NamedTuple):
-    """A function of ``inputs``, which come from a product, and of ``plain`` arguments, which do not."""
+    """A function of ``inputs``, which are results of a product, and of ``plain`` arguments, which are not."""
 
     name: str
     fun: Callable[..., Any]
@@ -57,7 +59,7 @@ SHAPE = (4, 8)
 
 
 def exact(x: Any) -> np.ndarray:
-    """``x`` rounded to numbers that bfloat16 and float16 both have."""
+    """Round ``x`` to numbers that bfloat16 and float16 both represent."""
     rounded = np.asarray(x, np.float32).astype(jnp.bfloat16).astype(np.float32)
     return np.where(np.abs(rounded) < 2.0**-14, 0, rounded).astype(np.float32)
 
@@ -67,7 +69,7 @@ def normal(scale: float = 1, mean: float = 0, shape: tuple[int, ...] = SHAPE, se
 
 
 def uniform(low: float, high: float, shape: tuple[int, ...] = SHAPE, seed: int = 0) -> np.ndarray:
-    margin = (high - low) / 64  # so that rounding keeps within the borders
+    margin = (high - low) / 64  # keeps the rounded numbers between low and high
     return exact(np.random.default_rng(seed).uniform(low + margin, high - margin, size=shape))
 
 
@@ -81,12 +83,12 @@ def integers(stop: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def spread(n: int = 4, seed: int = 0) -> np.ndarray:
-    """A well conditioned, not symmetric matrix."""
+    """Return a well-conditioned matrix that is not symmetric."""
     return exact(np.random.default_rng(seed).normal(size=(n, n)) + 4 * np.eye(n))
 
 
 def positive_definite(n: int = 4, seed: int = 0) -> np.ndarray:
-    """Symmetric, with eigenvalues far from each other."""
+    """Return a symmetric matrix whose eigenvalues are far from each other."""
     x = np.random.default_rng(seed).normal(size=(n, n)) / 4
     return exact(x + x.T + np.diag(2.0 + 2 * np.arange(n)))
 

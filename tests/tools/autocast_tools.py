@@ -1,4 +1,4 @@
-"""Tools for tests of autocast: read programs equation by equation, and compare gradients."""
+"""Read the equations of programs under autocast, and compare gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import jaxmp
 from jaxmp._internals.jax.walk import equations
 
-# One compilation for all that a test compares, in a fraction of the time; every rounding of the program is done.
+# Compile quickly, without optimisation, and keep every rounding of the program.
 compiled = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
 )
@@ -23,12 +23,15 @@ HALVES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 
 
 def in_turn(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Cases of names and half policies, one and the other in turn: which of them it is changes no decision."""
+    """Pair each name with one of the two half policies, in turn.
+
+    One policy per name is enough, because the half dtype does not change the decisions.
+    """
     return list(zip(names, itertools.cycle(HALVES)))
 
 
 def half(fun: Any, policy: str = "mixed_bfloat16", overrides: Any = None) -> Any:
-    """``fun`` under autocast."""
+    """Return ``fun`` under autocast."""
     return jaxmp.autocast(fun, policy, overrides)
 
 
@@ -38,42 +41,48 @@ def both(fun: Any, policy: str, *args: Any) -> Any:
 
 
 def operations(fun: Any, *args: Any) -> list[tuple[str, str]]:
-    """Name and result dtype of each equation of the traced ``fun`` that has a floating result, bodies included."""
-    found = []
+    """Return the primitive and result dtype of each equation with a floating result.
+
+    The equations are those of the traced ``fun``, including those in bodies.
+    """
+    names_and_dtypes = []
     for eqn in equations(jax.make_jaxpr(fun)(*args)):
         dtypes = [var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype")]
         if dtypes and jnp.issubdtype(dtypes[0], jnp.floating):
-            found.append((eqn.primitive.name, dtypes[0].name))
-    return found
+            names_and_dtypes.append((eqn.primitive.name, dtypes[0].name))
+    return names_and_dtypes
 
 
 def dtypes_of(name: str, fun: Any, *args: Any) -> list[str]:
-    """The result dtypes of the primitive called ``name`` in the traced ``fun``, in order."""
+    """Return the result dtypes of the primitive called ``name`` in the traced ``fun``, in order."""
     return [dtype for primitive, dtype in operations(fun, *args) if primitive == name]
 
 
 def products(fun: Any, *args: Any) -> list[str]:
-    """The operand dtypes of the products in the traced ``fun``, in order; mixed operands are joined by a plus."""
+    """Return the operand dtypes of the products in the traced ``fun``, in order.
+
+    Two different dtypes are joined by a plus.
+    """
     names = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-    found = []
+    operand_dtypes = []
     for eqn in equations(jax.make_jaxpr(fun)(*args)):
         if eqn.primitive.name in names:
-            found.append("+".join(sorted({var.aval.dtype.name for var in eqn.invars[:2]})))
-    return found
+            operand_dtypes.append("+".join(sorted({var.aval.dtype.name for var in eqn.invars[:2]})))
+    return operand_dtypes
 
 
 def cosine(a: Any, b: Any) -> float:
-    """The cosine between two trees of gradients."""
+    """Return the cosine between two trees of gradients."""
     x, y = (np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(t)]) for t in (a, b))
     return float(x @ y / np.linalg.norm(x) / np.linalg.norm(y))
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    """Normal numbers in float32; of NumPy, as JAX compiles every shape."""
+    """Return normal float32 numbers, drawn by NumPy because JAX would compile for each shape."""
     return jnp.asarray(np.float32(scale) * np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def layer_norm(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-    """A layer normalisation as people write it."""
+    """Return a layer normalisation in the style of users."""
     centred = x - x.mean(-1, keepdims=True)
     return centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + epsilon)

@@ -1,7 +1,7 @@
-"""Functions that people write between two matrix products, with how exact each must be under autocast.
+"""Functions that users write between two matrix products, and the allowed error of each under autocast.
 
-A case is computed between two products that only permute, in whatever dtype, so that the function sees numbers known
-to the last bit and all of the error is its own. All inputs are numbers that bfloat16 and float16 both have."""
+Each function is computed between two products that only permute numbers, which is exact in every dtype. So its inputs
+are known exactly, and the whole error comes from the function. Both bfloat16 and float16 represent all inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from flax import nnx
 
 
 def optax_losses() -> Iterator[Case]:
-    """optax.losses; they are returned at float32 accuracy, and rounded once where a product reads them."""
+    """Yield optax's losses, whose results are float32 and are rounded once if a product reads them."""
     logits, other = WIDE, normal(5, seed=1)
     ending = of_largest(
         1.1, "a loss per example, whose last difference, square or sum may be half where a product reads it"
@@ -93,7 +93,7 @@ def optax_losses() -> Iterator[Case]:
 
 
 def drawn(tree: Any) -> Any:
-    """Numbers for params of these shapes: scales, biases and variances near one, and kernels that keep the variance."""
+    """Return random params: scales, biases and variances near 1, and kernels that keep the variance."""
     rng = np.random.default_rng(0)
 
     def draw(x: Any) -> Any:
@@ -107,21 +107,21 @@ def drawn(tree: Any) -> Any:
 
 
 def linen(module: nn.Module, *inputs: np.ndarray, method: Any = None, **kwargs: Any) -> Callable[..., Any]:
-    """``module`` as a function of its inputs."""
+    """Return a Linen module as a function of its inputs."""
     make = functools.partial(module.init, method=method, **kwargs)
     variables = drawn(jax.eval_shape(make, jax.random.key(0), *inputs))
     return lambda *args: module.apply(in_dtype_of(variables, args), *args, method=method, **kwargs)
 
 
 def nnx_layer(make: Callable[[nnx.Rngs], Any]) -> Callable[..., Any]:
-    """An NNX layer as a function of its inputs."""
+    """Return an NNX layer as a function of its inputs."""
     graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     state = drawn(state)
     return lambda *args: nnx.merge(graph, in_dtype_of(state, args))(*args)
 
 
 def in_dtype_of(tree: Any, args: tuple[Any, ...]) -> Any:
-    """The floats of ``tree`` as constants in the dtype of the first argument: float64 where the reference is made."""
+    """Return ``tree`` with its floats in the dtype of the first argument (float64 for the reference)."""
     dtype = args[0].dtype
     return jax.tree.map(
         lambda x: jnp.asarray(x, dtype) if isinstance(x, np.ndarray) and x.dtype == np.float32 else x, tree
@@ -129,7 +129,7 @@ def in_dtype_of(tree: Any, args: tuple[Any, ...]) -> Any:
 
 
 def layers() -> Iterator[Case]:
-    """Flax's layers."""
+    """Yield Flax's layers."""
     far, image = normal(1, 10), normal(shape=(1, 4, 4, 8))
     for name, module, x in (
         ("LayerNorm", nn.LayerNorm(), far),
@@ -200,7 +200,7 @@ def layers() -> Iterator[Case]:
 
 
 def linen_cell(cell: Any) -> Callable[..., Any]:
-    """One step of a recurrent cell from a carry of zeros."""
+    """Return one step of a recurrent cell, which starts with a carry of zeros."""
     carry = jax.eval_shape(lambda: cell.initialize_carry(jax.random.key(0), A.shape))
     variables = drawn(jax.eval_shape(cell.init, jax.random.key(0), carry, A))
 
@@ -231,25 +231,25 @@ PARTS: dict[str, Callable[[], Iterator[Case]]] = {
 
 @functools.cache
 def table(part: str) -> dict[str, Case]:
-    """The cases of a part by name; Flax's layers promote when they are made."""
+    """Return the cases of a part by name, with the standard promotion that Flax's layers need."""
     with jax.numpy_dtype_promotion("standard"):
         return {case.name: case for case in PARTS[part]()}
 
 
 def enter(x: Any) -> Any:
-    """``x`` from a product that turns its rows round, exactly."""
+    """Return ``x`` as the result of an exact product, which reverses reversed rows."""
     return (in_rows(x)[:, ::-1] @ reversal(x)).reshape(x.shape)
 
 
 def leave(y: Any) -> Any:
-    """``y`` read by a product; what does not float is left alone."""
+    """Return ``y`` after an exact product has read it; integers and bools are returned as they are."""
     if not jnp.issubdtype(y.dtype, jnp.floating):
         return y
     return (in_rows(y) @ reversal(y))[:, ::-1].reshape(y.shape)
 
 
 def in_rows(x: Any) -> Any:
-    """``x`` as a matrix; the long vectors in rows of 64, so that no program has a constant of 4096 by 4096."""
+    """Return ``x`` as a matrix, with rows of 64 if possible, so that ``reversal(x)`` is small."""
     return x.reshape(-1, 64) if x.size > 64 and x.size % 64 == 0 else x.reshape(1, -1)
 
 
@@ -258,18 +258,21 @@ def reversal(x: Any) -> Any:
 
 
 def after_a_product(case: Case) -> Callable[..., Any]:
-    """The function on what comes from a product; its results are returned."""
+    """Return the case's function with inputs that come from a product."""
     count = len(case.inputs)
     return lambda *args: case.fun(*map(enter, args[:count]), *args[count:])
 
 
 def between_products(case: Case) -> Callable[..., Any]:
-    """The function on what comes from a product, its results read by another."""
+    """Return the case's function with inputs from a product and results that a product reads."""
     return lambda *args: jax.tree.map(leave, after_a_product(case)(*args))
 
 
 def gradient(case: Case) -> Callable[..., Any]:
-    """With respect to the inputs: of the result between two products, each entry with a weight of its own."""
+    """Return the gradient of ``between_products(case)`` for its inputs.
+
+    The loss is a sum of the results with random weights.
+    """
 
     def loss(inputs: tuple[Any, ...], *plain: Any) -> Any:
         leaves = jax.tree.leaves(between_products(case)(*inputs, *plain))
@@ -280,7 +283,7 @@ def gradient(case: Case) -> Callable[..., Any]:
 
 
 def float64(function: Callable[[Case], Callable[..., Any]], cases: Iterable[Case]) -> dict[str, list[np.ndarray]]:
-    """The results of each case's function in float64, by name."""
+    """Return the float64 results of ``function(case)`` for each case, by name."""
     cases = list(cases)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         wide = {case.name: tuple(jnp.asarray(float64_of(x)) for x in arguments(case)) for case in cases}
@@ -297,7 +300,7 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def ulps(got: Any, want: np.ndarray, half: Any, of: str = "each") -> float:
-    """The largest error of ``got`` in units in the last place that ``want`` has in ``half``."""
+    """Return the largest error of ``got``, in units in the last place of ``want`` in ``half``."""
     info = jnp.finfo(half)
     size = np.abs(want) if of == "each" else np.abs(want).max(keepdims=True)
     exponent = np.floor(np.log2(np.maximum(size, float(info.smallest_normal))))

@@ -34,7 +34,7 @@ from jax import lax
 
 
 def float32_functions() -> Iterator[Case]:
-    """Pointwise functions whose class is float32: range, conditioning, series."""
+    """Yield pointwise functions that autocast computes in float32."""
     for name, fun, x in (
         ("exp", jnp.exp, normal(3)),
         ("exp2", jnp.exp2, normal(3)),
@@ -74,7 +74,7 @@ def float32_functions() -> Iterator[Case]:
 
 
 def half_functions() -> Iterator[Case]:
-    """Operations that stay in half precision between two products."""
+    """Yield operations that stay in half precision between two products."""
     for name, fun, x in (
         ("neg", jnp.negative, A),
         ("abs", jnp.abs, A),
@@ -122,14 +122,14 @@ def half_functions() -> Iterator[Case]:
         "hypot",
         jnp.hypot,
         (A, B),
-        steps(1.5, "a ratio, its square, a root, a product"),
+        steps(1.5, "a ratio, its square, a root and a product are each rounded"),
     )
     yield Case("lerp", lambda x, y: x + 0.25 * (y - x), (A, B), of_largest(1, "a difference, a sum"))
     yield Case("sinc", jnp.sinc, (A,), of_largest(1.5, "pi·x rounded in half, near the zeros of sin"))
 
 
 def activations() -> Iterator[Case]:
-    """jax.nn."""
+    """Yield the activation functions of jax.nn, and others as users write them."""
     chain = "elementwise in half precision, each operation rounded"
     for name, fun, x, tolerance in (
         ("relu", jax.nn.relu, A, EXACT),
@@ -172,7 +172,7 @@ def activations() -> Iterator[Case]:
 
 
 def softmaxes() -> Iterator[Case]:
-    """Islands that end in probabilities or their logarithms."""
+    """Yield float32 regions that end in probabilities or their logarithms."""
     floor = float(np.finfo(np.float32).min)
     for name, fun in (
         ("softmax", jax.nn.softmax),
@@ -195,7 +195,7 @@ def softmaxes() -> Iterator[Case]:
 
 
 def sums() -> Iterator[Case]:
-    """Accumulations, and the moments and norms made of them."""
+    """Yield sums and products over axes, and moments and norms that are computed from them."""
     far = normal(1, 100)
     for name, fun, x in (
         ("sum", lambda x: x.sum(-1), A),
@@ -260,7 +260,7 @@ def cosine(x: Any, y: Any) -> Any:
 
 
 def moves() -> Iterator[Case]:
-    """Functions that move, order and pick elements."""
+    """Yield functions that move, sort and select elements."""
     for name, fun in (
         ("reshape", lambda x: x.reshape(2, 16)),
         ("transpose", lambda x: x.T),

@@ -37,13 +37,16 @@ from jax import lax
 
 
 def looked_up(name: str, fun: Any) -> Any:
-    """``fun`` of ``jax.scipy`` as people call it, by its module: while autocast traces, a stand-in is found there."""
+    """Return a call of a ``jax.scipy`` function by its name in the module, as users write it.
+
+    The name is looked up at each call, because autocast replaces the function in the module while it traces.
+    """
     path = name.split(" ")[0].split(".")
     return fun if fun.__name__ == "<lambda>" else lambda *args: functools.reduce(getattr, path, jsp)(*args)
 
 
 def special_functions() -> Iterator[Case]:
-    """jax.scipy.special."""
+    """Yield functions of jax.scipy.special."""
     sp = jsp.special
     for name, fun, *inputs in (
         ("special.logit", sp.logit, UNIT),
@@ -73,7 +76,7 @@ def special_functions() -> Iterator[Case]:
 
 
 def log_densities() -> Iterator[Case]:
-    """jax.scipy.stats."""
+    """Yield functions of jax.scipy.stats."""
     st = jsp.stats
     for name, fun, *inputs in (
         ("stats.norm.pdf", st.norm.pdf, A),
@@ -114,7 +117,7 @@ def log_densities() -> Iterator[Case]:
 
 
 def linear_algebra() -> Iterator[Case]:
-    """Factorisations, solvers, transforms, and products."""
+    """Yield factorisations, solvers, transforms and products."""
     for name, fun, *inputs in (
         ("linalg.det", jnp.linalg.det, SQUARE),
         ("linalg.slogdet", lambda x: jnp.linalg.slogdet(x)[1], SQUARE),

@@ -1,4 +1,4 @@
-"""Small sizes of the models of the benchmarks, and variables for them."""
+"""Small sizes for the models of the benchmarks, and variables for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from experiments.models import by_hand
 from experiments.models.workloads import Sizes
 
-# Vocabularies that are multiples of 64: padding would be tokens by hand and none in the models of the experiments.
+# The vocabularies are multiples of 64. Otherwise the padding would count as tokens, but only in the models by hand.
 SMALL = {
     "resnet50": Sizes(2, 32, layers=1, width=8, vocabulary=10),
     "bert": Sizes(2, 8, layers=1, width=64, vocabulary=64),
@@ -21,12 +21,12 @@ _UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive
 
 
 def once(fun, *args):
-    """Return the result of a jitted function that is called once, compiled without optimisation."""
+    """Compile a function without optimisation, and return the result of one call."""
     return jax.jit(fun).lower(*args).compile(_UNOPTIMISED)(*args)
 
 
 def drawn(case, model):
-    """Variables drawn at random: scales of 1 and biases of 0 would hide what they multiply."""
+    """Return random variables, because errors at scales of 1 and biases of 0 would not show."""
     shapes = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
     rng = np.random.default_rng(1)
 

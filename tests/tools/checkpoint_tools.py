@@ -1,4 +1,4 @@
-"""Tools for tests of checkpoints: a small experiment with all that a state can have, and processes to kill."""
+"""A small experiment whose state has every part that a state can have, and processes that tests can kill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DIGITS = sklearn.datasets.load_digits()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(cli.Training):
-    """A scale that grows at every second step overflows float16 now and then, so that steps are skipped."""
+    """Flags of the experiment; its loss scale grows every 2 steps, so that some steps are skipped."""
 
     policy: str = "mixed_float16"
     loss_scale: str = "dynamic:loss_scale=65536,period=2"
@@ -51,11 +51,14 @@ class Config(cli.Training):
     checkpoint_every: int = 2
 
 
-@functools.cache  # one compilation for all runs alike
+@functools.cache  # equal runs share one compilation
 def _task(
     policy: str, loss_scale: str, learning_rate: float, width: int, ballast: int, accumulate: int, ema: float
 ) -> dict[str, Any]:
-    """A network with noise, running statistics and dead weight (``ballast`` floats that change at every step)."""
+    """Return parts of an experiment, for a network with noise and running statistics.
+
+    The model state also has ``ballast`` floats, which only make it larger and change at every step.
+    """
     policy, loss_scale, rule = read_policy(policy, loss_scale)
     tx = jaxmp.loss_scaling(optax.adam(learning_rate), loss_scale)
 
@@ -90,7 +93,7 @@ def _task(
 
 
 def prepare(config: Config) -> Experiment:
-    """The task on real digits, the batches a function of seed and number."""
+    """Return the experiment on real digits; a batch depends only on the seed and the step."""
     cli.check(config)
     names = ("policy", "loss_scale", "learning_rate", "width", "ballast", "accumulate", "ema")
     image, label = jnp.asarray(DIGITS.data / 16, jnp.float32), jnp.asarray(DIGITS.target, jnp.int32)
@@ -110,7 +113,7 @@ def prepare(config: Config) -> Experiment:
 
 
 def train(config: Config) -> dict[str, Any]:
-    """A run; Adam's bias correction in optax needs JAX's usual dtype promotion."""
+    """Run the experiment with JAX's standard dtype promotion, which optax's Adam needs."""
     with jax.numpy_dtype_promotion("standard"):
         return loop.train(NAME, config, prepare)
 
@@ -124,7 +127,7 @@ def bits(checkpoint: checkpoints.Checkpoint) -> dict[str, tuple[str, tuple[int, 
 
 
 def rows(folder: Path) -> list[list[str]]:
-    """The metrics without the columns that tell the time."""
+    """Return the metrics without the columns that depend on time."""
     with (folder / "metrics.csv").open(newline="") as file:
         return [
             [text for name, text in row.items() if name not in ("examples_per_s", "input_wait")]
@@ -133,20 +136,23 @@ def rows(folder: Path) -> list[list[str]]:
 
 
 def processes() -> Any:
-    """A multiprocessing context whose processes begin with everything imported."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the server looks for its preload there
+    """Return a multiprocessing context whose processes start with all modules imported."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the fork server imports this module from there
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["checkpoint_tools"])
     return context
 
 
 def train_in_step(pipe: Connection, config: Config, cache: Path) -> None:
-    """A run that tells the number of each step and waits for an answer before it; compiled programs are kept."""
+    """Run the experiment; before each step, send its number and wait for an answer.
+
+    Compiled programs are stored in ``cache``.
+    """
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-    def told(experiment: Experiment) -> Experiment:
+    def with_pipe(experiment: Experiment) -> Experiment:
         def train_batches(seed: int, start: int = 0) -> Iterator[Any]:
             for step, batch in enumerate(experiment.train_batches(seed, start), start + 1):
                 pipe.send(step)
@@ -155,4 +161,4 @@ def train_in_step(pipe: Connection, config: Config, cache: Path) -> None:
 
         return dataclasses.replace(experiment, train_batches=train_batches)
 
-    loop.train(NAME, config, lambda config: told(prepare(config)))
+    loop.train(NAME, config, lambda config: with_pipe(prepare(config)))

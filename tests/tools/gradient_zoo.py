@@ -1,4 +1,4 @@
-"""Layers and models whose params meet hundreds of rows, tokens, pixels or turns, in Linen and in NNX."""
+"""Linen and NNX models whose params are used for hundreds of rows, tokens, pixels or iterations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from experiments.models import nnx as nnx_models
 
 
 class Case(NamedTuple):
-    """A module, made with dtypes by hand or without, and its input; ``method`` is what is called of it."""
+    """A function that makes a module, and the module's input.
+
+    ``make`` takes dtypes as keyword arguments. ``method`` is called with the module and the input, in place of the
+    module's ``__call__``.
+    """
 
     make: Callable[..., Any]
     x: np.ndarray
@@ -33,7 +37,7 @@ def normal(scale: float = 1, shape: tuple[int, ...] = ()) -> np.ndarray:
 
 
 def tokens(*shape: int, vocabulary: int = 40, seed: int = 0) -> np.ndarray:
-    """Tokens of Zipf's law, as those of a text: one of them is a quarter of all."""
+    """Return random tokens by Zipf's law, as in a text: a quarter of them are the same token."""
     shares = 1 / np.arange(1, vocabulary + 1)
     return np.random.default_rng(seed).choice(vocabulary, size=shape, p=shares / shares.sum()).astype(np.int32)
 
@@ -42,77 +46,88 @@ TOKENS, ROWS, IMAGES = tokens(20, 30), normal(shape=(20, 30, 4)), normal(shape=(
 SEQUENCES, LONG = normal(shape=(300, 3, 4)), normal(0.5, shape=(1, 600, 4))
 
 LINEN = {
-    "Dense": Case(lambda **own: nn.Dense(3, **own), ROWS),
-    "DenseGeneral": Case(lambda **own: nn.DenseGeneral((2, 3), axis=(-2, -1), **own), normal(shape=(20, 30, 2, 4))),
-    "Einsum": Case(lambda **own: nn.Einsum((4, 3), "abc,cd->abd", **own), ROWS),
-    "Conv": Case(lambda **own: nn.Conv(3, (3, 3), **own), IMAGES),
-    "ConvLocal": Case(lambda **own: nn.ConvLocal(2, (3,), **own), SEQUENCES),
-    "ConvTranspose": Case(lambda **own: nn.ConvTranspose(3, (3, 3), **own), IMAGES),
-    "Embed": Case(lambda **own: nn.Embed(40, 4, **own), TOKENS),
-    "Embed.attend": Case(lambda **own: nn.Embed(40, 4, **own), ROWS, lambda table, x: table.attend(x)),
-    "LayerNorm": Case(lambda **own: nn.LayerNorm(**own), ROWS),
-    "RMSNorm": Case(lambda **own: nn.RMSNorm(**own), ROWS),
-    "GroupNorm": Case(lambda **own: nn.GroupNorm(2, **own), ROWS),
-    "BatchNorm": Case(lambda **own: nn.BatchNorm(use_running_average=False, **own), ROWS),
-    "InstanceNorm": Case(lambda **own: nn.InstanceNorm(**own), ROWS),
-    "WeightNorm": Case(lambda **own: nn.WeightNorm(nn.Dense(3, **own), **own), ROWS),
+    "Dense": Case(lambda **dtypes: nn.Dense(3, **dtypes), ROWS),
+    "DenseGeneral": Case(
+        lambda **dtypes: nn.DenseGeneral((2, 3), axis=(-2, -1), **dtypes), normal(shape=(20, 30, 2, 4))
+    ),
+    "Einsum": Case(lambda **dtypes: nn.Einsum((4, 3), "abc,cd->abd", **dtypes), ROWS),
+    "Conv": Case(lambda **dtypes: nn.Conv(3, (3, 3), **dtypes), IMAGES),
+    "ConvLocal": Case(lambda **dtypes: nn.ConvLocal(2, (3,), **dtypes), SEQUENCES),
+    "ConvTranspose": Case(lambda **dtypes: nn.ConvTranspose(3, (3, 3), **dtypes), IMAGES),
+    "Embed": Case(lambda **dtypes: nn.Embed(40, 4, **dtypes), TOKENS),
+    "Embed.attend": Case(lambda **dtypes: nn.Embed(40, 4, **dtypes), ROWS, lambda table, x: table.attend(x)),
+    "LayerNorm": Case(lambda **dtypes: nn.LayerNorm(**dtypes), ROWS),
+    "RMSNorm": Case(lambda **dtypes: nn.RMSNorm(**dtypes), ROWS),
+    "GroupNorm": Case(lambda **dtypes: nn.GroupNorm(2, **dtypes), ROWS),
+    "BatchNorm": Case(lambda **dtypes: nn.BatchNorm(use_running_average=False, **dtypes), ROWS),
+    "InstanceNorm": Case(lambda **dtypes: nn.InstanceNorm(**dtypes), ROWS),
+    "WeightNorm": Case(lambda **dtypes: nn.WeightNorm(nn.Dense(3, **dtypes), **dtypes), ROWS),
     "SpectralNorm": Case(
-        lambda **own: nn.SpectralNorm(nn.Dense(3, **own), **own), ROWS, lambda layer, x: layer(x, update_stats=True)
+        lambda **dtypes: nn.SpectralNorm(nn.Dense(3, **dtypes), **dtypes),
+        ROWS,
+        lambda layer, x: layer(x, update_stats=True),
     ),
-    "MultiHeadDotProductAttention": Case(lambda **own: nn.MultiHeadDotProductAttention(num_heads=2, **own), ROWS),
-    "PReLU": Case(lambda **own: nn.Sequential([nn.Dense(4, **own), nn.PReLU()]), ROWS),
-    "RNN of OptimizedLSTMCell": Case(lambda **own: nn.RNN(nn.OptimizedLSTMCell(4, **own)), SEQUENCES),
-    "RNN of MGUCell": Case(lambda **own: nn.RNN(nn.MGUCell(4, **own)), SEQUENCES),
+    "MultiHeadDotProductAttention": Case(lambda **dtypes: nn.MultiHeadDotProductAttention(num_heads=2, **dtypes), ROWS),
+    "PReLU": Case(lambda **dtypes: nn.Sequential([nn.Dense(4, **dtypes), nn.PReLU()]), ROWS),
+    "RNN of OptimizedLSTMCell": Case(lambda **dtypes: nn.RNN(nn.OptimizedLSTMCell(4, **dtypes)), SEQUENCES),
+    "RNN of MGUCell": Case(lambda **dtypes: nn.RNN(nn.MGUCell(4, **dtypes)), SEQUENCES),
     "RNN of ConvLSTMCell": Case(
-        lambda **own: nn.RNN(nn.ConvLSTMCell(2, (2, 2), **own)), normal(shape=(20, 2, 4, 4, 1))
+        lambda **dtypes: nn.RNN(nn.ConvLSTMCell(2, (2, 2), **dtypes)), normal(shape=(20, 2, 4, 4, 1))
     ),
-    "RNN of SimpleCell, many turns": Case(lambda **own: nn.RNN(nn.SimpleCell(4, **own)), LONG),
+    "RNN of SimpleCell, many turns": Case(lambda **dtypes: nn.RNN(nn.SimpleCell(4, **dtypes)), LONG),
     "Bidirectional of LSTMCell and GRUCell": Case(
-        lambda **own: nn.Bidirectional(nn.RNN(nn.LSTMCell(3, **own)), nn.RNN(nn.GRUCell(3, **own))), SEQUENCES
+        lambda **dtypes: nn.Bidirectional(nn.RNN(nn.LSTMCell(3, **dtypes)), nn.RNN(nn.GRUCell(3, **dtypes))), SEQUENCES
     ),
 }
 
 NNX = {
-    "Linear": Case(lambda **own: nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), ROWS),
+    "Linear": Case(lambda **dtypes: nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), ROWS),
     "LinearGeneral": Case(
-        lambda **own: nnx.LinearGeneral((2, 4), (2, 3), axis=(-2, -1), rngs=nnx.Rngs(0), **own),
+        lambda **dtypes: nnx.LinearGeneral((2, 4), (2, 3), axis=(-2, -1), rngs=nnx.Rngs(0), **dtypes),
         normal(shape=(20, 30, 2, 4)),
     ),
-    "Einsum": Case(lambda **own: nnx.Einsum("abc,cd->abd", (4, 3), (3,), rngs=nnx.Rngs(0), **own), ROWS),
-    "Conv": Case(lambda **own: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0), **own), IMAGES),
-    "ConvTranspose": Case(lambda **own: nnx.ConvTranspose(3, 3, (3, 3), rngs=nnx.Rngs(0), **own), IMAGES),
-    "Embed": Case(lambda **own: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **own), TOKENS),
+    "Einsum": Case(lambda **dtypes: nnx.Einsum("abc,cd->abd", (4, 3), (3,), rngs=nnx.Rngs(0), **dtypes), ROWS),
+    "Conv": Case(lambda **dtypes: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0), **dtypes), IMAGES),
+    "ConvTranspose": Case(lambda **dtypes: nnx.ConvTranspose(3, 3, (3, 3), rngs=nnx.Rngs(0), **dtypes), IMAGES),
+    "Embed": Case(lambda **dtypes: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **dtypes), TOKENS),
     "Embed.attend": Case(
-        lambda **own: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **own), ROWS, lambda table, x: table.attend(x)
+        lambda **dtypes: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **dtypes), ROWS, lambda table, x: table.attend(x)
     ),
-    "LayerNorm": Case(lambda **own: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
-    "RMSNorm": Case(lambda **own: nnx.RMSNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
-    "GroupNorm": Case(lambda **own: nnx.GroupNorm(4, 2, rngs=nnx.Rngs(0), **own), ROWS),
-    "BatchNorm": Case(lambda **own: nnx.BatchNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
-    "InstanceNorm": Case(lambda **own: nnx.InstanceNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
+    "LayerNorm": Case(lambda **dtypes: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
+    "RMSNorm": Case(lambda **dtypes: nnx.RMSNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
+    "GroupNorm": Case(lambda **dtypes: nnx.GroupNorm(4, 2, rngs=nnx.Rngs(0), **dtypes), ROWS),
+    "BatchNorm": Case(lambda **dtypes: nnx.BatchNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
+    "InstanceNorm": Case(lambda **dtypes: nnx.InstanceNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
     "WeightNorm": Case(
-        lambda **own: nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0), **own), ROWS
+        lambda **dtypes: nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0), **dtypes), ROWS
     ),
     "SpectralNorm": Case(
-        lambda **own: nnx.SpectralNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0), **own), ROWS
-    ),
-    "MultiHeadAttention": Case(lambda **own: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0), **own), ROWS),
-    "PReLU": Case(lambda **own: nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0), **own), nnx.PReLU(**own)), ROWS),
-    "LoRA": Case(
-        lambda **own: nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0), **own),
+        lambda **dtypes: nnx.SpectralNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0), **dtypes),
         ROWS,
     ),
-    "LoRALinear": Case(lambda **own: nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0), **own), ROWS),
+    "MultiHeadAttention": Case(
+        lambda **dtypes: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0), **dtypes), ROWS
+    ),
+    "PReLU": Case(
+        lambda **dtypes: nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0), **dtypes), nnx.PReLU(**dtypes)), ROWS
+    ),
+    "LoRA": Case(
+        lambda **dtypes: nnx.LoRA(
+            4, 2, 3, base_module=nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0), **dtypes
+        ),
+        ROWS,
+    ),
+    "LoRALinear": Case(lambda **dtypes: nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0), **dtypes), ROWS),
     "RNN of OptimizedLSTMCell": Case(
-        lambda **own: nnx.RNN(nnx.OptimizedLSTMCell(4, 4, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)), SEQUENCES
+        lambda **dtypes: nnx.RNN(nnx.OptimizedLSTMCell(4, 4, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)), SEQUENCES
     ),
     "RNN of SimpleCell, many turns": Case(
-        lambda **own: nnx.RNN(nnx.SimpleCell(4, 4, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)), LONG
+        lambda **dtypes: nnx.RNN(nnx.SimpleCell(4, 4, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)), LONG
     ),
     "Bidirectional of LSTMCell and GRUCell": Case(
-        lambda **own: nnx.Bidirectional(
-            nnx.RNN(nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)),
-            nnx.RNN(nnx.GRUCell(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)),
+        lambda **dtypes: nnx.Bidirectional(
+            nnx.RNN(nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)),
+            nnx.RNN(nnx.GRUCell(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)),
             rngs=nnx.Rngs(0),
         ),
         SEQUENCES,
@@ -120,11 +135,11 @@ NNX = {
 }
 
 
-# --- what people write themselves, as functions of an input and of params by name -------------------------------------
+# --- code of users without layers: functions of an input and of named params ------------------------------------------
 
 
 def position_table(x: Any, positions: Any, kernel: Any) -> Any:
-    """Added to every example of the batch, by the broadcast that ``+`` implies."""
+    """Add a table of positions to every example, by the broadcast of ``+``."""
     return x @ kernel + positions
 
 
@@ -134,7 +149,7 @@ def cast_by_its_author(x: Any, positions: Any, kernel: Any) -> Any:
 
 
 def class_token(x: Any, token: Any, kernel: Any) -> Any:
-    """Repeated for each example and put before its rows."""
+    """Repeat a token for each example, and put it before the example's rows."""
     return jnp.concatenate([jnp.broadcast_to(token, (x.shape[0] * 15, 2, 4)), (x @ kernel).reshape(-1, 2, 4)], axis=1)
 
 
@@ -153,26 +168,26 @@ def lookup(ids: Any, table: Any, kernel: Any) -> Any:
 
 
 def relative_positions(x: Any, table: Any, kernel: Any) -> Any:
-    """A bias for each distance, looked up for each pair of places and added for each example."""
+    """Look up a bias by the distance of each two positions, and add it for each example."""
     q, places = x @ kernel, np.arange(x.shape[1])
     distances = np.abs(places[:, None] - places)
     return (q @ q.mT + table[distances]) @ q
 
 
 def cumulated(x: Any, steps: Any, kernel: Any) -> Any:
-    """Thresholds that grow: each is a sum of params."""
+    """Add growing thresholds, each of which is a sum of params."""
     return jnp.reshape(x @ kernel, (-1, 300, 4)) + jnp.cumsum(steps, axis=0)
 
 
 def used_in_turn(x: Any, kernel: Any, bias: Any) -> Any:
-    """One weight used again and again, in a row."""
+    """Use the same weight three times in a row."""
     for _ in range(3):
         x = jnp.tanh(x @ kernel + bias)
     return x
 
 
 def weights_in_a_loop(x: Any, kernel: Any, recurrent: Any, bias: Any) -> Any:
-    """A recurrence over 600 turns with a bias that each turn adds."""
+    """Compute a recurrence of 600 iterations that add the same bias."""
     turns = jnp.swapaxes(x @ kernel, 0, 1)
 
     def turn(state: Any, x: Any) -> Any:
@@ -183,7 +198,7 @@ def weights_in_a_loop(x: Any, kernel: Any, recurrent: Any, bias: Any) -> Any:
 
 
 def rows_in_a_loop(x: Any, table: Any, kernel: Any) -> Any:
-    """In each turn another row of one table."""
+    """Add a row of a table in each iteration, alternating between two rows."""
     turns = jnp.swapaxes(x @ kernel, 0, 1)
 
     def turn(state: Any, x: Any) -> Any:
@@ -195,7 +210,7 @@ def rows_in_a_loop(x: Any, table: Any, kernel: Any) -> Any:
 
 
 def layers_in_a_loop(x: Any, kernels: Any, biases: Any) -> Any:
-    """A residual stream through layers whose weights lie in one array."""
+    """Scan a residual stream over layers with stacked weights."""
     return lax.scan(lambda x, layer: (x + jnp.tanh(x @ layer[0] + layer[1]), None), x, (kernels, biases))[0]
 
 
@@ -240,7 +255,7 @@ WRITTEN: dict[str, tuple[Callable[..., Any], np.ndarray, dict[str, tuple[int, ..
 
 
 class LinenOwn(nn.Module):
-    """A function of an input and of params by name, as a module without a ``dtype`` field."""
+    """A function of an input and named params as a Linen module without a ``dtype`` field."""
 
     fun: Callable[..., Any]
     shapes: Any
@@ -251,7 +266,7 @@ class LinenOwn(nn.Module):
 
 
 class NNXOwn(nnx.Module):
-    """The same in NNX."""
+    """:class:`LinenOwn` in NNX."""
 
     def __init__(self, fun: Callable[..., Any], shapes: Any) -> None:
         self.fun = fun
@@ -262,7 +277,7 @@ class NNXOwn(nnx.Module):
 
 
 def written(module: Any) -> dict[str, Case]:
-    """The functions as modules of one of Flax's interfaces."""
+    """Return the functions of WRITTEN as modules of the class ``module``."""
 
     def case(fun: Callable[..., Any], x: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> Case:
         return Case(lambda **_: module(fun, tuple(shapes.items())), x)
@@ -274,45 +289,45 @@ def written(module: Any) -> dict[str, Case]:
 
 
 class Stack(nn.Module):
-    """Layers in a loop of Linen's, with params of their own or of one layer that all turns share."""
+    """Layers in ``nn.scan``, which have their own params or share the params of one layer."""
 
     shared: bool
     turns: int
-    own: Any
+    dtypes: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         variables = {"variable_broadcast": "params"} if self.shared else {"variable_axes": {"params": 0}}
         rngs = {"params": not self.shared}
         body = nn.scan(Turn, **variables, split_rngs=rngs, length=self.turns)
-        return body(self.own)(nn.Dense(4, **self.own)(x), None)[0]
+        return body(self.dtypes)(nn.Dense(4, **self.dtypes)(x), None)[0]
 
 
 class Turn(nn.Module):
-    """A layer of :class:`Stack`, on a residual stream."""
+    """A layer of :class:`Stack`, with a residual connection."""
 
-    own: Any
+    dtypes: Any
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return x / 2 + nn.tanh(nn.Dense(4, **self.own)(x)), None
+        return x / 2 + nn.tanh(nn.Dense(4, **self.dtypes)(x)), None
 
 
 class Vmapped(nn.Module):
-    """One layer over the examples of a batch, by Linen's vmap."""
+    """One layer that ``nn.vmap`` maps over the examples of a batch."""
 
-    own: Any
+    dtypes: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})(4, **self.own)(x)
+        return nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})(4, **self.dtypes)(x)
 
 
 class NNXLifted(nnx.Module):
-    """One layer behind one of NNX's transforms."""
+    """One layer inside one of NNX's transforms."""
 
-    def __init__(self, lift: Callable[[Any, Any], Any], own: Any) -> None:
-        self.lift, self.linear = lift, nnx.Linear(4, 4, rngs=nnx.Rngs(0), **own)
+    def __init__(self, lift: Callable[[Any, Any], Any], dtypes: Any) -> None:
+        self.lift, self.linear = lift, nnx.Linear(4, 4, rngs=nnx.Rngs(0), **dtypes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.lift(self.linear, x)
@@ -326,7 +341,7 @@ def scanned(linear: Any, x: Any) -> Any:
 
 
 def without_dropout(net: nnx_zoo.Net) -> nnx_zoo.Net:
-    """In float64 its masks would be others."""
+    """Return ``net`` without dropout, whose masks would differ in float64."""
     net.drop.deterministic = True
     return net
 
@@ -350,11 +365,11 @@ LINEN_MODELS = {
     "GPT2": Case(lambda **_: models.GPT2(60, 4, 1, 2, 16), IDS),
     "GPT2 with remat": Case(lambda **_: models.GPT2(60, 4, 1, 2, 16, "attention"), IDS),
     "BERT": Case(lambda **_: models.BERT(60, 4, 1, 2, 16), IDS),
-    "nn.scan over layers": Case(lambda **own: Stack(False, 2, own), ROWS),
-    "nn.scan of one layer": Case(lambda **own: Stack(True, 300, own), normal(shape=(1, 1, 4))),
-    "nn.vmap": Case(lambda **own: Vmapped(own), SEQUENCES),
-    "nn.remat": Case(lambda **own: nn.remat(nn.Dense)(3, **own), ROWS),
-    "nn.jit": Case(lambda **own: nn.jit(nn.Dense)(3, **own), ROWS),
+    "nn.scan over layers": Case(lambda **dtypes: Stack(False, 2, dtypes), ROWS),
+    "nn.scan of one layer": Case(lambda **dtypes: Stack(True, 300, dtypes), normal(shape=(1, 1, 4))),
+    "nn.vmap": Case(lambda **dtypes: Vmapped(dtypes), SEQUENCES),
+    "nn.remat": Case(lambda **dtypes: nn.remat(nn.Dense)(3, **dtypes), ROWS),
+    "nn.jit": Case(lambda **dtypes: nn.jit(nn.Dense)(3, **dtypes), ROWS),
 }
 NNX_MODELS = {
     "Scale of the zoo": Case(lambda **_: nnx_zoo.Scale(4, nnx.Rngs(0)), ROWS),
@@ -365,10 +380,12 @@ NNX_MODELS = {
         normal(shape=(4, 12, 12, 3)),
         lambda model, x: model(x, train=True),
     ),
-    "nnx.scan": Case(lambda **own: NNXLifted(scanned, own), ROWS),
-    "nnx.vmap": Case(lambda **own: NNXLifted(nnx.vmap(lambda linear, x: linear(x), in_axes=(None, 0)), own), SEQUENCES),
-    "nnx.remat": Case(lambda **own: NNXLifted(nnx.remat(lambda linear, x: linear(x)), own), ROWS),
-    "nnx.jit": Case(lambda **own: NNXLifted(nnx.jit(lambda linear, x: linear(x)), own), ROWS),
+    "nnx.scan": Case(lambda **dtypes: NNXLifted(scanned, dtypes), ROWS),
+    "nnx.vmap": Case(
+        lambda **dtypes: NNXLifted(nnx.vmap(lambda linear, x: linear(x), in_axes=(None, 0)), dtypes), SEQUENCES
+    ),
+    "nnx.remat": Case(lambda **dtypes: NNXLifted(nnx.remat(lambda linear, x: linear(x)), dtypes), ROWS),
+    "nnx.jit": Case(lambda **dtypes: NNXLifted(nnx.jit(lambda linear, x: linear(x)), dtypes), ROWS),
 }
 
 
@@ -376,18 +393,18 @@ NNX_MODELS = {
 
 
 class Function(NamedTuple):
-    """A model as a function ``apply(params, x)``, and both for it."""
+    """A model as a function ``apply(params, x)``, and its two arguments."""
 
     apply: Callable[[Any, Any], Any]
     params: Any
     x: Any
 
 
-def linen_function(case: Case, policy: str | None = None, **own: Any) -> Function:
-    """A Linen model under a policy, or with dtypes by hand."""
-    module, x = case.make(**own), in_dtype(case.x, **own)
+def linen_function(case: Case, policy: str | None = None, **dtypes: Any) -> Function:
+    """Return a Linen model as a function, under a policy or with dtypes by hand."""
+    module, x = case.make(**dtypes), in_dtype(case.x, **dtypes)
     init = functools.partial(module.init, jax.random.key(0), method=case.method)
-    variables = drawn(jax.eval_shape(init, x), **own)
+    variables = drawn(jax.eval_shape(init, x), **dtypes)
     params = variables.pop("params")
     if policy is not None:
         module = jaxmp.linen.apply_policy(module, policy)
@@ -398,21 +415,21 @@ def linen_function(case: Case, policy: str | None = None, **own: Any) -> Functio
     return Function(apply, params, x)
 
 
-def nnx_function(case: Case, policy: str | None = None, **own: Any) -> Function:
-    """The same for an NNX model."""
+def nnx_function(case: Case, policy: str | None = None, **dtypes: Any) -> Function:
+    """Return an NNX model as a function, under a policy or with dtypes by hand."""
 
     def parts() -> Any:
-        model = case.make(**own) if policy is None else jaxmp.nnx.apply_policy(case.make(**own), policy)
+        model = case.make(**dtypes) if policy is None else jaxmp.nnx.apply_policy(case.make(**dtypes), policy)
         return nnx.split(model, nnx.Param, ...)
 
     graph, params, rest = jax.eval_shape(parts)
-    rest, run = drawn(rest, **own), case.method or (lambda model, x: model(x))
+    rest, run = drawn(rest, **dtypes), case.method or (lambda model, x: model(x))
 
     def apply(params: Any, x: Any) -> Any:
-        here = jax.tree.map(lambda leaf: leaf + 0 if is_float(leaf) else leaf, rest)  # may change where it was made
-        return run(nnx.merge(graph, params, here), x)
+        copies = jax.tree.map(lambda leaf: leaf + 0 if is_float(leaf) else leaf, rest)  # which the model may change
+        return run(nnx.merge(graph, params, copies), x)
 
-    return Function(apply, drawn(params, **own), in_dtype(case.x, **own))
+    return Function(apply, drawn(params, **dtypes), in_dtype(case.x, **dtypes))
 
 
 def is_float(x: Any) -> bool:
@@ -420,12 +437,12 @@ def is_float(x: Any) -> bool:
 
 
 def in_dtype(tree: Any, dtype: Any = np.float32, **_: Any) -> Any:
-    """The floats of ``tree`` in that dtype."""
+    """Return ``tree`` with its floats in ``dtype``."""
     return jax.tree.map(lambda x: jnp.asarray(x, dtype if is_float(x) else x.dtype), tree)
 
 
 def drawn(tree: Any, dtype: Any = np.float32, **_: Any) -> Any:
-    """Numbers for params of these shapes: scales and biases near one, kernels that keep the variance."""
+    """Return random params: scales and biases near 1, and kernels that keep the variance."""
     rng = np.random.default_rng(0)
 
     def draw(x: Any) -> Any:
@@ -457,10 +474,10 @@ TRANSFORMS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 def loss(fun: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The mean of all results, each with a weight of its own, after a product that turns them round.
+    """Return a loss: a weighted sum of the results, after a product that reverses their rows.
 
-    The weights are positive but for a sixth of them: the cotangents have a mean, as those of a loss often have, and
-    sums of them grow.
+    Five sixths of the weights are positive. So the mean of the cotangents is not zero, as with many losses, and sums
+    of cotangents grow.
     """
 
     def loss(params: Any, x: Any) -> Any:

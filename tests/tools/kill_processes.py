@@ -1,8 +1,8 @@
-"""Kills a job of two processes again and again, either of them, in training and in saving, and looks what comes of it.
+"""Kill a job of two processes many times, and check that its last state is that of a job without kills.
 
-PYTHONPATH=.:tests/tools JAX_PLATFORMS=cpu python tests/tools/kill_processes.py 20
+    PYTHONPATH=.:tests/tools JAX_PLATFORMS=cpu python tests/tools/kill_processes.py 20
 
-In the end the state is bit for bit that of a job that was left alone.
+The kills alternate between the two processes, and between training and saving. The states must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(kills: int) -> None:
         assert begin("killed", steps, "--resume").end() == [0, 0]
         assert begin("alone", steps).end() == [0, 0]
         assert bits(last(folder / "alone")) == bits(last(run)) and rows(folder / "alone") == rows(run)
-        print(f"after {kills} kills and {steps} steps the same as left alone, bit for bit")
+        print(f"after {kills} kills and {steps} steps, the state is bit for bit that of a run without kills")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Linen models as other people write them, and the oracle: the same model with ``dtype=`` written by hand."""
+"""Linen models in the style of users, and the oracle: the same models with ``dtype=`` written by hand."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
 
 def of_dtype(x: Any, dtype: str) -> Any:
-    """Inputs in another dtype; those that are integers stay as they are."""
+    """Return an input in another dtype; an integer input is returned as it is."""
     return x if jnp.issubdtype(x.dtype, jnp.integer) else (x * (3 if dtype == "int32" else 1)).astype(dtype)
 
 
-# Linen's own norms and cells add half and float32 arrays, also where every dtype was written by hand.
+# Linen's norms and cells add half and float32 arrays, even if every dtype is written by hand.
 standard_promotion = functools.partial(jax.numpy_dtype_promotion, "standard")
 
-# Compiled in a fraction of the time; what is compared is compiled alike.
+# Compile quickly, without optimisation, and keep every rounding of the program.
 quick_jit = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
 )
 
 
 def data(*shape: int, seed: int = 7) -> jax.Array:
-    """Normal float32 numbers, most of which no half format holds exactly; of NumPy, as JAX compiles every shape."""
+    """Return normal float32 numbers, most of which are not exact in half precision.
+
+    NumPy draws them, because JAX would compile for each shape.
+    """
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
@@ -44,25 +47,28 @@ def rngs(seed: int = 0) -> dict[str, jax.Array]:
 
 
 def products(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
-    """The operand dtypes of every product that ``fun`` traces to, in order; ``float16*float32`` where they differ."""
+    """Return the operand dtypes of the products in the traced ``fun``, in order.
+
+    Two different dtypes are joined: ``float16*float32``.
+    """
     jaxpr = jax.make_jaxpr(functools.partial(fun, **kwargs))(*args)
-    found = [[v.aval.dtype.name for v in eqn.invars[:2]] for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS]
-    return ["*".join(dict.fromkeys(names)) for names in found]
+    dtypes = [[v.aval.dtype.name for v in eqn.invars[:2]] for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS]
+    return ["*".join(dict.fromkeys(names)) for names in dtypes]
 
 
 def shapes(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The shapes and dtypes of the variables of ``model``."""
+    """Return the shapes and dtypes of the variables of ``model``."""
     return jax.eval_shape(functools.partial(model.init, **kwargs), rngs(), *args)
 
 
 def model_products(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
-    """The operand dtypes of every product that ``model`` traces to."""
+    """Return the operand dtypes of all products in a call of ``model``."""
     apply = functools.partial(model.apply, rngs=rngs(1), mutable=["batch_stats"])
     return products(apply, shapes(model, *args, **kwargs), *args, **kwargs)
 
 
 def same_bits(got: Any, want: Any) -> None:
-    """Asserts that two trees have the same structure, dtypes and bits."""
+    """Assert that two trees have the same structure, dtypes and bits."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         name = jax.tree_util.keystr(path)
@@ -71,12 +77,15 @@ def same_bits(got: Any, want: Any) -> None:
 
 
 def zeros(shapes: Any) -> Any:
-    """Arrays of zeros in the shapes that ``jax.eval_shape`` returns."""
+    """Return zeros in the shapes that ``jax.eval_shape`` returned."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def numbers(shapes: Any, seed: int = 7) -> Any:
-    """Small normal numbers of NumPy in the shapes that ``jax.eval_shape`` returns: nothing is compiled."""
+    """Return small normal numbers in the shapes that ``jax.eval_shape`` returned.
+
+    NumPy draws them, so that nothing is compiled.
+    """
     normal = np.random.default_rng(seed).standard_normal
     return jax.tree.map(lambda leaf: jnp.asarray(normal(leaf.shape, np.float32) / 2, leaf.dtype), shapes)
 
@@ -86,12 +95,12 @@ def dtypes_of(tree: Any) -> set[str]:
 
 
 def float32(tree: Any) -> Any:
-    """``tree`` with its floating arrays in float32: what a policy does to the output of a model."""
+    """Return ``tree`` with its floating arrays in float32, as a policy returns a model's outputs."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """A function of params and other collections: the sum of squares of what ``model`` returns, and that itself."""
+    """Return a loss of params and other collections: the sum of squares of the outputs, and the outputs."""
 
     def loss(params: Any, rest: Any) -> tuple[jax.Array, Any]:
         out = float32(model.apply({"params": params, **rest}, *args, rngs=rngs(1), **kwargs))
@@ -105,7 +114,7 @@ def split(variables: Any) -> tuple[Any, Any]:
 
 
 def gives_the_same_bits(model: nn.Module, by_hand: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> None:
-    """Asserts that outputs of ``model`` are those of ``by_hand``, bit for bit, and its gradients are close."""
+    """Assert that the outputs of two models are equal bit for bit, and their gradients are close."""
     run = [quick_jit(jax.grad(loss_of(m, *args, **kwargs), has_aux=True)) for m in (model, by_hand)]
     got, want = (fun(*split(variables)) for fun in run)
     same_bits(got[1], want[1])
@@ -115,16 +124,17 @@ def gives_the_same_bits(model: nn.Module, by_hand: nn.Module, variables: Any, *a
 
 
 def is_as_by_hand(model: nn.Module, by_hand: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> None:
-    """Asserts that ``model`` is the same computation as ``by_hand``, and that it has gradients."""
+    """Assert that ``model`` is the same computation as ``by_hand``, and that it has gradients."""
     losses = [loss_of(m, *args, **kwargs) for m in (model, by_hand)]
     same_computation(*losses, *split(variables))
     jax.eval_shape(jax.grad(losses[0], has_aux=True, allow_int=True), *split(variables))
 
 
 def same_computation(fun: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Any:
-    """Asserts that two functions are the same computation, operation for operation: stronger than equal bits.
+    """Assert that two functions have the same operations on the same values.
 
-    A cast to half may come before or after what only moves, picks or repeats the elements.
+    This is stronger than equal bits. A cast to half may come before or after an operation that only moves, selects or
+    repeats elements.
 
     Returns:
       The shapes and dtypes of the results.
@@ -148,14 +158,17 @@ _HALVES = (np.dtype("float16"), np.dtype(jnp.bfloat16))
 
 @dataclasses.dataclass(frozen=True)
 class _Cast:
-    """A value cast to half: the cast stands outside of what moves the value."""
+    """A value cast to half; the cast is moved behind the operations that move the value."""
 
     dtype: str
     value: str
 
 
 def computation(jaxpr: Any, inputs: Any = None) -> list[Any]:
-    """For each output a fingerprint of it as an expression of the inputs; a cast to the same dtype is no operation."""
+    """Return a fingerprint of each output, as an expression of the inputs.
+
+    Casts to the same dtype are left out.
+    """
     known: dict[Any, Any] = dict(
         zip(_open(jaxpr).constvars, map(_fingerprint, getattr(jaxpr, "consts", ())), strict=True)
     )
@@ -178,12 +191,14 @@ def computation(jaxpr: Any, inputs: Any = None) -> list[Any]:
         elif name == "cast_repeated":
             old, new = eqn.invars[0].aval.shape, eqn.params["shape"]
             results = [_Cast(eqn.params["dtype"].name, _repeated(operands[0], old, new))]
-        elif name == "clamp" and eqn.outvars[0].aval.dtype == np.int32:  # of the index of a conditional, once or twice
+        elif (
+            name == "clamp" and eqn.outvars[0].aval.dtype == np.int32
+        ):  # JAX clamps the index of a switch once or twice
             results = [operands[1]]
         elif name in _CALLS:
             results = computation(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], operands)
         else:
-            if name in BROADCAST:  # JAX repeats operands by itself
+            if name in BROADCAST:  # the primitive repeats operands implicitly
                 shape = eqn.outvars[0].aval.shape
                 operands = [
                     _repeated(value, atom.aval.shape, shape) for value, atom in zip(operands, eqn.invars, strict=True)
@@ -228,7 +243,7 @@ def _digest(*parts: Any) -> str:
     return hashlib.sha1(repr(parts).encode()).hexdigest()
 
 
-# --- the residual network of Flax's examples, in small: modules handed around as partials, a dtype with a default -----
+# --- a small copy of the ResNet in Flax's examples, which passes modules as partials and has a default dtype ----------
 
 ModuleDef = Any
 
@@ -267,7 +282,7 @@ class ResNet(nn.Module):
 
 
 class Tied(nn.Module):
-    """Embeddings that are used a second time for the logits."""
+    """A model that also uses its embeddings to compute the logits."""
 
     hand: Any = None
 
@@ -280,7 +295,7 @@ class Tied(nn.Module):
 
 
 class Linear(nn.Module):
-    """A layer that has no ``dtype`` field; with ``hand``, the same with its casts written by hand."""
+    """A layer without a ``dtype`` field; if ``hand`` is set, with casts written by hand."""
 
     features: int = 3
     hand: Any = None

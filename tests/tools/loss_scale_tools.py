@@ -1,4 +1,4 @@
-"""Tools for tests of loss scales: a scale of each kind, recorded runs of torch, many steps in one program."""
+"""Loss scales of each class, recorded runs of torch, and many steps of a loss scale in one program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ ALL = [
 
 @jax.jit
 def follow(scale: Any, flags: jax.Array, grad_max: jax.Array) -> tuple[Any, Any]:
-    """The scale after each step, and the last one; one compilation per structure and number of steps."""
+    """Return the last loss scale, and the loss scales after each step, stacked.
+
+    JAX compiles it once for each structure of the scale and number of steps.
+    """
 
     def body(scale: Any, step: Any) -> tuple[Any, Any]:
         scale = scale.adjust(*step)
@@ -36,14 +39,14 @@ def follow(scale: Any, flags: jax.Array, grad_max: jax.Array) -> tuple[Any, Any]
 
 
 def run(scale: Any, flags: Any, grad_max: Any = 1.0) -> Any:
-    """``follow`` without the last scale, with NumPy leaves."""
+    """Return the loss scales after each step, stacked, with NumPy leaves."""
     flags = jnp.asarray(flags)
     grad_max = jnp.broadcast_to(jnp.asarray(grad_max, jnp.float32), flags.shape)
     return jax.tree.map(np.asarray, follow(scale, flags, grad_max)[1])
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Same structure, static fields included, and the same leaves with the same dtypes."""
+    """Assert that two trees have the same structure (including static fields), leaves and dtypes."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype

@@ -1,4 +1,4 @@
-"""Train steps on a mesh, for tests: models, states, specs, and how far two states are apart."""
+"""Models, states and specs for tests of train steps on a mesh, and the distance between two states."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def linen_loss(model=MODEL):
 
 
 def untyped(loss_fn):
-    """Return a loss that JAX types nowhere inside, in its own spelling, on a mesh with Explicit axes."""
+    """Return ``loss_fn`` with Explicit axes turned into Auto axes, as JAX users write it."""
 
     def run(*args):
         if not jax.sharding.get_abstract_mesh().explicit_axes:
@@ -68,7 +68,7 @@ def stacked_params():
 
 
 def stacked_loss(params, model_state, batch, rng):
-    """Layers in a scan, one weight transposed, the table looked up and used as a product."""
+    """Compute a loss with layers in a scan, a transposed weight, and a table that is read by lookup and product."""
 
     def layer(x, params):
         weights, bias = params
@@ -89,7 +89,7 @@ def specs_of(make_params, mesh, **options):
 
 
 def pair(make_params, loss_fn, mesh, specs, step_options=(), **options):
-    """The steps and states of one device, and of the mesh."""
+    """Return a step on one device and a step on the mesh, and the two states."""
     common = {"donate": False, **dict(step_options)}
     one = jaxmp.TrainState.create(params=make_params(), tx=tx_of())
     many = jaxmp.TrainState.create_sharded(make_params, tx_of(), Sharding(mesh, specs))
@@ -117,7 +117,7 @@ def after_five(steps, states, batch):
 
 
 def wire(step, state, batch, mesh):
-    """The dtypes in which weights are gathered, by shape, and those in which gradients are reduced."""
+    """Return the dtypes in which weights are gathered (by shape), and in which gradients are reduced."""
     with jax.set_mesh(mesh):
         program = jax.make_jaxpr(step._step)(state, batch)
     gathers, reductions = {}, set()
@@ -131,5 +131,5 @@ def wire(step, state, batch, mesh):
 
 
 def where(eqn):
-    """The spec of a constraint."""
+    """Return the spec of a sharding constraint."""
     return eqn.params["sharding"].spec

@@ -1,12 +1,12 @@
-"""Measure the tests: change the library at random places, and count the changes that a test finds.
+"""Measure the tests: change the library at random places, and count the changes that fail a test.
 
     python tests/tools/mutants.py . .coverage --out mutants.json
 
-The file .coverage is written by `pytest --cov=jaxmp --cov-context=test --junitxml=junit.xml`. Each mutant is one change
-of an operator, a comparison, a condition or a number, in the engine, loss scaling, the train step or an adapter. The
-quickest tests that run its line are run on it, then more of them, those of its folder first. It is found if one of them
-fails, or does not end in time. Mutants are processes forked from one that has imported JAX and Flax already. With
---mutants, those that an earlier run found are not run again.
+The file .coverage is written by `pytest --cov=jaxmp --cov-context=test --junitxml=junit.xml`. A mutant is a copy of the
+library with one change: of an operator, a comparison, a condition or a number, in the engine, loss scaling, the train
+step or an adapter. Each mutant is tested with the quickest tests that run the changed line, and then with more of these
+tests, first those of the mutant's folder. A mutant is found if a test fails or does not end in time. With --mutants,
+the mutants that an earlier run found are not tested again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 README, SURVIVORS = Path(__file__).parents[1] / "README.md", Path(__file__).with_name("survivors.txt")
 BEGIN, END = "<!-- mutants: written by `python tests/tools/mutants.py --record` -->\n", "<!-- /mutants -->\n"
 FOLDERS = ("jaxmp/engine", "jaxmp/optim", "jaxmp/training", "jaxmp/linen", "jaxmp/nnx")
-SECONDS = 240  # of a run of tests, after which a mutant counts as found
+SECONDS = 240  # a run of tests that takes longer counts as failed
 
 _COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in",
@@ -42,7 +42,7 @@ _OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.Floor
 
 
 class Mutant(NamedTuple):
-    """A change of one line: its file, its number, and the line before and after."""
+    """A change of one line: the file, the number of the line, and the line before and after."""
 
     file: str
     line: int
@@ -68,13 +68,13 @@ def sites(file: Path) -> Iterator[Mutant]:
 
 
 def _message(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of errors and of f-strings, whose text is not behaviour."""
+    """Yield the nodes in errors and f-strings, which are not mutated because they are texts."""
     if isinstance(node, (ast.Raise, ast.JoinedStr)):
         yield from ast.walk(node)
 
 
 def _changes(node: ast.AST, source: str) -> Iterator[tuple[int, int, str]]:
-    """Yield changes of a node as columns of its line and the new text."""
+    """Yield changes of a node: the columns to replace in its line, and the new text."""
 
     def text(part: ast.AST) -> str:
         return ast.get_source_segment(source, part) or ""
@@ -132,7 +132,7 @@ def seconds_by_test(junit: Path) -> dict[str, float]:
 
 
 def more_tests(mutant: Mutant, tests: list[str], seconds: dict[str, float], most: float) -> list[str]:
-    """Return as many tests as end within ``most`` seconds, those of the mutant's folder first."""
+    """Return tests that take at most ``most`` seconds together, first those of the mutant's folder."""
     folder = f"tests/{mutant.file.split('/')[1]}/"
     chosen, total = [], 0.0
     for test in sorted(tests, key=lambda test: (not test.startswith(folder), seconds.get(test, 9.0))):
@@ -183,19 +183,20 @@ def _fails(folder: Path, tests: list[str]) -> bool:
 
 
 def main() -> None:
-    """Draw mutants, run the tests on them, and print the share found and the survivors."""
+    """Draw mutants, run the tests on them, and print which mutants the tests found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, help="the checkout")
-    parser.add_argument("coverage", type=Path, help="its coverage data, beside a junit.xml")
+    parser.add_argument("root", type=Path, help="the folder of the checkout")
+    parser.add_argument("coverage", type=Path, help="the coverage data; junit.xml must be in the same folder")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", type=int, default=8, help="the number of quickest tests that run first")
-    parser.add_argument("--seconds", type=float, default=20, help="how long the other tests of a mutant may take")
-    parser.add_argument("--mutants", type=Path, help="the results of an earlier run, to go on from")
+    parser.add_argument("--seconds", type=float, default=20, help="the time for more tests of a mutant")
+    parser.add_argument("--mutants", type=Path, help="the results of an earlier run, to test its survivors again")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--record", action="store_true", help="write the result into tests/README.md")
     options = parser.parse_args()
-    for name in ("flax.linen", "flax.nnx", "jax", "optax", "pytest"):  # once, before the forks
+    # Mutants run in forks of this process, so that these modules are imported only once.
+    for name in ("flax.linen", "flax.nnx", "jax", "optax", "pytest"):
         importlib.import_module(name)
 
     root = options.root.resolve()
@@ -226,12 +227,15 @@ def main() -> None:
     options.out.write_text(json.dumps({"found": count, "of": len(rows), **effort, "rows": rows}, indent=1))
     print(f"{count} of {len(rows)} mutants found")
     if options.record:
-        tried = f"{effort['tests']} quickest tests, then with {effort['seconds']:g} seconds of the tests of its folder"
+        tried = (
+            f"{effort['tests']} quickest tests that run its line, and then with more of these tests for "
+            f"{effort['seconds']:g} seconds"
+        )
         record(rows, tried, options.seed)
 
 
 def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
-    """Write the share found by folder into tests/README.md, and the survivors into a file."""
+    """Write the number of mutants found in each folder into tests/README.md, and the survivors into a file."""
     all_by_folder, found_by_folder = collections.Counter(), collections.Counter()
     survivors = []
     for row in rows:
@@ -246,9 +250,9 @@ def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
         f"| `{folder}` | {found_by_folder[folder]} of {all_by_folder[folder]} |\n" for folder in sorted(all_by_folder)
     ]
     table = (
-        f"Of {len(rows)} mutants (seed {seed}, {datetime.date.today()}) the tests found {len(rows) - len(survivors)}. "
-        f"Each mutant was tried\nwith its {tried}, not with the whole suite. "
-        "`tools/survivors.txt` lists the others.\n\n"
+        f"The tests found {len(rows) - len(survivors)} of {len(rows)} mutants (seed {seed}, {datetime.date.today()}). "
+        f"Each mutant was tested only\nwith the {tried}. "
+        "`tools/survivors.txt` lists the mutants\nthat were not found.\n\n"
         "| folder | found |\n|---|---:|\n" + "".join(cells)
     )
     text_before, _, old_block = README.read_text().partition(BEGIN)
@@ -257,7 +261,10 @@ def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
 
 
 def _in(root: Path, mutant: Mutant) -> Mutant | None:
-    """Return a mutant in another checkout, where its line may have moved; None if the line is not there."""
+    """Return the same mutant in another checkout, or None if its line is not there.
+
+    The line may have moved.
+    """
     file = root / mutant.file
     lines = file.read_text().splitlines() if file.exists() else []
     numbers = [n for n, line in enumerate(lines, 1) if line == mutant.before]

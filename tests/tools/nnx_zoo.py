@@ -1,4 +1,4 @@
-"""NNX models as other people write them, and the oracle: the same model with ``dtype=`` written by hand."""
+"""NNX models in the style of users, and the oracle: the same models with ``dtype=`` written by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rngs(seed: int = 0) -> nnx.Rngs:
 
 
 def values(node: Any, *filters: Any) -> Any:
-    """The arrays of ``node``, random number generators left out."""
+    """Return the arrays of ``node`` without its random number generators."""
     return nnx.as_pure(nnx.state(node, nnx.All(nnx.Not(nnx.RngState), *filters)))
 
 
@@ -39,7 +39,7 @@ def outcome(model: Any, *args: Any, call: Callable[..., Any] = call) -> Any:
 
 
 def compiled(fun: Callable[[Any], Any], model: Any) -> Any:
-    """Call ``fun`` with ``model``, compiled as ``quick_jit`` compiles; the model keeps what it writes."""
+    """Call ``fun`` with ``model`` under ``quick_jit``, and keep what it writes to the model."""
     graph, state = nnx.split(model)
 
     def run(state: Any) -> Any:
@@ -53,19 +53,19 @@ def compiled(fun: Callable[[Any], Any], model: Any) -> Any:
 
 
 def outcomes(models: Any, *args: Any, call: Callable[..., Any] = call) -> list[Any]:
-    """Return the outcome of each model; all are one program, as each operation by itself would be one too."""
+    """Return the outcome of each model; all are compiled in one program."""
     return compiled(lambda models: [outcome(m, *args, call=call) for m in models], models)
 
 
 def is_as_by_hand(model: Any, by_hand: Any, *args: Any, call: Callable[..., Any] = call) -> None:
-    """Asserts that two models give the same outputs, bit for bit, and close gradients and statistics."""
+    """Assert that two models give bit for bit the same outputs, and close gradients and statistics."""
     got, want = outcomes((model, by_hand), *args, call=call)
     same_bits(got[0], want[0])
     is_close(got, want)
 
 
 def is_close(got: Any, want: Any) -> None:
-    """Asserts that two outcomes are close, in the same dtypes."""
+    """Assert that two outcomes are close and have the same dtypes."""
     for a_tree, b_tree in zip(got, want, strict=True):
         largest = max((np.abs(leaf).max() for leaf in jax.tree.leaves(b_tree)), default=0.0)
         for a, b in zip(jax.tree.leaves(a_tree), jax.tree.leaves(b_tree), strict=True):
@@ -74,14 +74,14 @@ def is_close(got: Any, want: Any) -> None:
 
 
 def model_products(model: Any, *args: Any, call: Callable[..., Any] = call) -> list[str]:
-    """The operand dtypes of every product that a call of ``model`` traces to; the model is left as it is."""
+    """Return the operand dtypes of all products in a call of ``model``, which does not change."""
     graphdef, state = nnx.split(model)
     with jax.numpy_dtype_promotion("standard"):
         return products(lambda state: call(nnx.merge(graphdef, state), *args), state)
 
 
 class Scale(nnx.Module):
-    """Without a ``dtype``: uses its Params directly, in a list too, and writes a statistic."""
+    """A module without a ``dtype`` that uses Params directly and in a list, and writes a statistic."""
 
     def __init__(self, features: int, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (features, features)))
@@ -98,7 +98,7 @@ class Scale(nnx.Module):
 
 
 class ScaleByHand(Scale):
-    """:class:`Scale` as a person writes it who wants ``dtype`` for its products."""
+    """:class:`Scale` with a ``dtype`` whose casts are written by hand."""
 
     def __init__(self, features: int, dtype: Any, rngs: nnx.Rngs) -> None:
         super().__init__(features, rngs)
@@ -112,7 +112,7 @@ class ScaleByHand(Scale):
 
 
 class Net(nnx.Module):
-    """Images to logits: convolution, norm, dropout, a list of layers, a module without ``dtype``, a shared one."""
+    """An image classifier with dropout, a list of layers, a module without ``dtype`` and a shared layer."""
 
     def __init__(self, rngs: nnx.Rngs, dtype: Any = None) -> None:
         self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs, dtype=dtype)

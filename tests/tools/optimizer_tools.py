@@ -1,4 +1,4 @@
-"""Tools for tests of the optimizer and of the train step: a small problem, and comparison bit by bit."""
+"""A small problem for tests of optimizers and train steps, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import optax
 
 
 def standard(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """``tx`` under JAX's usual dtype promotion, which Adam's bias correction in optax needs; our code stays strict."""
+    """Return ``tx`` under JAX's standard dtype promotion, which Adam's bias correction needs.
+
+    The code of jaxmp around it keeps strict promotion.
+    """
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
@@ -28,7 +31,7 @@ def standard(tx: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def bits(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
-    """Dtype, shape and bytes of every leaf; of a key, those of its data."""
+    """Return the dtype, shape and bytes of each leaf; for a key, those of its data."""
 
     def of_leaf(leaf):
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -44,7 +47,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def problem(seed: int = 0, dtype: Any = jnp.float32) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Params of a network of two layers, and a batch of 8 examples of 3 numbers with 2 targets."""
+    """Return the params of a network of two layers, and a batch of 8 examples with 3 inputs and 2 targets."""
     rng = np.random.default_rng(seed)
     params = {
         "hidden": {"w": rng.normal(size=(3, 4)), "b": np.zeros(4)},
@@ -60,12 +63,12 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 
 
 def train_loss(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
-    """``loss_fn`` in the form that the train step takes."""
+    """Compute ``loss_fn`` with the arguments and results of a train step's loss function."""
     return loss_fn(params, batch), model_state
 
 
 def replace_element(tree: Any, leaf: int, value: float) -> Any:
-    """``tree`` with ``value`` as the last element of its ``leaf``-th leaf."""
+    """Return ``tree`` with ``value`` as the last element of leaf number ``leaf``."""
     leaves, structure = jax.tree.flatten(tree)
     array = np.array(leaves[leaf])
     array.flat[-1] = value

@@ -1,7 +1,7 @@
 """Run the Python blocks of a Markdown page, and compare what they print with the page.
 
-A block in a tab (`=== "NNX"`) sees the names of all tabs of that title. The other blocks see each other's
-names. A block ```` ```text title="prints" ```` is what the Python block before it prints; `...` stands for anything.
+All blocks in tabs of one title (`=== "NNX"`) share their names, and so do all blocks outside of tabs. A block
+```` ```text title="prints" ```` has the output of the Python block before it. In it, `...` stands for any text.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _LIKE_DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 class Block(NamedTuple):
-    tab: str  # its title, or ""
-    line: int  # of the first line of code in the page
+    tab: str  # the title of the tab, or ""
+    line: int  # the number of the first line of code in the page
     code: str
     prints: str | None
     needs: str | None  # a package to import first
@@ -33,33 +33,33 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     """Return the Python blocks of a page, in order."""
     text = page.read_text()
-    found: list[Block] = []
+    python_blocks: list[Block] = []
     for fence in _FENCE.finditer(text):
         indent, language, body = fence.groups()
         code = textwrap.dedent(body)
         if language == "python":
             needs = _NEEDS.search(code)
             line = text[: fence.start(3)].count("\n") + 1
-            found.append(
+            python_blocks.append(
                 Block(_tab(text, fence.start(), indent), line, code, None, PACKAGES[needs[1]] if needs else None)
             )
         elif language == 'text title="prints"':
-            found[-1] = found[-1]._replace(prints=code)
-    return found
+            python_blocks[-1] = python_blocks[-1]._replace(prints=code)
+    return python_blocks
 
 
 def _tab(text: str, position: int, indent: str) -> str:
-    """Return the title of the tab that a fence lies in."""
+    """Return the title of the tab around a fence, or an empty text."""
     if not indent:
         return ""
     return _TAB.findall(text[:position])[-1]
 
 
 def run(page: Path, tab: str) -> None:
-    """Run the blocks of one tab, or those outside of tabs, in order.
+    """Run the blocks in the tabs of one title, or with "" the blocks outside of tabs.
 
     Raises:
-      AssertionError: a block prints something else than the page says.
+      AssertionError: a block does not print what the page shows.
     """
     scope: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page):

@@ -1,4 +1,4 @@
-"""Where things lie."""
+"""Paths of the repository and of the tools for tests."""
 
 from __future__ import annotations
 

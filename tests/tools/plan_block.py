@@ -1,6 +1,8 @@
-"""A transformer block whose plan is kept in plan_block.txt. In this folder, after a change that is meant:
+"""A transformer block whose expected plan is in plan_block.txt.
 
-jaxmp plan plan_block:loss --args plan_block:example --override '**/head=float32' > plan_block.txt
+If you change plans on purpose, write the file again, in this folder:
+
+    jaxmp plan plan_block:loss --args plan_block:example --override '**/head=float32' > plan_block.txt
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Only lax and functions with rules of their own: how jax.numpy composes its functions changes from version to version.
+# The block uses only jax.lax, because the operations of jax.numpy functions change between versions of JAX.
 
 
 def norm(x, scale):
@@ -61,7 +63,7 @@ def loss(layers, head, x, labels):
 
 
 def example():
-    """Three layers of width 16, two sequences of eight tokens, a vocabulary of 32."""
+    """Return arguments: three layers of width 16, two sequences of eight tokens, a vocabulary of 32."""
     shapes = {"norm": (16,), "up": (16, 64), "down": (64, 16)}
     shapes |= dict.fromkeys(("query", "key", "value", "out"), (16, 16))
     layers = {name: jnp.zeros((3, *shape)) for name, shape in shapes.items()}

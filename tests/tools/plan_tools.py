@@ -23,7 +23,7 @@ def rows(fun, *args, **options) -> list[PlanRow]:
 
 
 def flops(fun, *args):
-    """Primitive and FLOPs of each row that has any."""
+    """Return the primitive and the FLOPs of each row that has FLOPs."""
     return [(row.primitive, row.flops) for row in rows(fun, *args) if row.flops]
 
 

@@ -1,4 +1,4 @@
-"""Ports for processes that meet on this machine."""
+"""Ports for processes that communicate on this machine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 
 
 def held_port() -> socket.socket:
-    """A socket on a port that no other process is given while it is open.
+    """Return a socket that reserves a free port as long as it is open.
 
-    Whoever sets SO_REUSEPORT, as the server of ``jax.distributed`` does, may listen there all the same.
+    The server of ``jax.distributed`` can still listen on the port, because it sets SO_REUSEPORT too.
     """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved

@@ -1,7 +1,7 @@
-"""Every primitive that the installed JAX has.
+"""List the primitives of the installed JAX.
 
-``jax.extend.core.primitives`` names about half of what a program can hold, so JAX's modules are imported, all of
-them, and asked for their primitives.
+``jax.extend.core.primitives`` has only about half of the primitives that can occur in a program. So all modules of JAX
+are imported and searched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 
 ROOMS = ("jax._src", "jax.experimental")
 SKIPPED = {
-    "jax._src.pallas.mosaic": "inside TPU kernels, which are opaque; `gather`, `scatter` and `swap` mean others there",
+    "jax._src.pallas.mosaic": "inside TPU kernels, which are opaque; its `gather`, `scatter`, `swap` are not JAX's",
     "jax._src.pallas.mosaic_gpu": "inside GPU kernels, which are opaque",
     "jax._src.pallas.triton": "inside Triton kernels, which are opaque",
     "jax._src.pallas.primitives": "inside kernels of any kind",
@@ -35,21 +35,21 @@ SKIPPED = {
 
 @functools.cache
 def installed_primitives() -> Mapping[str, str]:
-    """The name of each primitive, with the first module (in alphabetical order) that has it.
+    """Return each primitive's name, with the first module (alphabetically) that has it.
 
-    Takes seconds and some hundred modules: for tests and for reports, not for transforms. Left out are the modules of
-    ``SKIPPED``, each with its reason there, and those that want what is not installed: no program of this process can
-    hold their primitives.
+    The call takes seconds and imports hundreds of modules. The modules of ``SKIPPED`` are left out for the reasons that
+    it gives. Modules that cannot be imported are left out too, because no program in this process can have their
+    primitives.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # modules that are on their way out of JAX say so
+        warnings.simplefilter("ignore")  # deprecated modules of JAX warn
         names = sorted(name for room in ROOMS for name in _import_below(room))
-    found: dict[str, str] = {}
+    primitives: dict[str, str] = {}
     for name in names:
         for value in vars(sys.modules[name]).values():
             if isinstance(value, Primitive):
-                found.setdefault(value.name, name)
-    return MappingProxyType(dict(sorted(found.items())))
+                primitives.setdefault(value.name, name)
+    return MappingProxyType(dict(sorted(primitives.items())))
 
 
 def _import_below(name: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A script whose two processes get everything wrong, one after the other, and tell what they were told."""
+"""A script in which two processes make each mistake in turn, and print the error messages."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ class Config(cli.Training):
 
 
 def train(config: Config) -> None:
-    processes._LEAVE_S = 100.0  # on a busy machine the other one may come to its end late
+    processes._LEAVE_S = 100.0  # on a busy machine, the other process may end late
     base = cli.parse(language_modeling.Config, "", flags(config.folder))
-    own = config.process_id
-    assert own is not None
-    # The same path, and another folder for each process.
-    mine = config.bad / str(own)
-    mine.mkdir(parents=True, exist_ok=True)
-    os.dup2(os.open(mine, os.O_RDONLY), 100)
+    process_id = config.process_id
+    assert process_id is not None
+    # /proc/self/fd/100 is the same path in both processes, but another folder in each.
+    process_folder = config.bad / str(process_id)
+    process_folder.mkdir(parents=True, exist_ok=True)
+    os.dup2(os.open(process_folder, os.O_RDONLY), 100)
 
     def missing() -> None:
-        if own == 1:
+        if process_id == 1:
             raise FileNotFoundError("no such text")
 
     def prepared(**changes: object) -> object:
         flags = dataclasses.replace(base, **changes)
-        return lambda: processes.together(lambda: language_modeling.prepare(flags), first_before=True)  # as the loop
+        # The training loop prepares an experiment in the same way.
+        return lambda: processes.together(lambda: language_modeling.prepare(flags), first_before=True)
 
     attempts = {
         "mesh": prepared(mesh="data=3"),
         "axis": prepared(mesh="row=4"),
         "batch": prepared(batch_size=6),
-        "weights": prepared(save_weights=config.bad / ("0" if own == 0 else "gone") / "x.safetensors"),
-        "flags": lambda: processes.require_alike({"batch_size": 8 * (own + 1)}),
+        "weights": prepared(save_weights=config.bad / ("0" if process_id == 0 else "gone") / "x.safetensors"),
+        "flags": lambda: processes.require_alike({"batch_size": 8 * (process_id + 1)}),
         "data": lambda: processes.together(missing),
         "folder": lambda: processes.folder_of_first(lambda: Path("/proc/self/fd/100")),
     }
-    found = {}
+    messages = {}
     for name, attempt in attempts.items():
         try:
             attempt()
         except ValueError as error:
-            found[name] = str(error)
-    print("found", json.dumps(found), file=sys.stderr)
+            messages[name] = str(error)
+    print("found", json.dumps(messages), file=sys.stderr)
     with cli.bad_values_end_it():
         raise ValueError("the same on both")

@@ -1,4 +1,7 @@
-"""Jobs of several processes with CPU devices, which meet over gloo: scripts of the experiments, to be killed or not."""
+"""Run a script of the experiments in several processes with CPU devices, which a test may kill.
+
+The processes communicate by gloo.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from ports import held_port
 from experiments.training import checkpoints, cli, processes
 
 PATIENCE_S = 300
-# So long may a process of a busy machine be silent before the others take it for gone.
+# After this time without a heartbeat, the other processes take a process for dead. It is long, for busy machines.
 HEARTBEAT_S = 60
 
 
 def flags(folder: Path) -> list[str]:
-    """Return the flags of a small GPT-2 that skips steps now and then, with a text of its own in ``folder``."""
+    """Return the flags of a small GPT-2 that sometimes skips a step; write its text into ``folder``."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}.\n" for n in range(2000)))
@@ -37,7 +40,17 @@ def flags(folder: Path) -> list[str]:
 
 
 class Job:
-    """A script in so many processes of so many devices each, all with the same flags; the first one may hang."""
+    """A script that runs in several processes with the same flags.
+
+    Args:
+      folder: the folder of the outputs.
+      arguments: the flags of the script.
+      processes: the number of processes.
+      devices: the number of devices of each process.
+      hang_at: the number of the batch before which the first process hangs.
+      module: the script.
+      heartbeat_s: see HEARTBEAT_S.
+    """
 
     def __init__(
         self,
@@ -55,18 +68,18 @@ class Job:
         self._outputs = [folder / f"output-{time.monotonic_ns()}-{n}" for n in range(processes)]
         self.processes = []
         for n, output in enumerate(self._outputs):
-            own = f"--coordinator {at} --processes {processes} --process-id {n}".split() if processes > 1 else []
-            # The first one: were it gone before, JAX would end the others without a word of theirs.
+            own_flags = f"--coordinator {at} --processes {processes} --process-id {n}".split() if processes > 1 else []
+            # Only the first process hangs. If it ended first, JAX would end the others before they write an error.
             hang = hang_at if n == 0 else None
-            target = (module, [*arguments, *own], output, devices, folder / "compiled", hang, heartbeat_s)
+            target = (module, [*arguments, *own_flags], output, devices, folder / "compiled", hang, heartbeat_s)
             self.processes.append(context.Process(target=run_script, args=target, daemon=True))
             self.processes[-1].start()
 
     def wait_for(self, happened: Callable[[], Any]) -> None:
-        """Returns when something has happened, which must be while all processes live."""
+        """Wait until ``happened()`` is true, and assert that all processes live until then."""
         try:
             while not happened():
-                assert time.monotonic() < self._started + PATIENCE_S, "it does not happen"
+                assert time.monotonic() < self._started + PATIENCE_S, "the condition does not become true"
                 assert all(process.is_alive() for process in self.processes), self.errors()
                 time.sleep(0.002)
         except BaseException:
@@ -77,7 +90,10 @@ class Job:
         os.kill(self.processes[number].pid, kind)
 
     def end(self) -> list[int | None]:
-        """The exit codes, once all processes have ended: one that hangs would sleep for longer than this waits."""
+        """Wait until all processes have ended, and return their exit codes.
+
+        A process that hangs sleeps longer than this method waits.
+        """
         limit = time.monotonic() + PATIENCE_S
         for process in self.processes:
             process.join(max(0, limit - time.monotonic()))
@@ -92,15 +108,15 @@ class Job:
         os.close(self._port)
 
     def said(self, number: int) -> str:
-        """The lines that the script itself wrote."""
+        """Return what the script itself wrote."""
         return self._outputs[number].read_text()
 
     def output(self, number: int) -> str:
-        """The same, and then what the libraries below Python did."""
+        """Return what the script wrote, and then what its C++ libraries wrote."""
         return self.said(number) + _below(self._outputs[number]).read_text(errors="replace")
 
     def errors(self) -> list[str]:
-        """The error of each process."""
+        """Return the error lines of each process."""
         return ["\n".join(line for line in self.said(n).splitlines() if line.startswith("error: "))
                 for n in range(len(self._outputs))]  # fmt: skip
 
@@ -112,17 +128,17 @@ def _below(output: Path) -> Path:
 def run_script(
     module: str, arguments: list[str], output: Path, devices: int, cache: Path, hang_at: int | None, heartbeat_s: int
 ) -> None:
-    """A script as a shell would run it, its output in a file; perhaps it hangs before a batch of that number.
+    """Run a script as from a shell, with its output in a file; if asked, hang before a batch.
 
-    What gloo, gRPC and XLA write, from any thread and in the middle of a line, is in a file of its own.
+    The texts of gloo, gRPC and XLA go into another file, because they may come from any thread in the middle of a line.
     """
     below = os.open(_below(output), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(below, stream)
     sys.stdout, sys.stderr = (output.open("a", buffering=1) for _ in range(2))
     processes.HEARTBEAT_S = heartbeat_s
-    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
-    os.environ["XLA_FLAGS"] = " ".join([*others, f"--xla_force_host_platform_device_count={devices}"])
+    other_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    os.environ["XLA_FLAGS"] = " ".join([*other_flags, f"--xla_force_host_platform_device_count={devices}"])
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -131,7 +147,7 @@ def run_script(
     script: Any = importlib.import_module(module)
     sys.argv = [module, *arguments]
     cli.main(script.Config, script.train, script.__doc__)
-    atexit._run_exitfuncs()  # which a child of multiprocessing leaves out
+    atexit._run_exitfuncs()  # child processes of multiprocessing do not run them
 
 
 def _hang(batch: int) -> None:
@@ -150,7 +166,7 @@ def _hang(batch: int) -> None:
 
 
 def steps(run: Path) -> int:
-    """How many rows of training the metrics of a run have."""
+    """Return the number of training rows in the metrics of a run."""
     file = run / "metrics.csv"
     return file.read_text().count(",train,") if file.exists() else 0
 

@@ -1,7 +1,7 @@
-"""Sums in half precision that lead to a gradient, found in the program that computes it.
+"""Find the sums in half precision in a program that computes gradients.
 
-From a gradient the walk goes back through what moves, casts or adds up values, into loops, branches and calls and out
-again, to the operations that compute the cotangents: products and pointwise arithmetic.
+The search goes back from each gradient through operations that move, cast or add up values, also into and out of loops,
+branches and calls. It ends at the operations that compute the cotangents: products and pointwise arithmetic.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxmp._internals.jax.equations import bodies_of, in_dtype_of_scatter, is_li
 from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.walk import equations
 
-FACTORS = frozenset({"mul", "div"})  # moves where the other operand is a number
-# Of a gather or a scatter the indices are operands too: they are integers, and the walk follows floats only.
+FACTORS = frozenset({"mul", "div"})  # they count as moves if one operand is a literal
+# The indices of a gather or a scatter are operands too, but the search follows only floating values.
 MOVES, SUMS, COMPUTES = (
     frozenset(names.split())
     for names in (
@@ -35,7 +35,7 @@ MOVES, SUMS, COMPUTES = (
 
 
 class Sum(NamedTuple):
-    """An addition in half precision: how many terms, and the scopes that it stands in."""
+    """A sum in half precision, with its number of terms and its scopes."""
 
     primitive: str
     dtype: str
@@ -44,13 +44,13 @@ class Sum(NamedTuple):
 
 
 def half_sums(jaxpr: Any, least: int = 257) -> list[Sum]:
-    """The sums of at least so many terms in half precision between the results of ``jaxpr`` and what computes them.
+    """Return the half-precision sums of at least ``least`` terms behind the results of ``jaxpr``.
 
-    A sum of two cotangents of an activation, as a residual stream has them, is none of a param: behind a sum over rows
-    or turns they do not count.
+    An addition of two cotangents of an activation, as in a residual stream, is not a sum over the uses of a param. So
+    an ``add_any`` behind a sum over rows or iterations does not count.
     """
     place = _Place(opened(jaxpr)[0])
-    found: dict[Sum, None] = {}
+    sums: dict[Sum, None] = {}
     seen: set[Any] = set()
     todo = [(place, atom, False) for atom in place.jaxpr.outvars]
     while todo:
@@ -58,18 +58,22 @@ def half_sums(jaxpr: Any, least: int = 257) -> list[Sum]:
         if is_literal(atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating) or (id(place), atom, summed) in seen:
             continue
         seen.add((id(place), atom, summed))
-        for own in place.sums(atom):
-            if not (summed and own.primitive == "add_any"):
-                found[own] = None
-        # What is added up turn by turn or over an axis is a sum of many cotangents, in float32 too.
+        for half_sum in place.sums(atom):
+            if not (summed and half_sum.primitive == "add_any"):
+                sums[half_sum] = None
+        # A sum over an axis or over iterations adds many cotangents, even if its own dtype is float32.
         summed = summed or place.adds_up(atom)
         todo += [(*source, summed) for source in place.sources(atom)]
-    longest = max((each.terms for each in found if each.primitive == "add_any"), default=0)  # of a chain of uses
-    return [each for each in found if each.terms >= (longest if each.primitive == "add_any" else least) >= least]
+    # Of a chain of additions, only the last one has all terms.
+    longest = max((item.terms for item in sums if item.primitive == "add_any"), default=0)
+    return [item for item in sums if item.terms >= (longest if item.primitive == "add_any" else least) >= least]
 
 
 class _Place:
-    """A jaxpr where it stands: at the top, or as a body of an equation in another place."""
+    """A jaxpr with its context: the equation whose body it is, and that equation's place.
+
+    The outermost jaxpr has no context.
+    """
 
     def __init__(self, jaxpr: Any, eqn: Any = None, around: _Place | None = None) -> None:
         self.jaxpr, self.eqn, self.around = jaxpr, eqn, around
@@ -80,7 +84,7 @@ class _Place:
         self._bodies: dict[int, list[_Place]] = {}
 
     def bodies(self, eqn: Any) -> list[_Place]:
-        """The bodies of ``eqn``, of a while loop the one that computes its carries."""
+        """Return the bodies of ``eqn``, for a while loop only the body that computes the carries."""
         if id(eqn) not in self._bodies:
             bodies = bodies_of(eqn)
             jaxprs = () if bodies is None else bodies.jaxprs[-1:] if bodies.kind == "while" else bodies.jaxprs
@@ -88,7 +92,10 @@ class _Place:
         return self._bodies[id(eqn)]
 
     def sources(self, var: Any) -> list[tuple[_Place, Any]]:
-        """Where the value of ``var`` was before it was moved, cast or added up; nothing if it is computed here."""
+        """Return the values from which ``var`` was moved, cast or added up.
+
+        The list is empty if an operation computes ``var``.
+        """
         if var not in self.made:
             return self._outside(var)
         eqn, index = self.made[var]
@@ -97,7 +104,7 @@ class _Place:
         name = eqn.primitive.name
         if name in MOVES | SUMS or (name in FACTORS and any(map(is_literal, eqn.invars))):
             return [(self, atom) for atom in eqn.invars]
-        assert name in COMPUTES, f"{name} is neither known as a move or sum nor as what computes cotangents"
+        assert name in COMPUTES, f"unknown primitive {name}: add it to MOVES, SUMS or COMPUTES"
         return []
 
     def _outside(self, var: Any) -> list[tuple[_Place, Any]]:
@@ -106,36 +113,37 @@ class _Place:
         index, bodies = self.index[var], bodies_of(self.eqn)
         assert bodies is not None
         before = {"cond": 1, "while": bodies.consts}.get(bodies.kind, 0)
-        found = [(self.around, self.eqn.invars[before + index])]
-        turn = index - (bodies.start - bodies.consts) if bodies.kind in ("scan", "while") else -1
-        return [*found, (self, self.jaxpr.outvars[turn])] if 0 <= turn < bodies.carry + self._while_carry() else found
+        initial = [(self.around, self.eqn.invars[before + index])]
+        carry = index - (bodies.start - bodies.consts) if bodies.kind in ("scan", "while") else -1
+        is_carry = 0 <= carry < bodies.carry + self._while_carry()
+        return [*initial, (self, self.jaxpr.outvars[carry])] if is_carry else initial
 
     def _while_carry(self) -> int:
         return len(self.jaxpr.outvars) if self.eqn.primitive.name == "while" else 0
 
     def sums(self, var: Any) -> Iterator[Sum]:
-        """The half sums that ``var`` is the result of."""
+        """Yield the half-precision sum whose result is ``var``, if there is one."""
         if var not in self.made:
             return
         eqn, index = self.made[var]
         terms, dtype = _terms(self, eqn), var.aval.dtype
-        if (way := self._turns(eqn, index)) is not None:
+        if (cycle := self._accumulation(eqn, index)) is not None:
             terms = eqn.params.get("length", math.inf)
-            dtype = min((atom.aval.dtype for atom in way), key=lambda dtype: dtype.itemsize)
+            dtype = min((atom.aval.dtype for atom in cycle), key=lambda dtype: dtype.itemsize)
         if terms is not None and dtype.itemsize < 4:
             yield Sum(eqn.primitive.name, dtype.name, terms, "/".join(names_of(eqn)))
 
     def adds_up(self, var: Any) -> bool:
-        """Return whether ``var`` is a sum over an axis or over the turns of a loop."""
+        """Return whether ``var`` is a sum over an axis or over the iterations of a loop."""
         eqn, index = self.made.get(var, (None, 0))
         if eqn is None:
             return False
-        return eqn.primitive.name in SUMS - {"add_any", "add"} or self._turns(eqn, index) is not None
+        return eqn.primitive.name in SUMS - {"add_any", "add"} or self._accumulation(eqn, index) is not None
 
-    def _turns(self, eqn: Any, index: int) -> list[Any] | None:
-        """The values that a carry takes on its way round a loop, if all that happens to it is that more is added.
+    def _accumulation(self, eqn: Any, index: int) -> list[Any] | None:
+        """Return the values on the cycle of a carry, if the loop only adds to the carry.
 
-        Who reads it otherwise computes with it: then it is no sum, but a stream of activations.
+        If the body has another use for the carry, it is a stream of activations and not a sum. Then return None.
         """
         bodies = bodies_of(eqn)
         if bodies is None or bodies.kind not in ("scan", "while"):
@@ -145,10 +153,14 @@ class _Place:
         if index >= (bodies.carry if bodies.kind == "scan" else len(body.jaxpr.outvars)):
             return None
         goal = body.jaxpr.invars[first + index]
-        way = body._way(body.jaxpr.outvars[index], body, goal, set())
-        return None if way is None or not any(added for _, added in way) else [atom for atom, _ in way]
+        cycle = body._cycle(body.jaxpr.outvars[index], body, goal, set())
+        return None if cycle is None or not any(is_sum for _, is_sum in cycle) else [atom for atom, _ in cycle]
 
-    def _way(self, atom: Any, end: _Place, goal: Any, seen: set[Any]) -> list[tuple[Any, bool]] | None:
+    def _cycle(self, atom: Any, end: _Place, goal: Any, seen: set[Any]) -> list[tuple[Any, bool]] | None:
+        """Return the values from ``goal`` in ``end`` to ``atom``, and whether each is a sum.
+
+        Return None if another operation than a move or a sum is between them, or a value has several readers.
+        """
         if is_literal(atom) or self.readers[atom] != 1 or (id(self), atom) in seen:
             return None
         seen.add((id(self), atom))
@@ -158,8 +170,8 @@ class _Place:
         if eqn is not None and eqn.primitive.name not in MOVES | SUMS and not self.bodies(eqn):
             return None
         for place, source in self.sources(atom):
-            if (way := place._way(source, end, goal, seen)) is not None:
-                return [(atom, eqn is not None and eqn.primitive.name in SUMS), *way]
+            if (cycle := place._cycle(source, end, goal, seen)) is not None:
+                return [(atom, eqn is not None and eqn.primitive.name in SUMS), *cycle]
         return None
 
 
@@ -172,7 +184,7 @@ def _variables(atoms: list[Any]) -> Iterator[Any]:
 
 
 def _terms(place: _Place, eqn: Any) -> float | None:
-    """How many terms each element of the result of ``eqn`` is the sum of; None if it is no sum."""
+    """Return the number of terms in each element of a sum, or None if ``eqn`` is not a sum."""
     name, params, operand = eqn.primitive.name, eqn.params, eqn.invars[0].aval if eqn.invars else None
     if name == "reduce_sum":
         return math.prod(operand.shape[axis] for axis in params["axes"])
@@ -189,7 +201,7 @@ def _terms(place: _Place, eqn: Any) -> float | None:
 
 
 def _operands(place: _Place, eqn: Any) -> int:
-    """How many are added up by an addition and those that made its operands."""
+    """Return the number of terms of an addition whose operands may be additions too."""
     count, additions = 0, [eqn]
     while additions:
         for atom in additions.pop().invars:
@@ -207,7 +219,10 @@ def has_loops(jaxpr: Any) -> bool:
 
 
 def with_exact_sums(jaxpr: Any) -> Callable[..., list[Any]]:
-    """A program without loops in float64, its half results rounded as they are, but for its sums, which are not."""
+    """Return a function that evaluates a program without loops, with exact sums.
+
+    It computes in float64. Results that are half in the program are rounded to half, except those of sums.
+    """
 
     def evaluate(jaxpr: Any, args: Any) -> list[Any]:
         jaxpr, consts = opened(jaxpr)
@@ -241,7 +256,7 @@ def _wide(value: Any) -> Any:
 
 
 def _wide_param(value: Any) -> Any:
-    if hasattr(value, "eqns"):  # the addition of a scatter
+    if hasattr(value, "eqns"):  # the update function of a scatter-add
         return in_dtype_of_scatter(value, np.float64)
     return np.dtype(np.float64) if isinstance(value, np.dtype) and _is_float(value) else value
 

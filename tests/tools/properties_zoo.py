@@ -1,4 +1,4 @@
-"""The same small models in Linen and in NNX, under a policy or with dtypes by hand, as functions of their params."""
+"""Small models in Linen and in NNX, under a policy or with dtypes by hand, as functions of their params."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SEQUENCE = data(2, 3, 4)
 
 
 class Pure(NamedTuple):
-    """A model as a function of its params, whichever of Flax's interfaces it is written for."""
+    """A Linen or NNX model as a function of its params."""
 
     apply: Callable[..., Any]
     params: Any
 
     def loss(self, *args: Any) -> Callable[[Any], jax.Array]:
-        """A function of the params: the sum of squares of what the model returns for ``args``, in float32."""
+        """Return a function of the params: the float32 sum of squares of the outputs for ``args``."""
 
         def loss(params: Any) -> jax.Array:
             return sum((jnp.sum(out**2) for out in jax.tree.leaves(float32(self.apply(params, *args)))), jnp.zeros(()))
@@ -34,7 +34,10 @@ class Pure(NamedTuple):
 
 
 def pure(model: Any, *args: Any, abstract: bool = False) -> Pure:
-    """``model`` with its params, of which ``abstract`` ones of Linen have shapes and dtypes only."""
+    """Return ``model`` as a function, and its params.
+
+    If ``abstract`` is set, the params of a Linen model are only shapes and dtypes.
+    """
     if isinstance(model, nn.Module):
         variables = (jax.eval_shape if abstract else _called)(quick_jit(model.init), rngs(), *args)
         rest = {name: value for name, value in variables.items() if name != "params"}
@@ -52,7 +55,7 @@ def mixed(model: Any, policy: Any, overrides: Any = None) -> Any:
     return adapter.apply_policy(model, policy, overrides)
 
 
-# --- the same models in Linen and in NNX; `hand` is the dtype written by hand -----------------------------------------
+# --- models in Linen, and the same models in NNX; `hand` is the dtype of casts by hand --------------------------------
 
 
 def by_hand(hand: Any, *values: Any) -> Any:
@@ -60,7 +63,7 @@ def by_hand(hand: Any, *values: Any) -> Any:
 
 
 class LinenOwn(nn.Module):
-    """A layer that knows of no dtypes: what it does with its input and its param is ``fun``'s affair."""
+    """A layer without a ``dtype`` that calls ``fun`` with its param and its inputs."""
 
     fun: Callable[..., Any]
     hand: Any = None
@@ -72,7 +75,7 @@ class LinenOwn(nn.Module):
 
 
 class NNXOwn(nnx.Module):
-    """The same in NNX."""
+    """:class:`LinenOwn` in NNX."""
 
     def __init__(self, fun: Callable[..., Any], hand: Any = None):
         self.w = nnx.Param(nnx.initializers.lecun_normal()(jax.random.key(0), (4, 4)))
@@ -83,7 +86,7 @@ class NNXOwn(nnx.Module):
 
 
 class LinenBeside(nn.Module):
-    """A param of its own beside a submodule."""
+    """A layer that has a param and also a submodule."""
 
     fun: Callable[..., Any]
     hand: Any = None
@@ -96,7 +99,7 @@ class LinenBeside(nn.Module):
 
 
 class NNXBeside(NNXOwn):
-    """The same in NNX."""
+    """:class:`LinenBeside` in NNX."""
 
     def __init__(self, fun: Callable[..., Any], hand: Any = None):
         super().__init__(fun, hand)
@@ -107,7 +110,7 @@ class NNXBeside(NNXOwn):
 
 
 class LinenCalls(nn.Module):
-    """Submodules, and a function of them and of the inputs."""
+    """A module that calls ``fun`` with its submodules and its inputs."""
 
     parts: Any
     fun: Callable[..., Any]
@@ -118,7 +121,7 @@ class LinenCalls(nn.Module):
 
 
 class NNXCalls(nnx.Module):
-    """The same in NNX."""
+    """:class:`LinenCalls` in NNX."""
 
     def __init__(self, parts: Any, fun: Callable[..., Any]):
         self.parts, self.fun = nnx.List(parts), fun
@@ -128,7 +131,7 @@ class NNXCalls(nnx.Module):
 
 
 class Linen:
-    """Makes layers of Linen."""
+    """The Linen models of this file, and Linen's layers."""
 
     Own, Beside, Calls, part, remat = LinenOwn, LinenBeside, LinenCalls, "parts_{}", staticmethod(nn.remat)
 
@@ -150,7 +153,7 @@ class Linen:
 
 
 class NNX:
-    """Makes layers of NNX."""
+    """The NNX models of this file, and NNX's layers."""
 
     Own, Beside, Calls, part, remat = NNXOwn, NNXBeside, NNXCalls, "parts/{}", staticmethod(nnx.remat)
 

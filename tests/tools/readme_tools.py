@@ -1,6 +1,6 @@
-"""Names and inputs with which tests/docs/test_coming_from.py runs docs/coming_from.md.
+"""Run the code blocks of docs/coming_from.md, for tests/docs/test_coming_from.py.
 
-Its blocks, stand-ins for the reader's program, and what is to be seen of them.
+The module reads the blocks, has small programs in place of the reader's program, and computes the expected results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxmp._internals.jax.walk import product_dtypes
 PAGE = ROOT / "docs" / "coming_from.md"
 Scope = dict[str, Any]
 
-FINITE = [True, True, True, False, True, False, False, True, True, True, True]  # of each step's batch
+FINITE = [True, True, True, False, True, False, False, True, True, True, True]  # whether each step's batch is finite
 # Gradients of 1 would overflow under a scale of 2**16, so the errors are small.
 X, Y = np.array([[1, 2], [-3, 0.5]], np.float32), np.array([[0.1875], [-1.5625]], np.float32)
 WEIGHT, BIAS = np.array([[0.5], [-0.25]], np.float32), np.array([0.125], np.float32)
@@ -32,14 +32,14 @@ LEARNING_RATE, MAX_NORM = 0.125, 2.0**-6
 
 
 class Code(NamedTuple):
-    """A block: what is set up, and what each step repeats."""
+    """The code of a block: the lines that run once, and the lines of one step."""
 
     set_up: str
     step: str
 
 
 def read_page() -> dict[str, tuple[Code, Code]]:
-    """The sections of the page by heading: the code that the reader knows and the code to write."""
+    """Return two blocks for each heading of the page: the reader's code, and the code for jaxmp."""
     sections = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.MULTILINE)
     texts = dict(zip(sections[1::2], sections[2::2], strict=True))
     pairs = {name: re.findall(r"```python\n(.*?)\n```", text, re.DOTALL) for name, text in texts.items()}
@@ -47,23 +47,26 @@ def read_page() -> dict[str, tuple[Code, Code]]:
 
 
 def read_block(text: str) -> Code:
-    """The code of a block, with growth intervals that are short."""
+    """Return the code of a block, with short growth intervals in place of 2000 and 2001."""
     text = text.replace("2000", "2").replace("2001", "3")
     set_up, _, step = text.partition("\n\n")
     return Code(text, "") if re.fullmatch(r"(import|from) .*", set_up) else Code(set_up, step)
 
 
 def run(code: str, scope: Scope) -> Scope:
-    """Runs ``code`` as the reader's program would."""
+    """Run ``code`` with the names of ``scope``, and return the scope."""
     exec(compile(code, str(PAGE), "exec"), scope)
     return scope
 
 
-# What is to be seen.
+# Expected results.
 
 
 def expected_scales(start: float, period: int = 2, count: int = 0) -> list[float]:
-    """The loss scale after each step: twice after ``period`` finite ones in a row, half after one that is not."""
+    """Return the loss scale after each step, computed by hand.
+
+    The scale doubles after ``period`` finite steps in a row, and halves after a non-finite step.
+    """
     scales, scale = [], start
     for finite in FINITE:
         count = count + 1 if finite else 0
@@ -76,7 +79,7 @@ def expected_scales(start: float, period: int = 2, count: int = 0) -> list[float
 
 
 def expected_params(max_norm: float) -> list[float]:
-    """Weights and bias of the linear regression after the finite steps, by hand in float64."""
+    """Return weights and bias of the linear regression after the finite steps, computed by hand in float64."""
     weight, bias = WEIGHT.astype(np.float64), BIAS.astype(np.float64)
     for _ in range(sum(FINITE)):
         error = 2 * (X @ weight + bias - Y) / Y.size
@@ -91,11 +94,11 @@ def close(params: list[float]) -> Any:
     return pytest.approx(params, rel=0, abs=2**-12)  # float16 rounds the params; they move by 2**-6 and more
 
 
-# Stand-ins for the reader's program, in JAX and in torch.
+# Small programs in place of the reader's program, in JAX and in torch.
 
 
 def jax_program(model: nn.Module | None = None) -> Scope:
-    """A float32 linear regression, with the names that the page uses."""
+    """Return a float32 linear regression, with the names that the page uses."""
     scope: Scope = {"jax": jax, "jnp": jnp, "nn": nn, "optax": optax, "jaxmp": jaxmp, "partial": partial}
     scope |= {"model": model or nn.Dense(1), "tx": optax.sgd(LEARNING_RATE), "max_norm": MAX_NORM}
     scope |= {"params": {"kernel": jnp.array(WEIGHT), "bias": jnp.array(BIAS)}, "x": jnp.array(X), "y": jnp.array(Y)}
@@ -104,7 +107,7 @@ def jax_program(model: nn.Module | None = None) -> Scope:
 
 
 def train(code: Code, scope: Scope, loss_scale: Callable[[], Any]) -> Scope:
-    """Runs a block's steps; what is seen are the loss scales after each and the params after the last."""
+    """Run the steps of a block; return the loss scale after each step and the last params."""
     batches = [scope["x"] if finite else scope["x"] * float("inf") for finite in FINITE]
     run(code.set_up, scope)
     scales = []
@@ -115,7 +118,7 @@ def train(code: Code, scope: Scope, loss_scale: Callable[[], Any]) -> Scope:
 
 
 def adjusted(loss_scale: Any) -> list[float]:
-    """The scales that a loss scale takes after each step."""
+    """Return the scale after each step, for the steps of FINITE."""
     scales = []
     for finite in FINITE:
         loss_scale = loss_scale.adjust(jnp.bool_(finite))
@@ -128,12 +131,12 @@ def flat(params: Any) -> list[float]:
 
 
 def products(scope: Scope) -> set[str]:
-    """The dtypes of the products in the scope's loss function."""
+    """Return the dtypes of the products in the scope's loss function."""
     return product_dtypes(jax.make_jaxpr(scope["loss_fn"])(scope["params"], scope["x"], scope["y"]))
 
 
 def torch_program() -> Scope:
-    """The same regression in torch."""
+    """Return the linear regression of ``jax_program`` in torch."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,7 +154,7 @@ def torch_program() -> Scope:
 
 
 class TorchParams:
-    """The params of the scope's model, read when they are asked for, as Linen has them."""
+    """The current params of a torch model, under the names that Linen gives them."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

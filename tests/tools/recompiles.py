@@ -6,10 +6,10 @@ from typing import Any
 
 
 def compiled_once(jitted: Any) -> bool:
-    """Return whether no second program was compiled for a jitted function, or for the calls of a train step.
+    """Return whether at most one program was compiled for a jitted function or a train step.
 
-    JAX counts none any more in a process that has called 8,192 programs, as one that runs half of the tests has near
-    its end; the part for the newest Python has fewer in all.
+    In a process that has called 8,192 programs, JAX no longer counts. Then the result is always True. A process that
+    runs half of all tests reaches this number near its end.
     """
     program = getattr(jitted, "jitted", jitted)
     return bool(program._cache_size() <= 1)

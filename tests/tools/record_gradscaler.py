@@ -1,7 +1,7 @@
-"""Records what torch's GradScaler does, for the tests of loss scales to compare with.
+"""Record what torch's GradScaler does, as the oracle for tests of loss scales.
 
-Run by hand where torch is installed: ``python tests/record_gradscaler.py`` writes tests/gradscaler_traces.json. The
-tests read that file, and need no torch.
+Run it by hand in an environment with torch: ``python tests/tools/record_gradscaler.py`` writes gradscaler_traces.json
+beside this file. The tests only read that file.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-# Each run is a list of (finite?, number of steps).
+# A run, as pairs of a bool and a number: so many steps in a row are finite or not.
 Pattern = list[tuple[bool, int]]
 
 
 def mixed(seed: int, steps: int, finite: float) -> Pattern:
-    """Steps that are finite with the given probability."""
+    """Return steps that are finite with the probability ``finite``."""
     rng = random.Random(seed)
     return [(rng.random() < finite, 1) for _ in range(steps)]
 
@@ -55,7 +55,7 @@ RUNS: dict[str, tuple[dict[str, float], Pattern]] = {
 
 
 def record(arguments: dict[str, float], pattern: Pattern) -> dict[str, object]:
-    """One run: the scale and the growth tracker after each step, and the scaler's state at the start and the end."""
+    """Return the scaler's state at the start, and the scale and growth tracker after each step."""
     scaler = torch.amp.GradScaler("cpu", **arguments)
     param = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([param], lr=1.0)
@@ -73,14 +73,14 @@ def record(arguments: dict[str, float], pattern: Pattern) -> dict[str, object]:
 
 
 def runs(values: list[float], stride: int = 0) -> list[list[float]]:
-    """``values`` as [first, length] of each run whose neighbours differ by ``stride``."""
-    found: list[list[float]] = []
+    """Split ``values`` into runs whose neighbours differ by ``stride``; return [first value, length] of each."""
+    pairs: list[list[float]] = []
     for value in values:
-        if found and value == found[-1][0] + stride * found[-1][1]:
-            found[-1][1] += 1
+        if pairs and value == pairs[-1][0] + stride * pairs[-1][1]:
+            pairs[-1][1] += 1
         else:
-            found.append([value, 1])
-    return found
+            pairs.append([value, 1])
+    return pairs
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Records what transformers' GPT-2 and BERT compute in float64, for the tests of the models to compare with.
+"""Record what GPT-2 and BERT of transformers compute in float64, as the oracle for tests of our models.
 
-Run by hand where torch and transformers are installed: ``python tests/record_transformers.py`` writes
-tests/transformers_models.npz. The tests read that file, and need neither.
+Run it by hand in an environment with torch and transformers: ``python tests/tools/record_transformers.py`` writes
+transformers_models.npz beside this file. The tests only read that file.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 import transformers
 
-VOCABULARY, LENGTH, WIDTH, HEADS = 41, 12, 16, 2  # 41 words and not 64: the models have rows that fill up
+VOCABULARY, LENGTH, WIDTH, HEADS = 41, 12, 16, 2  # with 41 words, our models pad the vocabulary to 64
 
 
 def published(kind: str, layers: int = 2) -> torch.nn.Module:
-    """A small model of transformers with random weights, in float64 and without dropout."""
+    """Return a small model of transformers with random float64 weights and without dropout."""
     if kind == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=layers, n_head=HEADS,
@@ -32,7 +32,8 @@ def published(kind: str, layers: int = 2) -> torch.nn.Module:
         model = transformers.BertForMaskedLM(config)
     generator = torch.Generator().manual_seed(0)
     for name, param in model.named_parameters():
-        # Large enough that attention chooses, and every scale and bias has a say; float16 holds them exactly.
+        # The weights are large, so that attention is not uniform and every scale and bias matters. They are exact in
+        # float16.
         drawn = torch.randn(param.shape, generator=generator) * 0.3
         is_scale = param.ndim == 1 and name.endswith("weight")
         param.data = (drawn + is_scale).half().double()
@@ -40,7 +41,7 @@ def published(kind: str, layers: int = 2) -> torch.nn.Module:
 
 
 def record(kind: str, layers: int = 2) -> dict[str, np.ndarray]:
-    """Weights, inputs, and the float64 run's last hidden state, loss and gradients, each under a name."""
+    """Return weights and inputs by name, and the last hidden state, logits, loss and gradients."""
     model = published(kind, layers)
     rng = np.random.default_rng(1)
     inputs = {"tokens": rng.integers(0, VOCABULARY, (3, LENGTH))}
@@ -54,11 +55,11 @@ def record(kind: str, layers: int = 2) -> dict[str, np.ndarray]:
     output = model(**{renamed[name]: tensor for name, tensor in tensors.items()}, output_hidden_states=True)
     loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), torch.from_numpy(targets).flatten())
     loss.backward()
-    found = {f"inputs/{name}": value.astype(np.int32) for name, value in (inputs | {"targets": targets}).items()}
-    found |= {"hidden": output.hidden_states[-1], "logits": output.logits, "loss": loss}
-    found |= {f"weights/{name}": param.half() for name, param in model.named_parameters()}
-    found |= {f"gradients/{name}": param.grad for name, param in model.named_parameters()}
-    arrays = {name: value.detach().numpy() if torch.is_tensor(value) else value for name, value in found.items()}
+    values = {f"inputs/{name}": value.astype(np.int32) for name, value in (inputs | {"targets": targets}).items()}
+    values |= {"hidden": output.hidden_states[-1], "logits": output.logits, "loss": loss}
+    values |= {f"weights/{name}": param.half() for name, param in model.named_parameters()}
+    values |= {f"gradients/{name}": param.grad for name, param in model.named_parameters()}
+    arrays = {name: value.detach().numpy() if torch.is_tensor(value) else value for name, value in values.items()}
     return {name: array.astype(np.float32) if array.dtype == np.float64 else array for name, array in arrays.items()}
 
 

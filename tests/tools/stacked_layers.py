@@ -38,7 +38,7 @@ def make_params():
 
 
 def loss_on(specs, dtype="bfloat16", **options):
-    """A loss over stacked layers that gathers one layer at a time."""
+    """Return a loss over stacked layers that gathers one layer at a time."""
     of_layer = jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda leaf: isinstance(leaf, P))
 
     def loss_fn(params, model_state, batch, rng):

@@ -1,4 +1,4 @@
-"""The stock sets as small files of a test's own, and what reads them back."""
+"""Write small files in the formats of the stock data sets, and compare what is read from them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write_cifar10(
             planes = pixels.transpose(0, 3, 1, 2).reshape(len(pixels), 3072)
             if form == "binary":
                 name, content = f"{name}.bin", np.c_[labels.astype(np.uint8), planes].tobytes()
-            else:  # the published ones were written by Python 2 and an old NumPy
+            else:  # the published files were written by Python 2 and an old NumPy
                 content = pickle.dumps({b"data": planes, b"labels": labels.tolist()}, protocol=2)
                 content = content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
             if name != drop:
@@ -71,7 +71,10 @@ def write_cifar10(
 
 
 def write_folder(folder: Path, names: tuple[str, ...], suffix: str = "png") -> dict[str, dict[str, np.ndarray]]:
-    """Two images a class for training and one for test; returns split to file to pixels."""
+    """Write two training images and one test image of each class.
+
+    Return the pixels by split and file.
+    """
     written: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
     for split, count in (("train", 2), ("test", 1)):
         for label, name in enumerate(names):
@@ -85,7 +88,7 @@ def write_folder(folder: Path, names: tuple[str, ...], suffix: str = "png") -> d
 
 
 def as_set(images: np.ndarray, labels: np.ndarray) -> set[tuple[bytes, int]]:
-    """The examples regardless of their order, which TFDS chooses."""
+    """Return the examples as a set, because TFDS chooses their order."""
     return {(image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True)}
 
 

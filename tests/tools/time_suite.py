@@ -2,7 +2,7 @@
 
     python tests/tools/time_suite.py --runs 3
 
-Each clone uses the environment of this checkout and has no compiled programs. Leave the machine alone meanwhile.
+Each clone uses the environment of this checkout and has no compiled programs. Leave the machine idle meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- times: written by `python tests/tools/time_suite.py` -->\n", 
 
 
 def timed_run() -> tuple[str, float, float]:
-    """Return pytest's last line, and the seconds of the clock and of the processors."""
+    """Return pytest's last line, the elapsed seconds, and the CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "jaxmp"
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
@@ -40,7 +40,7 @@ def timed_run() -> tuple[str, float, float]:
 
 
 def main() -> None:
-    """Run the suite, and write the table."""
+    """Run the suite several times, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     runs = parser.parse_args().runs
@@ -51,7 +51,8 @@ def main() -> None:
         print(rows[-1], end="", flush=True)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax", "pytest"))
     table = (
-        f"Fresh clones without compiled programs, set-up apart, on {os.cpu_count()} cores "
+        f"Each run is in a fresh clone without compiled programs, on {os.cpu_count()} cores, "
+        "without the time to install the environment "
         f"(Python {platform.python_version()}, {versions}, {datetime.date.today()}):\n\n"
         "| run | result | min:s | CPU s |\n|---:|---|---:|---:|\n" + "".join(rows)
     )

@@ -1,4 +1,7 @@
-"""Run as one of two processes with two CPU devices each for tests/test_processes.py, and write JSON to a file."""
+"""Train as one of two processes with two CPU devices each, and write results to a JSON file.
+
+tests/test_processes.py runs this script.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def main(coordinator: str, process: int, lag: float, output: Path) -> None:
 
     good, bad = rng.normal(size=(8, 16)).astype(np.float32), np.full((8, 16), np.inf, np.float32)
     one_bad = good.copy()
-    one_bad[-1, 0] = np.inf  # in a shard of the second process
+    one_bad[-1, 0] = np.inf  # this row belongs to the second process
     found: dict[str, object] = {"process": process}
     with jax.set_mesh(mesh):
         params = {name: spread(array) for name, array in weights.items()}

@@ -1,4 +1,4 @@
-"""The train and eval steps under ``policy=``: autocast of the loss function, with loss scaling and whole skips."""
+"""Train and evaluation steps with ``policy=`` run the loss function under autocast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
     return loss, model_state, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()}
 
 
-@functools.cache  # an init by itself is dozens of small programs
+@functools.cache  # each call compiles dozens of small programs
 def initial() -> Any:
     return quick_jit(NET.init)(jax.random.key(0), BATCH["x"])
 
@@ -82,7 +82,7 @@ def test_a_step_is_that_of_the_loss_function_under_autocast_by_hand(policy):
 
 
 @pytest.mark.parametrize("kwargs", [{"accumulate_steps": 2}, {"remat": "dots"}], ids=str)
-def test_it_trains_with_everything_float32_that_is_kept_and_one_compilation(kwargs):
+def test_under_autocast_the_state_stays_float32_and_one_program_is_compiled(kwargs):
     step, state = make("mixed_float16", **kwargs), new_state()
     losses = []
     for _ in range(30):
@@ -104,7 +104,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
     assert float(jaxmp.get_loss_scale(after.opt_state).loss_scale) == 2.0**9
 
 
-def test_gradients_point_where_those_of_float32_point():
+def test_gradients_have_the_direction_of_float32_gradients():
     state = new_state()
 
     def gradients(policy: Any) -> np.ndarray:
@@ -125,7 +125,7 @@ def test_overrides_reach_the_autocast():
 
 
 @pytest.mark.once
-def test_a_float32_step_hands_on_half_metrics_and_refuses_a_half_loss_with_overrides_as_without():
+def test_a_float32_step_returns_half_metrics_and_refuses_a_half_loss_with_and_without_overrides():
     def halved(loss_dtype: Any, params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         loss, model_state, metrics = loss_fn(params, model_state, batch, rng)
         return loss.astype(loss_dtype), model_state, {"half": metrics["accuracy"].astype(jnp.bfloat16)}
@@ -153,7 +153,7 @@ def test_float16_products_of_autocast_without_a_loss_scale_are_warned_of_once():
         make("mixed_bfloat16")(new_state(jaxmp.NoOpLossScale()), BATCH)
 
 
-def test_what_cannot_be_is_an_error_at_once():
+def test_wrong_policies_and_overrides_raise_at_once():
     for make_step in (jaxmp.make_train_step, jaxmp.make_eval_step):
         for kwargs, error, text in (
             ({"policy": "O2"}, TypeError, "has no modules"),
@@ -166,7 +166,7 @@ def test_what_cannot_be_is_an_error_at_once():
                 make_step(loss_fn, **kwargs)
 
 
-def test_an_override_that_matches_nothing_is_an_error_of_the_step():
+def test_an_override_that_matches_nothing_raises_when_the_step_is_traced():
     for policy in ("mixed_float16", "float32"):
         step = make(policy, overrides={"**/heda": "float32"})
         with pytest.raises(ValueError, match=r"'\*\*/heda' matched none; nearest paths: .*Net/head"):
@@ -174,7 +174,7 @@ def test_an_override_that_matches_nothing_is_an_error_of_the_step():
 
 
 @pytest.mark.once
-def test_an_o1_model_in_the_loss_function_is_left_as_it_is():
+def test_a_model_under_its_own_autocast_keeps_its_policy():
     model = jaxmp.linen.autocast(NET, "mixed_float16", {"head": "float32"})
 
     def own(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Mistakes with a train step have an error that says what to write."""
+"""Mistakes with a train step raise an error that says what to write."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def state_of(params=1.0, **fields):
 
 
 def refused(call, kind, *phrases, what=""):
-    """Require an error of a call that has these phrases, of at most three lines."""
+    """Assert that a call raises an error with these phrases and at most three lines."""
     with pytest.raises(kind) as caught:
         call()
         pytest.fail(f"not refused: {what}")
@@ -169,7 +169,7 @@ CALLS = {
 }
 
 
-def test_a_step_takes_a_state_of_ours():
+def test_a_step_takes_only_a_train_state():
     step, evaluate = make_train_step(train_loss), make_eval_step(train_loss)
     tools = jaxmp.inspect.first_nonfinite(step), jaxmp.inspect.compare(step)
     for what, (state, kind, phrase) in CALLS.items():
@@ -179,8 +179,8 @@ def test_a_step_takes_a_state_of_ours():
 
 BATCHES = {
     "six in four": ({"x": jnp.ones(6)}, "got 4 for 6 examples in batch entry 'x'; use a batch of 8"),
-    "two lengths": ({"x": jnp.ones(4), "y": jnp.ones(8)}, "got 4 of them in 'x' and 8 in 'y'"),
-    "a raw key": ({"x": jnp.ones(4), "key": jax.random.PRNGKey(0)}, "got 2 of them in 'key' and 4 in 'x'"),
+    "two lengths": ({"x": jnp.ones(4), "y": jnp.ones(8)}, "got 4 in 'x' and 8 in 'y'"),
+    "a raw key": ({"x": jnp.ones(4), "key": jax.random.PRNGKey(0)}, "got 2 in 'key' and 4 in 'x'"),
     "weights of classes": ({"weights": jnp.ones(16), "x": jnp.ones(8)}, "8 in 'x'; put arrays that all examples"),
 }
 
@@ -192,7 +192,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_microbatches_are_whole_on_each_device_where_types_say_where_they_lie(kind):
+def test_on_explicit_axes_the_devices_must_divide_a_microbatch(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     examples = np.arange(32, dtype=np.float32)
 
@@ -206,12 +206,12 @@ def test_microbatches_are_whole_on_each_device_where_types_say_where_they_lie(ki
         assert metrics["loss"] == examples.mean()
         np.testing.assert_allclose(new.params, 1 - 0.1 * examples.mean(), rtol=1e-6)
     if kind is AxisType.Auto:
-        assert stepped(16)[1]["loss"] == examples.mean()  # of two examples each, for four devices
+        assert stepped(16)[1]["loss"] == examples.mean()  # microbatches of 2 examples on 4 devices
     else:
         refused(lambda: stepped(16), ValueError, "the 4 devices of a batch must divide", "use a batch of 64")
 
 
-def test_a_batch_without_examples_is_refused_for_its_gradients_are_zeros_that_move_params():
+def test_a_batch_without_examples_is_refused_because_zero_gradients_change_params():
     tx = standard(optax.adam(0.1))
 
     def loss(params, model_state, batch, rng):
@@ -226,7 +226,7 @@ def test_a_batch_without_examples_is_refused_for_its_gradients_are_zeros_that_mo
             "must have at least one example",
         )
     updates, _ = tx.update(jnp.zeros(3), tx.update(jnp.ones(3), tx.init(jnp.ones(3)))[1])
-    assert float(jnp.abs(updates).min()) > 0.01  # what it would have done
+    assert float(jnp.abs(updates).min()) > 0.01  # zero gradients do change params
     step(state, {"x": jnp.ones((2, 3)), "scale": 1.0, "ids": jnp.ones((0, 5))})  # one entry may be empty
 
 
@@ -235,7 +235,7 @@ def test_a_batch_without_arrays_may_be_accumulated():
     assert step(state_of(), None)[1]["loss"] == step(state_of(), {})[1]["loss"]
 
 
-def test_a_moving_average_must_be_asked_for_when_the_state_is_made():
+def test_a_moving_average_must_be_created_with_the_state():
     params, batch = problem()
     phrase = "TrainState.create(..., ema=True)"
     for use in (
@@ -265,7 +265,7 @@ def test_a_state_that_was_donated_is_refused():
     step(new, problem()[1])
 
 
-def test_a_key_is_a_key_whatever_it_is_made_of():
+def test_the_rng_may_be_a_seed_or_any_kind_of_key():
     for rng in (3, np.int64(3), jax.random.key(3), jax.random.PRNGKey(3), np.array([0, 3], np.uint32)):
         key = state_of(rng=rng).rng
         assert (jax.random.uniform(key) == jax.random.uniform(jax.random.key(3))).all()
@@ -282,7 +282,7 @@ def test_a_key_is_a_key_whatever_it_is_made_of():
     ],
     ids=["estimate of the Hessian", "gradients of its own"],
 )
-def test_an_optimizer_that_needs_more_than_the_loss_says_so_itself_and_works_by_hand(tx, extra_args):
+def test_an_optimizer_that_needs_more_than_the_loss_raises_its_own_error_and_works_by_hand(tx, extra_args):
     def loss_of(params, *_):
         return jnp.sum(params["w"] ** 2)
 

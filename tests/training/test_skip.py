@@ -1,4 +1,4 @@
-"""One bad batch changes nothing in a real Linen model, and training that can't go on says why."""
+"""A bad batch changes nothing in a Linen model, and training that cannot go on says why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.once
 
 
 class Net(nn.Module):
-    """BatchNorm and Dropout, as on any image."""
+    """A model with BatchNorm and Dropout."""
 
     @nn.compact
     def __call__(self, x, train):
@@ -36,9 +36,9 @@ class Net(nn.Module):
 MODEL = Net()
 
 
-@functools.cache  # an init by itself is dozens of small programs
+@functools.cache  # each call compiles dozens of small programs
 def initial():
-    with jax.numpy_dtype_promotion("standard"):  # BatchNorm's own arithmetic needs it
+    with jax.numpy_dtype_promotion("standard"):  # BatchNorm mixes dtypes
         return jax.jit(functools.partial(MODEL.init, train=False))(jax.random.key(0), problem()[1]["x"])
 
 
@@ -76,7 +76,7 @@ def test_a_batch_with_one_nan_in_mid_training_changes_no_bit_of_params_moments_s
         assert state.opt_state.loss_scale.loss_scale == 2.0**14
         assert jnp.isnan(metrics["loss"]) and metrics["loss_scale"] == 2.0**15
 
-        # Had the batch not been, but for the draw: the run goes on in the same bits.
+        # Except for the rng, the run continues as if the bad batch had not been there, bit for bit.
         state, _ = step(state, batch)
         expected, _ = step(before.replace(rng=jax.random.split(before.rng)[0]), batch)
         assert not bool(_["skipped"]) and same_bits(contents(state), contents(expected))
@@ -103,7 +103,7 @@ def test_with_multi_steps_a_bad_microbatch_leaves_the_statistics_alone_too(side)
         assert not bool(metrics["skipped"]) and not same_bits(state.params, untouched[0])
 
 
-def test_apply_gradients_by_hand_skips_whole_and_sets_what_it_is_told():
+def test_apply_gradients_skips_completely_but_sets_the_given_fields():
     params, _ = problem()
     tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
     state = TrainState.create(params=params, tx=tx, model_state={"n": jnp.zeros(())}, ema=True)
@@ -122,7 +122,7 @@ def test_apply_gradients_by_hand_skips_whole_and_sets_what_it_is_told():
 
 
 def fails_within(step, state, batch, steps):
-    """The number of steps after which the error came, and its text."""
+    """Take ``steps`` steps; return the number of the step that raised the error, and the error's text."""
     for i in range(steps):
         try:
             state, metrics = step(state, batch)
@@ -135,7 +135,7 @@ def fails_within(step, state, batch, steps):
 
 
 @pytest.mark.parametrize("scale", [jaxmp.StaticLossScale(8.0), DynamicLossScale(1.0)])
-def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_so_many_steps(scale):
+def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_the_limit(scale):
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=5)
     batch["x"] = batch["x"].at[3, 0].set(jnp.nan)
@@ -163,7 +163,7 @@ def test_while_the_scale_can_fall_the_run_goes_on(scale):
     assert 13 <= at <= 16 and "3 steps in a row were skipped at loss scale 1," in text
 
 
-def test_finite_steps_in_between_begin_the_count_anew():
+def test_finite_steps_in_between_restart_the_count():
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=3)
     bad = {**batch, "x": batch["x"] * jnp.nan}
@@ -174,7 +174,7 @@ def test_finite_steps_in_between_begin_the_count_anew():
     assert state.skipped == 16
 
 
-def test_only_the_params_concerned_are_named():
+def test_only_the_non_finite_params_are_named():
     params, batch = problem()
 
     def loss(params, model_state, batch, rng):
@@ -203,14 +203,14 @@ def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
     step = make_train_step(lambda p, s, b, r: (sum(p), s), max_consecutive_skips=2)
     tx = loss_scaling(optax.scale(jnp.inf), jaxmp.NoOpLossScale(), check_updates=True)
     state = TrainState.create(params=(jnp.ones(()),) * 10, tx=tx)
-    assert "nothing in the gradients, so it is the optimizer's updates" in fails_within(step, state, 1.0, 9)[1]
+    assert "no gradient, so it must be the optimizer's updates" in fails_within(step, state, 1.0, 9)[1]
     step = make_train_step(lambda p, s, b, r: (sum(p) * jnp.nan, s), max_consecutive_skips=2)
     state = TrainState.create(params=(jnp.ones(()),) * 10, tx=optax.sgd(0.1))
     assert "gradients of '0', '1', '2', '3', '4', '5', '6', '7', …." in fails_within(step, state, 1.0, 9)[1]
 
 
-def test_multi_steps_that_hide_bad_microbatches_from_a_dynamic_scale_are_found_out():
-    """They skip for ever: the scale never hears that it is too high."""
+def test_a_run_stops_if_multi_steps_hide_bad_microbatches_from_the_scale():
+    """Every step is skipped, but the scale does not fall, because loss_scaling does not see the bad gradients."""
     params, batch = problem(dtype=jnp.float16)
     tx = loss_scaling(standard(optax.sgd(0.1)), DynamicLossScale(2.0**24))
     tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
@@ -222,7 +222,7 @@ def test_multi_steps_that_hide_bad_microbatches_from_a_dynamic_scale_are_found_o
     )
 
 
-def test_two_runs_go_through_one_step_function_and_after_an_error_a_third():
+def test_two_runs_and_after_an_error_a_third_run_share_a_step():
     _, batch = problem()
     bad = {**batch, "x": batch["x"] * jnp.nan}
     tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
@@ -276,8 +276,8 @@ def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
     assert seen == [True, False, True] and state.skipped == 1
 
 
-def test_a_member_of_a_vmap_skips_alone():
-    """A branch by a mapped flag is a selection."""
+def test_an_example_of_a_vmap_skips_alone():
+    """Under vmap, JAX turns the branch by ``skipped`` into a select."""
     params, batch = problem()
     state = TrainState.create(params=params, tx=loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale()))
     step = make_train_step(train_loss, donate=False)
@@ -340,7 +340,7 @@ def test_a_step_inside_another_transformation_leaves_nothing_behind():
     bad = jax.tree.map(lambda leaf: jnp.stack([leaf * jnp.nan] * 4), batch)
     scanned, metrics = jax.lax.scan(step, state, bad)
     assert scanned.stuck == 4 and metrics["skipped"].all()
-    new, _ = step(state, batch)  # a fresh run: what the other one counted is not its own
+    new, _ = step(state, batch)  # the count of the scanned run does not affect this run
     assert new.stuck == 0
     assert fails_within(step, scanned, {**batch, "x": batch["x"] * jnp.nan}, 9)[0] is not None
 

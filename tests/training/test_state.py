@@ -1,4 +1,4 @@
-"""TrainState: how it is made, what it can be made of, saving and restoring it, several devices."""
+"""TrainState is created, saved, restored and placed on several devices."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_subclass_may_have_fields_of_its_own():
 @pytest.mark.once
 def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated():
     params, batch = problem()
-    params["hidden"]["b2"] = params["hidden"]["b"]  # and params that are the same array
+    params["hidden"]["b2"] = params["hidden"]["b"]  # two params are the same array
 
     def loss(params, *args):
         return train_loss(params, *args)
@@ -89,7 +89,7 @@ def test_states_of_weak_type_or_numpy_are_compiled_for_once():
     assert compiled_once(step) and state.model_state["n"] == 3
 
 
-def test_a_state_can_be_made_under_jit_and_in_the_abstract():
+def test_a_state_can_be_made_under_jit_and_abstractly():
     params, _ = problem()
 
     def create(params):
@@ -103,7 +103,7 @@ def test_a_state_can_be_made_under_jit_and_in_the_abstract():
 
 def test_a_state_saved_in_mid_run_continues_bit_for_bit():
     params, batch = problem()
-    rng = jax.random.PRNGKey(0)  # flax writes no typed keys into bytes
+    rng = jax.random.PRNGKey(0)  # Flax cannot save typed keys
     state = TrainState.create(params=params, tx=sgd(), model_state={"n": jnp.zeros(())}, rng=rng, ema=True)
     step = make_train_step(
         lambda p, s, b, r: (train_loss(p, s, b, r)[0], {"n": s["n"] + 1}), ema_decay=0.9, donate=False
@@ -150,7 +150,7 @@ def sharded_state(layout, kind=AxisType.Auto):
 
 @pytest.fixture
 def compilations():
-    """How many programs XLA has compiled since the last ``clear``, as a list."""
+    """A list with one entry for each program that XLA has compiled since the last ``clear``."""
     seen: list[str] = []
     active = [True]
 
@@ -160,7 +160,7 @@ def compilations():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
-    active[0] = False  # there is no public way to take a listener off
+    active[0] = False  # a listener cannot be removed by a public function
 
 
 def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_are(compilations):
@@ -196,7 +196,10 @@ def test_microbatches_of_a_sharded_batch_stay_where_they_are(kind):
 
 
 def per_example(params, model_state, batch, rng):
-    """A loss with params of one row an example, whose gradients XLA alone would leave sharded like the batch."""
+    """A loss that uses one row of params for each example.
+
+    Without out_shardings, XLA would leave the gradients of these rows sharded like the batch.
+    """
     hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
     loss = jnp.mean((hidden @ params["v"] * params["rows"] - batch["y"]) ** 2)
     return loss, {"n": model_state["n"] + 1, "mean": jnp.mean(hidden, 0)}, {"draw": jax.random.uniform(rng)}
@@ -207,12 +210,15 @@ TX = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
 
 @functools.cache
 def alone(n):
-    """The step in n microbatches of a state that lies on one device: compiled once for all layouts."""
+    """Return a step with n microbatches for a state on one device, which all layouts share."""
     return make_train_step(per_example, accumulate_steps=n, ema_decay=0.9, donate=False)
 
 
 def placed_problem(n, mesh, layout):
-    """A state in a layout and one on a single device, and the batch of both, sharded and not; n microbatches."""
+    """Return a state in a layout, an equal state on one device, and the batch for each.
+
+    ``n`` is the number of microbatches.
+    """
     rng = np.random.default_rng(0)
     shapes = {"w": (4, 8), "b": (8,), "v": (8, 2), "rows": (16 // n, 2)}
     params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
@@ -228,7 +234,7 @@ def placed_problem(n, mesh, layout):
         return TrainState.create(params=params, tx=TX, rng=0, ema=True, model_state=model_state)
 
     state = create(params if layout in ("uncommitted", "numpy") else jax.device_put(params, shardings))
-    if layout == "numpy":  # as Flax restores it from bytes
+    if layout == "numpy":  # like a state that Flax restored from bytes
         state = state.replace(**jax.device_get({"params": state.params, "opt_state": state.opt_state}))
     return state, create(params), jax.device_put(batch, NamedSharding(mesh, PartitionSpec("d"))), batch
 
@@ -257,7 +263,7 @@ def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_on
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.ema_params)))
     assert len(compilations) == 1 and len(traces) == 1
     memory = step.lower(state, batch).compile().memory_analysis()
-    assert len(compilations) == 1  # what is lowered by hand is what runs
+    assert len(compilations) == 1  # `lower` returned the program that had run
     arrays = jax.tree.leaves((state.params, state.ema_params, state.opt_state.inner_state))
     assert memory.alias_size_in_bytes >= sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays)
     for _ in range(2):
@@ -268,7 +274,7 @@ def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_on
     np.testing.assert_allclose(metrics["draw"], lone_metrics["draw"])
 
 
-def test_a_state_of_one_device_moves_to_the_mesh_of_the_batch_when_that_comes(compilations):
+def test_a_state_on_one_device_moves_to_the_mesh_of_a_later_batch(compilations):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     _, state, batch, lone_batch = placed_problem(1, mesh, "uncommitted")
     step = make_train_step(per_example, ema_decay=0.9, donate=False)
@@ -279,13 +285,13 @@ def test_a_state_of_one_device_moves_to_the_mesh_of_the_batch_when_that_comes(co
     third, _ = step(second, batch)
     for leaf in jax.tree.leaves((second, third)):
         assert leaf.sharding.is_fully_replicated and len(leaf.sharding.device_set) == 4
-    again, _ = step(step(first, lone_batch)[0], lone_batch)  # another run on one device goes between them
+    again, _ = step(step(first, lone_batch)[0], lone_batch)  # another run on one device, in between
     assert len(compilations) == 2
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), third.params, again.params)
 
 
 def on_meshes_of(count):
-    """States and batches of one problem, each on a mesh of two other devices."""
+    """Yield a state and a batch of the same problem for each of several meshes, which share no device."""
     params, batch = problem()
     for n in range(count):
         mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[2 * n : 2 * n + 2])
@@ -324,7 +330,7 @@ def test_threads_whose_states_lie_on_different_meshes_can_share_a_step():
 
 
 @pytest.mark.parametrize(("put", "device"), [("params", 1), ("state", 0), ("batch", 1)])
-def test_what_is_put_on_one_device_takes_the_rest_along_and_is_compiled_for_once(put, device):
+def test_uncommitted_arrays_follow_committed_ones_and_one_program_is_compiled(put, device):
     params, batch = problem()
     device = jax.devices()[device]
     if put == "params":
@@ -380,7 +386,7 @@ class WithTarget(TrainState):
         lambda state: state.replace(params=state.target),
     ],
 )
-def test_a_state_that_has_an_array_twice_goes_into_a_donating_step(shared):
+def test_a_state_that_has_an_array_twice_can_be_donated(shared):
     params = {"w": jnp.arange(2.0)}
     state = WithTarget.create(params=params, target=params, tx=optax.sgd(0.1), ema=True)
     steps = [
@@ -405,7 +411,7 @@ def test_a_key_that_an_optimizer_holds_outlives_a_donating_step():
     assert jnp.array_equal(*runs) and jax.random.key_data(key).shape == (2,)
 
 
-def test_a_field_that_there_is_not_is_pythons_error():
+def test_an_unknown_field_raises_pythons_error():
     for name in ("batch_stats", "loss_scale", "step"):
         with pytest.raises(TypeError, match=name):
             TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 1})

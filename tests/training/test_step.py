@@ -1,4 +1,4 @@
-"""The train step against loops written by hand: losses, gradients, microbatches, moving average, remat, metrics."""
+"""Train steps give the results of loops written by hand: losses, gradients, moving average, metrics."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_microbatches_give_the_gradient_of_the_whole_batch():
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), split.params, whole.params)
-    assert split.opt_state.loss_scale.counter == 1  # only full batches count
+    assert split.opt_state.loss_scale.counter == 1  # the scale counts batches, not microbatches
     assert split.step == 1
 
 
@@ -124,7 +124,7 @@ def test_inputs_of_any_dtype_train_a_float32_head_in_microbatches_too(steps, inp
 
 @pytest.mark.once
 def test_half_gradients_are_accumulated_in_float32():
-    """2048 + 1 is 2048 in float16, so a half accumulator would lose three of four examples."""
+    """In float16, 2048 + 1 is 2048. So a half accumulator would lose three of the four examples."""
 
     def loss(params, model_state, batch, rng):
         return jnp.mean((batch * params).astype(jnp.float32)), model_state
@@ -144,7 +144,7 @@ def test_microbatches_take_every_nth_example_in_order_and_see_the_model_state_of
 
     model_state = {"seen": jnp.zeros((3, 2), jnp.int32), "count": jnp.zeros((), jnp.int32)}
     state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1), model_state=model_state)
-    batch = {"i": jnp.arange(6), "x": jnp.ones(6), "temperature": jnp.float32(2.0)}  # a scalar goes to every one
+    batch = {"i": jnp.arange(6), "x": jnp.ones(6), "temperature": jnp.float32(2.0)}  # each microbatch gets the scalar
     state, metrics = make_train_step(loss, accumulate_steps=3)(state, batch)
     np.testing.assert_array_equal(state.model_state["seen"], [[0, 3], [1, 4], [2, 5]])
     assert state.model_state["seen"].dtype == jnp.int32 and metrics["loss"] == 2
@@ -153,13 +153,13 @@ def test_microbatches_take_every_nth_example_in_order_and_see_the_model_state_of
 
 
 @pytest.mark.once
-def test_every_microbatch_draws_anew():
+def test_every_microbatch_has_its_own_random_numbers():
     def loss(params, model_state, batch, rng):
         return params * 0.0, model_state, {"draw": jax.random.uniform(rng), "square": jax.random.uniform(rng) ** 2}
 
     state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1), rng=0)
     _, metrics = make_train_step(loss, accumulate_steps=4)(state, jnp.ones(4))
-    assert metrics["square"] - metrics["draw"] ** 2 > 1e-4  # they vary
+    assert metrics["square"] - metrics["draw"] ** 2 > 1e-4  # the variance of the draws
 
 
 # ---- moving average, remat, rng
@@ -203,7 +203,7 @@ def test_every_kind_of_remat_gives_the_same_gradients():
     for remat in ("full", "dots", "dots_no_batch", "checkpoint_dots", jax.checkpoint_policies.dots_saveable):
         step = make_train_step(train_loss, remat=remat)
         assert "remat" in str(jax.make_jaxpr(step.jitted)(fresh(params), batch))
-        if remat == "dots_no_batch":  # of which some is saved and some computed again
+        if remat == "dots_no_batch":  # some values are saved, others are recomputed
             assert bits(step(fresh(params), batch)) == expected
 
 
@@ -250,7 +250,7 @@ def test_the_metrics_are_the_true_loss_the_scale_used_and_the_users_own():
 
 
 @pytest.mark.once
-def test_every_kind_of_loss_scale_reports_what_it_is():
+def test_the_metrics_have_the_scale_of_every_kind_of_loss_scale():
     params, batch = problem()
     for scale in (jaxmp.NoOpLossScale(), jaxmp.HeadroomLossScale()):
         expected = float(scale.loss_scale)
@@ -262,7 +262,7 @@ def test_every_kind_of_loss_scale_reports_what_it_is():
 def test_params_in_half_precision_stay_so_and_their_moments_are_float32():
     params, batch = problem(dtype=jnp.float16)
     tx = optax.sgd(0.1, momentum=0.9)
-    for wrapped in (loss_scaling(tx, DynamicLossScale(2.0**8)), tx):  # a bare optimizer is wrapped by the state
+    for wrapped in (loss_scaling(tx, DynamicLossScale(2.0**8)), tx):  # TrainState wraps a bare optimizer
         state = TrainState.create(params=jax.tree.map(jnp.array, params), tx=wrapped)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # float16 products without a scale
@@ -294,7 +294,7 @@ def test_an_optimizer_that_does_not_take_the_loss_is_not_given_it():
         make_train_step(train_loss),
         jax.jit(jax.grad(lambda params: train_loss(params, None, batch, None)[0])),
     )
-    with jax.numpy_dtype_promotion("standard"):  # SAM's own arithmetic
+    with jax.numpy_dtype_promotion("standard"):  # SAM mixes dtypes
         opt_state = sam.init(params)
         for _ in range(4):
             state, metrics = step(state, batch)
