@@ -1,8 +1,9 @@
 """The class of an NNX module under a policy, and the calls of its methods.
 
-A module under a policy has a subclass of its class, whose methods run under the policy. A call of a root from outside
-runs as one program, which the engine rewrites. Inside, the methods of the modules below the root put their paths on
-JAX's name stack, with a mark that tells the engine how to compute them.
+A module under a policy is an instance of a subclass of its original class. The methods of the subclass run under the
+policy. The root is the model to which the user applied the policy. If code outside of the root calls one of its
+methods, the call runs as one program, which the engine rewrites. In this program, the methods of the modules below the
+root put their paths on JAX's name stack, with a mark that tells the engine how to compute them.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policies import Policy, check_backend
 
-# These keep the dtype in which modules computed them. All other Variables keep their current dtype.
+# Variables of these types are stored in the dtype in which a module computes them. All others keep their dtype.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
-# The special methods that compute. Python and Flax use the others to handle an object.
+# The special methods that run under the policy. Python and Flax use the other ones to handle an object.
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "pow", "rshift", "or", "and")
 _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for name in _OPERATORS for r in ("", "r"))}
 
 
 @dataclasses.dataclass(frozen=True)
 class HalfPolicy:
-    """A half policy of a model, and the modules that it leaves in another dtype.
+    """A half policy of a model, and the modules that do not compute in half.
 
     Attributes:
       policy: the policy.
-      not_half: the modules.
+      not_half: the modules that compute in another dtype.
     """
 
     policy: Policy
@@ -66,16 +67,17 @@ class HalfPolicy:
 class NnxDecision(Treatment):
     """The decision on how an NNX module computes.
 
-    It is equal for equal modules of one class, as transforms require. Under autocast the policy is that of the whole
-    model.
+    Equal modules of one class have equal decisions, as NNX's transforms require. Under autocast, ``policy`` is the
+    policy of the whole model.
 
     Attributes:
-      is_root: whether its results are cast to the policy's output dtype.
-      replaced: the original values of attributes that the policy replaced.
-      level: how many modules of the same class and decision are around it. It distinguishes a nested module from a copy
-        that a transform has made.
-      operations: the overrides of operations for autocast.
-      half: for a root under a half policy, the modules that are not half; None if there are none.
+      is_root: whether the policy was applied to this module itself. Its results are then cast to the output dtype.
+      replaced: the original values of the attributes that the policy replaced.
+      level: a number that makes the classes of two nested modules differ if all else is equal. Without it, a call of
+        the inner module would look like a call of a copy of the outer one that a transform has made.
+      operations: the overrides for operations under autocast.
+      half: for a root under a half policy, the policy and the modules that do not compute in half precision; None if
+        all modules do.
     """
 
     is_root: bool
@@ -91,7 +93,7 @@ def decision_of(module: Any) -> NnxDecision | None:
 
 
 def bare_class(module: Any) -> Any:
-    """Return the class of a module as its author wrote it."""
+    """Return the class of a module without a policy, as the author wrote it."""
     return getattr(type(module), "jaxmp_bare_class", type(module))
 
 
@@ -107,7 +109,7 @@ def policied_class(bare: Any, decision: NnxDecision) -> Any:
     return types.new_class(bare.__name__, (bare,), {"pytree": is_pytree_class(bare)}, fill)
 
 
-def _reduce(self: Any) -> Any:  # for pickle and copy.copy
+def _reduce(self: Any) -> Any:  # called by pickle and copy.copy
     return _unpickle, (bare_class(self), decision_of(self)), dict(vars(self))
 
 
@@ -116,15 +118,15 @@ def _unpickle(bare: Any, decision: NnxDecision) -> Any:
 
 
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the methods of the author's classes that compute.
+    """Yield the names and functions of the methods that run under a policy.
 
-    ``__init__`` and the methods of ``nnx.Module``, such as ``eval``, are excluded. So are generators, because they run
-    after the method has returned.
+    These are the methods that the author wrote. ``__init__`` and the methods of ``nnx.Module``, such as ``eval``, are
+    excluded. Generators are excluded too, because their code runs after the call of the method has returned.
     """
     classes = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
     for name in {name for cls in classes for name in vars(cls)}:
-        is_handled = name not in _SPECIAL_METHODS if name.startswith("__") else hasattr(nnx.Module, name)  # eval, say
-        if is_handled:
+        is_excluded = name not in _SPECIAL_METHODS if name.startswith("__") else hasattr(nnx.Module, name)
+        if is_excluded:
             continue
         method = inspect.getattr_static(bare, name)
         is_descriptor = isinstance(method, (functools.partialmethod, functools.singledispatchmethod))
@@ -138,8 +140,8 @@ def _is_generator(method: Any) -> bool:
 
 
 def _entrance(name: str, method: Any) -> Callable[..., Any]:
-    """Return ``method`` so that it runs under the decision for its module."""
-    # The default dtype of Flax's init_cache is float32, which is wrong for a layer that computes in another dtype.
+    """Return a function that runs ``method`` under the decision for its module."""
+    # By default Flax's init_cache creates a float32 cache, which is wrong for a layer that computes in another dtype.
     signature = (
         inspect.signature(method) if name == "init_cache" and inspect.isfunction(method) else inspect.Signature()
     )
@@ -156,7 +158,7 @@ def _entrance(name: str, method: Any) -> Callable[..., Any]:
 
 
 def _dtype_of_cache(module: Any) -> Any:
-    """Return the dtype in which a module stores a cache; None for the default of its method."""
+    """Return the dtype in which a module stores a cache, or None for its method's default."""
     decision: NnxDecision = type(module).jaxmp_decision
     if decision.is_float32:
         return decision.policy.compute_dtype
@@ -164,26 +166,33 @@ def _dtype_of_cache(module: Any) -> Any:
 
 
 numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", default=None)
-"""The numbers of runs while a program is inspected. Each run, and each call in it, then has its own scope."""
+"""A counter of runs, set while a tool inspects a program. Each run, and each call in a run, then has its own scope."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _RootRun:
-    """A call of a root, with all that runs in it.
+    """A call of a root, with all calls of modules in it.
 
-    A module below a root is a root itself if it is called directly.
+    If you call a module below a root directly, as in ``model.head(x)``, the module is the root of this run.
+
+    Attributes:
+      cls: the class of the root.
+      ambient_precision: the precision of products outside of the run.
+      paths: the modules and their paths, by the ids of the modules. The dict keeps the modules alive.
+      calls: a counter of calls, which numbers their scopes.
+      called: the ids of the modules that were called.
     """
 
-    cls: type  # of the root
-    ambient_precision: str | None  # the precision of products outside of the run
-    paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which this dict keeps alive
+    cls: type
+    ambient_precision: str | None
+    paths: dict[int, tuple[Any, Path]]
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    called: set[int] = dataclasses.field(default_factory=set)  # the ids of modules
+    called: set[int] = dataclasses.field(default_factory=set)
 
     def called_all(self, modules: Mapping[int, tuple[Any, Path]]) -> bool:
         """Return whether every module with Params was called.
 
-        A call of a transform's copy of the module counts too.
+        A transform calls copies of modules. A call of a copy counts as a call of the module.
         """
         copies = {type(self.paths[key][0]) for key in self.called - modules.keys()}
         for key, (module, _) in modules.items():
@@ -209,7 +218,7 @@ class _NnxCall:
     caller: _NnxCall | None
 
     def is_in_run_of(self, cls: type) -> bool:
-        """Return whether a root of the class ``cls`` is running."""
+        """Return whether this call is part of a run whose root has the class ``cls``."""
         return self.run.cls is cls or (self.caller is not None and self.caller.is_in_run_of(cls))
 
     @contextlib.contextmanager
@@ -232,10 +241,10 @@ def is_running() -> bool:
 
 
 def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``method`` of ``module``.
+    """Call ``method`` of ``module`` in the current run, or as a run of its own.
 
-    A call from outside runs as a separate program. If you call a module below a root directly, as in ``model.head(x)``,
-    it is a root during the call.
+    A call starts a run if no method of a module under a policy is running. A call of a root that is nested in another
+    model starts a run too.
     """
     caller, decision = _innermost.get(), _decision_now(module)
     if caller is not None and not (decision.is_root and not caller.is_in_run_of(type(module))):
@@ -248,16 +257,16 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _decision_now(module: Any) -> Any:
-    """Return the decision for a call.
+    """Return the decision for a call that begins now.
 
-    While policies are off, the module only names its scope.
+    While policies are off, the module computes as written, and its path is still a scope on the name stack.
     """
     decision: NnxDecision = type(module).jaxmp_decision
     return dataclasses.replace(decision, mode="autocast", override=None) if policies_off.value else decision
 
 
 def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCall | None, decision: NnxDecision) -> Any:
-    """Call ``method`` of ``module`` as a separate program, which the engine rewrites."""
+    """Call ``method`` of ``module`` as a new run, which the engine rewrites."""
     config: Any = jax.config
     ambient = caller.run.ambient_precision if caller else config.jax_default_matmul_precision
     if policies_off.value:
@@ -269,10 +278,10 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCal
     check = half and ProductsCheck(half.policy)
     decided = check.decided if check else id
 
-    def fun(module: Any, args: Any, kwargs: Any) -> Any:  # copies, which may change in this trace
+    def fun(module: Any, args: Any, kwargs: Any) -> Any:  # the arguments are copies, which the trace may change
         run = _RootRun(type(module), ambient, {})
         run.find_paths(module, ())
-        modules = dict(run.paths)
+        modules = dict(run.paths)  # without the copies that transforms make later
         with keeping_carries(), _half_variables_widened([node for node, _ in modules.values()]):
             result = _run_method(run, module, method, args, kwargs)
         if half and check:
@@ -292,7 +301,7 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _NnxCal
 def _run_method(run: _RootRun, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     """Call a method of ``module`` in a run.
 
-    A call by the same module opens no scope and casts nothing.
+    If the module calls its own method, no scope is opened and nothing is cast.
     """
     decision, caller = _decision_now(module), _innermost.get()
     bound = method.__get__(module, type(module))
@@ -342,7 +351,7 @@ def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
 
 @contextlib.contextmanager
 def _with_author_dtypes(modules: list[Any]) -> Iterator[None]:
-    """Restore the author's dtype attributes of modules inside of the context."""
+    """Give modules the dtype attributes that the author set, inside of the context."""
     filled = [(vars(module), dict(decision.replaced)) for module in modules if (decision := decision_of(module))]
     before = [{name: attributes[name] for name in replaced} for attributes, replaced in filled]
     for attributes, replaced in filled:
@@ -356,7 +365,7 @@ def _with_author_dtypes(modules: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _half_variables_widened(modules: list[Any]) -> Iterator[None]:
-    """Widen the half Params and caches of modules that are traced in float32.
+    """Cast half-precision Params and caches of modules that are traced in float32 to float32.
 
     At the end of the context, they have their stored dtypes again.
     """
@@ -380,9 +389,12 @@ def _half_variables_widened(modules: list[Any]) -> Iterator[None]:
 def _dtypes_kept(module: Any, decision: NnxDecision) -> Iterator[None]:
     """Keep the dtypes of a module's Variables when a method writes to them.
 
-    Existing Params are not affected. A module without a ``dtype`` attribute creates new Params in the param dtype. A
-    module that is traced in float32 stores its activations in its compute dtype, and a cache in the dtype that it was
-    created with.
+    At the end of the context, a value that the method has written is cast to the dtype of the old value. Exceptions:
+
+    - Params that existed before are not cast. New Params of a module without a ``dtype`` attribute are cast to the
+      param dtype.
+    - Intermediates are cast to the compute dtype if the module is traced in float32. Otherwise they are not cast.
+    - Caches are not cast.
     """
     if decision.mode == "autocast":
         yield

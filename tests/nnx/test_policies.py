@@ -1,4 +1,4 @@
-"""Policies of NNX modules: overrides, choices of the author, nesting, and what is refused."""
+"""Policies of NNX modules: overrides, dtypes that the author set, nesting, and errors."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
 
 
 def dtypes(model: Any) -> dict[str, Any]:
-    """The dtype attributes of every module, by path."""
-    found = [("/".join(map(str, path)), module) for path, module in nnx.iter_modules(model)]
-    return {path: jnp.dtype(module.dtype).name for path, module in found if hasattr(module, "dtype")}
+    """Return the dtype attributes of all modules, by path."""
+    modules = [("/".join(map(str, path)), module) for path, module in nnx.iter_modules(model)]
+    return {path: jnp.dtype(module.dtype).name for path, module in modules if hasattr(module, "dtype")}
 
 
 @pytest.mark.once
-def test_an_override_covers_what_lies_below_its_path_and_the_first_match_wins():
+def test_an_override_covers_the_modules_below_its_path_and_the_first_match_wins():
     model = apply_policy(
         Net(rngs()), "mixed_float16", {"layers/1": "mixed_bfloat16", "layers": "float32", "**/norm": "float32"}
     )
-    found = dtypes(model)  # a module that is shared has one path only: again is layers/0
-    assert found.pop("again", found.pop("layers/0", None)) == "float32"
-    assert found == {"conv": "float16", "layers/1": "bfloat16", "norm": "float32"}
+    by_path = dtypes(model)  # layers/0 and again are one module, which is listed under one of these paths
+    assert by_path.pop("again", by_path.pop("layers/0", None)) == "float32"
+    assert by_path == {"conv": "float16", "layers/1": "bfloat16", "norm": "float32"}
 
 
 def test_an_override_by_class_covers_its_instances_and_o2_the_norms():
     by_class = [{pattern: "float32"} for pattern in (nnx.BatchNorm, "type:*Norm")]
     models = [apply_policy(Net(rngs()), "mixed_float16", overrides) for overrides in by_class]
     for model in (*models, apply_policy(Net(rngs()), "O2")):
-        found = dtypes(model)
-        assert found.pop("norm") == "float32" and set(found.values()) == {"float16"}
+        by_path = dtypes(model)
+        assert by_path.pop("norm") == "float32" and set(by_path.values()) == {"float16"}
 
 
 @pytest.mark.once
@@ -57,7 +57,7 @@ def test_an_override_reaches_a_module_without_a_dtype_attribute():
 
 
 @pytest.mark.once
-def test_values_reach_the_copy_but_modules_and_variables_that_are_put_in_afterwards_do_not_until_it_is_made_anew():
+def test_new_values_reach_the_copy_and_new_modules_and_variables_need_the_policy_again():
     put = apply_policy
     model = nnx.Sequential(nnx.Linear(8, 3, rngs=rngs()))
     policied = put(model, "mixed_bfloat16")
@@ -71,7 +71,7 @@ def test_values_reach_the_copy_but_modules_and_variables_that_are_put_in_afterwa
     assert put(model, "mixed_bfloat16")(VECTORS).shape == (4, 5)
 
 
-def test_shared_variables_stay_shared_with_the_model_given_which_is_left_as_it_was():
+def test_the_copy_shares_its_variables_with_the_original_model_which_does_not_change():
     bare = Net(rngs())
     before, attributes = values(bare), dtypes_given(bare)
     model = apply_policy(bare, "mixed_float16")
@@ -100,16 +100,16 @@ def test_params_tied_across_modules_stay_tied():
         model = apply_policy(Tied(rngs()), policy)
         assert model.table is model.embed.embedding
         grads = nnx.eval_shape(lambda model: outcome(model, jnp.arange(4))[1], model)
-        assert len(jax.tree.leaves(grads)) == 4  # the table once
+        assert len(jax.tree.leaves(grads)) == 4  # the shared table counts once
 
 
-def test_a_dtype_that_differs_from_the_default_is_the_authors_word_unless_overridden():
+def test_a_dtype_that_differs_from_the_default_stays_unless_an_override_matches():
     model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()))
     assert dtypes(apply_policy(model, "mixed_float16")) == {"layers/0": "float16", "layers/1": "float32"}
     assert set(dtypes(apply_policy(model, "mixed_float16", {"**": "mixed_float16"})).values()) == {"float16"}
 
 
-def test_a_param_dtype_that_differs_from_the_default_is_the_authors_word_unless_overridden():
+def test_a_param_dtype_that_differs_from_the_default_stays_unless_an_override_matches():
     model = nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=rngs())
     assert apply_policy(model, "mixed_float16").kernel.dtype == jnp.bfloat16
     overridden = apply_policy(model, "mixed_float16", {"**": "mixed_float16"})
@@ -117,7 +117,7 @@ def test_a_param_dtype_that_differs_from_the_default_is_the_authors_word_unless_
 
 
 class HandedDown(nnx.Module):
-    """Hands a default of float32 down, as Flax's own ResNet does in Linen."""
+    """A module that passes its default dtype, float32, to its submodules."""
 
     def __init__(self, rngs: nnx.Rngs, dtype: Any = jnp.float32) -> None:
         self.first = nnx.Linear(8, 8, dtype=dtype, rngs=rngs)
@@ -135,24 +135,24 @@ class Block(nnx.Module):
         return self.inner(x)
 
 
-def test_a_default_that_was_handed_down_is_a_default_and_another_dtype_handed_down_is_not():
+def test_a_default_dtype_that_a_parent_passes_on_is_replaced_and_another_dtype_is_not():
     assert model_products(apply_policy(HandedDown(rngs()), "mixed_float16"), VECTORS) == ["float16"] * 2
     by_hand = apply_policy(HandedDown(rngs(), jnp.bfloat16), "mixed_float16")
     assert model_products(by_hand, VECTORS) == ["bfloat16"] * 2
 
 
 @pytest.mark.once
-def test_another_policy_takes_the_place_of_the_first():
+def test_a_second_policy_replaces_the_first():
     model = apply_policy(apply_policy(Net(rngs()), "mixed_float16", {"norm": "float32"}), "mixed_bfloat16")
     assert set(dtypes(model).values()) == {"bfloat16"}
     assert model_products(model, IMAGE) == ["bfloat16"] * 5
-    kept = apply_policy(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), "mixed_float16", {"**": "mixed_float16"})
-    assert apply_policy(kept, "float32").dtype == jnp.float32
+    linear = apply_policy(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), "mixed_float16", {"**": "mixed_float16"})
+    assert apply_policy(linear, "float32").dtype == jnp.float32
     with pytest.raises(ValueError, match="its own dtype=float32"):
-        apply_policy(kept, "mixed_float16")(VECTORS)
+        apply_policy(linear, "mixed_float16")(VECTORS)
 
 
-def test_a_part_with_a_policy_of_its_own_keeps_it_inside_another_and_alone():
+def test_a_submodule_with_a_policy_keeps_it_inside_another_model_and_alone():
     part = apply_policy(nnx.Linear(8, 8, rngs=rngs()), "mixed_bfloat16")
     model = apply_policy(nnx.Sequential(part, nnx.Linear(8, 8, rngs=rngs())), "mixed_float16")
     assert model_products(model, VECTORS) == ["bfloat16", "float16"]
@@ -163,7 +163,7 @@ def test_a_part_with_a_policy_of_its_own_keeps_it_inside_another_and_alone():
 
 
 @pytest.mark.once
-def test_a_pattern_that_matches_nothing_and_what_is_no_nnx_module_are_refused_at_once():
+def test_a_pattern_without_a_match_and_an_argument_that_is_not_a_module_raise_at_once():
     with pytest.raises(ValueError, match=r"'layers/7' matched none; nearest paths: .*layers/1"):
         apply_policy(Net(rngs()), "mixed_float16", {"layers/7": "float32"})
     with pytest.raises(ValueError, match=r"'conv/kernel' matched the variable 'conv/kernel', .* write 'conv'"):
@@ -180,12 +180,12 @@ def test_a_pattern_that_matches_nothing_and_what_is_no_nnx_module_are_refused_at
 
 
 @pytest.mark.once
-def test_a_half_policy_that_changes_no_product_raises_and_names_the_modules_and_the_override():
+def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and_the_override():
     model = nnx.Sequential(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), nnx.LayerNorm(8, rngs=rngs()))
     under = apply_policy(model, "mixed_float16")
     calls = [lambda: under(VECTORS), lambda: nnx.jit(lambda model: model(VECTORS))(under)]
     calls += [lambda: nnx.grad(lambda model: model(VECTORS).sum())(under), lambda: jax.vmap(under)(VECTORS[None])]
-    for call in (*calls, *calls[:2]):  # a program that is refused is not remembered
+    for call in (*calls, *calls[:2]):  # a program that raises the error is not cached, so it raises again
         with (
             jax.numpy_dtype_promotion("standard"),
             pytest.raises(
@@ -198,11 +198,11 @@ def test_a_half_policy_that_changes_no_product_raises_and_names_the_modules_and_
     with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=r"layers/0 \(override 'layers/0'\)"):
         apply_policy(model, "mixed_bfloat16", {"layers/0": "float32"})(VECTORS)
     norm = apply_policy(nnx.LayerNorm(8, rngs=rngs()), "mixed_float16", {"**": "float32"})
-    nnx.eval_shape(norm, VECTORS)  # nothing to multiply: nothing to say
+    nnx.eval_shape(norm, VECTORS)  # a model without products is not an error
 
 
 class Attends(nnx.Module):
-    """Has products of its own beside a module's."""
+    """A module with products of its own, and a submodule with a product."""
 
     def __init__(self, rngs, dtype=None):
         self.l, self.head = nnx.Linear(8, 8, dtype=dtype, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
@@ -222,7 +222,7 @@ class ByKernel(nnx.Module):
 
 
 class Layers(nnx.Module):
-    """Scans over layers of which each is a norm, and what its ``body`` makes of the rest."""
+    """A scan over layers; a layer has a norm, and ``body`` computes the rest of it."""
 
     def __init__(self, rngs, body, linear=None):
         @nnx.split_rngs(splits=3)
@@ -241,7 +241,7 @@ class Layers(nnx.Module):
 
 
 class Scaled(nnx.Module):
-    """Has a Param of two axes, and no product of it."""
+    """A module whose Param has two axes, but is not in a product."""
 
     def __init__(self, rngs):
         self.scale, self.l = Table(rngs), nnx.Linear(8, 8, rngs=rngs)
@@ -259,7 +259,7 @@ class Table(nnx.Module):
 
 
 @pytest.mark.once
-def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program():
+def test_half_products_are_searched_in_the_traced_program():
     for under in (apply_policy, autocast):
         half, wide = ["bfloat16"] * 2, ["float32"]
         for model in (Attends(rngs()), *([Attends(rngs(), jnp.float32)] if under is apply_policy else ())):
@@ -269,13 +269,13 @@ def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program():
         with jax.numpy_dtype_promotion("standard"):
             jax.eval_shape(
                 under(ByKernel(rngs()), "mixed_bfloat16", {"l": "float32"}), VECTORS
-            )  # it may multiply in half
+            )  # the callback may multiply in half precision
 
         def attend(_, x):
             return jax.nn.softmax(x @ x.T) @ x
 
         model = under(Layers(rngs(), attend), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
-        assert model_products(model, VECTORS) == half  # though its norms, for three layers, have Params of two axes
+        assert model_products(model, VECTORS) == half  # norms are not products, also with stacked Params
 
         def project(layers, x):
             return layers["linear"](x)
@@ -300,7 +300,7 @@ class BodyAndHead(nnx.Module):
 
 
 @pytest.mark.once
-def test_a_call_of_only_the_float32_part_is_let_pass_and_so_is_a_model_that_is_a_part_of_another():
+def test_a_call_of_only_the_float32_part_and_a_nested_model_without_half_products_are_allowed():
     under = autocast
 
     def logits(model, x):
@@ -320,7 +320,7 @@ def test_a_call_of_only_the_float32_part_is_let_pass_and_so_is_a_model_that_is_a
 
 
 class Student(nnx.Module):
-    """May hold another of its class."""
+    """A module that may have a submodule of its own class."""
 
     def __init__(self, rngs: nnx.Rngs, teacher: Any = None) -> None:
         self.linear, self.teacher = nnx.Linear(8, 8, rngs=rngs), teacher
@@ -329,7 +329,7 @@ class Student(nnx.Module):
         return self.linear(x) if self.teacher is None else (self.linear(x), self.teacher(x))
 
 
-def test_a_root_of_the_same_class_and_policy_inside_another_is_a_root_still():
+def test_a_root_inside_a_root_of_the_same_class_and_policy_stays_a_root():
     teacher = apply_policy(Student(rngs(1)), "mixed_float16")
     model = apply_policy(Student(rngs(), teacher), "mixed_float16")
     assert [out.dtype.name for out in model(VECTORS)] == ["float32", "float32"]
@@ -337,23 +337,23 @@ def test_a_root_of_the_same_class_and_policy_inside_another_is_a_root_still():
     assert [out.dtype.name for out in model(VECTORS)] == [
         "float16",
         "float16",
-    ]  # the outer one's word on what it returns
+    ]  # the outer root casts its results, also those of the teacher
     _, inner = jax.eval_shape(lambda: Student.__call__(model, VECTORS))
     assert inner.dtype == jnp.float32
 
 
 class Tree(nnx.Module):
-    """Has a Param, and another of its class below it: its inputs follow where they meet the Param."""
+    """A module with a Param and a submodule of its own class; autocast's rules decide its dtypes."""
 
     def __init__(self, depth: int, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
         self.child = Tree(depth - 1, rngs) if depth else nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.child(jnp.tanh(x @ self.kernel).astype("float32"))  # a float32 that meets the child's Param
+        return self.child(jnp.tanh(x @ self.kernel).astype("float32"))  # the child multiplies it by its Param
 
 
-def test_modules_of_one_class_inside_each_other_compute_as_those_of_several_do():
+def test_nested_modules_of_one_class_compute_the_same_as_modules_of_several_classes():
     class Inner(Tree):
         pass
 
@@ -392,7 +392,7 @@ def test_a_fourier_transform_runs_under_autocast_or_a_float32_override():
 
 
 class Decoder(nnx.Module):
-    """Two attentions with caches, which it makes."""
+    """Two attention layers, for which ``init_cache`` creates caches."""
 
     def __init__(self, rngs: nnx.Rngs, **options: Any) -> None:
         self.layers = nnx.List([nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs, **options) for _ in range(2)])
@@ -410,7 +410,7 @@ class Decoder(nnx.Module):
 
 def decoded(model: Any, x: jax.Array) -> jax.Array:
     step = nnx.jit(lambda model, x: model(x, decode=True))
-    with jax.numpy_dtype_promotion("standard"):  # a half attention of JAX with a mask is not strict about dtypes
+    with jax.numpy_dtype_promotion("standard"):  # JAX's half-precision attention with a mask promotes dtypes
         return jnp.concatenate([step(model, x[:, n : n + 1]) for n in range(x.shape[1])], axis=1)
 
 
@@ -421,24 +421,24 @@ def decoded(model: Any, x: jax.Array) -> jax.Array:
         ("bfloat16", {"layers/0": "float32"}, ["float32", "bfloat16"]),
     ],
 )
-def test_a_cache_that_is_made_under_a_policy_is_in_the_dtype_that_its_layer_computes_in(policy, overrides, caches):
+def test_a_cache_that_is_created_under_a_policy_has_the_compute_dtype_of_its_layer(policy, overrides, caches):
     bare, x = Decoder(rngs()), jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 8)), jnp.float32)
     model = apply_policy(bare, policy, overrides)
     with jax.numpy_dtype_promotion("standard"):
-        whole = nnx.jit(lambda model, x: model(x))(model, x)
-    model.init_cache(2, 4)  # layer.init_cache by itself has a default of float32
+        at_once = nnx.jit(lambda model, x: model(x))(model, x)
+    model.init_cache(2, 4)  # without a policy, layer.init_cache creates a float32 cache
     assert [layer.cached_key.dtype.name for layer in model.layers] == caches
-    np.testing.assert_allclose(decoded(model, x), whole, atol=0.05)
+    np.testing.assert_allclose(decoded(model, x), at_once, atol=0.05)
     assert [int(layer.cache_index[...]) for layer in model.layers] == [4, 4]
     layer = model.layers[1]
-    layer.init_cache((2, 4, 8), dtype=jnp.float32)  # the author's word
+    layer.init_cache((2, 4, 8), dtype=jnp.float32)  # an explicit dtype is kept
     assert layer.cached_key.dtype == "float32"
     with pytest.raises(TypeError, match="init_cache"):
         layer.init_cache()
 
 
 @pytest.mark.once
-def test_without_a_half_dtype_a_cache_is_made_as_it_is_without_a_policy():
+def test_a_cache_is_float32_under_a_float32_policy_and_under_autocast():
     x = jnp.ones((2, 4, 8))
     for model in (apply_policy(Decoder(rngs()), "float32"), jaxmp.nnx.autocast(Decoder(rngs()), "mixed_bfloat16")):
         model.init_cache(2, 4)
