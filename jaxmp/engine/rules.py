@@ -151,7 +151,7 @@ class Rules:
     def keys_of(self, name: str, names: Names) -> list[str]:
         """Return the overrides of a primitive in these scopes.
 
-        These are the first path that matches, and then the overrides of operations.
+        The list has the first path that matches, and then the overrides of operations.
         """
         if not self.overrides:
             return []
