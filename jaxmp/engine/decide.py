@@ -121,8 +121,8 @@ def _is_repeated_by(user: Node, operand: Node) -> bool:
 def _find_activations(nodes: Sequence[Node]) -> None:
     """Number each activation by the last product from which it is computed elementwise.
 
-    A float32 carry is not an activation, and a difference of two activations is not one either. If a term of a sum is
-    not an activation, the sum is not a residual stream.
+    A value that a loop adds up in float32 is not an activation, and a difference of two activations is not one either.
+    If a term of a sum is not an activation, the sum is not a residual stream.
     """
     count = 0
     for node in nodes:

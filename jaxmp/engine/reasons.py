@@ -85,8 +85,8 @@ class Reasons:
     def _of_bodies(self, step: Step) -> str:
         text = {
             "scan": f"a loop of {step.eqn.params.get('length')} trips, decided inside",
-            "while": "a loop of unknown trips, decided inside; one is counted",
-            "cond": "decided inside each branch; all are counted",
+            "while": "a loop of unknown trips, decided inside; one trip is counted",
+            "cond": "decided inside each branch; all branches are counted",
             "custom_jvp_call": "decided inside; its derivative rule when that runs",
             "custom_vjp_call": "decided inside; its derivative rules when they run",
         }.get(step.eqn.primitive.name, "decided inside")

@@ -292,7 +292,7 @@ def test_an_unknown_class_lists_all_that_an_override_may_name_and_where_they_are
 
 
 def test_a_path_of_a_function_without_scopes_is_told_what_makes_them():
-    with pytest.raises(jaxmp.UnmatchedOverrideError, match=r"none: it has no scopes; use jax.named_scope"):
+    with pytest.raises(jaxmp.UnmatchedOverrideError, match=r"none: the function has no scopes; use jax.named_scope"):
         half(lambda x, w: x @ w, overrides={"**/head": "float32"})(X, W)
 
 
