@@ -75,7 +75,7 @@ NO_COORDINATES = {
 }
 
 
-def test_products_that_make_no_places_stay_half():
+def test_products_that_feed_no_coordinates_stay_half():
     found = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in NO_COORDINATES.items()}
     assert found == {name: {"bfloat16"} for name in NO_COORDINATES}
 
@@ -88,7 +88,7 @@ ACTIVATIONS = {
 }
 
 
-def test_of_layers_that_make_places_the_last_is_float32():
+def test_only_the_last_of_the_layers_before_a_phase_is_float32():
     def layers(activation, end):
         def fun(x):
             for _ in range(3):
@@ -102,7 +102,7 @@ def test_of_layers_that_make_places_the_last_is_float32():
     assert layers(jax.nn.relu, jnp.floor) == found["ReLU"]
 
 
-def test_what_feeds_a_factorisation_is_float32_although_a_product_reads_it_too():
+def test_a_factorised_matrix_is_float32_even_if_a_product_reads_it_too():
     def fun(x, w):
         kernel = jnp.exp(-((x @ w) ** 2))
         return jnp.linalg.cholesky(kernel @ w + 4.0 * w) @ w
@@ -118,7 +118,7 @@ def test_a_product_that_is_only_factorised_is_float32():
     np.testing.assert_array_equal(jnp.isfinite(result), True)
 
 
-def test_a_logarithm_near_a_bound_is_float32_although_a_product_reads_the_same():
+def test_a_logarithm_near_a_bound_is_float32_even_if_a_product_reads_its_operand():
     def fun(x, w):
         action = jnp.tanh(3 * (x @ w))
         return jnp.sum(jnp.log(1 - action**2 + 1e-6), -1), action @ w
@@ -127,7 +127,7 @@ def test_a_logarithm_near_a_bound_is_float32_although_a_product_reads_the_same()
     np.testing.assert_allclose(half(fun)(x, W)[0], fun(x, W)[0], rtol=0.02)
 
 
-def test_squares_under_a_root_do_not_overflow_and_epsilons_there_do_not_vanish():
+def test_under_a_root_squares_do_not_overflow_and_epsilons_do_not_vanish():
     def squareplus(x, w):
         return jax.nn.squareplus(x @ w) @ w
 
@@ -152,7 +152,7 @@ CHAINS = {
 @pytest.mark.once
 @pytest.mark.slow("times the analysis of long chains")
 @pytest.mark.parametrize("chain", CHAINS)
-def test_the_time_to_find_what_is_amplified_is_linear(chain):
+def test_finding_amplified_values_takes_linear_time(chain):
     turn, count = CHAINS[chain]
 
     def fun(x):

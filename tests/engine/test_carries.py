@@ -101,12 +101,12 @@ SUMS = {
 
 
 @pytest.mark.parametrize("case", SUMS)
-def test_what_adds_up_is_float32_although_a_product_reads_it(case):
+def test_an_accumulating_carry_is_float32_even_if_a_product_reads_it(case):
     layers = 1 if case.endswith("in each layer") else 0  # whose stream is half
     assert {carries.partition(",")[0] for carries in dtypes_of("scan", SUMS[case])[layers:]} == {"float32"}
 
 
-def test_layers_round_a_sum_stay_half():
+def test_layers_around_a_sum_stay_half():
     """The stream of the layers goes through the sum, and comes to it by products."""
     layers = in_layers(lambda u: turns(lambda s, x: s + 0.01 * jnp.abs(x) * u, 0 * X, xs=XS))
     assert sorted(dtypes_of("scan", layers)) == ["bfloat16", "float32"]
@@ -162,7 +162,7 @@ def test_steps_in_time_are_added_in_float32(case):
 
 
 @pytest.mark.parametrize("case", ["Euler", "minibatches"])
-def test_so_they_are_in_a_module_under_a_policy(case):
+def test_steps_in_time_in_a_module_under_a_policy_match_float32(case):
     model = jaxmp.linen.apply_policy(as_module(STEPS[case]), "mixed_float16")
     all_hold([lambda p: model.apply({"params": p}), STEPS[case]], (PARAMS,), WITHIN["mixed_float16"])
 
@@ -176,7 +176,7 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("case", FORWARD)
-def test_no_step_in_time_is_lost(case):
+def test_autocast_loses_no_step_in_time(case):
     runs = half(FORWARD[case], "mixed_bfloat16"), FORWARD[case]
     assert off(*compiled(lambda p: [run(p) for run in runs])(PARAMS)) < 0.02
 
@@ -185,7 +185,7 @@ OPTIMIZERS = {"momentum": optax.sgd(1e-3, 0.9), "means": optax.rmsprop(1e-3, 0.9
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_optimizers_add_up_beside_params_in_small_steps_is_float32(name):
+def test_params_and_optimizer_state_in_a_loop_are_float32(name):
     """Their state reads the gradient, which reads the params: the products lie on the way round of these alone."""
 
     def descended(p):
@@ -204,7 +204,7 @@ def test_what_optimizers_add_up_beside_params_in_small_steps_is_float32(name):
         assert off(state, full) < 0.01
 
 
-def test_rates_that_are_mapped_over_are_known_by_autocast_inside_of_vmap():
+def test_autocast_inside_of_vmap_handles_mapped_rates():
     def train(p, rate):
         return turns(lambda w, x: w - rate * jax.grad(error)(w, x), p["w"], xs=XS) - p["w"]
 
@@ -268,11 +268,11 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("case", LAYERS)
-def test_layers_are_no_small_steps(case):
+def test_residual_streams_of_layers_are_half(case):
     assert set(dtypes_of("add", LAYERS[case])) - {"int32"} == {"bfloat16"}
 
 
-def test_layers_with_an_output_layer_that_they_share_stay_half():
+def test_layers_with_a_shared_output_layer_stay_half():
     """Deep supervision: what it makes is not what the layers go on with."""
 
     def layers(p):
@@ -299,7 +299,7 @@ def memory(p):
     return jax.lax.scan(write, jnp.zeros((8, 8)), (keys, values, gates))[1]
 
 
-def test_a_memory_with_a_product_on_its_way_round_is_carried_in_float32():
+def test_a_memory_with_a_product_on_its_cycle_is_carried_in_float32():
     assert dtypes_of("scan", memory) == ["float32, bfloat16"]
 
 
@@ -311,7 +311,7 @@ WAYS_TO_ASK = {  # around the addition, and overrides
 
 
 @pytest.mark.parametrize("way", WAYS_TO_ASK)
-def test_a_carry_has_the_dtype_that_is_asked_for_its_sum(way):
+def test_a_carry_has_the_dtype_requested_for_its_sum(way):
     around, overrides = WAYS_TO_ASK[way]
 
     def added(h, step, level):
@@ -349,12 +349,12 @@ PASSED_ON = {
 
 
 @pytest.mark.parametrize(("case", "policy"), in_turn(PASSED_ON))
-def test_gradients_of_what_a_loop_passes_on_unchanged_are_summed_in_float32(case, policy):
+def test_gradients_of_a_carry_that_no_iteration_changes_are_summed_in_float32(case, policy):
     hold(PASSED_ON[case], policy)
 
 
 @pytest.mark.slow("compiles a loop and its gradient, in half and in float32, for each way of adding")
-def test_what_a_loop_adds_and_its_gradients_are_those_of_float32():
+def test_sums_in_loops_and_their_gradients_match_float32():
     for case, policy in in_turn({**SUMS, **STEPS}):
         hold({**SUMS, **STEPS}[case], policy)
 
@@ -376,14 +376,14 @@ by_jvp.defjvp(lambda primals, tangents: (primals[0], 0.5 * tangents[0]))
 
 
 @pytest.mark.parametrize(("halved", "around"), [(by_vjp, jax.checkpoint), (by_jvp, jax.jit)])
-def test_an_identity_with_a_derivative_rule_is_no_passing_on(halved, around):
+def test_a_carry_behind_an_identity_with_a_derivative_rule_counts_as_changed(halved, around):
     def fun(p):
         return turns(around(lambda c, _: (jnp.tanh(c[0] @ halved(c[1]) + B), halved(c[1]))), X, p["w"])[0] @ p["t"]
 
     hold(fun, "mixed_bfloat16")
 
 
-def test_the_coefficients_of_runge_kutta_stages_are_no_weights_of_layers():
+def test_the_coefficients_of_runge_kutta_stages_are_not_weights_of_layers():
     """diffrax picks a stage's row of the tableau by a counter that vmap makes one for each example."""
 
     def solve(tableau, w, y):

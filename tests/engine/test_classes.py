@@ -59,13 +59,13 @@ def test_every_primitive_of_the_installed_jax_has_a_class():
     assert not unknown, f"JAX {jax.__version__} has primitives without a class in jaxmp/engine/classes.py: {unknown}"
 
 
-def test_no_primitive_is_named_twice_and_versions_are_given_only_for_named_ones():
+def test_the_table_names_no_primitive_twice_and_has_all_primitives_with_versions():
     counts = Counter(name for cls in Class for name in classes._NAMES[cls])
     assert [name for name, count in counts.items() if count > 1] == []
     assert (SINCE.keys() | UNTIL.keys()) <= ALL
 
 
-def test_the_table_names_only_what_this_jax_has_or_says_which_jax_has_it():
+def test_the_table_names_only_primitives_of_this_jax_or_gives_their_versions():
     def is_expected(name):
         since, until = (_version(bounds.get(name)) for bounds in (SINCE, UNTIL))
         return (since or (0,)) <= jax.__version_info__ and (until is None or jax.__version_info__ < until)
@@ -79,7 +79,7 @@ def test_the_table_names_only_what_this_jax_has_or_says_which_jax_has_it():
     assert {name for name in ALL if not is_expected(name)} & installed == set(), "SINCE or UNTIL"
 
 
-def test_patterns_are_of_opaque_primitives_only_and_each_says_a_part_of_the_name():
+def test_only_opaque_primitives_have_patterns():
     assert primitives_of(Class.OPAQUE) >= PATTERNS
     assert all(len(pattern.replace("*", "")) > 3 for pattern in PATTERNS)
     assert classify("scan") is classify("custom_jvp_call") is Class.RECURSE  # a name goes before a pattern
@@ -94,7 +94,7 @@ def _version(text):
 # -- how the primitives are found ------------------------------------------------------------------------------------
 
 
-def test_all_primitives_are_found_those_too_that_jax_does_not_publish():
+def test_unpublished_primitives_are_found_too():
     names = {value.name for value in vars(jax.extend.core.primitives).values() if isinstance(value, Primitive)}
     assert len(names) > 100
     assert names <= set(installed_primitives())
@@ -108,7 +108,7 @@ def test_a_new_primitive_in_any_module_of_jax_is_found(monkeypatch):
     assert installed_primitives.__wrapped__()["brand_new"] == "jax.experimental.ode"
 
 
-def test_modules_left_out_are_there_to_be_left_out_and_say_why():
+def test_skipped_modules_exist_and_have_a_reason():
     for prefix, why in SKIPPED.items():
         package = importlib.import_module(prefix.rpartition(".")[0])
         children = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
@@ -242,7 +242,7 @@ def traced():
     return {name: list(equations(jax.make_jaxpr(fun)(*args))) for name, (fun, args) in PROGRAMS.items()}
 
 
-def test_programs_hold_only_primitives_that_have_a_class(traced):
+def test_programs_contain_only_primitives_that_have_a_class(traced):
     found = {name: {eqn.primitive.name for eqn in eqns} for name, eqns in traced.items()}
     assert {name: unknown for name, of in found.items() if (unknown := {p for p in of if classify(p) is None})} == {}
     for name, expected in {
@@ -255,7 +255,7 @@ def test_programs_hold_only_primitives_that_have_a_class(traced):
 # -- numerics behind the table ---------------------------------------------------------------------------------------
 
 
-def test_what_has_a_body_is_recursed_into_or_opaque_or_linear_algebra(traced):
+def test_primitives_with_a_body_are_recurse_opaque_or_linalg(traced):
     bodies = set()
     for eqn in (eqn for eqns in traced.values() for eqn in eqns):
         params = jax.tree.leaves(list(eqn.params.values()))
@@ -274,19 +274,19 @@ def amplification(name):
     return float(jnp.max(jnp.abs(x * slope) / jnp.maximum(jnp.abs(fun(x)), 1)))
 
 
-def test_what_is_inferred_hardly_amplifies_the_rounding_of_its_argument():
+def test_infer_primitives_hardly_amplify_rounding():
     unary = [name for name in primitives_of(Class.INFER) - {"integer_pow"} if hasattr(jax.lax, name)]
     assert {"tanh", "logistic", "erfc"} <= set(unary)
     assert {name: by for name in unary if not (by := amplification(name)) <= 4} == {}
 
 
-def test_what_amplifies_the_rounding_of_its_argument_is_float32():
+def test_primitives_that_amplify_rounding_are_float32():
     for name in ("exp", "exp2", "expm1", "sinh", "cosh", "tan", "sin", "cos"):
         assert amplification(name) > 8, name
         assert classify(name) is Class.POINTWISE, name
 
 
-def test_what_accumulates_in_half_goes_wrong_with_length():
+def test_long_half_accumulations_are_wrong():
     combines = {"cumsum": jnp.add, "cumprod": jnp.multiply, "cumlogsumexp": jnp.logaddexp}
     for name, combine in combines.items():
         x = jnp.full((4096,), 1.001 if name == "cumprod" else 1.0)
@@ -297,6 +297,6 @@ def test_what_accumulates_in_half_goes_wrong_with_length():
         assert classify(name) is Class.ACCUMULATION, name
 
 
-def test_sets_of_primitives_lie_in_the_classes_they_speak_of():
+def test_sets_of_primitives_are_subsets_of_their_classes():
     assert primitives_of(Class.CLEAR) | {"convert_element_type"} >= MONOTONE
     assert primitives_of(Class.WIDEST) >= COMBINES

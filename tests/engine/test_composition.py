@@ -32,20 +32,20 @@ def test_jit_vmap_and_eager_agree():
     assert jnp.allclose(half(jax.jit(network))(X, W), expected, atol=1e-2)
 
 
-def test_shapes_and_programs_can_be_had_without_running():
+def test_autocast_functions_can_be_traced_and_compiled_without_running():
     assert jax.eval_shape(half(network), X, W) == jax.ShapeDtypeStruct((4, 8), jnp.float32)
     compiled = jax.jit(half(network)).lower(X, jax.ShapeDtypeStruct(W.shape, W.dtype)).compile()
     assert jnp.allclose(compiled(X, W), network(X, W), atol=0.02)
 
 
-def test_donated_buffers_are_given_away():
+def test_donated_buffers_are_deleted():
     step = jax.jit(half(lambda w, x: w - 0.1 * (x.T @ jnp.tanh(x @ w))), donate_argnums=0)
     w = W + 0.0
     assert step(w, X).shape == W.shape
     assert w.is_deleted()
 
 
-def test_it_is_idempotent():
+def test_autocast_is_idempotent():
     once, twice = half(network), half(half(network))
     assert operations(twice, X, W) == operations(once, X, W)
     assert jnp.array_equal(twice(X, W), once(X, W))
@@ -53,14 +53,14 @@ def test_it_is_idempotent():
     assert operations(half(gradient), W) == operations(gradient, W)
 
 
-def test_an_inner_policy_wins_inside():
+def test_the_policy_of_an_inner_autocast_wins():
     def fun(x, w):
         return half(lambda x: x @ w @ w, "mixed_bfloat16")(x @ w) @ w
 
     assert products(half(fun, "mixed_float16"), X, W) == ["float16", "bfloat16", "bfloat16", "float16"]
 
 
-def test_an_inner_float32_keeps_a_part_in_float32_forwards_and_backwards():
+def test_an_inner_float32_autocast_is_float32_forwards_and_backwards():
     inner = half(lambda x, w: jnp.tanh(x @ w), "float32")
 
     def fun(x, w):
@@ -105,7 +105,7 @@ def test_threads_do_not_see_each_other():
     assert sorted(seen, key=str) == [None, jnp.bfloat16]
 
 
-def test_arguments_that_are_no_arrays_stay_python_values():
+def test_arguments_that_are_not_arrays_stay_python_values():
     def fun(x, flag, *, name, depth, options):
         assert flag is True and name == "tanh" and depth == 2 and options == {"scale": 0.5, "none": None}
         for _ in range(depth):
@@ -124,7 +124,7 @@ def test_numpy_arguments_and_results_of_every_kind():
     assert (result[4].dtype, result[5].dtype) == (jnp.bool_, jnp.int32)
 
 
-def test_random_numbers_and_dropout_masks_are_those_of_the_unchanged_function():
+def test_random_numbers_and_dropout_masks_do_not_change():
     def fun(key, x, w):
         h = x @ w
         keep = jax.random.bernoulli(key, 0.7, h.shape)
@@ -208,7 +208,7 @@ def test_collectives_under_vmap():
     assert jnp.allclose(jax.vmap(fun, axis_name="batch")(X)[0], (X @ W).mean(0), atol=0.02)
 
 
-def test_functions_may_close_over_what_is_being_differentiated():
+def test_functions_may_close_over_differentiated_arrays():
     def loss(w):
         return half(lambda x: jnp.sum(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=2)[0]))(X)
 
@@ -265,12 +265,12 @@ def test_layers_that_share_a_jitted_body_share_its_program():
     assert 1 <= text.count("func.func private @layer") <= 2  # the first reads an argument, the others a half stream
 
 
-def test_auto_on_a_device_without_fast_half_precision_changes_nothing(monkeypatch):
+def test_auto_changes_nothing_on_a_device_without_fast_half_precision(monkeypatch):
     monkeypatch.setattr(jaxmp.hardware, "recommended_policy", lambda: "float32")
     assert jnp.array_equal(half(network, "auto")(X, W), network(X, W))
 
 
-def test_a_default_precision_is_not_the_authors_word_and_a_float32_region_is_true_float32():
+def test_a_default_precision_changes_neither_half_products_nor_a_float32_region():
     def fun(x, w):
         with jaxmp.precision("float32"):
             return x @ w
@@ -290,7 +290,7 @@ def test_a_constant_of_the_host_is_cast_once():
     assert products(half(lambda x: x @ many @ many.T), X) == ["bfloat16"] * 2
 
 
-def test_what_it_keeps_between_calls_goes_with_the_function():
+def test_cached_programs_are_freed_with_the_function():
     fun = half(lambda x: jax.lax.scan(body, x, None, length=3)[0])
     fun(X)
     gone = weakref.ref(fun)
@@ -308,19 +308,19 @@ SPEAKING = [
 ]
 
 
-def test_parameters_that_speak_of_dtypes_and_places_are_right_after_it():
+def test_parameters_that_hold_dtypes_or_shardings_are_adapted():
     for number, (got, want) in enumerate(compiled(lambda *xw: [(half(fun)(*xw), fun(*xw)) for fun in SPEAKING])(X, W)):
         np.testing.assert_allclose(got, want, atol=0.05, err_msg=str(number))
 
 
-def test_a_jit_with_shardings_keeps_them_where_examples_are_mapped_from_outside():
+def test_a_jit_under_an_outer_vmap_keeps_its_shardings():
     columns = NamedSharding(mesh(), PartitionSpec(None, "batch"))
     layer = jax.jit(lambda table, x: x @ table, out_shardings=columns)
     mapped = jax.vmap(half(lambda w, x: layer(w @ w, x @ w)), (None, 0))  # the table is computed, and for all
     assert mapped(W, jnp.ones((3, 4, 8))).sharding == NamedSharding(mesh(), PartitionSpec(None, None, "batch"))
 
 
-def test_layers_that_share_a_jit_share_it_where_examples_are_mapped_from_outside():
+def test_layers_that_share_a_jit_still_share_it_under_an_outer_vmap():
     layer = jax.jit(lambda bias, x, w: jnp.tanh(x @ w + bias))
 
     def fun(w, x):
@@ -332,7 +332,7 @@ def test_layers_that_share_a_jit_share_it_where_examples_are_mapped_from_outside
     assert len(calls) == 3 and len({id(opened(eqn.params["jaxpr"])[0]) for eqn in calls}) == 1
 
 
-def test_a_state_that_all_examples_share_in_each_turn_is_no_copy_for_each():
+def test_a_state_that_all_examples_share_is_not_repeated_for_each_example():
     def filtered(w, x):
         def turn(state, measured):
             mean, covariance = state
@@ -349,7 +349,7 @@ def test_a_state_that_all_examples_share_in_each_turn_is_no_copy_for_each():
     assert any(var.aval.shape == (3, 8) for inputs in carried for var in inputs)
 
 
-def test_code_of_another_half_dtype_does_not_go_through_the_policys():
+def test_code_in_another_half_dtype_is_not_cast_to_the_policys():
     def fun(x, w):
         large = jnp.exp(x @ w + 15)
         return jax.jit(jnp.matmul)(large, w) + large.T.T @ w
@@ -375,7 +375,7 @@ def test_a_branch_for_other_platforms_is_not_lowered_for_this_one():
     assert products(half(fun), x, w) == ["bfloat16"] * 2
 
 
-def test_equal_functions_of_other_constants_do_not_share_a_program():
+def test_equal_functions_with_different_constants_do_not_share_a_program():
     above = jax.jit(lambda h, bound: jnp.where(h > bound, 1.0, 0.0))
 
     def fun(x, w):
@@ -386,6 +386,6 @@ def test_equal_functions_of_other_constants_do_not_share_a_program():
     np.testing.assert_array_equal(half(fun)(x, jnp.eye(8))[1], 1)
 
 
-def test_arrays_of_texts_reach_the_function_as_they_are():
+def test_arrays_of_texts_reach_the_function_unchanged():
     batch = {"x": normal(0, 4, 8), "names": np.array(["a", "b"])}
     assert half(lambda batch: (batch["x"] @ jnp.eye(8), batch["names"][1]))(batch)[1] == "b"

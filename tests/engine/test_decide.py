@@ -33,7 +33,7 @@ def test_without_a_product_nothing_changes():
     assert str(jax.make_jaxpr(half(fun))(X)) == str(jax.make_jaxpr(fun)(X))
 
 
-def test_a_float32_bias_between_products_drags_nothing_to_float32():
+def test_a_float32_bias_between_products_is_cast_to_half():
     def fun(x, w, b):
         return jax.nn.relu(x @ w + b) @ w
 
@@ -41,7 +41,7 @@ def test_a_float32_bias_between_products_drags_nothing_to_float32():
     assert dtypes_of("max", half(fun), X, W, B) == ["bfloat16"]
 
 
-def test_what_leads_to_no_product_stays_float32():
+def test_operations_before_no_product_stay_float32():
     def fun(x, w, b):
         return jnp.tanh(x @ w + b)
 
@@ -60,7 +60,7 @@ def test_a_choice_between_a_half_value_and_a_float32_one_is_float32():
     assert dtypes_of("mul", half(fun), X, W)[-1] == "float32"
 
 
-def test_what_is_made_of_arguments_only_stays_float32():
+def test_operations_on_arguments_alone_stay_float32():
     def fun(x, w):
         return x @ (w * 3.0 + 1.0)
 
@@ -123,7 +123,7 @@ def test_the_sum_of_a_block_and_its_projected_shortcut_is_half():
     assert [eqn.outvars[0].aval.dtype.name for eqn in sums] == ["bfloat16"]
 
 
-def test_a_float32_position_code_does_not_make_the_stream_float32():
+def test_a_float32_position_code_leaves_the_stream_half():
     def fun(x, w):
         x = x + jnp.sin(jnp.arange(4.0))[:, None]
         for _ in range(2):
@@ -138,7 +138,7 @@ def test_a_float32_position_code_does_not_make_the_stream_float32():
     assert streams == ["float32", "float32", "bfloat16"]
 
 
-def test_data_movement_takes_the_colour_of_its_neighbours():
+def test_moves_of_data_between_half_products_are_half():
     def fun(x, w):
         h = (x @ w).reshape(2, 2, 8).transpose(1, 0, 2)[:, ::-1]
         return h.reshape(4, 8) @ w.T
@@ -148,7 +148,7 @@ def test_data_movement_takes_the_colour_of_its_neighbours():
         assert {dtype for primitive, dtype in program if primitive == name} == {"bfloat16"}
 
 
-def test_a_table_is_read_in_float32_and_cast_after():
+def test_a_table_is_looked_up_in_float32_and_cast_afterwards():
     def fun(table, ids, w):
         return table[ids] @ w
 
@@ -200,7 +200,7 @@ def test_half_arguments_meet_float32_weights_in_half_products():
     assert products(half(fun), X.astype(jnp.bfloat16), W) == ["bfloat16"]
 
 
-def test_results_of_a_pure_policy_come_out_half():
+def test_results_under_a_pure_policy_are_half():
     def fun(x, w, n):
         return x @ w, n
 
@@ -208,7 +208,7 @@ def test_results_of_a_pure_policy_come_out_half():
     assert (result.dtype, n.dtype) == (jnp.bfloat16, jnp.int32)
 
 
-def test_an_outer_product_is_a_multiplication():
+def test_an_outer_product_of_arguments_stays_float32():
     def fun(x, w, angles):
         return jnp.cos(jnp.einsum("i,j->ij", jnp.arange(4.0) * 1000, angles)) * (x @ w) @ w
 
@@ -226,7 +226,7 @@ def test_convolutions_are_half_forwards_and_backwards():
 
 
 @pytest.mark.parametrize("policy", HALVES)
-def test_a_network_gives_the_bits_of_casts_by_hand(policy):
+def test_a_network_equals_one_with_casts_by_hand_bit_for_bit(policy):
     dtype = jnp.dtype(HALVES[policy])
 
     def network(x, w, b):
@@ -248,7 +248,7 @@ def test_a_network_gives_the_bits_of_casts_by_hand(policy):
         assert jnp.allclose(one, other, rtol=0.02, atol=2 * jnp.finfo(dtype).eps * float(jnp.max(jnp.abs(other))))
 
 
-def test_a_weight_that_its_author_rounds_and_widens_has_its_uses_summed_in_float32():
+def test_gradients_of_a_weight_that_its_author_rounds_are_summed_in_float32():
     def fun(x, w):
         rounded = w.astype(jnp.bfloat16).astype(jnp.float32)
         return jnp.sum(x @ rounded @ rounded)
@@ -258,7 +258,7 @@ def test_a_weight_that_its_author_rounds_and_widens_has_its_uses_summed_in_float
     assert sums == [jnp.float32]
 
 
-def test_what_the_author_widened_is_read_in_half_where_half_is_wanted():
+def test_products_read_the_half_value_behind_the_authors_cast_to_float32():
     def fun(x, w):
         h = jax.nn.relu((x @ w).astype(jnp.bfloat16)).astype(jnp.float32)
         return h @ w, jnp.sum(h)
@@ -284,7 +284,7 @@ DECIDED = {
 }
 
 
-def test_what_the_plan_says_decides_nothing(monkeypatch):
+def test_the_texts_of_a_plan_affect_no_decision(monkeypatch):
     def found(between, overrides):
         plan = jaxmp.cast_plan(lambda x: between(jnp.tanh(x @ W)), "mixed_float16", overrides)(X)
         return [(row.primitive, row.operands, row.result) for row in plan.rows]
@@ -313,7 +313,7 @@ SEEN = {
 }
 
 
-def test_what_is_seen_beside_a_product_is_not_rounded_for_it():
+def test_a_value_that_a_product_reads_is_not_rounded_for_other_readers():
     for name, seen in SEEN.items():
 
         def fun(x, w, seen=seen):
@@ -325,7 +325,7 @@ def test_what_is_seen_beside_a_product_is_not_rounded_for_it():
         assert next(row for row in rows if row.cls == "half").operands == ("bfloat16", "bfloat16"), name
 
 
-def test_a_softmax_that_is_a_result_too_is_not_rounded():
+def test_a_softmax_that_is_also_a_result_is_not_rounded():
     def fun(x, w):
         p = jax.nn.softmax(x @ w)
         return p @ w, p[0]
@@ -334,7 +334,7 @@ def test_a_softmax_that_is_a_result_too_is_not_rounded():
     assert jnp.allclose(half(fun)(X, W)[1], expected, rtol=1e-5)
 
 
-def test_a_comparison_with_zero_sees_no_digits_and_keeps_no_float32_copy():
+def test_a_comparison_with_zero_needs_no_float32_copy():
     def fun(x, w):
         y = x.T
         return y @ w, y > 0
@@ -342,7 +342,7 @@ def test_a_comparison_with_zero_sees_no_digits_and_keeps_no_float32_copy():
     assert dtypes_of("transpose", half(fun), X, B[:4, None]) == ["bfloat16"]
 
 
-def test_the_plan_tells_the_dtype_of_what_the_author_casts_and_reduces():
+def test_the_plan_has_the_dtype_of_a_reduction_after_the_authors_cast():
     plan = jaxmp.cast_plan(lambda x, w: (w.astype(jnp.bfloat16).max(), x @ w), "mixed_bfloat16")(X, W)
     (largest,) = (row for row in plan.rows if row.primitive == "reduce_max")
     assert (largest.operands, largest.result) == (("bfloat16",), "bfloat16")

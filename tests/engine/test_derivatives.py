@@ -61,7 +61,7 @@ def recorded(log, optimize_remat=False):
 
 
 @pytest.mark.parametrize("optimize_remat", [False, True])
-def test_a_custom_vjp_keeps_its_rule_and_its_rule_is_half(optimize_remat):
+def test_a_custom_vjp_keeps_its_rule_and_the_rule_is_half(optimize_remat):
     log: list[str] = []
     product = recorded(log, optimize_remat)
 
@@ -89,7 +89,7 @@ def test_a_custom_vjp_that_optimizes_remat_is_half_under_checkpoint():
         assert cosine(*compiled(lambda w, fun=derivative: [fun(w), plain(w)])(W)) > 0.9999
 
 
-def test_a_custom_vjp_that_closes_over_an_array_gets_its_own_residuals():
+def test_a_custom_vjp_that_closes_over_an_array_gets_the_right_residuals():
     table = jnp.arange(8.0) / 8
 
     def saving(residuals):
@@ -111,7 +111,7 @@ def test_a_custom_vjp_that_closes_over_an_array_gets_its_own_residuals():
         assert cosine(*compiled(lambda x, fun=fun: (jax.grad(half(fun))(x), jax.grad(fun)(x)))(X)) > 0.9999
 
 
-def test_a_custom_vjp_with_integers_static_arguments_and_no_gradient():
+def test_a_custom_vjp_may_have_integers_and_static_arguments():
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def layer(activation, x, w, n):
         return activation(x @ w) * n.astype(jnp.float32)
@@ -155,7 +155,7 @@ def test_a_custom_vjp_takes_a_python_bool():
 
 
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_a_custom_jvp_keeps_its_rule_and_its_rule_is_half(symbolic):
+def test_a_custom_jvp_keeps_its_rule_and_the_rule_is_half(symbolic):
     @jax.custom_jvp
     def layer(x, w, n):
         return jnp.tanh(x @ w) * n
@@ -217,7 +217,7 @@ def test_checkpoint_keeps_its_policy():
     assert not {name for name, gradient in found.items() if not cosine(gradient, expected) > 0.999}
 
 
-def test_what_is_recomputed_stays_recomputed_in_the_compiled_program():
+def test_the_compiled_program_keeps_recomputations():
     def fun(w):
         block = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w))
         return jnp.sum(block(block(X)))
@@ -248,7 +248,7 @@ def test_residuals_are_saved_in_half():
     assert saved and {leaf.dtype.name for leaf in saved} <= {"bfloat16", "bool"}
 
 
-def test_an_evaluation_before_or_inside_the_loss_changes_no_bit_of_the_gradients():
+def test_calling_the_function_elsewhere_changes_no_bit_of_its_gradients():
     fun = half(network)
     expected = jax.grad(fun)(W)
     fun(W)
@@ -261,7 +261,7 @@ def test_an_evaluation_before_or_inside_the_loss_changes_no_bit_of_the_gradients
     assert cosine(jax.grad(half(lambda w: network(w) + 0 * jax.lax.stop_gradient(network(w))))(W), expected) > 0.9999
 
 
-def test_a_region_round_a_jitted_rule_holds_in_its_backward_pass():
+def test_a_region_around_a_jitted_rule_applies_to_its_backward_pass():
     @jax.custom_vjp
     def layer(x, w):
         return jnp.exp(x @ w)
@@ -291,7 +291,7 @@ def test_a_rule_may_keep_a_part_in_float32():
     assert sorted(products(gradient, X, W)) == ["bfloat16"] * 5 + ["float32"]
 
 
-def test_a_custom_vjp_is_told_what_has_no_derivative():
+def test_a_custom_vjp_receives_symbolic_zeros():
     seen = []
 
     @jax.custom_vjp
@@ -356,7 +356,7 @@ LIMITS = {
 }
 
 
-def test_a_limit_of_what_is_float32_passes_its_gradient_inside_and_outside():
+def test_limits_of_float32_values_pass_the_right_gradient():
     def loss(w, limit):
         return jnp.mean((limit(layer_norm(X @ w)) @ W) ** 2)
 
@@ -370,7 +370,7 @@ def test_a_limit_of_what_is_float32_passes_its_gradient_inside_and_outside():
 
 
 @pytest.mark.parametrize("is_rule_first", [False, True])
-def test_a_jitted_function_that_a_rule_calls_as_well_has_a_program_for_each(is_rule_first):
+def test_a_jitted_function_inside_and_outside_of_a_rule_has_two_programs(is_rule_first):
     scale = jax.jit(lambda b, y: b * y)
 
     @jax.custom_jvp
@@ -394,7 +394,7 @@ def test_a_jitted_function_that_a_rule_calls_as_well_has_a_program_for_each(is_r
     assert jnp.linalg.norm(given - expected) < 0.02 * jnp.linalg.norm(expected)
 
 
-def test_equal_jitted_functions_of_which_one_takes_what_has_changed_have_a_program_each():
+def test_a_jitted_function_has_a_program_for_each_dtype_of_its_operands():
     """The derivative of ``clip`` compares what it was given: float32 in the loop, half after the products."""
     w = normal(2, 8, 8, scale=0.3)
 

@@ -280,7 +280,7 @@ def test_each_operation_has_the_dtype_that_a_reader_predicts(name):
     assert dtypes_of(name) == {operation: {dtype} for operation, dtype in TABLES[name].items()}
 
 
-def test_the_page_has_these_tables():
+def test_the_documentation_has_these_tables():
     page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| ([^|`]+) \| ([^|`]+) \| ([^|`]+) \|$", page, re.MULTILINE)
     tables = {name: (half.split("; "), full.split("; ")) for name, half, full in cells if name in TABLES}

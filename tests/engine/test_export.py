@@ -65,7 +65,7 @@ def over_examples(policy):
         (over_examples, "mixed_float16"),
     ],
 )
-def test_what_is_exported_for_every_batch_computes_what_the_function_does(make, policy):
+def test_an_export_with_a_symbolic_batch_computes_the_same_as_the_function(make, policy):
     fun = jax.jit(make(policy))
     exported = export.export(fun)(jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32))
     for rows in (3, 80):
@@ -76,13 +76,13 @@ def test_what_is_exported_for_every_batch_computes_what_the_function_does(make, 
             assert jnp.allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=0.02, atol=0.01)
 
 
-def test_a_plan_needs_numbers():
+def test_a_plan_raises_for_symbolic_sizes():
     x = jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32)
     with pytest.raises(ValueError, match="a plan needs all sizes"):
         jaxmp.cast_plan(lambda x: x @ normal(1, 8, 8), "mixed_bfloat16")(x)
 
 
-def test_no_product_with_an_open_size_is_in_float8():
+def test_a_product_with_a_symbolic_size_is_not_float8():
     lhs = jax.ShapeDtypeStruct(export.symbolic_shape("b, 2048"), jnp.bfloat16)
     rhs = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
     why = jaxmp.policy.float8.refusal(lhs, rhs, (((1,), (0,)), ((), ())), jaxmp.Float8())

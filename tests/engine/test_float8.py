@@ -145,7 +145,7 @@ WHICH = {
 
 
 class TestWhichProducts:
-    def test_the_plan_says_of_every_product_whether_it_is_float8_and_why_not(self):
+    def test_the_plan_shows_which_products_are_float8_and_why_others_are_not(self):
         for name, (fun, args, reasons) in WHICH.items():
             found = told(fun, *args)
             assert [operands for operands, _ in found] == [HALF if reason else FORWARD for reason in reasons], name
@@ -153,7 +153,7 @@ class TestWhichProducts:
                 f"no float8: {reason}" if reason else "float8" for reason in reasons
             ], name
 
-    def test_by_default_weights_are_1536_wide_and_meet_1024_tokens(self):
+    def test_by_default_float8_needs_weights_1536_wide_and_1024_tokens(self):
         def fun(x, small, odd, large):
             return jnp.tanh(x[:, :768]) @ small, jnp.tanh(x) @ odd, jnp.tanh(x[:512]) @ large, jnp.tanh(x) @ large
 
@@ -163,7 +163,7 @@ class TestWhichProducts:
             "no float8: 768 < 1536", "no float8: 50257 % 16", "no float8: 512 tokens < 1024", "float8",
         ]  # fmt: skip
 
-    def test_the_summary_counts_them_and_those_that_are_not_by_why(self):
+    def test_the_summary_counts_float8_products_and_the_reasons_against_float8(self):
         def fun(x, small, large):
             with jaxmp.precision("float32"):
                 x = layer(x, large)
@@ -176,7 +176,7 @@ class TestWhichProducts:
         assert told in str(found).splitlines() and '"float8": 2' in found.to_json()
         assert "in float8" not in str(plan(fun, *args)) and plan(fun, *args).summary.float8 == {}
 
-    def test_what_somebody_asked_to_be_float32_is(self):
+    def test_a_float32_region_is_not_float8(self):
         def fun(x, w):
             with jaxmp.precision("float32"):
                 x = layer(x, w)
@@ -186,7 +186,7 @@ class TestWhichProducts:
             (("float32", "float32"), "region jaxmp.precision('float32')"), (FORWARD, "product; float8"),
         ]  # fmt: skip
 
-    def test_a_device_without_float8_computes_in_bfloat16_and_says_so_once(self, monkeypatch):
+    def test_a_device_without_float8_computes_in_bfloat16_and_warns_once(self, monkeypatch):
         monkeypatch.delenv("JAXMP_FLOAT8")
         monkeypatch.setattr(float8, "_warned", [])
         args = [shape(16, 16)] * 2
@@ -199,7 +199,7 @@ class TestWhichProducts:
             assert told(layer, *args) == [(HALF, "product; no float8: not on this device")]
         assert told(layer, *args, policy="mixed_bfloat16") == [(HALF, "product")]
 
-    def test_equal_layers_of_one_jitted_body_are_told_apart(self):
+    def test_two_calls_of_a_jitted_product_can_differ_in_float8(self):
         dot = jax.jit(jnp.matmul)
 
         def fun(x, w):
@@ -277,7 +277,7 @@ def _under_autocast(overrides):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_by_every_route_all_products_of_weights_are_float8_but_where_an_override_says_otherwise(route):
+def test_products_of_weights_are_float8_except_under_an_override(route):
     loss, params = ROUTES[route]()
     assert in_float8(jax.grad(loss), params, normal(0, 16, 16)) == ([3, 0], [5, 0])
     loss, params = ROUTES[route]({"**/head": "mixed_bfloat16" if "autocast" in route else "float32"})
@@ -286,14 +286,14 @@ def test_by_every_route_all_products_of_weights_are_float8_but_where_an_override
     assert in_float8(jax.grad(loss), params, normal(0, 16, 16)) == ([1, 2], [2, 3])
 
 
-def test_an_override_turns_it_on_where_all_else_is_float32():
+def test_an_override_turns_float8_on_in_a_float32_model():
     for route in ("linen.apply_policy", "nnx.autocast"):
         loss, params = ROUTES[route]({"**/head": SMALL, "**": "float32"})
         assert multiplied(loss, params, normal(0, 16, 16)) == [("float32", "float32")] * 2 + [FORWARD]
 
 
 @pytest.mark.once
-def test_of_two_recipes_each_part_has_its_own():
+def test_each_part_of_a_model_uses_its_own_recipe():
     overrides = {"**/head": SMALL.replace("min_dim", "gradient=float8_e4m3fn,min_dim")}
     for route in ("linen.autocast", "nnx.apply_policy"):
         loss, params = ROUTES[route](overrides)
@@ -325,7 +325,7 @@ def loss_of(fun):
 
 
 class TestNumbers:
-    def test_they_are_those_of_the_products_by_hand_bit_for_bit(self):
+    def test_results_equal_products_by_hand_bit_for_bit(self):
         x = normal(0, 4, 16, 16)
         ours, hand = (
             compiled(lambda *args, fun=fun: (fun(*args), jax.grad(loss_of(fun))(*args)))(MLP, x)
@@ -334,12 +334,12 @@ class TestNumbers:
         jax.tree.map(np.testing.assert_array_equal, ours, hand)
         assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(ours))
 
-    def test_rows_that_a_one_hot_product_looks_up_are_those_of_bfloat16(self):
+    def test_rows_looked_up_by_a_one_hot_product_are_bfloat16(self):
         table, ids = normal(0, 16, 16), np.arange(32, dtype=np.int32) % 16
         rows = compiled(jaxmp.autocast(one_hot_rows, SMALL))(table, ids)
         np.testing.assert_array_equal(rows, np.asarray(table).astype(jnp.bfloat16)[ids])
 
-    def test_they_are_near_those_of_float32_and_not_those_of_bfloat16(self):
+    def test_gradients_are_near_float32_but_less_exact_than_bfloat16(self):
         ways = mlp, jaxmp.autocast(mlp, SMALL), jaxmp.autocast(mlp, "mixed_bfloat16")
         program = compiled(lambda *args: [jax.grad(loss_of(fun))(*args) for fun in ways])
         exact, ours, half = program(MLP, normal(0, 64, 16))
@@ -357,7 +357,7 @@ class TestNumbers:
 
 
 class TestTransformations:
-    def test_vmap_has_one_scale_for_all(self):
+    def test_vmap_uses_one_scale_for_all_examples(self):
         x = normal(0, 4, 16, 16)
         mapped = jax.vmap(jaxmp.autocast(mlp, SMALL), (None, 0))
         outer = jaxmp.autocast(jax.vmap(mlp, (None, 0)), SMALL)
@@ -400,7 +400,7 @@ class TestTransformations:
         for each in found[1:]:
             jax.tree.map(np.testing.assert_array_equal, found[0], each)
 
-    def test_remat_float8_keeps_the_operands_in_float8_and_nothing_else(self):
+    def test_remat_float8_saves_only_the_operands_in_float8(self):
         policy = jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)
         fun = jax.checkpoint(jaxmp.autocast(mlp, SMALL), policy=policy)
         kept = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], MLP, normal(0, 128, 16))
@@ -410,7 +410,7 @@ class TestTransformations:
             ("float32", 128 * 16)
         }
 
-    def test_a_function_with_a_rule_of_its_own_between_two_products(self):
+    def test_a_function_with_a_custom_rule_may_stand_between_products(self):
         @jax.custom_vjp
         def double(x):
             return 2 * x
@@ -433,7 +433,7 @@ class TestTransformations:
         np.testing.assert_array_equal(compiled(fun)(MLP, placed), expected)
 
     @pytest.mark.parametrize("inside", [False, True], ids=["autocast of shard_map", "shard_map of autocast"])
-    def test_shards_wait_for_none_that_does_not_compute(self, inside):
+    def test_shards_do_not_wait_for_a_shard_that_skips_the_product(self, inside):
         mesh = Mesh(np.array(jax.devices()[:4]), ("stage",))
         split, dot = PartitionSpec("stage"), jax.jit(layer)  # of one body, in a branch and outside of it
         one = jaxmp.autocast(lambda x, w: dot(x, w), SMALL) if inside else dot
@@ -498,7 +498,7 @@ class TestAccumulation:
         ("route", "remat"),
         [pytest.param("flat", "full", marks=WITHOUT_A_MODULE), ("linen", None)],
     )
-    def test_a_weight_is_cast_once_a_step_and_no_bit_changes(self, route, remat, monkeypatch):
+    def test_a_weight_is_cast_once_per_step_without_changing_a_bit(self, route, remat, monkeypatch):
         loss, params = self.loss_and_params(route)
         tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
         x, found, casts = normal(0, 2 * 48, 16), [], []
@@ -520,7 +520,7 @@ class TestAccumulation:
             assert found[0][1]["loss"] == found[1][1]["loss"] and not found[0][1]["skipped"]
 
 
-def test_an_autocast_inside_keeps_its_own_products():
+def test_the_policy_of_an_inner_autocast_decides_on_float8():
     inner = jaxmp.autocast(layer, "mixed_bfloat16")
     outer = jaxmp.autocast(lambda x, w: inner(layer(x, w), w), SMALL)
     assert multiplied(outer, *[normal(0, 16, 16)] * 2) == [FORWARD, HALF]
@@ -665,13 +665,13 @@ class TestForTheH200:
         assert dtypes == dict.fromkeys(each, 4 * count)
 
     @pytest.mark.parametrize(("route", "count"), [("autocast", 1)])
-    def test_quantising_adds_at_most_half_of_the_bytes_and_six_kernels_a_product(self, route, count):
+    def test_quantising_adds_at_most_half_of_the_bytes_and_six_kernels_per_product(self, route, count):
         """Bytes of kernels other than products. A largest magnitude in one stage, not two, makes it 1.55."""
         half, ours = (self.compiled(route, policy, count)[1] for policy in ("mixed_bfloat16", "mixed_float8"))
         assert programs.traffic(ours)[0] <= 1.5 * programs.traffic(half)[0]
         assert programs.launches(ours) - programs.launches(half) < 6 * 12 * count
 
-    def test_accumulation_casts_weights_before_its_loop_and_keeps_no_more_than_that(self, monkeypatch):
+    def test_accumulation_casts_weights_before_its_loop_and_needs_no_other_memory(self, monkeypatch):
         """XLA by itself leaves them in the loop."""
         params = {"up": shape(512, 2048), "down": shape(2048, 512)}
         tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
@@ -694,7 +694,7 @@ class TestForTheH200:
         assert casts[0] == {False: 2} and casts[1][True] >= 4 and not casts[1][False]
         assert kept[0] <= kept[1] + 2 * 512 * 2048 + 4096
 
-    def test_a_gelu_in_half_that_keeps_its_input_compiles_in_a_scan(self):
+    def test_a_half_gelu_that_saves_its_input_compiles_in_a_scan(self):
         @jax.custom_vjp
         def gelu(x):
             return jax.nn.gelu(x)

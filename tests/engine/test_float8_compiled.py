@@ -78,7 +78,7 @@ class TestForAnH200:
         assert calls(found) == (3, 3)
         assert kernels(found) <= 16
 
-    def test_three_dimensions_and_turned_weights_do(self):
+    def test_three_dimensions_and_transposed_weights_are_float8(self):
         def turned(x, w, g):
             y, pull = jax.vjp(functools.partial(dot, dimensions=(((2,), (1,)), ((), ()))), x, w)
             return y, pull(g)
@@ -86,7 +86,7 @@ class TestForAnH200:
         assert calls(program(turned, shape(4, T // 4, K), shape(N, K), shape(4, T // 4, N))) == (3, 3)
 
     @pytest.mark.parametrize("order", ["vmap(grad)", "grad(vmap)"])
-    def test_under_vmap_nothing_becomes_bfloat16(self, order):
+    def test_all_products_are_float8_under_vmap(self, order):
         def of_each(x, g):
             return lambda w: jnp.sum((dot(x, w) * g).astype(jnp.float32))
 
@@ -97,7 +97,7 @@ class TestForAnH200:
         in_float8, in_all = calls(program(fun, shape(4, 1024, K), shape(K, N), shape(4, 1024, N)))
         assert in_float8 == in_all >= 1
 
-    def test_on_a_mesh_gradients_leave_float8_products_in_float32(self):
+    def test_on_a_mesh_float8_products_give_float32_gradients(self):
         mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
         specs, policy = {"w": P("fsdp")}, "compute=bfloat16,output=float32,float8(min_dim=256,min_tokens=256)"
         tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
@@ -147,7 +147,7 @@ class TestForAnH200:
         # The scales reach the call through bfloat16, which changes no bit of what has no bits beyond.
         assert "65520" in text and "4294901760" in text
 
-    def test_in_a_scan_the_residuals_are_float8_and_nothing_else(self):
+    def test_all_residuals_of_a_scan_are_float8(self):
         def loss(x, ws):
             return jnp.sum(jax.lax.scan(lambda x, w: (dot(x, w), None), x, ws)[0].astype(jnp.float32))
 

@@ -76,7 +76,7 @@ def operands():
 
 
 class TestNumbers:
-    def test_a_product_is_that_of_operands_cast_by_hand(self, operands):
+    def test_a_product_equals_that_of_operands_cast_by_hand(self, operands):
         x, w, _ = operands
         found = jax.jit(dot)(x, w)
         assert found.dtype == jnp.bfloat16
@@ -84,7 +84,7 @@ class TestNumbers:
         assert 0.01 < off(found, exact(x) @ exact(w)) < 0.06
 
     @pytest.mark.once
-    def test_gradients_are_products_of_what_was_cast_and_cotangents_cast_by_hand(self, operands):
+    def test_gradients_equal_products_of_operands_and_cotangents_cast_by_hand(self, operands):
         x, w, g = operands
         stands = by_hand(x), by_hand(w)
         for recipe in (
@@ -116,7 +116,7 @@ class TestNumbers:
         assert jax.eval_shape(functools.partial(dot, preferred_element_type=jnp.bfloat16), x, w).dtype == jnp.bfloat16
 
     @pytest.mark.once
-    def test_any_dimension_numbers_do(self):
+    def test_any_dimension_numbers_work(self):
         highest = functools.partial(jax.lax.dot_general, precision="highest", preferred_element_type=jnp.float32)
         for left, right, dimensions in (
             ((16, 4, 16), (4, 16, 32), (((1, 2), (0, 1)), ((), ()))),
@@ -134,7 +134,7 @@ class TestNumbers:
                 assert off(got, want) < ROUNDED
 
     @pytest.mark.once
-    def test_scales_are_bfloat16_numbers_with_which_the_largest_just_fits(self):
+    def test_scales_are_the_smallest_bfloat16_numbers_that_avoid_overflow(self):
         largest = np.exp2(np.random.default_rng(0).uniform(-80, 120, 500)).astype(np.float32)
         for dtype in (E4M3, E5M2):
             scale = functools.partial(float8_product._scale, dtype=np.dtype(dtype).name)
@@ -182,7 +182,7 @@ def loss(x, w, recipe=RECIPE):
 
 
 class TestTransformations:
-    def test_members_of_a_vmap_share_a_scale(self, operands):
+    def test_the_examples_of_a_vmap_share_a_scale(self, operands):
         _, w, _ = operands
         xs = drawn(3, 48, 64, spread=1.5)
         whole = by_hand(xs)
@@ -205,7 +205,7 @@ class TestTransformations:
         each = jax.vmap(lambda x, g: jax.vjp(dot, x, w)[1](g)[1])
         assert off(jax.jit(each)(xs, gs), wanted) < ROUNDED
 
-    def test_a_scan_over_layers_gives_what_a_loop_gives(self):
+    def test_a_scan_over_layers_equals_a_python_loop(self):
         x, ws = drawn(32, 32), drawn(3, 32, 32, seed=1, spread=0.0) / 8
 
         def scanned(x, ws):
@@ -227,7 +227,7 @@ class TestTransformations:
             found = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1)))(x, w)
             assert all(np.array_equal(got, want) for got, want in zip(found, wanted, strict=True))
 
-    def test_remat_by_name_keeps_the_operands_in_float8_and_quantises_once(self, operands):
+    def test_remat_by_name_saves_the_operands_in_float8_and_quantises_once(self, operands):
         x, w, _ = operands
         policy = loss_function.REMAT["float8"]
         kept = jax.make_jaxpr(jax.grad(jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy), (0, 1)))(x, w)
@@ -238,7 +238,7 @@ class TestTransformations:
         ]  # fmt: skip
         assert len(sizes) == 4  # and the arguments
 
-    def test_tangents_are_those_of_the_operands_that_were_cast(self, operands):
+    def test_tangents_multiply_the_cast_operands(self, operands):
         x, w, _ = operands
         dx, dw = drawn(48, 64, seed=7), drawn(64, 32, seed=8)
         found, tangent = jax.jit(lambda *primals: jax.jvp(dot, primals, (dx, dw)))(x, w)
@@ -252,7 +252,7 @@ class TestTransformations:
         [(False, RECIPE), (True, Float8(keep="compute")), (True, Float8(weight_gradient="compute"))],
         ids=str,
     )
-    def test_second_derivatives_are_float64s_but_for_the_rounding(self, forward_over, recipe, operands):
+    def test_second_derivatives_match_float64_up_to_rounding(self, forward_over, recipe, operands):
         x, w, _ = operands
         vx, vw = drawn(48, 64, seed=7), drawn(64, 32, seed=8)
         gradient = jax.grad(functools.partial(loss, recipe=recipe), (0, 1))
@@ -275,13 +275,13 @@ class TestTransformations:
         for got, want in zip(along(2.0**-40), wanted, strict=True):  # in float8 without a scale it would vanish
             assert off(exact(got) * 2.0**40, want) < 0.1
 
-    def test_what_is_not_differentiated_costs_no_product(self, operands):
+    def test_an_operand_that_is_not_differentiated_costs_no_product(self, operands):
         x, w, _ = operands
         for argument in (0, 1):
             program = str(jax.make_jaxpr(jax.grad(loss, argument))(x, w))
             assert len(re.findall(r"\bdot_general\b", program)) == 2
 
-    def test_precise_sums_are_asked_for_where_the_recipe_says(self, operands):
+    def test_the_recipe_sets_the_precision_of_each_product(self, operands):
         x, w, _ = operands
 
         def precisions(accumulate):
@@ -331,7 +331,7 @@ class TestShards:
         assert off(exact(dw).sum(0), by_hand(x).T @ by_hand(g, E5M2)) < ROUNDED
 
     @pytest.mark.parametrize(("kind", "check"), [("cond", True), ("switch", False), ("while", True)])
-    def test_where_one_shard_alone_computes_it_has_a_scale_of_its_own(self, kind, check, operands):
+    def test_a_product_on_a_single_shard_uses_the_scale_of_that_shard(self, kind, check, operands):
         x, w, g = operands
         x = np.asarray(x) * np.repeat(np.asarray([1, 3, 5, 7], x.dtype), 12)[:, None]
         w, g = (np.pad(each, ((0, 0), (0, 32))) for each in (w, g))
@@ -356,14 +356,14 @@ class TestShards:
             dx, _ = jax.jit(lambda x, w: jax.vjp(local, x, w)[1](g))(x, w)
             assert off(dx, np.concatenate([by_hand(g[:12], E5M2) @ by_hand(w).T, exact(g[12:])])) < ROUNDED
 
-    def test_of_a_replicated_weight_the_gradient_is_summed_over_shards(self, operands):
+    def test_the_gradient_of_a_replicated_weight_is_summed_over_shards(self, operands):
         x, w, g = operands
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
         local = jax.shard_map(lambda x, w, g: jax.vjp(lambda w: dot(x, w), w)[1](g)[0], mesh=mesh,
                               in_specs=(P("d"), P(), P("d")), out_specs=P())  # fmt: skip
         assert off(jax.jit(local)(x, w, g), by_hand(x).T @ by_hand(g, E5M2)) < 2 * ROUNDED
 
-    def test_on_a_mesh_with_explicit_axes_results_say_where_they_are(self, operands):
+    def test_results_on_a_mesh_with_explicit_axes_have_a_sharding(self, operands):
         x, w, g = operands
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
         with jax.set_mesh(mesh):
@@ -411,7 +411,7 @@ class TestTrainSteps:
         ],
         ids=str,
     )
-    def test_layers_in_a_scan_give_what_one_device_gives(self, options, reduce, monkeypatch):
+    def test_layers_in_a_scan_match_one_device(self, options, reduce, monkeypatch):
         monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
 
         def loss(params, model_state, x, rng):

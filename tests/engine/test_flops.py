@@ -9,7 +9,7 @@ from jax import lax
 from plan_tools import flops, plan, shape
 
 
-def test_flops_of_products_are_two_for_each_term():
+def test_a_product_counts_two_flops_per_term():
     assert flops(jnp.matmul, shape(8, 16), shape(16, 4)) == [("dot_general", 2 * 8 * 16 * 4)]
     assert flops(jnp.matmul, shape(3, 8, 16), shape(3, 16, 4)) == [("dot_general", 2 * 3 * 8 * 16 * 4)]
     sizes = shape(2, dtype="int32")
@@ -36,7 +36,7 @@ def test_flops_of_a_convolution():
         assert flops(fun, shape(*image), shape(*kernel)) == [("conv_general_dilated", expected)], options
 
 
-def test_flops_of_other_operations_are_their_elements():
+def test_other_operations_count_one_flop_per_element():
     x, i = shape(4, 8), shape(4, 8, dtype="int32")
     assert flops(lambda x: lax.exp(x) + x, x) == [("exp", 32), ("add", 32)]
     assert flops(lambda x: lax.reduce_sum(x, (0,)), x) == [("reduce_sum", 32)]
@@ -63,7 +63,7 @@ def test_flops_of_complex_numbers_are_not_half():
     assert (summary.flops, summary.half_flops) == (2 * 2 * 8 * 8 + 5 * 2 * 8 * 3, 2 * 2 * 8 * 8)
 
 
-def test_what_has_no_formula_is_named():
+def test_operations_without_a_formula_are_listed():
     found = plan(lambda x: jnp.linalg.cholesky(x @ x.T), shape(4, 4))
     assert found.summary.uncounted == ("cholesky",)
     assert "FLOPs not counted: cholesky" in str(found)

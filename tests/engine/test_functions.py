@@ -77,7 +77,7 @@ EACH = [pytest.param(part, marks=[SLOW] * (part not in USUAL)) for part in PARTS
 
 
 @pytest.mark.parametrize("part", EACH)
-def test_functions_between_two_products_err_no_more_than_the_table_says(part: str) -> None:
+def test_errors_between_two_products_stay_within_the_table(part: str) -> None:
     wrong = []
     for case, half, got in in_half(between_products, table(part).values()):
         want, allowed = reference(part)[case.name], case.tolerance
@@ -109,7 +109,7 @@ RETURNED = ("softmaxes", "optax_losses")
 
 @pytest.mark.once
 @pytest.mark.parametrize("part", [pytest.param(part, marks=[SLOW] * (part != "softmaxes")) for part in RETURNED])
-def test_what_is_returned_and_not_multiplied_has_float32_accuracy(part: str) -> None:
+def test_results_that_no_product_reads_have_float32_accuracy(part: str) -> None:
     wrong = []
     for case, half, got in in_half(after_a_product, (case for case, _ in without_a_product(part).values())):
         found = error(got, reference(part)[case.name], np.float32, "largest")
@@ -131,7 +131,7 @@ ALL_BUT: dict[str, set[str]] = {
 @pytest.mark.once
 @SLOW
 @pytest.mark.parametrize("part", ALL_BUT)
-def test_gradients_of_functions_between_two_products_are_those_of_float64(part: str) -> None:
+def test_gradients_between_two_products_match_float64(part: str) -> None:
     cases = [case for name, case in table(part).items() if name not in ALL_BUT[part]]
     want = float64(zoo.gradient, cases)
     wrong = []
@@ -187,7 +187,7 @@ def ones_counted(half: Any, fun: Any) -> list[float]:
     return [each.item() for each in compiled(lambda w: [way(w) for way in ways])(jnp.ones((1, 1)))]
 
 
-def test_a_weight_of_4096_uses_has_a_gradient_of_4096() -> None:
+def test_a_weight_with_4096_uses_has_a_gradient_of_4096() -> None:
     x = jnp.ones((1, 1))
 
     def inside(w: jax.Array) -> jax.Array:
@@ -200,7 +200,7 @@ def test_a_weight_of_4096_uses_has_a_gradient_of_4096() -> None:
     assert ones_counted(jnp.float16, stacked) == [4096] * 3
 
 
-def test_a_weight_that_the_author_casts_outside_the_loop_is_cast_in_each_turn() -> None:
+def test_a_weight_that_the_author_casts_outside_the_loop_is_cast_in_each_iteration() -> None:
     half = jnp.bfloat16
 
     def outside(w: jax.Array) -> jax.Array:
@@ -233,13 +233,13 @@ def mean_of_squares(x: Any) -> Any:
     return (x * x).mean(-1) - x.mean(-1) ** 2
 
 
-def test_mean_of_squares_less_square_of_mean_errs_below_1_percent_where_bfloat16_errs_by_more_than_all_of_it() -> None:
+def test_a_variance_as_a_difference_of_means_is_accurate_to_1_percent() -> None:
     fun, want = between(mean_of_squares), FAR.var(-1)
     assert error_at_100(fun, jnp.bfloat16, want) > want.max()
     assert error_at_100(jaxmp.autocast(fun, "mixed_bfloat16"), jnp.float32, want) < 0.01 * want.min()
 
 
-def test_standardize_errs_below_0_012_where_bfloat16_errs_by_more_than_100() -> None:
+def test_standardize_is_accurate_to_0_012() -> None:
     fun, want = between(jax.nn.standardize), (FAR - FAR.mean(-1, keepdims=True)) / FAR.std(-1, keepdims=True)
     assert error_at_100(fun, jnp.bfloat16, want) > 100
     assert error_at_100(jaxmp.autocast(fun, "mixed_bfloat16"), jnp.float32, want) < 0.012
@@ -276,7 +276,7 @@ def masks(fill: float) -> Any:
     }
 
 
-def test_a_mask_of_float32_s_smallest_number_makes_no_nan() -> None:
+def test_a_mask_with_the_lowest_float32_number_makes_no_nan() -> None:
     def attend(x: jax.Array, w: jax.Array, masked: Any) -> jax.Array:
         return jax.nn.softmax(masked(x @ w)) @ w
 

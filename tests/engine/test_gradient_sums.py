@@ -117,7 +117,7 @@ BY_HAND = {
 }
 
 
-def test_flax_with_dtypes_by_hand_sums_in_half_and_the_walk_finds_it():
+def test_half_sums_finds_the_sums_of_flax_with_half_dtypes():
     for name, sums in BY_HAND.items():
         _, half = half_of_case(name, "apply_policy")
         apply, *arguments = CASES[name](dtype=half)
@@ -145,14 +145,14 @@ TURNS = {
 }
 
 
-def test_a_weight_cast_before_a_loop_is_summed_in_half_turn_by_turn_and_one_cast_in_each_turn_is_not():
+def test_half_sums_finds_a_weight_that_is_cast_before_a_loop():
     xs = jnp.zeros((300, 2, 4), jnp.bfloat16)
     for name, turn in TURNS.items():
         assert found(lambda w, turn=turn: in_a_loop(w, xs, True, turn), jnp.eye(4)) == [("scan", "bfloat16", 300)], name
         assert found(lambda w, turn=turn: in_a_loop(w, xs, False, turn), jnp.eye(4)) == [], name
 
 
-def test_a_residual_stream_is_no_sum_of_a_params_gradient_in_a_loop_or_out_of_one():
+def test_half_sums_ignores_residual_streams():
     def streamed(w, body):
         x = jnp.zeros((300, 4), jnp.bfloat16) + jnp.broadcast_to(w, (300, 4)).astype(jnp.bfloat16)
         return jnp.sum(lax.scan(lambda x, _: (body(x), None), x, None, 300)[0].astype(w.dtype))
@@ -162,7 +162,7 @@ def test_a_residual_stream_is_no_sum_of_a_params_gradient_in_a_loop_or_out_of_on
         assert found(lambda w, body=body: streamed(in_half(w), body), jnp.ones(4)) == [("reduce_sum", "bfloat16", 300)]
 
 
-def test_sums_are_found_behind_moves_casts_branches_custom_rules_and_uses_one_after_the_other():
+def test_half_sums_looks_through_moves_casts_branches_and_rules():
     def used(w, fun, times=1):
         half = in_half(w)
         return jnp.sum(jnp.concatenate([fun(half) for _ in range(times)]).astype(w.dtype))
@@ -182,7 +182,7 @@ def test_sums_are_found_behind_moves_casts_branches_custom_rules_and_uses_one_af
     assert found(lambda w: used(w, jnp.sin, 200), w, least=2) == [("add_any", "bfloat16", 200)]
 
 
-def test_an_operation_that_the_walk_does_not_know_is_named():
+def test_half_sums_names_an_operation_that_it_does_not_know():
     with pytest.raises(AssertionError, match="lu is neither known as a move or sum"):
         half_sums(jax.make_jaxpr(lambda w: lax.linalg.lu(w)[0])(jnp.eye(4)))
 
@@ -225,7 +225,7 @@ EACH = [pytest.param(group, marks=[SLOW] * (group in ("other cells", "models", "
 
 
 @pytest.mark.parametrize("group", EACH)
-def test_no_sum_of_more_than_256_terms_in_half_leads_to_the_gradient_of_a_param(group):
+def test_no_half_sum_of_more_than_256_terms_leads_to_a_params_gradient(group):
     wrong = {f"{name}, {way}": half_sums(traced(name, way).jaxpr) for name, way in GROUPS[group]}
     assert wrong and not {name: sums for name, sums in wrong.items() if sums}
 
@@ -239,7 +239,7 @@ OVER_A_BATCH = {
 
 
 @pytest.mark.parametrize("is_cast", [False, True], ids=["as it is", "cast by its author"])
-def test_nor_does_one_to_a_table_whose_rows_a_batch_repeats_at_positions_that_are_arguments(is_cast):
+def test_table_rows_that_a_batch_repeats_have_float32_gradient_sums(is_cast):
     def loss(table, x, w, ids, repeated):
         rows = (table.astype(jnp.bfloat16) if is_cast else table)[ids].astype(jnp.float32)
         return jnp.sum(repeated(rows, x @ w) @ w)
@@ -285,7 +285,7 @@ def halves_in_turn(names: Any) -> list[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(COMPUTED))
-def test_nor_does_one_where_what_is_computed_is_repeated_looked_up_or_read_in_many_turns(name, half):
+def test_repeated_values_computed_from_params_have_float32_gradient_sums(name, half):
     rng = np.random.default_rng(0)
     params = {param: jnp.asarray(rng.uniform(size=(8, 8)), jnp.float32) for param in ("w", "left", "right")}
     args = {**params, "v": jnp.full(8, 0.5)}, jnp.asarray(rng.uniform(size=(2, 32, 64, 8)), jnp.float32)
@@ -400,7 +400,7 @@ def check_mapped_from_outside(fun, is_ensemble, half, also_jitted, is_measured):
 
 
 @pytest.mark.parametrize("half", HALVES.values())
-def test_nor_does_one_where_examples_are_mapped_from_outside(half):
+def test_params_under_an_outer_vmap_have_float32_gradient_sums(half):
     is_ensemble = half == "float16"
     for name in list(SHARED)[is_ensemble::2]:
         check_mapped_from_outside(SHARED[name], is_ensemble, half, True, "a row" in name)
@@ -408,7 +408,7 @@ def test_nor_does_one_where_examples_are_mapped_from_outside(half):
 
 # What is computed and then traced belongs to all until ``jax.vmap`` says otherwise; a param is always one of many.
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(COMPUTED_FOR_ALL))
-def test_nor_does_one_where_examples_are_mapped_and_what_is_computed_of_params_is_for_all(name, half):
+def test_shared_values_under_an_outer_vmap_have_float32_gradient_sums(name, half):
     number = list(COMPUTED_FOR_ALL).index(name)
     check_mapped_from_outside(COMPUTED_FOR_ALL[name], number // 2 % 2 == 1, half, False, number % 3 == 0)
 
@@ -421,7 +421,7 @@ DERIVATIVES = {
 
 
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(DERIVATIVES))
-def test_nor_does_one_where_a_derivative_by_each_example_stands_between(name, half):
+def test_per_example_derivatives_have_float32_gradient_sums(name, half):
     def fun(p, x):  # an equation's residual, of a network's value and its derivatives at each point
         return jnp.mean(jnp.tanh(jnp.tanh(x @ p["w"] + p["v"]) @ p["w"] + p["v"] @ p["w"]) @ p["w"])
 
@@ -449,7 +449,7 @@ def test_nor_does_one_where_a_derivative_by_each_example_stands_between(name, ha
     ("half", "is_mapped", "columns"),
     [("bfloat16", False, "columns"), ("float16", True, None), ("bfloat16", True, "columns")],
 )
-def test_nor_does_one_on_axes_of_type_explicit(half, is_mapped, columns):
+def test_gradient_sums_on_explicit_axes_are_float32(half, is_mapped, columns):
     mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
     def on_mesh(value, *spec):
@@ -479,7 +479,7 @@ def test_nor_does_one_on_axes_of_type_explicit(half, is_mapped, columns):
         assert not wrong_params(got, true, half)
 
 
-def test_nor_does_one_where_each_has_what_a_collective_made_for_all():
+def test_results_of_a_collective_have_float32_gradient_sums():
     def fun(p, x):
         h = x @ p["w"]
         return (h + lax.pmean(h[0], "examples") @ p["w"]) @ p["w"]
@@ -494,7 +494,7 @@ def test_nor_does_one_where_each_has_what_a_collective_made_for_all():
     assert not wrong_params(got, true, "bfloat16")
 
 
-def test_nor_does_one_where_what_all_examples_share_meets_what_those_of_a_group_do():
+def test_values_shared_by_groups_of_examples_have_float32_gradient_sums():
     def fun(p, group, x):
         own = jnp.tanh(group @ p["w"]) * (p["v"] @ p["w"]) + (p["w"] @ p["w"])[(8 * group[0]).astype(int)]
         return jax.checkpoint(lambda own, x, w: x @ w * (own + w[0] @ w))(own, x, p["w"]) @ p["w"]
@@ -511,7 +511,7 @@ def test_nor_does_one_where_what_all_examples_share_meets_what_those_of_a_group_
     assert not wrong_params(compiled(program)(*args), true, "bfloat16")
 
 
-def test_what_is_repeated_64_times_is_repeated_as_it_is():
+def test_up_to_64_repetitions_are_not_rewritten():
     fun = jaxmp.autocast(lambda w, v, x: (x @ w + v @ w) @ w, "mixed_bfloat16")
     for rows, count in ((64, 0), (65, 1)):
         program = jax.make_jaxpr(fun)(jnp.eye(8), jnp.ones(8), jnp.ones((rows, 8)))
@@ -534,7 +534,7 @@ EXTREMES = {
 }
 
 
-def test_equal_messages_of_which_a_graph_takes_an_extreme_are_counted_in_float32():
+def test_equal_messages_in_a_segment_extreme_are_counted_in_float32():
     rng = np.random.default_rng(0)  # the nodes of a graph without features are equal
     x = jnp.asarray(np.repeat(rng.standard_normal((1, 8), np.float32), 4096, 0))
     w = jnp.asarray(rng.standard_normal((8, 8), np.float32))
@@ -570,7 +570,7 @@ TRANSFORMED = [
 ]
 
 
-def test_nor_does_one_where_the_loss_transforms_the_model():
+def test_transformed_models_have_float32_gradient_sums():
     for name, transform, way in TRANSFORMED:
         case, (policy, _) = CASES[name], half_of_case(name, way)
         gradient = half_gradient(case, way, policy, TRANSFORMS[transform])
@@ -582,7 +582,7 @@ def test_nor_does_one_where_the_loss_transforms_the_model():
     [(nn.Dense(8), nn.gelu, nn.Dense(8)), (nn.Dense(8), nn.LayerNorm(), nn.Dense(8))],
     ids=["activation", "normalisation"],
 )
-def test_cotangents_are_rounded_to_half_before_they_are_summed_for_a_bias(layers):
+def test_cotangents_are_rounded_to_half_before_their_sum_for_a_bias(layers):
     """Without the rounding XLA drops both casts, and writes the cotangents in float32."""
     model = jaxmp.linen.apply_policy(nn.Sequential(layers), "mixed_bfloat16")
     params = jax.eval_shape(model.init, jax.random.key(0), X)
@@ -601,7 +601,7 @@ MEASURED = [
 
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "way"), MEASURED)
-def test_gradients_are_those_of_float64_but_for_what_rounding_explains(name, way):
+def test_gradients_match_float64_up_to_rounding(name, way):
     got = traced(name, way).lower().compile()(*CASES[name]()[1:])
     want, (_, half) = float64(name), half_of_case(name, way)
     wrong = {param: error for param, error in errors(got, want).items() if error > LIMITS[half]}
@@ -611,7 +611,7 @@ def test_gradients_are_those_of_float64_but_for_what_rounding_explains(name, way
     assert not wrong, half
 
 
-def test_the_table_has_every_layer_of_flax_that_has_params():
+def test_the_table_has_every_flax_layer_with_params():
     without = {"Dropout", "Sequential", "RNNCellBase", "Module", "Dict", "List", "RoPE"}
     eight_bits = {"Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralOp", "Fp8Einsum", "NANOOFp8DotGeneralOp"}
     aliases = {"MultiHeadAttention", "SelfAttention"}
@@ -636,7 +636,7 @@ def _example(weight: jax.Array, bias: jax.Array, row: jax.Array) -> jax.Array:
     ("inner", "order", "half"),
     [("jit", "inside", "bfloat16"), ("checkpoint", "inside", "float16"), ("checkpoint", "outside", "bfloat16")],
 )
-def test_nor_does_one_where_a_batch_comes_after_the_trace(inner, order, half):
+def test_a_vmap_after_the_trace_has_float32_gradient_sums(inner, order, half):
     def wrapped(fun):
         policy = f"mixed_{half}"
         return (
@@ -657,7 +657,7 @@ def test_nor_does_one_where_a_batch_comes_after_the_trace(inner, order, half):
     np.testing.assert_allclose(compiled(jax.grad(loss_of))(jnp.zeros(4)), np.ones(4), rtol=1e-2)
 
 
-def test_per_example_gradients_of_a_bias_alone_are_those_of_float32():
+def test_per_example_gradients_of_a_bias_equal_float32():
     half = jaxmp.autocast(_example, "mixed_bfloat16")
 
     def gradients(rows):

@@ -82,7 +82,7 @@ def summed(api: str, case: str, params: Any, policy: str | None) -> jax.Array:
 
 @pytest.mark.parametrize("api", ["Linen", "NNX"])
 @pytest.mark.parametrize("policy", HALVES)
-def test_what_code_between_layers_repeats_has_its_gradient_summed_in_float32(policy, api):
+def test_half_values_repeated_between_layers_have_float32_gradient_sums(policy, api):
     params = {"kernel": jnp.full((8, 1), 0.125), "bias": jnp.zeros(1)}
     for case in list(AS_WRITTEN)[list(HALVES).index(policy) + 2 * (api == "NNX") :: 4]:
         exact, half = (jax.grad(functools.partial(summed, api, case, policy=each)) for each in (None, policy))

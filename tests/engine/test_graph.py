@@ -47,13 +47,13 @@ WRITTEN_TWICE = {
 }
 
 
-def test_a_value_that_is_written_twice_is_the_same():
+def test_a_value_that_is_computed_twice_is_the_same():
     found = {name: set(products(half(fun), X)) for name, fun in WRITTEN_TWICE.items()}
     assert found == {name: {"float32"} for name in WRITTEN_TWICE}
 
 
 @pytest.mark.parametrize("spelling", ["vdot(x - y, x - y)", "of a loop", "in a scan"])
-def test_so_nothing_of_it_is_lost(spelling):
+def test_differences_of_values_computed_twice_are_accurate(spelling):
     fun, x = WRITTEN_TWICE[spelling], (1 + 0.1 * X).astype(jnp.bfloat16).astype(jnp.float32)
     with jax.enable_x64(True):
         exact = np.asarray(compiled(fun)(x.astype(jnp.float64)))
@@ -84,7 +84,7 @@ DIFFERENT = {
 }
 
 
-def test_equal_operations_on_what_differs_are_not_the_same():
+def test_operations_with_different_operands_or_parameters_are_not_the_same():
     found = {
         name: products(half(lambda x, pair=pair: jnp.vdot(*pair(x))), X)
         for name, pair in {**DIFFERENT, "none of these": lambda x: (_fori(3, x), _fori(3, x))}.items()

@@ -28,14 +28,14 @@ def test_a_softmax_errs_by_one_ulp():
     assert np.max(np.abs(result - exact) / np.maximum(exact * info.eps, info.smallest_subnormal)) <= 1
 
 
-def test_a_softmax_is_rounded_where_it_ends():
+def test_only_the_result_of_a_softmax_is_rounded():
     assert dtypes_of("div", half(between(jax.nn.softmax)), normal(0, 4, 8), W) == ["float32"]
     program = jax.make_jaxpr(half(between(lambda x: jax.nn.softmax(x))))(normal(0, 4, 8), W)
     end = next(n for n, eqn in enumerate(program.eqns) if eqn.primitive.name == "div")
     assert program.eqns[end + 1].params.get("new_dtype") == jnp.bfloat16
 
 
-def test_a_softmax_whose_logarithm_is_read_too_is_not_rounded():
+def test_a_softmax_with_a_logarithm_is_not_rounded():
     def fun(x, w):
         p = jax.nn.softmax(x @ w)
         return p @ w, jnp.log(p + 1e-12)
@@ -124,7 +124,7 @@ def test_masks_of_the_lowest_float32_stay_finite_in_float16(mask):
     assert bool(jnp.all(jnp.isfinite(slope)))
 
 
-def test_a_mask_of_scores_that_others_read_is_not_rounded_to_infinity():
+def test_masked_scores_that_are_returned_stay_finite():
     def fun(x, w):
         scores = x @ w + jnp.where(jnp.arange(8) < 3, 0.0, LOWEST)
         return jax.nn.softmax(scores) @ w, scores
@@ -132,7 +132,7 @@ def test_a_mask_of_scores_that_others_read_is_not_rounded_to_infinity():
     assert bool(jnp.isfinite(half(fun, "mixed_float16")(jnp.ones((1, 8)), W)[1]).all())
 
 
-def test_what_a_gather_fills_with_is_not_rounded():
+def test_the_fill_value_of_a_gather_is_not_rounded():
     def fun(x, w):
         rows = [jnp.take(x @ w, jnp.array([0, 99]), axis=0, mode="fill", fill_value=fill) for fill in (-1e30, 1e-12)]
         return [1 / each for each in rows]
@@ -153,14 +153,14 @@ def test_cosine_similarity_is_float32():
     assert np.allclose(result[:, 0], similarity(x), rtol=1e-3)
 
 
-def test_scatters_that_add_do_so_in_float32():
+def test_a_scatter_add_is_float32():
     def fun(x, w):
         return jnp.zeros(8).at[jnp.zeros(8, int)].add((x @ w)[0]) @ w
 
     assert dtypes_of("scatter-add", half(fun), jnp.ones((1, 8)), W) == ["float32"]
 
 
-def test_a_statistic_that_a_product_reads_is_rounded_once_and_last():
+def test_a_statistic_is_rounded_only_for_the_product_that_reads_it():
     def norms(x, w):
         return jnp.sqrt(jnp.sum((x @ w) ** 2, -1)) @ jnp.eye(4)
 
@@ -173,7 +173,7 @@ def test_a_statistic_that_a_product_reads_is_rounded_once_and_last():
     assert np.allclose(*compiled(lambda x, w: (half(variances)(x, w), variances(x, w)))(x, W), rtol=0.01)
 
 
-def test_a_logsumexp_that_is_subtracted_again_is_float32():
+def test_a_logsumexp_in_a_difference_is_float32():
     def softmax(x, w):
         h = x @ w
         return jnp.exp(h - jax.nn.logsumexp(h, -1, keepdims=True)) @ w
@@ -182,14 +182,14 @@ def test_a_logsumexp_that_is_subtracted_again_is_float32():
     assert np.allclose(half(softmax)(x, W), jax.nn.softmax(x), rtol=2**-8)
 
 
-def test_special_functions_are_float32_as_a_whole():
+def test_all_operations_of_special_functions_are_float32():
     x = jnp.linspace(-8, 5, 32).reshape(4, 8)
     result = compiled(half(between(jax.scipy.special.log_ndtr), "mixed_float16"))(x, W)
     rounded = x.astype(jnp.float16).astype(jnp.float32)
     assert np.allclose(result, compiled(jax.scipy.special.log_ndtr)(rounded), rtol=1e-3, atol=1e-6)
 
 
-def test_what_is_subtracted_before_a_float32_scale_is_subtracted_in_float32():
+def test_a_difference_before_a_float32_scale_is_float32():
     def fun(x, mean, scale, w):
         return (x @ w - mean) * jax.lax.rsqrt(scale) @ w
 
@@ -210,7 +210,7 @@ def test_a_head_of_width_one_is_half_at_every_batch_size_and_under_vmap():
             assert products(each, x, W) == ["bfloat16"] * 2
 
 
-def test_a_product_of_float8_beside_others_is_left_as_it_is():
+def test_a_float8_product_of_the_author_does_not_change():
     codes = jnp.ones((16, 16), jnp.float8_e4m3fn)
 
     def fun(x, w):

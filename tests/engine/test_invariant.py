@@ -31,13 +31,13 @@ KNOWN = [
     ]  # fmt: skip
 
 
-def test_results_are_known_as_arguments_through_calls_loops_and_branches():
+def test_passed_on_looks_through_calls_loops_and_branches():
     for number, (fun, ends) in enumerate(KNOWN):
         assert passed_on(jax.make_jaxpr(fun)(A, B)) == ends, number
         assert passed_on(jax.make_jaxpr(jax.jit(fun))(A, B)) == ends, number
 
 
-def test_what_prints_does_so_in_each_turn_and_not_before(capfd):
+def test_prints_stay_in_each_iteration(capfd):
     def fun(weight, x):
         jax.debug.print("sum {}", weight.sum())
         return checkpoint_name(jnp.sin(weight), "kept") * x

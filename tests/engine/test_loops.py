@@ -51,7 +51,7 @@ def test_a_post_norm_stream_is_carried_in_half():
     assert carries(half(fun), X, jnp.stack([W] * 2)) == ["bfloat16"]
 
 
-def test_a_sum_of_products_that_does_not_feed_them_is_carried_in_float32():
+def test_a_sum_of_products_is_carried_in_float32():
     def fun(x, w):
         def body(carry, row):
             state, x = carry
@@ -78,7 +78,7 @@ def test_the_states_of_an_lstm_are_carried_in_float32():
     assert np.allclose(half(fun)(*args), fun(*args), atol=0.05)
 
 
-def test_weights_that_a_loop_only_carries_stay_float32():
+def test_weights_in_a_carry_stay_float32():
     def fun(x, w):
         def body(carry):
             n, x, w, v = carry
@@ -166,7 +166,7 @@ def test_control_flow_agrees_with_float32(flow):
     assert cosine(gradients[1], gradient) > 0.998
 
 
-def test_branches_have_one_colour():
+def test_branches_return_the_same_dtype():
     def fun(x, w):
         h = x @ w
         return jax.lax.cond(x[0, 0] > 0, lambda h: jnp.exp(h), lambda h: h, h) @ w
@@ -175,7 +175,7 @@ def test_branches_have_one_colour():
     assert eqn.outvars[0].aval.dtype == jnp.bfloat16
 
 
-def test_a_while_loop_whose_condition_reads_what_it_computes_is_float32():
+def test_a_while_loop_whose_condition_reads_its_product_is_float32():
     def fun(x, w):
         return jax.lax.while_loop(lambda h: jnp.sum(h**2) > 0.1, lambda h: jnp.tanh(h @ w) * 0.5, x) @ w
 
@@ -226,7 +226,7 @@ def test_a_bisection_with_the_product_in_the_condition_is_float32():
     assert half(fun)(W) == fun(W) < 100
 
 
-def test_a_decoder_that_ends_with_a_token_is_half():
+def test_a_decoder_that_stops_at_a_token_is_half():
     def fun(x, w):
         def body(carry):
             h, _, n = carry
@@ -272,7 +272,7 @@ RESIDUALS = {
 }
 
 
-def test_a_loop_until_a_time_is_half_and_one_until_a_residual_is_small_is_float32():
+def test_a_loop_until_a_time_is_half_and_a_loop_until_convergence_is_float32():
     def dtype_of_its_product(until):
         def fun(x, w):
             def turn(carry):
@@ -290,7 +290,7 @@ def test_a_loop_until_a_time_is_half_and_one_until_a_residual_is_small_is_float3
 
 
 @pytest.mark.parametrize("of_examples", ["the number of turns", "a residual"])
-def test_examples_of_a_vmap_inside_may_take_turns_of_their_own(of_examples):
+def test_examples_of_an_inner_vmap_may_differ_in_their_iterations(of_examples):
     def fun(x, least):
         smallest = jnp.exp(-1.5 * least.astype(jnp.float32))
 
@@ -317,7 +317,7 @@ def test_examples_of_a_vmap_inside_may_take_turns_of_their_own(of_examples):
     np.testing.assert_allclose(results, expected, atol=0.02)
 
 
-def test_an_activation_goes_into_a_loop_in_float32_if_its_turns_and_those_inside_read_it_often():
+def test_an_activation_that_nested_loops_read_often_enters_them_in_float32():
     def fun(x, w):
         y = jnp.tanh(x @ w)
 

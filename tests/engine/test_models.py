@@ -175,7 +175,7 @@ EACH = [pytest.param(name, marks=[SLOW] * (name == "linen scanned remat blocks")
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_a_model_computes_in_half_what_it_computes_in_float32(name: str) -> None:
+def test_a_half_model_matches_float32(name: str) -> None:
     loss, params, rest = MODELS[name]()
     number, plain = list(MODELS).index(name), value_and_grad(loss)
     policy, half = list(POLICIES.items())[number % 2]

@@ -121,7 +121,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.slow("models of other libraries")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_peer_s_model_computes_in_half_what_it_computes_in_float32(name: str) -> None:
+def test_a_half_model_of_another_library_matches_float32(name: str) -> None:
     loss, params = MODELS[name]()
     policy, half = list(POLICIES.items())[list(MODELS).index(name) % 2]
     (value, out), grads = compiled(value_and_grad(loss))(params)
@@ -140,7 +140,7 @@ def test_a_peer_s_model_computes_in_half_what_it_computes_in_float32(name: str) 
     assert cosine(flat(got_grads), flat(grads)) > (0.99 if half == "bfloat16" else 0.9999)
 
 
-def test_the_extra_peers_of_autocast_names_these_libraries() -> None:
+def test_the_extra_autocast_peers_names_these_libraries() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     named = {re.match(r"[\w-]+", requirement)[0] for requirement in extras["autocast-peers"]}

@@ -155,7 +155,7 @@ def casts_by_author(fun, args, found):
 
 
 @pytest.mark.parametrize(("name", "policy"), list(zip(FUNCTIONS, itertools.cycle(["float16", "mixed_bfloat16"]))))
-def test_the_plan_says_what_autocast_emits(name, policy):
+def test_the_plan_matches_the_emitted_program(name, policy):
     args = ARGS.get(name, (shape(4, 8), shape(8, 8)))
     operations, casts = emitted(FUNCTIONS[name], policy, args)
     found = plan(FUNCTIONS[name], *args, policy=policy)
@@ -175,7 +175,7 @@ def test_the_plan_says_what_autocast_emits(name, policy):
     assert found.summary.cast_bytes == sum(casts) - sum(by_author)
 
 
-def test_bytes_of_casts_are_what_they_write_and_shared_casts_stand_once():
+def test_casts_count_the_bytes_they_write_and_shared_casts_count_once():
     def fun(x, w):
         y = x @ w  # x and w: 2 bytes for each of 32 + 64
         z = lax.exp(y)  # y to float32
@@ -192,12 +192,12 @@ def test_bytes_of_casts_are_what_they_write_and_shared_casts_stand_once():
     assert (summary.casts, summary.cast_bytes) == (9, casts + 2 * 4 * 32)  # the last two results go to float32
 
 
-def test_the_cast_of_a_weight_that_is_repeated_writes_the_weight_once():
+def test_the_cast_of_a_repeated_weight_writes_the_weight_once():
     *_, add, _ = rows(biased, shape(4, 8), shape(8, 8))
     assert (add.operands, add.casts, add.cast_bytes) == (("bfloat16", "bfloat16"), 1, 2 * 8)
 
 
-def test_a_cast_that_is_put_off_stands_at_those_who_read_it():
+def test_a_postponed_cast_counts_for_its_readers():
     def fun(x, w):
         half = w.astype("bfloat16")
         return (x @ half.astype("float32") @ w, half[0], half[1])
@@ -208,7 +208,7 @@ def test_a_cast_that_is_put_off_stands_at_those_who_read_it():
     assert plan(fun, shape(4, 8), shape(8, 8)).summary.casts == 7  # what is widened; x, w; w; three results
 
 
-def test_casts_in_a_scan_count_each_trip_and_those_of_its_carry_stand_at_the_scan():
+def test_casts_in_a_scan_count_each_trip_and_casts_of_its_carry_count_for_the_scan():
     def fun(x, w):
         return lax.scan(lambda x, w: (x @ w, None), x, w)[0]
 
@@ -235,18 +235,18 @@ PATTERNS = {
 }
 
 
-def test_a_plan_names_what_is_float32():
+def test_a_plan_names_float32_patterns():
     found = {name: plan(fun, shape(4, 8), shape(8, 8)).summary.groups for name, fun in PATTERNS.items()}
     assert found == {name: {name: 1} for name in PATTERNS}
 
 
-def test_the_page_has_the_names_of_all_patterns():
+def test_the_documentation_names_all_patterns():
     page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
     paragraph = page.partition("If the operation belongs to a known pattern")[2].partition("\n\n")[0]
     assert {*re.findall(r"`([a-z -]+)`", paragraph)} == {*PATTERNS}
 
 
-def test_flax_normalisations_have_their_name():
+def test_flax_normalisations_are_named():
     for layer in (linen.LayerNorm(), linen.RMSNorm(), linen.GroupNorm(2), linen.BatchNorm(False)):
 
         def fun(x, w, layer=layer):
@@ -255,7 +255,7 @@ def test_flax_normalisations_have_their_name():
         assert plan(fun, shape(4, 8), shape(8, 8)).summary.groups == {"normalisation": 1}, layer
 
 
-def test_sums_and_exponentials_alone_have_no_name():
+def test_single_sums_and_exponentials_have_no_name():
     def fun(x, w):
         y = x @ w
         return jnp.mean(y), y / (1 + jnp.sum(y)), lax.exp(y), jnp.sum(y * x)
@@ -263,7 +263,7 @@ def test_sums_and_exponentials_alone_have_no_name():
     assert plan(fun, shape(4, 8), shape(8, 8)).summary.groups == {}
 
 
-def test_products_that_stay_float32_are_told_with_their_reason():
+def test_the_summary_lists_float32_products_with_their_reasons():
     def fun(x, w):
         with jax.named_scope("head"):
             y = x @ w

@@ -78,7 +78,7 @@ SLOW = pytest.mark.slow("compiles a real program in three ways")
 
 @SLOW
 @pytest.mark.parametrize(("field", "policy"), [(ode, "mixed_bfloat16"), (cde, "mixed_float16")])
-def test_the_replay_of_an_adaptive_integrator_takes_the_steps_of_its_forward_pass(field, policy):
+def test_an_adaptive_integrator_repeats_its_steps_in_the_backward_pass(field, policy):
     w, y = (normal(0, 16, 32) / 4, normal(1, 32, 16) / 5, normal(2, 32, 64) / 6), normal(3, 8, 16)
 
     def loss(w):
@@ -91,7 +91,7 @@ def test_the_replay_of_an_adaptive_integrator_takes_the_steps_of_its_forward_pas
 
 
 @pytest.mark.slow("compiles a real model in two precisions")
-def test_the_slopes_of_a_flow_of_splines_are_float32_and_cancel_near_the_identity():
+def test_the_slopes_of_a_spline_flow_are_float32():
     rows, knots = 256, 8
     x, bins = jax.random.uniform(jax.random.key(0), (rows,)), jnp.arange(rows)[:, None] % knots
 

@@ -50,7 +50,7 @@ def bound_again(jaxpr, consts, args):
     return interpreted(jaxpr, consts, args, equation)
 
 
-def test_a_program_bound_again_is_the_one_that_jax_evaluates():
+def test_a_rebound_program_equals_the_program_of_eval_jaxpr():
     jaxpr, consts = opened(jax.make_jaxpr(program)(*ARGS))
 
     def traced(evaluate):

@@ -53,7 +53,7 @@ def reconstruction(codes, estimator):
 
 
 @pytest.mark.parametrize(("estimator", "policy"), in_turn(ESTIMATORS))
-def test_gradients_behind_a_straight_through_estimator_are_those_of_small_codes(estimator, policy):
+def test_gradients_after_a_straight_through_estimator_are_accurate(estimator, policy):
     loss = reconstruction(*ESTIMATORS[estimator])
     gradients = (jax.grad(half(loss, policy)), half(jax.grad(loss), policy), jax.grad(loss))
     *found, true = compiled(lambda p, x: [gradient(p, x)["down"] for gradient in gradients])(PARAMS, X)
@@ -61,7 +61,7 @@ def test_gradients_behind_a_straight_through_estimator_are_those_of_small_codes(
         assert np.linalg.norm(got - true) < LIMITS[policy] * np.linalg.norm(true)
 
 
-def test_it_is_found_where_the_nearest_code_is_chosen():
+def test_the_distance_to_the_nearest_code_counts_as_a_cancellation():
     def nearest(p, z):
         codes = p["codes"]
         return codes[jnp.argmin(jnp.sum(z**2, -1, keepdims=True) - 2 * z @ codes.T + jnp.sum(codes**2, -1), -1)]
@@ -70,7 +70,7 @@ def test_it_is_found_where_the_nearest_code_is_chosen():
     assert "cancellation" in plan.summary.groups
 
 
-def test_the_products_around_it_and_a_residual_stream_behind_it_stay_half():
+def test_products_and_streams_around_a_straight_through_estimator_are_half():
     def network(p, x):
         stream = plain(x @ p["up"], p["codes"][INDICES])
         for _ in range(2):

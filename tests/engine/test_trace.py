@@ -44,7 +44,7 @@ def test_a_density_is_traced_in_a_scope():
     assert all(SPECIAL in names for names in scopes(lambda x: jax.scipy.stats.norm.logpdf(x), jnp.float32(1)))
 
 
-def test_a_function_of_the_users_is_no_special_one_and_none_is_outside_of_a_trace():
+def test_only_jaxs_special_functions_in_the_engines_trace_have_the_scope():
     assert not any(SPECIAL in names for names in scopes(lambda x: jnp.tanh(x) * 2 + x, jnp.float32(1)))
     jaxpr = jax.make_jaxpr(lambda x: jax.scipy.special.ndtr(x))(jnp.float32(1))
     assert not any(SPECIAL in names_of(eqn) for eqn in jaxpr.eqns)
