@@ -1,4 +1,4 @@
-"""Operations that amplify the low digits of a value read it in float32: places, phases, factorisations, logarithms."""
+"""Operands of amplifiers are float32: coordinates, phases, factorised matrices."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ NO_COORDINATES = {
     "distances from labels": lambda x: (x @ W - jax.nn.one_hot(jnp.arange(4), 8)) ** 2,
     "the largest": lambda x: jnp.argmax(x @ W, -1),
     "a sine of an activation": lambda x: jnp.sin(jax.nn.gelu(x @ W)) @ W,
-    # a temperature: a logarithm, but no log-probability
+    # a logarithm whose operand comes from no product
     "Gumbel noise": lambda x: (x @ W - jnp.log(jnp.arange(1.0, 9))) @ W,
 }
 
@@ -109,7 +109,7 @@ def test_a_factorised_matrix_is_float32_even_if_a_product_reads_it_too():
 
     program = operations(half(fun), jnp.eye(8), W)
     assert ("cholesky", "float32") in program
-    assert {dtype for name, dtype in program if name == "add"} == {"float32"}  # the jitter, the symmetric part
+    assert {dtype for name, dtype in program if name == "add"} == {"float32"}  # `4.0 * w` and the symmetrisation
 
 
 def test_a_product_that_is_only_factorised_is_float32():
@@ -145,7 +145,7 @@ CHAINS = {
     "logged": (lambda h: jnp.where(jnp.log(h) > 0, h, h * 1.01), 300),
     "streamed": (lambda h: h + 0.1 * jnp.log(1 + h), 300),
     "reduced": (lambda h: (h - h @ W) * 1.01, 300),
-    "squared": (jnp.square, 64),  # of a complex number each part would be counted 2**64 times
+    "squared": (jnp.square, 64),  # without sharing, the search would visit each part of a complex number 2**64 times
 }
 
 
@@ -164,4 +164,4 @@ def test_finding_amplified_values_takes_linear_time(chain):
 
     start = time.process_time()
     jaxmp.cast_plan(fun, "mixed_bfloat16")(normal(0, 4, 8))
-    assert time.process_time() - start < 10  # a second; a chain that each operation follows to its start takes 20
+    assert time.process_time() - start < 10  # quadratic time would take 20 seconds

@@ -1,4 +1,4 @@
-"""jax.nn.dot_product_attention under autocast: cuDNN's kernel where there is one, half products elsewhere."""
+"""Attention under autocast: cuDNN's kernel where it has one, half products elsewhere."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ QUERY = normal(0, 2, 6, 2, 8)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The operand dtypes and the implementation of each call that reaches JAX, on what claims to be a GPU."""
-    seen, original = [], jax.nn.dot_product_attention
+    """Record the operand dtypes and the implementation of each call on a fake GPU."""
+    calls, original = [], jax.nn.dot_product_attention
 
     def record(query, key, value, *args, implementation=None, **kwargs):
-        seen.append((query.dtype.name, value.dtype.name, implementation))
+        calls.append((query.dtype.name, value.dtype.name, implementation))
         if implementation == "cudnn" and query.shape[-1] % 8:
             raise NotImplementedError("head dim")
         return jnp.zeros_like(query) if implementation == "cudnn" else original(query, key, value, *args, **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    return seen
+    return calls
 
 
 def attend(q, **kwargs):
@@ -116,7 +116,7 @@ def test_with_cudnn_sets_the_version_that_jax_assumes_and_restores_it():
     original, query = fused.check_cudnn_version, QUERY.astype(jnp.bfloat16)
     with pytest.raises(KeyError), with_cudnn((9, 19, 0)):
         assert fused.check_cudnn_version() == 91900
-        # Without the library, as here, JAX would refuse this.
+        # cuDNN is not installed here, so JAX would refuse this call without `with_cudnn`.
         assert jax.eval_shape(lambda q: attend(q, implementation="cudnn"), query).shape == query.shape
         raise KeyError
     assert fused.check_cudnn_version is original

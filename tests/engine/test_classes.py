@@ -1,4 +1,4 @@
-"""Each primitive that a program of the installed JAX can hold has one class, and the table names no other."""
+"""Each primitive of the installed JAX has one class, and the table names no others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ GROUPS = jax.ShapeDtypeStruct((2,), "int32")
 WITH_BODY = (Class.RECURSE, Class.OPAQUE, Class.LINALG)
 KEY = jax.eval_shape(jax.random.key, 0)
 
-# The first JAX that has them, and the first that no longer has them; all others are in each JAX from 0.10 to 0.12.
+# The first version of JAX that has a primitive, and the first version that no longer has it. All versions from 0.10 to
+# 0.12 have the primitives that are not listed here.
 _ARRIVALS = {
     "0.10.1": "stack stage unstack",
     "0.10.2": "mulhi philox*x32",
@@ -73,7 +74,7 @@ def test_the_table_names_only_primitives_of_this_jax_or_gives_their_versions():
     installed = {
         *installed_primitives(),
         "cast_repeated",
-        *(each for each in PATTERNS if filter_names(installed_primitives(), each)),
+        *(pattern for pattern in PATTERNS if filter_names(installed_primitives(), pattern)),
     }
     assert {name for name in ALL if is_expected(name)} - installed == set(), "not in this JAX"
     assert {name for name in ALL if not is_expected(name)} & installed == set(), "SINCE or UNTIL"
@@ -82,7 +83,7 @@ def test_the_table_names_only_primitives_of_this_jax_or_gives_their_versions():
 def test_only_opaque_primitives_have_patterns():
     assert primitives_of(Class.OPAQUE) >= PATTERNS
     assert all(len(pattern.replace("*", "")) > 3 for pattern in PATTERNS)
-    assert classify("scan") is classify("custom_jvp_call") is Class.RECURSE  # a name goes before a pattern
+    assert classify("scan") is classify("custom_jvp_call") is Class.RECURSE  # a name wins over a pattern
     assert classify("random_of_tomorrow") is Class.OPAQUE and classify("a_random_one") is None
     assert classify("someone_elses_primitive") is None
 
@@ -116,7 +117,7 @@ def test_skipped_modules_exist_and_have_a_reason():
         assert why
 
 
-# -- what programs hold ----------------------------------------------------------------------------------------------
+# -- the primitives of programs --------------------------------------------------------------------------------------
 
 
 @jax.custom_jvp
@@ -183,7 +184,7 @@ def total(fun):
     return lambda *args: sum(leaf.sum() for leaf in jax.tree.leaves(fun(*args)))
 
 
-# Each has a primitive that no other has.
+# Each of these programs has a primitive that no other program has.
 PROGRAMS = {
     "gradient of a convolution": (jax.grad(total(conv), (0, 1)), (IMAGES, KERNEL)),
     "gradient of max pooling": (jax.grad(total(pool)), (IMAGES,)),
@@ -238,7 +239,7 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module")
 def traced():
-    """All equations of each program."""
+    """Return all equations of each program."""
     return {name: list(equations(jax.make_jaxpr(fun)(*args))) for name, (fun, args) in PROGRAMS.items()}
 
 
@@ -249,7 +250,7 @@ def test_programs_contain_only_primitives_that_have_a_class(traced):
         "gradient of max pooling": "select_and_scatter_add", "factorisations": "eigh", "custom_vjp": "custom_vjp_call",
         "gradient of a scan": "add_any", "shard_map": "psum", "random": "random_gamma", "ragged": "ragged_dot_general",
     }.items():  # fmt: skip
-        assert expected in found[name]  # it tests what it says
+        assert expected in found[name]  # the program contains what its name says
 
 
 # -- numerics behind the table ---------------------------------------------------------------------------------------
@@ -262,13 +263,16 @@ def test_primitives_with_a_body_are_recurse_opaque_or_linalg(traced):
         if any(hasattr(param, "eqns") or hasattr(param, "jaxpr") for param in params):
             bodies.add(eqn.primitive.name)
     assert {"scan", "while", "cond", "jit", "shard_map", "custom_jvp_call"} <= bodies
-    # The body of a scatter is one operation, and its name tells which.
-    told = {name for name in bodies if name.startswith("scatter")}
-    assert {name: classify(name) for name in bodies - told if classify(name) not in WITH_BODY} == {}
+    # The body of a scatter is one operation, which the name of the scatter tells.
+    scatters = {name for name in bodies if name.startswith("scatter")}
+    assert {name: classify(name) for name in bodies - scatters if classify(name) not in WITH_BODY} == {}
 
 
 def amplification(name):
-    """How much larger than the argument's rounding the result's is, relative to the result or to 1 if that is less."""
+    """Return the error of a function's result for a relative error of its argument.
+
+    The error is relative to the result, or to 1 if the result is smaller.
+    """
     fun, x = getattr(jax.lax, name), jnp.logspace(-6.0, 1.9, 2000)
     slope = jax.vmap(jax.grad(fun))(x)
     return float(jnp.max(jnp.abs(x * slope) / jnp.maximum(jnp.abs(fun(x)), 1)))
@@ -290,7 +294,7 @@ def test_long_half_accumulations_are_wrong():
     combines = {"cumsum": jnp.add, "cumprod": jnp.multiply, "cumlogsumexp": jnp.logaddexp}
     for name, combine in combines.items():
         x = jnp.full((4096,), 1.001 if name == "cumprod" else 1.0)
-        # A scan adds one term after the other, as scatters and gradients do; JAX's own sums on a CPU go by halves.
+        # A scan adds one term after another, as scatters and gradients do. JAX's own sums on a CPU are pairwise.
         half = jax.lax.scan(lambda c, v, f=combine: (f(c, v), None), x[0].astype("bfloat16"), x[1:].astype("bfloat16"))
         right = getattr(jax.lax, name)(x)[-1]
         assert abs(float(half[0]) - right) > 0.3 * right, name

@@ -1,4 +1,4 @@
-"""Derivatives: custom rules are kept and run under the policy, forwards and backwards, first and second order."""
+"""Derivatives under autocast: custom rules are kept, and run under the policy."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ DERIVATIVES = {
 
 
 def test_derivatives_agree_with_float32():
-    found = compiled(lambda w: {n: (each(network)(w), each(half(network))(w)) for n, each in DERIVATIVES.items()})(W)
-    for name, (expected, result) in found.items():
+    pairs = compiled(lambda w: {name: (of(network)(w), of(half(network))(w)) for name, of in DERIVATIVES.items()})(W)
+    for name, (expected, result) in pairs.items():
         assert jax.tree.leaves(result)[0].dtype == jnp.float32, name
         assert cosine(result, expected) > 0.999, name
 
@@ -41,7 +41,7 @@ def test_the_gradient_of_autocast_and_the_autocast_gradient_have_the_same_produc
 
 
 def recorded(log, optimize_remat=False):
-    """A product with a derivative rule of its own, which notes that it was used."""
+    """Return a product with a custom derivative rule that appends its calls to ``log``."""
 
     @jax.custom_vjp
     def product(x, w):
@@ -54,7 +54,7 @@ def recorded(log, optimize_remat=False):
     def backward(residuals, g):
         log.append("backward")
         x, w = residuals
-        return 2 * (g @ w.T), x.T @ g  # twice the true gradient of x, to be told by its value
+        return 2 * (g @ w.T), x.T @ g  # twice the true gradient of x, so that the value shows which rule ran
 
     product.defvjp(forward, backward, optimize_remat=optimize_remat)
     return product
@@ -70,10 +70,10 @@ def test_a_custom_vjp_keeps_its_rule_and_the_rule_is_half(optimize_remat):
 
     assert products(jax.grad(half(fun)), W) == ["bfloat16"] * 6
     assert log.count("forward") and log.count("backward")
-    expected, *found = compiled(
-        lambda w: [fun(w) for fun in (jax.grad(fun), jax.grad(half(fun)), half(jax.grad(fun)))]
+    expected, *gradients = compiled(
+        lambda w: [gradient(w) for gradient in (jax.grad(fun), jax.grad(half(fun)), half(jax.grad(fun)))]
     )(W)
-    assert min(cosine(each, expected) for each in found) > 0.9999
+    assert min(cosine(gradient, expected) for gradient in gradients) > 0.9999
     assert ("custom_vjp_call", "bfloat16") in operations(half(fun), W)
 
 
@@ -167,16 +167,16 @@ def test_a_custom_jvp_keeps_its_rule_and_the_rule_is_half(symbolic):
             for p, t in zip(primals, tangents, strict=True)
         )
         y = layer(x, w, n)
-        return y, (1 - (y / n) ** 2) * n * (dx @ w + x @ dw) * 2.0  # twice the true one
+        return y, (1 - (y / n) ** 2) * n * (dx @ w + x @ dw) * 2.0  # twice the true tangent
 
     layer.defjvp(rule, symbolic_zeros=symbolic)
 
     def fun(w):
         return jnp.sum(layer(layer(X, w, jnp.float32(2)), w, jnp.float32(3)))
 
-    found, expected = compiled(lambda w: [jax.grad(each)(w) for each in (half(fun), fun)])(W)
-    assert cosine(found, expected) > 0.999
-    assert np.isclose(np.linalg.norm(found), np.linalg.norm(expected), rtol=0.02)
+    result, expected = compiled(lambda w: [jax.grad(run)(w) for run in (half(fun), fun)])(W)
+    assert cosine(result, expected) > 0.999
+    assert np.isclose(np.linalg.norm(result), np.linalg.norm(expected), rtol=0.02)
     assert set(products(jax.grad(half(fun)), W)) == {"bfloat16"}
     assert ("custom_jvp_call", "bfloat16") in operations(half(fun), W)
 
@@ -210,11 +210,11 @@ def test_checkpoint_keeps_its_policy():
         fun = twice(jax.checkpoint(block, policy=policy))
         expected = products(jax.grad(fun), W)
         for way, transformed in (("inside", jax.grad(half(fun))), ("outside", half(jax.grad(fun)))):
-            assert products(transformed, W) == ["bfloat16"] * len(expected), name  # as much is computed twice
+            assert products(transformed, W) == ["bfloat16"] * len(expected), name  # as many products are recomputed
             if name == "names":
                 gradients[name, way] = transformed
-    expected, found = compiled(lambda w: (jax.grad(twice(block))(w), {n: f(w) for n, f in gradients.items()}))(W)
-    assert not {name for name, gradient in found.items() if not cosine(gradient, expected) > 0.999}
+    expected, results = compiled(lambda w: (jax.grad(twice(block))(w), {n: f(w) for n, f in gradients.items()}))(W)
+    assert not {name for name, gradient in results.items() if not cosine(gradient, expected) > 0.999}
 
 
 def test_the_compiled_program_keeps_recomputations():
@@ -350,7 +350,7 @@ def test_rules_may_close_over_arrays():
 
 LIMITS = {
     "clip": lambda h: jnp.clip(h, -0.3, 0.3),
-    "of two": lambda h: jnp.maximum(h, 0.3 * h[::-1]),
+    "maximum of two": lambda h: jnp.maximum(h, 0.3 * h[::-1]),
     "a learned bound": lambda h: jnp.minimum(h, jnp.mean(jnp.abs(h), -1, keepdims=True)),
     "max": lambda h: h + jnp.max(h, -1, keepdims=True),
 }
@@ -390,12 +390,12 @@ def test_a_jitted_function_inside_and_outside_of_a_rule_has_two_programs(is_rule
     def total(run):
         return lambda b: jnp.sum(jax.vmap(jax.jit(run), (None, None, 0))(b, W, jnp.tile(X, (250, 1))))
 
-    given, expected = compiled(lambda b: [jax.grad(total(run))(b) for run in (half(fun), fun)])(jnp.ones(8))
-    assert jnp.linalg.norm(given - expected) < 0.02 * jnp.linalg.norm(expected)
+    result, expected = compiled(lambda b: [jax.grad(total(run))(b) for run in (half(fun), fun)])(jnp.ones(8))
+    assert jnp.linalg.norm(result - expected) < 0.02 * jnp.linalg.norm(expected)
 
 
 def test_a_jitted_function_has_a_program_for_each_dtype_of_its_operands():
-    """The derivative of ``clip`` compares what it was given: float32 in the loop, half after the products."""
+    """The derivative of ``clip`` compares its operands: float32 in the loop, then half."""
     w = normal(2, 8, 8, scale=0.3)
 
     def turns(body, start):
@@ -406,5 +406,5 @@ def test_a_jitted_function_has_a_program_for_each_dtype_of_its_operands():
         clipped = jnp.clip(turns(lambda c: jnp.clip(jnp.tanh(c) + 0.5 * c, -3, 3), y), -3, 3)
         return jnp.sum(clipped + jnp.clip(jax.nn.softmax(y @ X.T) @ X, -3, 3))
 
-    given, expected = compiled(lambda w: (half(jax.grad(loss))(w), jax.grad(loss)(w)))(w)
-    assert jnp.linalg.norm(given - expected) < 0.02 * jnp.linalg.norm(expected)
+    result, expected = compiled(lambda w: (half(jax.grad(loss))(w), jax.grad(loss)(w)))(w)
+    assert jnp.linalg.norm(result - expected) < 0.02 * jnp.linalg.norm(expected)

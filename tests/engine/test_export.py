@@ -1,4 +1,4 @@
-"""``jax.export`` with a size left open: a model under a policy or autocast is exported once for every batch."""
+"""``jax.export`` with a symbolic batch size, under a policy and under autocast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import export
 
 import jaxmp
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms mix dtypes
 
 
 class Net(nn.Module):
@@ -70,10 +70,10 @@ def test_an_export_with_a_symbolic_batch_computes_the_same_as_the_function(make,
     exported = export.export(fun)(jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32))
     for rows in (3, 80):
         x = normal(rows, rows, 8)
-        given, expected = exported.call(x), fun(x)
-        assert jax.tree.map(lambda leaf: leaf.dtype, given) == jax.tree.map(lambda leaf: leaf.dtype, expected)
-        for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
-            assert jnp.allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=0.02, atol=0.01)
+        result, expected = exported.call(x), fun(x)
+        assert jax.tree.map(lambda leaf: leaf.dtype, result) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+        for got, want in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+            assert jnp.allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0.02, atol=0.01)
 
 
 def test_a_plan_raises_for_symbolic_sizes():
