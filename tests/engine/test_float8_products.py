@@ -39,18 +39,18 @@ def exact(x):
 
 
 def by_hand(x, dtype=E4M3):
-    """Return ``x`` in float8: the smallest bfloat16 scale with which its largest element fits, and a cast."""
+    """Round ``x`` to float8, with the smallest bfloat16 scale that avoids overflow."""
     x = np.asarray(x, np.float32)
     scale = np.float32(np.max(np.abs(x))) / np.float32(ml_dtypes.finfo(dtype).max)
     rounded = np.asarray(scale, ml_dtypes.bfloat16)
     if np.float32(rounded) < scale:
         rounded = np.nextafter(rounded, np.asarray(np.inf, ml_dtypes.bfloat16))
     quantised = (x / np.float32(rounded)).astype(dtype)
-    return exact(quantised.astype(ml_dtypes.bfloat16) * rounded)  # 4 bits times 8 are rounded once more, as on a TPU
+    return exact(quantised.astype(ml_dtypes.bfloat16) * rounded)  # the bfloat16 product rounds once more, as on a TPU
 
 
 def with_cotangents(fun, operands, cotangent):
-    """The result of a function, and the cotangents of its operands; one program."""
+    """Return the result of a function and the cotangents of its operands."""
     return _with_cotangents(fun, tuple(operands), cotangent)
 
 
@@ -61,7 +61,7 @@ def _with_cotangents(fun, operands, cotangent):
 
 
 def off(found, wanted):
-    """The relative error of an array, by its norm."""
+    """Return the relative L2 error of an array."""
     wanted = exact(wanted)
     return np.linalg.norm(exact(found) - wanted) / np.linalg.norm(wanted)
 
@@ -128,9 +128,9 @@ class TestNumbers:
             stands = [jnp.asarray(by_hand(value), jnp.float32) for value in (x, w)]
             g = drawn(*jax.eval_shape(wide, x, w).shape, seed=2)
             wanted, wants = with_cotangents(wide, stands, jnp.asarray(by_hand(g, E5M2), jnp.float32))
-            found, own = with_cotangents(functools.partial(dot, dimensions=dimensions), (x, w), g)
-            assert off(found, wanted) < ROUNDED
-            for got, want in zip(own, wants, strict=True):
+            result, cotangents = with_cotangents(functools.partial(dot, dimensions=dimensions), (x, w), g)
+            assert off(result, wanted) < ROUNDED
+            for got, want in zip(cotangents, wants, strict=True):
                 assert off(got, want) < ROUNDED
 
     @pytest.mark.once
@@ -150,8 +150,9 @@ class TestNumbers:
             x = jnp.asarray(np.diag(np.full(16, size)), jnp.float32)
             found = product(x, jnp.eye(16))
             assert np.all(np.isfinite(found)), size
-            if size > 1e-38:  # below, XLA's CPU takes numbers for zero
-                assert off(found, x) < (0.1 if size < 1e-35 else 2 * 2**-7), size  # of both scales, rounded up
+            if size > 1e-38:  # XLA's CPU flushes smaller numbers to zero
+                # Both scales are rounded up to bfloat16 numbers.
+                assert off(found, x) < (0.1 if size < 1e-35 else 2 * 2**-7), size
 
     @pytest.mark.once
     def test_zeros_are_finite_with_finite_gradients(self):
@@ -171,9 +172,9 @@ class TestNumbers:
             for bad in (np.nan, np.inf, -np.inf):
                 values = whole | {where: whole[where].at[3, 5].set(bad)}
                 found, of = with_cotangents(dot, (values["x"], values["w"]), values["gradient"])
-                is_finite = [bool(np.all(np.isfinite(exact(each)))) for each in (found, *of)]
+                is_finite = [bool(np.all(np.isfinite(exact(value)))) for value in (found, *of)]
                 assert is_finite == expected[where], (where, bad)
-                if where == "x" and np.isnan(bad):  # it stays in its row
+                if where == "x" and np.isnan(bad):  # a NaN affects only its row
                     assert np.isnan(exact(found)).any(axis=1).nonzero()[0].tolist() == [3]
 
 
@@ -218,7 +219,7 @@ class TestTransformations:
 
         both = jax.jit(lambda x, ws: [jax.grad(fun, (0, 1))(x, ws) for fun in (scanned, looped)])(x, ws)
         for got, want in zip(*both, strict=True):
-            assert off(got, want) < 0.06  # what XLA rounds differently may be quantised differently
+            assert off(got, want) < 0.06  # XLA rounds the two programs differently before they are quantised
 
     def test_remat_changes_no_bit(self, operands):
         x, w, _ = operands
@@ -230,13 +231,14 @@ class TestTransformations:
     def test_remat_by_name_saves_the_operands_in_float8_and_quantises_once(self, operands):
         x, w, _ = operands
         policy = loss_function.REMAT["float8"]
-        kept = jax.make_jaxpr(jax.grad(jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy), (0, 1)))(x, w)
-        again = next(eqn for eqn in reversed(kept.eqns) if eqn.primitive.name == "remat2")
-        sizes = [atom.aval for atom in again.invars if atom.aval.size > 1]
+        fun = jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy)
+        program = jax.make_jaxpr(jax.grad(fun, (0, 1)))(x, w)
+        recomputation = next(eqn for eqn in reversed(program.eqns) if eqn.primitive.name == "remat2")
+        sizes = [atom.aval for atom in recomputation.invars if atom.aval.size > 1]
         assert sorted(f"{aval.dtype}{aval.shape}" for aval in sizes if aval.dtype.itemsize == 1) == [
             "uint8(48, 64)", "uint8(64, 32)",
         ]  # fmt: skip
-        assert len(sizes) == 4  # and the arguments
+        assert len(sizes) == 4  # the other two are the arguments
 
     def test_tangents_multiply_the_cast_operands(self, operands):
         x, w, _ = operands
@@ -272,7 +274,7 @@ class TestTransformations:
         wanted = 2 * (dy @ w64.T + y @ vw64.T), 2 * (vx64.T @ y + x64.T @ dy)
         for got, want in zip(along(1), wanted, strict=True):
             assert off(got, want) < 0.1
-        for got, want in zip(along(2.0**-40), wanted, strict=True):  # in float8 without a scale it would vanish
+        for got, want in zip(along(2.0**-40), wanted, strict=True):  # would underflow in float8 without a scale
             assert off(exact(got) * 2.0**40, want) < 0.1
 
     def test_an_operand_that_is_not_differentiated_costs_no_product(self, operands):
@@ -309,7 +311,7 @@ class TestShards:
     @pytest.mark.parametrize("check", [True, False])
     def test_in_shard_map_the_scale_is_that_of_all_shards(self, check, operands):
         x, w, g = operands
-        x = x.at[0, 0].set(40)  # so that the other shards' own scales would be smaller
+        x = x.at[0, 0].set(40)  # a scale of one shard would be smaller on the other shards
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
         @functools.partial(
@@ -349,7 +351,7 @@ class TestShards:
             return jax.lax.while_loop(lambda turn: turn[0] < turns, lambda turn: (turn[0] + 1, dot(turn[1], w)),
                                       (turns * 0, x))[1]  # fmt: skip
 
-        assert "pmax" not in str(jax.make_jaxpr(local)(x, w))  # for which the first would wait forever
+        assert "pmax" not in str(jax.make_jaxpr(local)(x, w))  # the first shard would wait forever for the others
         expected = np.concatenate([by_hand(x[:12]) @ by_hand(w), exact(x[12:])])
         assert off(jax.jit(local)(x, w), expected) < ROUNDED
         if kind != "while":
@@ -380,18 +382,18 @@ SLOW = pytest.mark.slow("compiles two train steps; gathered once and computed ag
 
 
 class TestTrainSteps:
-    """On a mesh each device has some rows, and part of a weight."""
+    """Train steps on a mesh whose devices have some rows and a part of each weight."""
 
     @staticmethod
     def loss(params, model_state, batch, rng):
-        """One whose gradient by the product is given."""
+        """Return a loss whose gradient with respect to the product is ``batch["g"]``."""
         return jnp.sum((batch["x"] @ params["w"].T).astype(jnp.float32) * batch["g"]), model_state
 
     @pytest.mark.parametrize(("weight_gradient", "kind"), [("float8", AxisType.Auto), ("compute", AxisType.Explicit)])
     def test_gradients_are_those_of_one_scale_summed_in_float32(self, weight_gradient, kind, operands, monkeypatch):
         monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
         mesh, specs = jax.make_mesh((4,), ("fsdp",), axis_types=(kind,)), {"w": P(None, "fsdp")}
-        # Of one device alone the scale would be another.
+        # Each device alone would have a different scale.
         sizes = np.repeat(np.array([1.0, 3.0, 11.0, 50.0], np.float32), 12)[:, None]
         x, g = (np.asarray((each * sizes).astype(jnp.bfloat16), np.float32) for each in map(np.float32, operands[::2]))
         tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
@@ -401,7 +403,8 @@ class TestTrainSteps:
         new, _ = step(state, {"x": x, "g": g})
         is_exact = weight_gradient == "compute"
         wanted = exact(g).T @ exact(x) if is_exact else by_hand(g, E5M2).T @ by_hand(x)
-        assert off(new.params["w"], -wanted) < (1e-6 if is_exact else ROUNDED)  # XLA's CPU rounds no stand-ins
+        # `by_hand` rounds the dequantised operands to bfloat16, and XLA's CPU does not.
+        assert off(new.params["w"], -wanted) < (1e-6 if is_exact else ROUNDED)
 
     @pytest.mark.parametrize(
         ("options", "reduce"),
@@ -434,7 +437,7 @@ class TestTrainSteps:
                 )
             new, metrics = jaxmp.make_train_step(loss, policy=policy, **where, **options)(state, x)
             found.append((jax.tree.map(lambda a, b: exact(a) - exact(b), new.params, params), metrics["loss"]))
-        (one, loss_of_one), (many, loss_of_many) = found
-        assert abs(float(loss_of_one) / float(loss_of_many) - 1) < 1e-3
+        (on_one, loss_on_one), (on_many, loss_on_many) = found
+        assert abs(float(loss_on_one) / float(loss_on_many) - 1) < 1e-3
         for name in params:
-            assert off(many[name], one[name]) < ROUNDED  # the gradients of one device are
+            assert off(on_many[name], on_one[name]) < ROUNDED  # the gradients on one device are rounded

@@ -24,11 +24,11 @@ def test_flops_of_a_convolution():
         ((2, 8, 8, 8), (3, 3, 8, 16), {"window_strides": (2, 2), "padding": "SAME"}, 2 * 2 * 16 * 16 * 72),
         # four groups: each result reads two of the eight channels
         ((1, 8, 8, 8), (3, 3, 2, 16), {"feature_group_count": 4}, 2 * 36 * 16 * 18),
-        # two groups of the batch: half as many images come out
+        # two groups of the batch: the result has half as many images
         ((2, 8, 8, 8), (3, 3, 8, 16), {"batch_group_count": 2}, 2 * 36 * 16 * 72),
         # kernel dilated by 2: it spans 5, so 4 × 4 results
         ((1, 8, 8, 8), (3, 3, 8, 16), {"rhs_dilation": (2, 2)}, 2 * 16 * 16 * 72),
-        # transposed: each of the 4 × 4 pixels meets the 2 × 2 taps once
+        # transposed: each of the 4 × 4 pixels is multiplied by each of the 2 × 2 taps once
         ((1, 4, 4, 8), (2, 2, 8, 16), {"lhs_dilation": (2, 2), "padding": ((1, 1), (1, 1))}, 2 * 64 * 16 * 8),
     ):
         plain = {"window_strides": (1, 1), "padding": "VALID", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}

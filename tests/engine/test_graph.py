@@ -1,4 +1,4 @@
-"""The graph knows which values are the same, although a program writes them twice, and which are not."""
+"""The graph recognises equal values that a program computes twice."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ DIFFERENT = {
     "another body": lambda x: tuple(
         jax.lax.fori_loop(0, 3, turn, x) for turn in (lambda _, h: 1.5 * h, lambda _, h: 1.5 + h)
     ),
-    "another branch": lambda x: tuple(jax.lax.cond(x[0, 0] > 0, jnp.sin, one, x) for one in (jnp.tanh, jnp.exp)),
+    "another branch": lambda x: tuple(jax.lax.cond(x[0, 0] > 0, jnp.sin, branch, x) for branch in (jnp.tanh, jnp.exp)),
     "an effect": lambda x: tuple(
         jax.experimental.io_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x) for _ in range(2)
     ),

@@ -1,4 +1,4 @@
-"""Values that a program does not change: results that are its arguments, and values that a loop computes once."""
+"""Results that equal arguments of a program, and values that a loop computes once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ A, B = jnp.ones((3, 2)), jnp.zeros((3, 2))
 
 
 def turned(carry, xs, **options):
-    """A loop that keeps the first of what it carries, changes the second, and returns a slice and its double."""
+    """Return a scan whose first carry does not change, and whose second one does.
+
+    The scan also returns each scanned element, and its double.
+    """
     return lax.scan(lambda c, x: ((c[0], c[1] + x), (x, 2 * x)), (carry, carry), xs, **options)
 
 
