@@ -1,4 +1,4 @@
-"""Groups: what is right only as a whole in float32, by its numbers and in the program."""
+"""Patterns that are accurate only if all of their operations are float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOWEST = jnp.finfo(jnp.float32).min
 
 
 def between(fun):
-    """``fun`` between two products that change nothing but the dtype."""
+    """Return ``fun`` between two products with ``w``, an identity matrix."""
     return lambda x, w: fun(x @ w) @ w
 
 
@@ -40,7 +40,7 @@ def test_a_softmax_with_a_logarithm_is_not_rounded():
         p = jax.nn.softmax(x @ w)
         return p @ w, jnp.log(p + 1e-12)
 
-    x = 12 * jnp.eye(8)[:2]  # a probability so near 1 that bfloat16 has 1
+    x = 12 * jnp.eye(8)[:2]  # a probability that bfloat16 rounds to 1
     result, expected = both(fun, "mixed_bfloat16", x, W)
     np.testing.assert_allclose(result[1], expected[1], rtol=1e-3)
 
@@ -56,7 +56,7 @@ def test_a_softmax_with_a_logarithm_is_not_rounded():
 def test_losses_have_the_accuracy_of_float32(loss, policy):
     x = (normal(1, 4, 8) * 5).astype(HALVES[policy]).astype(jnp.float32)
     exact = np.asarray(loss(x), np.float64)
-    # The value beside a gradient: products follow, so that no operation is float32 for leading to none.
+    # The products of the gradient follow the loss. Without them, operations would be float32 for another reason.
     with_gradient = half(jax.value_and_grad(lambda w, x: jnp.sum(loss(x @ w))), policy)
     assert set(products(with_gradient, W, x)) == {HALVES[policy]}
     assert np.isclose(compiled(with_gradient)(W, x)[0], exact.sum(), rtol=1e-5, atol=1e-4)
@@ -83,7 +83,7 @@ def test_a_variance_as_a_difference_of_means_is_float32():
     wide = np.asarray(x, np.float64)
     exact = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
     error = np.abs(np.asarray(half(between(standardise))(x, W)) - exact).max()
-    assert error < 0.02  # bfloat16's E[x²] - E[x]² errs by 100 %; float32's own by 0.3 %
+    assert error < 0.02  # in bfloat16 the error of E[x²] - E[x]² is 100 %; in float32 it is 0.3 %
 
 
 def test_squares_that_are_summed_do_not_overflow_float16():
@@ -93,9 +93,9 @@ def test_squares_that_are_summed_do_not_overflow_float16():
 
 
 def test_a_tiny_epsilon_does_not_vanish_in_float16():
-    # A number in the program, a constant of it, and one of which a part is small.
+    # A literal of the program, a constant, and a constant with small and large elements.
     epsilons = 1e-12, jnp.float32(1e-12), np.array([2.0, 1e-12] * 4, np.float32)
-    funs = [half(between(lambda x, e=each: x / (jnp.abs(x) + e)), "mixed_float16") for each in epsilons]
+    funs = [half(between(lambda x, e=epsilon: x / (jnp.abs(x) + e)), "mixed_float16") for epsilon in epsilons]
     for result in compiled(lambda x, w: [fun(x, w) for fun in funs])(jnp.zeros((2, 8)), W):
         np.testing.assert_array_equal(result, 0)
 
@@ -135,7 +135,7 @@ def test_masked_scores_that_are_returned_stay_finite():
 def test_the_fill_value_of_a_gather_is_not_rounded():
     def fun(x, w):
         rows = [jnp.take(x @ w, jnp.array([0, 99]), axis=0, mode="fill", fill_value=fill) for fill in (-1e30, 1e-12)]
-        return [1 / each for each in rows]
+        return [1 / row for row in rows]
 
     x = jnp.ones((4, 8))
     result, expected = compiled(lambda x, w: (half(fun, "mixed_float16")(x, w), fun(x, w)))(x, W)
@@ -206,16 +206,16 @@ def test_a_head_of_width_one_is_half_at_every_batch_size_and_under_vmap():
 
         for x in (normal(0, 8), normal(0, 1, 8), normal(0, 2, 8)):
             assert products(half(fun), x, W) == ["bfloat16"] * 2
-        for each in (jax.vmap(half(fun), (0, None)), half(jax.vmap(fun, (0, None)))):
-            assert products(each, x, W) == ["bfloat16"] * 2
+        for mapped in (jax.vmap(half(fun), (0, None)), half(jax.vmap(fun, (0, None)))):
+            assert products(mapped, x, W) == ["bfloat16"] * 2
 
 
 def test_a_float8_product_of_the_author_does_not_change():
     codes = jnp.ones((16, 16), jnp.float8_e4m3fn)
 
     def fun(x, w):
-        own = jax.lax.dot_general(codes, codes, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return own + x @ w
+        product = jax.lax.dot_general(codes, codes, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return product + x @ w
 
-    found = jaxmp.autocast(fun, "mixed_bfloat16")(jnp.ones((16, 16)), jnp.ones((16, 16)))
-    np.testing.assert_array_equal(np.asarray(found), 32)
+    result = jaxmp.autocast(fun, "mixed_bfloat16")(jnp.ones((16, 16)), jnp.ones((16, 16)))
+    np.testing.assert_array_equal(np.asarray(result), 32)

@@ -1,4 +1,4 @@
-"""Loops and conditionals: one colour round each loop, weights cast at each use, sums kept in float32."""
+"""Loops and conditionals: the dtypes of carries and results, and gradient sums."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from jaxmp._internals.jax.equations import bodies_of
 from jaxmp._internals.jax.walk import equations
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
-# Each use of the weight adds 1 to each element of its gradient. (To contract one element would be no product.)
+# Each use of the weight adds 1 to each element of its gradient. (The contracted axis has two elements, because a
+# contraction of one element is not a product.)
 HALVES_2X2, ONES = jnp.full((2, 2), 0.5), jnp.ones((2, 2))
 
 
 def carries(fun, *args):
-    """The dtypes of the floating carries of all loops in the traced ``fun``."""
-    found = []
+    """Return the dtypes of the floating carries of all loops in the traced ``fun``."""
+    dtypes = []
     for eqn in equations(jax.make_jaxpr(fun)(*args)):
         if eqn.primitive.name in ("scan", "while"):
             bodies = bodies_of(eqn)
-            found += [var.aval.dtype.name for var in eqn.outvars[: bodies.carry] if var.aval.dtype != jnp.int32]
-    return found
+            dtypes += [var.aval.dtype.name for var in eqn.outvars[: bodies.carry] if var.aval.dtype != jnp.int32]
+    return dtypes
 
 
 def test_a_residual_stream_is_carried_in_half_and_a_running_loss_in_float32():
@@ -113,7 +114,10 @@ def test_4096_uses_of_a_weight_have_a_gradient_of_4096(loop, policy):
 
 
 def used_22_times(w):
-    """Its gradient is 277, which bfloat16 does not have: 256 of one use, and 1 of each other."""
+    """Use ``w`` once with the gradient 256, and 21 times with the gradient 1.
+
+    The sum, 277, is not a bfloat16 number.
+    """
     return jnp.sum(256 * HALVES_2X2 @ w) + sum(jnp.sum(HALVES_2X2 @ w) for _ in range(21))
 
 
@@ -160,7 +164,7 @@ def test_control_flow_agrees_with_float32(flow):
 
     assert set(products(half(fun), X, W)) == {"bfloat16"}
     programs = (fun, half(fun), jax.grad(fun, (0, 1)), jax.grad(half(fun), (0, 1)), half(jax.grad(fun, (0, 1))))
-    expected, result, gradient, *gradients = compiled(lambda x, w: [each(x, w) for each in programs])(X, W)
+    expected, result, gradient, *gradients = compiled(lambda x, w: [program(x, w) for program in programs])(X, W)
     assert np.isclose(result, expected, rtol=0.05, atol=0.05)
     assert cosine(gradients[0], gradient) > 0.999
     assert cosine(gradients[1], gradient) > 0.998
@@ -285,8 +289,8 @@ def test_a_loop_until_a_time_is_half_and_a_loop_until_convergence_is_float32():
         return products(half(fun), X, W)
 
     for untils, dtype in ((TIMES, "bfloat16"), (RESIDUALS, "float32")):
-        found = {name: dtype_of_its_product(until) for name, until in untils.items()}
-        assert found == {name: [dtype] for name in untils}
+        dtypes = {name: dtype_of_its_product(until) for name, until in untils.items()}
+        assert dtypes == {name: [dtype] for name in untils}
 
 
 @pytest.mark.parametrize("of_examples", ["the number of turns", "a residual"])
@@ -330,4 +334,4 @@ def test_an_activation_that_nested_loops_read_often_enters_them_in_float32():
     program = jax.make_jaxpr(half(fun))(HALVES_2X2, ONES)
     (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
     operands = [atom.aval.dtype.name for atom in loop.invars[: bodies_of(loop).start]]
-    assert operands == ["float32"] * 2  # and w
+    assert operands == ["float32"] * 2  # the activation and `w`

@@ -1,4 +1,4 @@
-"""Regions and overrides, the most specific first, and the errors of autocast."""
+"""Regions and overrides, which of them wins, and the errors of autocast."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_path_covers_everything_below_and_the_first_match_wins():
         ({"**/layer_0": "half", "encoder": "float32"}, ["bfloat16", "float32", "bfloat16"]),
     ):
         assert products(half(model, overrides=overrides), X, W) == expected
-    # The pattern of all paths covers what stands in no scope, too.
+    # The pattern of all paths also covers operations outside of any scope.
     assert products(half(lambda x, w: x @ w, overrides={"**": "float32"}), X, W) == ["float32"]
 
 
@@ -86,12 +86,12 @@ def test_a_path_applies_to_the_gradient():
 
 def test_primitives_and_classes():
     assert set(dtypes_of("exp", half(model), X, W)) == {"float32"}
-    for level in ("half", "HALF", " half "):  # read as policies are
+    for level in ("half", "HALF", " half "):  # case and spaces are ignored, as in the names of policies
         assert set(dtypes_of("exp", half(model, overrides={"primitive:exp": level}), X, W)) == {"bfloat16"}
     assert set(dtypes_of("exp", half(model, overrides={"class:pointwise": "half"}), X, W)) == {"bfloat16"}
     assert products(half(model, overrides={"primitive:dot_general": "float32"}), X, W) == ["float32"] * 3
     assert precisions(half(model, overrides={"class:half": "float32"})) == [HIGHEST] * 3  # true float32
-    # What is asked for happens without a product too.
+    # An override applies even if the function has no product.
     assert dtypes_of("exp", half(jnp.exp, overrides={"primitive:exp": "half"}), X) == ["bfloat16"]
     assert primitives_named_by("primitive:scatter-add") == {"scatter-add"}
     assert primitives_named_by("class:accumulation") == primitives_of(Class.ACCUMULATION)
@@ -193,7 +193,7 @@ def test_the_paths_of_a_policy_map_are_overrides():
 
 def test_a_float32_function_may_have_half_paths():
     def fun(x, w):
-        return jnp.tanh(model(x, w) @ w)  # under no scope
+        return jnp.tanh(model(x, w) @ w)  # this product is in no scope
 
     program = jax.make_jaxpr(half(fun, jaxmp.PolicyMap("float32", {"**/head": "mixed_bfloat16"})))(X, W)
     dots = [eqn for eqn in program.eqns if eqn.primitive.name == "dot_general"]
@@ -343,10 +343,10 @@ def test_float16_raises_on_a_tpu(monkeypatch):
 def test_overrides_must_be_a_mapping():
     for overrides in (["**/encoder"], "**/encoder", {"**/encoder"}, 3, [("**/encoder", "float32")]):
         for make in (
-            lambda given: jaxmp.autocast(model, "mixed_bfloat16", given),
-            lambda given: jaxmp.PolicyMap("mixed_bfloat16", given),
-            lambda given: jaxmp.linen.apply_policy(nn.Dense(2), "mixed_bfloat16", given),
-            lambda given: jaxmp.linen.autocast(nn.Dense(2), "mixed_bfloat16", given),
+            lambda overrides: jaxmp.autocast(model, "mixed_bfloat16", overrides),
+            lambda overrides: jaxmp.PolicyMap("mixed_bfloat16", overrides),
+            lambda overrides: jaxmp.linen.apply_policy(nn.Dense(2), "mixed_bfloat16", overrides),
+            lambda overrides: jaxmp.linen.autocast(nn.Dense(2), "mixed_bfloat16", overrides),
         ):
             with pytest.raises(
                 TypeError, match=r"overrides must map patterns to policies, got .*; write e.g. {'.*': '"

@@ -1,4 +1,4 @@
-"""Rows of the plan: dtypes, reasons, sources."""
+"""The rows of a plan: dtypes, reasons, sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan as text, JSON and table; nothing runs; errors."""
+"""The plan as text, JSON and a table, and the errors of cast_plan."""
 
 from __future__ import annotations
 

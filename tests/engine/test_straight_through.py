@@ -1,4 +1,4 @@
-"""Straight-through estimators of codes are float32: in half a small code would be as coarse as what it stands for."""
+"""Straight-through estimators are float32, because half would round small codes away."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jaxmp
 
 LIMITS = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}
 X, INDICES = normal(0, 256, 16), np.random.default_rng(1).integers(0, 32, 256)
-# Codes begin as small as this: uniform between -1 / 32 and 1 / 32, or less.
+# Codebooks are often initialised with such small codes: uniform between -1 / 32 and 1 / 32.
 PARAMS = {"up": normal(2, 16, 8, scale=0.25), "codes": normal(3, 32, 8, scale=0.002), "down": normal(4, 8, 16)}
 
 
@@ -56,8 +56,8 @@ def reconstruction(codes, estimator):
 def test_gradients_after_a_straight_through_estimator_are_accurate(estimator, policy):
     loss = reconstruction(*ESTIMATORS[estimator])
     gradients = (jax.grad(half(loss, policy)), half(jax.grad(loss), policy), jax.grad(loss))
-    *found, true = compiled(lambda p, x: [gradient(p, x)["down"] for gradient in gradients])(PARAMS, X)
-    for got in found:
+    *results, true = compiled(lambda p, x: [gradient(p, x)["down"] for gradient in gradients])(PARAMS, X)
+    for got in results:
         assert np.linalg.norm(got - true) < LIMITS[policy] * np.linalg.norm(true)
 
 
