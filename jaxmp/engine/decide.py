@@ -28,7 +28,8 @@ RAISERS = (raise_amplified, raise_cancelled, decide_loops)
 
 _FLOAT32 = np.dtype(np.float32)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
-_NOT_NONLINEAR = frozenset({"add", "sub", "mul", "div", "select_n"})  # unlike a nonlinearity, they keep float32
+# Unlike a nonlinearity, these do not end a float32 region.
+_NOT_NONLINEAR = frozenset({"add", "sub", "mul", "div", "select_n"})
 _CAST = "convert_element_type"
 
 

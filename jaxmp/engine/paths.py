@@ -1,4 +1,4 @@
-"""Find the readers of a value, and the value of which it is a constant multiple."""
+"""Find the readers of a value, and the value that it is a constant multiple of."""
 
 from __future__ import annotations
 
