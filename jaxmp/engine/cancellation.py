@@ -121,7 +121,7 @@ def _moments(total: Node) -> Iterator[Node]:
 
 
 def _are_same(product: Node, sums: Vectors) -> bool:
-    """Return whether ``sums`` are the sums of the vectors that ``product`` multiplies.
+    """Return whether ``sums`` sum the two vectors of ``product``.
 
     The sums may be weighted.
     """

@@ -120,7 +120,9 @@ def _is_repeated_by(user: Node, operand: Node) -> bool:
 
 
 def _find_activations(nodes: Sequence[Node]) -> None:
-    """Number each activation by the last product from which it is computed elementwise.
+    """Give each activation the number of the last product before it.
+
+    Only elementwise operations and moves of data may lie between the product and the activation.
 
     A value that a loop adds up in float32 is not an activation, and a difference of two activations is not one either.
     If a term of a sum is not an activation, the sum is not a residual stream.

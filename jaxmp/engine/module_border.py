@@ -196,7 +196,7 @@ def widen_for_float32_code(value: Any) -> Any:
 
 
 def narrow(value: Any, dtype: np.dtype) -> Any:
-    """Return a result of code that is traced in float32, rounded if ``dtype`` is half."""
+    """Round a float32 result of code that is traced in float32, if ``dtype`` is half."""
     is_rounded = _tree.is_float_array(value) and value.dtype == np.float32 and is_half(dtype)
     return value.astype(dtype) if is_rounded else value
 

@@ -76,8 +76,8 @@ NO_COORDINATES = {
 
 
 def test_products_that_feed_no_coordinates_stay_half():
-    found = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in NO_COORDINATES.items()}
-    assert found == {name: {"bfloat16"} for name in NO_COORDINATES}
+    dtypes = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in NO_COORDINATES.items()}
+    assert dtypes == {name: {"bfloat16"} for name in NO_COORDINATES}
 
 
 ACTIVATIONS = {
@@ -97,9 +97,9 @@ def test_only_the_last_of_the_layers_before_a_phase_is_float32():
 
         return products(half(fun), normal(0, 4, 8))
 
-    found = {name: layers(activation, jnp.sin) for name, activation in ACTIVATIONS.items()}
-    assert found == {name: ["bfloat16"] * 3 + ["float32"] for name in ACTIVATIONS}
-    assert layers(jax.nn.relu, jnp.floor) == found["ReLU"]
+    dtypes = {name: layers(activation, jnp.sin) for name, activation in ACTIVATIONS.items()}
+    assert dtypes == {name: ["bfloat16"] * 3 + ["float32"] for name in ACTIVATIONS}
+    assert layers(jax.nn.relu, jnp.floor) == dtypes["ReLU"]
 
 
 def test_a_factorised_matrix_is_float32_even_if_a_product_reads_it_too():

@@ -1,4 +1,4 @@
-"""Attention under autocast: cuDNN's kernel where it has one, half products elsewhere."""
+"""Attention under autocast: kernels of cuDNN where they exist, or half products."""
 
 from __future__ import annotations
 

@@ -205,5 +205,5 @@ STAY_HALF = {
 
 
 def test_products_that_do_not_cancel_stay_half():
-    found = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in STAY_HALF.items()}
-    assert found == {name: {"bfloat16"} for name in STAY_HALF}
+    dtypes = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in STAY_HALF.items()}
+    assert dtypes == {name: {"bfloat16"} for name in STAY_HALF}

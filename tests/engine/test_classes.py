@@ -1,4 +1,4 @@
-"""Each primitive of the installed JAX has one class, and the table names no others."""
+"""Each primitive of the installed JAX has exactly one class in the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autocast together with JAX's other transformations, and the values it leaves alone."""
+"""Autocast with JAX's other transformations, and values that it leaves alone."""
 
 from __future__ import annotations
 

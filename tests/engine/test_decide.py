@@ -50,7 +50,7 @@ def test_operations_before_no_product_stay_float32():
 
 
 def test_a_choice_between_a_half_value_and_a_float32_one_is_float32():
-    """An example is the softplus in the scale of flowjax's masked autoregressive flow."""
+    """An example is the softplus of a scale in flowjax's autoregressive flow."""
 
     def fun(x, w):
         scale = jax.nn.softplus(x @ w)

@@ -41,7 +41,7 @@ def test_the_gradient_of_autocast_and_the_autocast_gradient_have_the_same_produc
 
 
 def recorded(log, optimize_remat=False):
-    """Return a product with a custom derivative rule that appends its calls to ``log``."""
+    """Return a product whose custom derivative rule appends its calls to ``log``."""
 
     @jax.custom_vjp
     def product(x, w):
@@ -130,7 +130,7 @@ def test_a_custom_vjp_may_have_integers_and_static_arguments():
         return jnp.sum(layer(jnp.tanh, layer(jnp.tanh, X, w, n), w, n))
 
     n = jnp.arange(8) + 1
-    assert cosine(*compiled(lambda w, n: [jax.grad(each)(w, n) for each in (half(fun), fun)])(W, n)) > 0.999
+    assert cosine(*compiled(lambda w, n: [jax.grad(run)(w, n) for run in (half(fun), fun)])(W, n)) > 0.999
     assert set(products(jax.grad(half(fun)), W, n)) == {"bfloat16"}
 
 
@@ -150,7 +150,7 @@ def test_a_custom_vjp_takes_a_python_bool():
     def fun(w):
         return jnp.sum(layer(X, w, True) ** 2)
 
-    assert cosine(*compiled(lambda w: [jax.grad(each)(w) for each in (half(fun), fun)])(W)) > 0.9999
+    assert cosine(*compiled(lambda w: [jax.grad(run)(w) for run in (half(fun), fun)])(W)) > 0.9999
     assert set(products(jax.grad(half(fun)), W)) == {"bfloat16"}
 
 
@@ -236,7 +236,7 @@ def test_a_rule_in_a_loop_under_vmap():
         return jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(product(x, w)), None), X, None, length=3)[0])
 
     batch = jnp.stack([W, W + 0.1])
-    assert cosine(*compiled(lambda ws: [jax.vmap(jax.grad(each))(ws) for each in (half(fun), fun)])(batch)) > 0.999
+    assert cosine(*compiled(lambda ws: [jax.vmap(jax.grad(run))(ws) for run in (half(fun), fun)])(batch)) > 0.999
 
 
 def test_residuals_are_saved_in_half():
@@ -292,24 +292,24 @@ def test_a_rule_may_keep_a_part_in_float32():
 
 
 def test_a_custom_vjp_receives_symbolic_zeros():
-    seen = []
+    perturbed, zeros = [], []
 
     @jax.custom_vjp
     def product(x, w):
         return x @ w, x
 
     def forward(x, w):
-        seen.append((x.perturbed, w.perturbed))
+        perturbed.append((x.perturbed, w.perturbed))
         return (x.value @ w.value, x.value), (x.value, w.value)
 
     def backward(residuals, cotangents):
-        seen.append([isinstance(ct, jax.custom_derivatives.SymbolicZero) for ct in cotangents])
+        zeros.append([isinstance(ct, jax.custom_derivatives.SymbolicZero) for ct in cotangents])
         x, w = residuals
         return cotangents[0] @ w.T, x.T @ cotangents[0]
 
     product.defvjp(forward, backward, symbolic_zeros=True)
     gradient = jax.grad(half(lambda w: jnp.sum(product(X, w)[0])))(W)
-    assert (False, True) in seen and [False, True] in seen
+    assert (False, True) in perturbed and [False, True] in zeros
     assert cosine(gradient, jax.grad(lambda w: jnp.sum(X @ w))(W)) > 0.9999
 
 
@@ -364,9 +364,9 @@ def test_limits_of_float32_values_pass_the_right_gradient():
         fun = functools.partial(loss, limit=limit)
         return [way(w) for way in (jax.grad(fun), jax.grad(half(fun, policy)), half(jax.grad(fun), policy))]
 
-    found = compiled(lambda w: {name: gradients(w, LIMITS[name], policy) for name, policy in in_turn(LIMITS)})(W)
-    for name, (expected, *each) in found.items():
-        assert min(cosine(gradient, expected) for gradient in each) > 0.995, name
+    results = compiled(lambda w: {name: gradients(w, LIMITS[name], policy) for name, policy in in_turn(LIMITS)})(W)
+    for name, (expected, *half_gradients) in results.items():
+        assert min(cosine(gradient, expected) for gradient in half_gradients) > 0.995, name
 
 
 @pytest.mark.parametrize("is_rule_first", [False, True])
@@ -395,7 +395,7 @@ def test_a_jitted_function_inside_and_outside_of_a_rule_has_two_programs(is_rule
 
 
 def test_a_jitted_function_has_a_program_for_each_dtype_of_its_operands():
-    """The derivative of ``clip`` compares its operands: float32 in the loop, then half."""
+    """The derivative of ``clip`` compares float32 operands in the loop, later half ones."""
     w = normal(2, 8, 8, scale=0.3)
 
     def turns(body, start):

@@ -1,4 +1,4 @@
-"""Products of weights are float8 under a float8 policy, in all APIs and transformations."""
+"""Products of weights are float8 under a float8 policy, in each API and transformation."""
 
 from __future__ import annotations
 
@@ -474,7 +474,7 @@ WEIGHTS = {(16, 64), (64, 32), (64, 64)}
 
 
 def casts_to_e4m3(jaxpr, inside=False):
-    """Count the casts of weights inside of the loop over microbatches and outside of it."""
+    """Count the casts of weights inside and outside of the loop over microbatches."""
     casts = Counter()
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         is_cast = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == E4M3

@@ -60,10 +60,10 @@ def _with_cotangents(fun, operands, cotangent):
     return result, pull(cotangent)
 
 
-def off(found, wanted):
+def off(result, wanted):
     """Return the relative L2 error of an array."""
     wanted = exact(wanted)
-    return np.linalg.norm(exact(found) - wanted) / np.linalg.norm(wanted)
+    return np.linalg.norm(exact(result) - wanted) / np.linalg.norm(wanted)
 
 
 ROUNDED = 0.004
@@ -78,10 +78,10 @@ def operands():
 class TestNumbers:
     def test_a_product_equals_that_of_operands_cast_by_hand(self, operands):
         x, w, _ = operands
-        found = jax.jit(dot)(x, w)
-        assert found.dtype == jnp.bfloat16
-        assert off(found, by_hand(x) @ by_hand(w)) < ROUNDED
-        assert 0.01 < off(found, exact(x) @ exact(w)) < 0.06
+        result = jax.jit(dot)(x, w)
+        assert result.dtype == jnp.bfloat16
+        assert off(result, by_hand(x) @ by_hand(w)) < ROUNDED
+        assert 0.01 < off(result, exact(x) @ exact(w)) < 0.06
 
     @pytest.mark.once
     def test_gradients_equal_products_of_operands_and_cotangents_cast_by_hand(self, operands):
@@ -110,8 +110,8 @@ class TestNumbers:
     def test_float32_operands_are_rounded_once_and_results_are_float32(self):
         x, w = drawn(48, 64, dtype=jnp.float32), drawn(64, 32, seed=1, dtype=jnp.float32)
         g = drawn(48, 32, seed=2, dtype=jnp.float32)
-        found, (dx, dw) = with_cotangents(dot, (x, w), g)
-        assert found.dtype == jnp.float32 and off(found, by_hand(x) @ by_hand(w)) < 1e-6
+        result, (dx, dw) = with_cotangents(dot, (x, w), g)
+        assert result.dtype == jnp.float32 and off(result, by_hand(x) @ by_hand(w)) < 1e-6
         assert dx.dtype == dw.dtype == jnp.float32 and off(dw, by_hand(x).T @ by_hand(g, E5M2)) < ROUNDED
         assert jax.eval_shape(functools.partial(dot, preferred_element_type=jnp.bfloat16), x, w).dtype == jnp.bfloat16
 
@@ -148,11 +148,11 @@ class TestNumbers:
         product = jax.jit(dot)
         for size in (1e-40, 1e-37, 1e-20, 1e20, 3e38):
             x = jnp.asarray(np.diag(np.full(16, size)), jnp.float32)
-            found = product(x, jnp.eye(16))
-            assert np.all(np.isfinite(found)), size
+            result = product(x, jnp.eye(16))
+            assert np.all(np.isfinite(result)), size
             if size > 1e-38:  # XLA's CPU flushes smaller numbers to zero
                 # Both scales are rounded up to bfloat16 numbers.
-                assert off(found, x) < (0.1 if size < 1e-35 else 2 * 2**-7), size
+                assert off(result, x) < (0.1 if size < 1e-35 else 2 * 2**-7), size
 
     @pytest.mark.once
     def test_zeros_are_finite_with_finite_gradients(self):
@@ -161,8 +161,8 @@ class TestNumbers:
             return with_cotangents(dot, (x, drawn(32, 16)), g)
 
         for rows in (16, 0):
-            found, of = all_of(rows)
-            assert found.shape == (rows, 16) and not np.any(found)
+            result, of = all_of(rows)
+            assert result.shape == (rows, 16) and not np.any(result)
             assert not np.any(of[0]) and not np.any(of[1])
 
     def test_what_is_not_finite_stays_so(self):
@@ -171,11 +171,11 @@ class TestNumbers:
         for where in whole:
             for bad in (np.nan, np.inf, -np.inf):
                 values = whole | {where: whole[where].at[3, 5].set(bad)}
-                found, of = with_cotangents(dot, (values["x"], values["w"]), values["gradient"])
-                is_finite = [bool(np.all(np.isfinite(exact(value)))) for value in (found, *of)]
+                result, of = with_cotangents(dot, (values["x"], values["w"]), values["gradient"])
+                is_finite = [bool(np.all(np.isfinite(exact(value)))) for value in (result, *of)]
                 assert is_finite == expected[where], (where, bad)
                 if where == "x" and np.isnan(bad):  # a NaN affects only its row
-                    assert np.isnan(exact(found)).any(axis=1).nonzero()[0].tolist() == [3]
+                    assert np.isnan(exact(result)).any(axis=1).nonzero()[0].tolist() == [3]
 
 
 def loss(x, w, recipe=RECIPE):
@@ -193,8 +193,8 @@ class TestTransformations:
             nested = jax.vmap(jax.vmap(dot, (0, None)), (0, None))(xs.reshape(3, 2, 24, 64), w)
             return jax.vmap(dot, (0, None))(xs, w), jax.vmap(dot)(xs, ws), nested.reshape(3, 48, 32)
 
-        for found, wanted in zip(jax.jit(all_of)(xs, w, ws), (by_hand(w), by_hand(ws), by_hand(w)), strict=True):
-            assert off(found, whole @ wanted) < ROUNDED
+        for result, wanted in zip(jax.jit(all_of)(xs, w, ws), (by_hand(w), by_hand(ws), by_hand(w)), strict=True):
+            assert off(result, whole @ wanted) < ROUNDED
 
     def test_gradients_of_a_vmap_and_a_vmap_of_gradients_share_scales(self, operands):
         _, w, _ = operands
@@ -225,8 +225,8 @@ class TestTransformations:
         x, w, _ = operands
         wanted = jax.jit(jax.grad(loss, (0, 1)))(x, w)
         for policy in (None, jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)):
-            found = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1)))(x, w)
-            assert all(np.array_equal(got, want) for got, want in zip(found, wanted, strict=True))
+            result = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1)))(x, w)
+            assert all(np.array_equal(got, want) for got, want in zip(result, wanted, strict=True))
 
     def test_remat_by_name_saves_the_operands_in_float8_and_quantises_once(self, operands):
         x, w, _ = operands
@@ -243,8 +243,8 @@ class TestTransformations:
     def test_tangents_multiply_the_cast_operands(self, operands):
         x, w, _ = operands
         dx, dw = drawn(48, 64, seed=7), drawn(64, 32, seed=8)
-        found, tangent = jax.jit(lambda *primals: jax.jvp(dot, primals, (dx, dw)))(x, w)
-        assert np.array_equal(found, jax.jit(dot)(x, w))
+        result, tangent = jax.jit(lambda *primals: jax.jvp(dot, primals, (dx, dw)))(x, w)
+        assert np.array_equal(result, jax.jit(dot)(x, w))
         assert off(tangent, exact(dx) @ by_hand(w) + by_hand(x) @ exact(dw)) < 2 * ROUNDED
         of_w = jax.jit(lambda w: jax.jvp(lambda w: dot(x, w), (w,), (dw,))[1])(w)
         assert off(of_w, by_hand(x) @ exact(dw)) < ROUNDED
@@ -427,7 +427,7 @@ class TestTrainSteps:
         mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
         specs = {"layers": P(None, "fsdp"), "out": P("fsdp")}
         tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
-        x, found = np.asarray(drawn(128, 32, dtype=jnp.float32)), []
+        x, results = np.asarray(drawn(128, 32, dtype=jnp.float32)), []
         policy = SMALL.format("float8")
         for where in ({}, {"sharding": Sharding(mesh, specs, reduce=reduce)}):
             state = jaxmp.TrainState.create(params=jax.tree.map(jnp.copy, params), tx=tx)
@@ -436,8 +436,8 @@ class TestTrainSteps:
                     lambda: jax.tree.map(jnp.copy, params), tx, Sharding(mesh, specs)
                 )
             new, metrics = jaxmp.make_train_step(loss, policy=policy, **where, **options)(state, x)
-            found.append((jax.tree.map(lambda a, b: exact(a) - exact(b), new.params, params), metrics["loss"]))
-        (on_one, loss_on_one), (on_many, loss_on_many) = found
+            results.append((jax.tree.map(lambda a, b: exact(a) - exact(b), new.params, params), metrics["loss"]))
+        (on_one, loss_on_one), (on_many, loss_on_many) = results
         assert abs(float(loss_on_one) / float(loss_on_many) - 1) < 1e-3
         for name in params:
             assert off(on_many[name], on_one[name]) < ROUNDED  # the gradients on one device are rounded

@@ -1,4 +1,4 @@
-"""Functions between two products under a half policy, against float64 on the same numbers."""
+"""Functions between two products under a half policy, compared with float64."""
 
 from __future__ import annotations
 

@@ -79,9 +79,9 @@ def with_float64_sums(name: str, way: str) -> Any:
 
 
 def errors(got: Any, want: Any) -> dict[str, float]:
-    """Return the relative L2 error of each gradient that is not zero in exact numbers.
+    """Return the relative L2 error of each gradient, except gradients that are zero.
 
-    The gradient of a bias of attention keys is zero, for example.
+    The exact gradient of a bias of attention keys is zero, for example.
     """
     wide = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(want)}
     total = np.linalg.norm([np.linalg.norm(leaf) for leaf in wide.values()])
@@ -134,7 +134,7 @@ def in_half(x: Any) -> Any:
 
 
 def in_a_loop(w: Any, xs: Any, cast_outside: bool, turn: Any) -> Any:
-    """Loop over ``xs``, and read ``w``, which is cast before the loop or inside of it."""
+    """Loop over ``xs`` and read ``w``, cast before the loop or inside of it."""
     outside = in_half(w) if cast_outside else w
     return jnp.sum(lax.scan(lambda state, x: (turn(state, in_half(outside), x), None), xs[0], xs)[0].astype(w.dtype))
 

@@ -48,8 +48,8 @@ WRITTEN_TWICE = {
 
 
 def test_a_value_that_is_computed_twice_is_the_same():
-    found = {name: set(products(half(fun), X)) for name, fun in WRITTEN_TWICE.items()}
-    assert found == {name: {"float32"} for name in WRITTEN_TWICE}
+    dtypes = {name: set(products(half(fun), X)) for name, fun in WRITTEN_TWICE.items()}
+    assert dtypes == {name: {"float32"} for name in WRITTEN_TWICE}
 
 
 @pytest.mark.parametrize("spelling", ["vdot(x - y, x - y)", "of a loop", "in a scan"])
@@ -85,8 +85,8 @@ DIFFERENT = {
 
 
 def test_operations_with_different_operands_or_parameters_are_not_the_same():
-    found = {
+    dtypes = {
         name: products(half(lambda x, pair=pair: jnp.vdot(*pair(x))), X)
         for name, pair in {**DIFFERENT, "none of these": lambda x: (_fori(3, x), _fori(3, x))}.items()
     }
-    assert found == {**{name: ["bfloat16"] for name in DIFFERENT}, "none of these": ["float32"]}
+    assert dtypes == {**{name: ["bfloat16"] for name in DIFFERENT}, "none of these": ["float32"]}

@@ -1,4 +1,4 @@
-"""Results that equal arguments of a program, and values that a loop computes once."""
+"""Results that equal a program's arguments, and values that a loop computes once."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def test_prints_stay_in_each_iteration(capfd):
         turn = hoisted(fun, weight, (xs[0],), jax.checkpoint_policies.save_only_these_names("kept"))
         return lax.map(lambda x: turn(weight, x), xs)
 
-    found = loop(A, jnp.stack([A, B]))
+    result = loop(A, jnp.stack([A, B]))
     jax.effects_barrier()
-    assert jnp.allclose(found, jnp.stack([jnp.sin(A), B])) and capfd.readouterr().out.count("sum 6.0") == 2
+    assert jnp.allclose(result, jnp.stack([jnp.sin(A), B])) and capfd.readouterr().out.count("sum 6.0") == 2

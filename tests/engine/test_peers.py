@@ -1,4 +1,4 @@
-"""Models of Equinox and transformers under autocast, if the libraries are installed.
+"""Models of Equinox and transformers under autocast, if these are installed.
 
 The configurations are tiny and the params are random, so nothing is downloaded.
 """

@@ -114,7 +114,7 @@ ARGS = {"jit and vmap": (shape(4, 8), shape(3, 8, 8))}
 
 
 def leaves(jaxpr, trips=1):
-    """Yield the equations without bodies, also inside of bodies, and their trip counts."""
+    """Yield the innermost equations with their trip counts."""
     for eqn in jaxpr.eqns:
         bodies = bodies_of(eqn)
         if bodies is None:

@@ -15,7 +15,7 @@ END, MOST = 5.0, 256
 
 
 def gradient_errors(loss, policy, params):
-    """Return the relative errors of the gradient under autocast and with half products.
+    """Return the relative errors of two gradients: autocast's, and with half products.
 
     The exact gradient is that of float32. With half products, all other operations are float32.
     """
@@ -30,7 +30,7 @@ def flat(tree):
 
 
 def integrated(field):
-    """Return an adaptive integrator whose backward pass repeats its steps, as diffrax's."""
+    """Return an adaptive integrator that repeats its steps in the backward pass."""
 
     def step(w, y, t, dt):
         dt = jnp.minimum(dt, END - t)

@@ -1,4 +1,4 @@
-"""A program that is bound again keeps its types, scopes, sources, effects and contexts."""
+"""Rebinding a program keeps its types, scopes, sources, effects and contexts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Straight-through estimators are float32, because half would round small codes away."""
+"""Straight-through estimators are float32: half would round small codes away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find values that are equal for all iterations or examples, or returned unchanged."""
+"""Find values that are equal for all iterations or examples, or do not change."""
 
 from __future__ import annotations
 
