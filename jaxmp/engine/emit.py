@@ -356,7 +356,7 @@ def _wants(step: Step) -> list[np.dtype | None]:
 
 
 def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
-    # Half operands stay half, because JAX may broadcast them over examples.
+    # Half operands stay half, because a `jax.vmap` may broadcast them for each example.
     wants = [
         operand.dtype if operand and operand.dtype.itemsize == 2 and not operand.deferred_cast else None
         for operand in step.operands
@@ -370,7 +370,8 @@ def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
         for position, operand in enumerate(step.operands):
             if operand is not None and operand.is_cast_once:  # so that the call does not save a float32 copy
                 wants[position] = _half_wanted(step.inner[0], position)
-            if operand is not None and step.eqn.primitive.name in _WITH_RULES:  # traced in the original dtypes
+            # The body is traced in the original dtypes.
+            if operand is not None and step.eqn.primitive.name in _WITH_RULES:
                 wants[position] = wants[position] or operand.deferred_cast
     return wants
 

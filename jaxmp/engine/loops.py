@@ -80,8 +80,9 @@ def _decide_carries(graph: Graph, step: Step) -> None:
 def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
     """Return whether the carry of a cycle may be half.
 
-    It may if autocast decides the dtype of a product on the cycle, or if the carry's initial value is an activation. In
-    other words, if all products are in modules under a policy, a carry that starts as an argument keeps its dtype.
+    The carry may be half if autocast decides the dtype of a product on the cycle, or if the carry's initial value is an
+    activation. In other words, if all products are in modules under a policy, a carry that starts as an argument keeps
+    its dtype.
     """
     decided = any(node.name in PRODUCTS and node.kind is HALF for node in cycle)
     return decided or any(start.is_cast_once for start in starts)
