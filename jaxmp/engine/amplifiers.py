@@ -1,10 +1,10 @@
 """Amplifiers: operations that turn an operand's low digits into high digits.
 
-In bfloat16 a coordinate of 300.4 becomes 300, another pixel, and a phase of 300.4 becomes noise. So all inputs of an
-amplifier are float32, back through operations that keep the digits: moves, scales, offsets, bounds and products. This
-ends at an activation. A factorisation amplifies everything that it depends on, back to the nearest products. A
-logarithm or a root amplifies the values between it and the nearest product (such as the ``1 - x²`` of a squashed
-action), but not that product.
+In bfloat16 a coordinate of 300.4 becomes 300, which is another pixel, and a phase of 300.4 becomes noise. So the
+operands of an amplifier are float32. The values from which they are computed are float32 too, as long as the operations
+keep the digits: moves, scales, offsets, bounds and products. The search back ends at an activation. A factorisation
+amplifies everything that it depends on, back to the nearest products. A logarithm or a root amplifies the values
+between it and the nearest product (such as the ``1 - x²`` of a squashed action), but not that product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxmp.engine.classes import AMPLIFIERS, CLEAR, INFER, JOIN, SOLVERS, Rule, 
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.paths import BOUNDS, ROOTS, SCALES, SQUARES, readers_of
 
-_ORDERINGS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # eq is the derivative of max
+_ORDERINGS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # not eq, which the derivative of max uses
 _SEARCH = "call_hi_primitive"  # jnp.searchsorted from JAX 0.12 on
 _CAST = "convert_element_type"
 _ROOTS_AND_LOGARITHMS = ROOTS | {"log", "log2"}
@@ -29,7 +29,7 @@ _READ_BY_ACTIVATION = PRODUCTS | {"reduce_sum"}
 
 
 def raise_amplified(graph: Graph) -> None:
-    """Make the inputs of amplifiers float32."""
+    """Make the operands of amplifiers float32, and values from which they come."""
     quantised = {operand for step in graph.steps if _is_quantising(step) for operand in step.operands}
     for step in graph.steps:
         name = step.eqn.primitive.name
@@ -99,9 +99,9 @@ def _back_to_products(node: Node) -> Sequence[Node]:
 
 
 def _keepers_of_range(node: Node) -> Sequence[Node]:
-    """Return the operands of a node that a root or a logarithm amplifies.
+    """Return the operands of ``node`` that a root or a logarithm of it amplifies.
 
-    Such a node is, for example, ``1 - x²`` or ``x² + eps``.
+    Examples of ``node`` are ``1 - x²`` and ``x² + eps``.
     """
     if node.name in PRODUCTS:
         return ()
@@ -109,7 +109,7 @@ def _keepers_of_range(node: Node) -> Sequence[Node]:
 
 
 def _keepers_of_digits(node: Node) -> Sequence[Node]:
-    """Return the operands of an operation whose result has their digits."""
+    """Return the operands of ``node`` whose low digits its result still has."""
     if node.name in EXTREMES or not node.after_product:
         return ()
     if node.kind in (CLEAR, JOIN) or node.name in ("neg", _CAST):
@@ -119,7 +119,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
         return computed if len(computed) == 1 else ()
     is_choice = node.name in BOUNDS or node.name == "select_n"
     if is_choice or node.name in SUMS:
-        # The operand of a product is an activation or a residual stream.
+        # A choice or a sum of values that a product reads is an activation or a residual stream: the search ends.
         is_activation = is_choice or len(computed) > 1
         is_read = any(reader.name in _READ_BY_ACTIVATION for reader in readers_of(node))
         return () if is_activation and is_read else computed

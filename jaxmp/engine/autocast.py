@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = None) -> F:
-    """Return ``fun`` with each operation in half or float32, as its graph requires.
+    """Return ``fun`` with a dtype chosen for each operation: half or float32.
 
     docs/autocast.md lists the rules, and :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced in its original
     dtypes. Params stay float32, and results keep their dtypes. (Under a pure policy such as ``"bfloat16"``, results get
@@ -42,18 +42,18 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
         functions) are passed on unchanged.
       policy: any policy of :func:`jaxmp.get_policy`. Under a policy that computes in float32, such as ``"auto"`` on a
         CPU, ``fun`` runs in float32 with the policy's ``matmul_precision``, and its results are cast to the output
-        dtype. The patterns of a PolicyMap are overrides.
+        dtype. The patterns of a PolicyMap count as overrides.
       overrides: a mapping from key to level. A key is ``"**/head"`` (a path of modules or scopes, and everything below
         it), ``"**/head:exp"`` (an operation at a path), ``"primitive:exp"`` or ``"class:accumulation"``. A level is
         ``"float32"``, ``"tensorfloat32"`` (float32 with JAX's default products), ``"half"``, or a policy that computes
-        in one of these. With a half policy as the level of a path, the rules decide for each operation below that path;
-        the level ``"half"`` makes all of them half. An override of a path wins over one of a primitive or class. A
-        region marked with :func:`jaxmp.precision` wins over both. If ``policy`` computes in float32, overrides of paths
-        may still be half.
+        in one of these. If the level of a path is a half policy, the rules decide for each operation below that path.
+        The level ``"half"`` makes all of these operations half, except linear algebra. An override of a path wins over
+        an override of a primitive or class. A region marked with :func:`jaxmp.precision` wins over all overrides. If
+        ``policy`` computes in float32, overrides of paths may still ask for half.
 
     Returns:
-      A function with the same parameters. Call it under ``jit``: then only the casts cost time. Without ``jit`` it is
-      traced again in every call.
+      A function with the same parameters. Call it under ``jit``, because without ``jit`` it is traced again in every
+      call.
 
     Raises:
       ValueError: the policy computes in float64, or in float16 on a TPU; an override has an unknown level, primitive or
@@ -97,10 +97,10 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     """Return the results of one call of ``fun`` under ``rules``.
 
     Args:
-      fun: a function; the code of modules in it is marked (see :mod:`jaxmp.engine.marks`).
+      fun: a function. The code of modules in it is marked (see :mod:`jaxmp.engine.marks`).
       rules: the rules for its operations.
       args, kwargs: its arguments.
-      policy: the policy of an autocast of the whole function. Without a policy, all operations are decided even if the
+      policy: the policy, if autocast wraps the whole function. Without a policy, all operations are decided even if the
         function has no products.
     """
     program, operands = traced(fun, args, kwargs, rules)

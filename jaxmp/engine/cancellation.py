@@ -1,7 +1,7 @@
-"""Differences of sums of squares or of products of the same vectors.
+"""Keep products in float32 if they sum squares, or cancel in a difference.
 
-``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small compared with their terms. With half products, mostly
-rounding errors would remain. So these products are float32.
+``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small compared with their terms. If the products in them
+were half, these differences would consist mostly of rounding errors.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _squared_vector(value: Node) -> Node | None:
 
 
 def _distances(total: Node) -> Iterator[Node]:
-    """Yield products of vectors whose squares another term of the sum adds up."""
+    """Yield products in a sum if another term is the squared norm of a factor."""
     terms = _terms(total)
     squared = {vector for term in terms if (vector := _squared_vector(term)) is not None}
     for term in terms:
@@ -108,7 +108,7 @@ def _distances(total: Node) -> Iterator[Node]:
 
 
 def _moments(total: Node) -> Iterator[Node]:
-    """Yield the sums of products, and the products of sums, of the same vectors."""
+    """Yield products that cancel as in ``E[xy] - E[x] E[y]``."""
     terms = _terms(total)
     for term in terms:
         sums = _factors(term)
@@ -121,7 +121,7 @@ def _moments(total: Node) -> Iterator[Node]:
 
 
 def _are_same(product: Node, sums: Vectors) -> bool:
-    """Return whether ``sums`` sum the vectors that ``product`` multiplies.
+    """Return whether ``sums`` sum the two vectors of ``product``.
 
     The sums may be weighted.
     """

@@ -1,4 +1,4 @@
-"""The places of casts: after repetitions of a weight, and before moves of data."""
+"""Decide where casts go: after repetitions of a weight, and before moves of data."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
 
 
 def put_casts_off(nodes: Sequence[Node]) -> list[Node]:
-    """Postpone the author's casts of weights to half, past moves, to each reader.
+    """Postpone the author's casts of weights to half until an operation reads them.
 
-    Then the cotangents of a weight's elements, rows and uses are summed in float32. With an earlier cast they would be
-    summed in half.
+    Moves of data do not count as reading. Each reader then casts the weight, so the cotangents of its elements, rows
+    and uses are summed in float32. After an early cast they would be summed in half.
 
     Returns:
       The values that the author casts to half, weights or not.
@@ -63,8 +63,8 @@ def _depends_on_arguments(node: Node) -> bool:
 def move_casts(nodes: Sequence[Node]) -> None:
     """Cast before a move of data if all of its readers want the same half dtype.
 
-    XLA then fuses a transposition with the product. A weight that is repeated, by several readers, a loop or a
-    broadcast, stays float32 until then.
+    XLA then fuses a transposition with the product. A weight that several readers, a loop or a broadcast repeat is not
+    cast here, but by each reader.
     """
     for node in reversed(nodes):
         is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen
@@ -79,5 +79,5 @@ def move_casts(nodes: Sequence[Node]) -> None:
 
 
 def _is_repeated(node: Node) -> bool:
-    """Return whether a weight has several readers, or one that may repeat it."""
+    """Return whether a weight has several readers, or a reader that may repeat it."""
     return len(node.users) > 1 or any(user.loop != node.loop or user.name in MEETS for user in node.users)

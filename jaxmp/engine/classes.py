@@ -21,19 +21,19 @@ class Class(enum.StrEnum):
     HALF = "half"
     """Matrix products and convolutions: half operands, float32 accumulation, half result."""
     POINTWISE = "pointwise"
-    """Float32: overflows half's range, amplifies its argument's rounding, or is a series with many roundings."""
+    """Float32, because it overflows half, amplifies its argument's rounding, or is a series with many roundings."""
     ACCUMULATION = "accumulation"
-    """Float32: the error grows with the number of terms, and half sums of ones stop at 256 or 2048."""
+    """Float32, because errors grow with the number of terms. A sum of ones stops at 256 in bfloat16."""
     LINALG = "linalg"
-    """Float32: factorisations, solvers and transforms, whose kernels have no half precision either."""
+    """Float32: factorisations, solvers and transforms. Few of their kernels exist in half precision."""
     WIDEST = "widest"
-    """Several operands with a common dtype, the widest; neighbours decide it."""
+    """Has several operands, which are cast to the widest of their dtypes. Neighbours decide these dtypes."""
     INFER = "infer"
-    """Half between two half values, else float32: well conditioned, with a single rounding."""
+    """Half between two half values, otherwise float32. The operation is well conditioned and rounds once."""
     CLEAR = "clear"
     """Moves, selects or orders data without a rounding; neighbours on either side decide the dtype."""
     RECURSE = "recurse"
-    """Has a body: its equations are decided one by one if it can be rebuilt; otherwise it is kept."""
+    """Has a body, whose equations are decided one by one. A body that jaxmp cannot rebuild keeps its dtypes."""
     OPAQUE = "opaque"
     """Keeps its original dtypes, because its meaning or its code depends on them."""
 
@@ -56,7 +56,7 @@ class Kind(enum.Enum):
     JOIN = "joins"
     """Joins several values: a loop's carry or a conditional's result."""
     KEPT = "kept"
-    """Keeps the dtypes it was written with."""
+    """Keeps its original dtypes."""
 
 
 # Constants are faster in the passes: on Python 3.11, looking up `Kind.HALF` takes ten times as long.
@@ -64,9 +64,9 @@ SOURCE, HALF, FULL, STRICT, INFER, CLEAR, JOIN, KEPT = Kind
 
 
 class State(enum.IntEnum):
-    """The decision on a value, which only rises.
+    """The decision on a value.
 
-    So the order of the rules does not matter.
+    A state only rises, so the order of the rules does not matter.
     """
 
     UNDECIDED = 0
@@ -92,33 +92,34 @@ class Rule(enum.StrEnum):
     RANGE = "range"
 
 
-# Names separated by spaces, with one line for each reason; in opaque names `*` matches any part.
+# Names of primitives, separated by spaces. A comment gives the reason for the lines below it. In the names of
+# `Class.OPAQUE`, `*` matches any text.
 _TABLE: dict[Class, tuple[str, ...]] = {
     Class.HALF: tuple(sorted(PRODUCTS)),
     Class.POINTWISE: (
         # the relative error of the result is |x| times the argument's; the result leaves float16's range at x = 11
         "exp exp2 expm1 cosh sinh pow tan",
-        # near 1 (or 0, for a loss) only the small difference matters, which half has rounded away
+        # near 1 or -1 the result depends on a small difference, which half has rounded away
         "log log1p log2 acos acosh asin atanh erf_inv",
-        # its argument is a variance or a sum of squares, plus an epsilon that float16 does not have
+        # the argument is often a variance or a sum of squares plus an epsilon, which vanishes in float16
         "rsqrt sqrt cbrt",
         # if terms cancel, mostly rounding errors remain
         "sub",
         # an argument of 1000 rounded to bfloat16 is up to 2 radians off, and a float32 phase is often that large
         "sin cos",
-        # well conditioned, but listed with their family because their time never matters
+        # well conditioned, but float32 like similar functions, because their time never matters
         "asinh atan",
         # series and continued fractions of tens of terms
         "lgamma digamma polygamma zeta igamma igammac igamma_grad_a regularized_incomplete_beta",
         "bessel_i0e bessel_i1e polynomial",
-        # complex numbers have no half parts, so neither do operations that create or read them
+        # operations that create or read complex numbers, whose parts are never half
         "complex conj real imag",
     ),
     Class.ACCUMULATION: (
         "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add",
-        # for equal indices these accumulate (the gradient of an embedding): 4096 ones sum to 256 in bfloat16
+        # updates with equal indices are summed, as in the gradient of an embedding: 4096 ones sum to 256 in bfloat16
         "scatter-add scatter-sub scatter-mul",
-        # cotangents of a value with many uses; a chain of additions in the program of a derivative
+        # sums the cotangents of a value with many uses, in a chain of additions
         "add_any",
         # sums over devices
         "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
@@ -138,16 +139,16 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "add mul div rem max min atan2 clamp select_n",
         "eq ne lt le gt ge eq_to le_to lt_to",
         "concatenate stack pad dynamic_update_slice scatter scatter-min scatter-max ragged_all_to_all",
-        # the derivative of max pooling: picks tangents by their operands without a sum
+        # the derivative of max pooling, which picks tangents without a sum
         "select_and_gather_add",
     ),
     Class.INFER: (
         "neg sign abs logistic tanh erf",
-        # exp(-x²) decays in its tail, but gelu multiplies it by x and adds it to something larger
+        # its tail decays like exp(-x²), which amplifies rounding, but a gelu's tail is added to larger values
         "erfc",
-        # before a sum they belong to a pattern
+        # a sum makes its squares float32 too, because they feed only float32
         "square integer_pow",
-        # (1+x)(1-x) in the derivative of tanh, which JAX wrote with mul and sub before
+        # (1+x)(1-x) in the derivative of tanh; older versions of JAX use mul and sub
         "one_minus_square",
     ),
     Class.CLEAR: (
@@ -157,7 +158,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         # identities
         "name stage stop_gradient optimization_barrier tie dce_sink zeros_like xla_metadata_value",
         "device_put sharding_constraint reshard shard_alike with_memory_space_constraint broadcast_to",
-        # between devices; the casts change the type's device axes, not dtypes
+        # moves between devices; these casts change the device axes of a type, not its dtype
         "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pmax pmin unreduced_pmax",
         "unreduced_pmin pbroadcast pbroadcast_dynamic preduced pvary reduced_vary_cast reduced_vary_cast_p",
         "vary_unreduced_cast vary_unreduced_cast_p global_array_to_host_local_array host_local_array_to_global_array",
@@ -170,18 +171,18 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "scan while cond",
         "custom_jvp_call custom_jvp_call_jaxpr custom_vjp_call custom_lin custom_vmap_call linear_call",
         "remat2 remat_opt shard_map",
-        # the user's own body, which is usually a sum, so operands keep their dtypes as in an accumulation
+        # reductions by the user's function, usually a sum, so the operands keep their dtypes
         "reduce reduce_window select_and_scatter",
     ),
     Class.OPAQUE: (
         # the dtype is part of their meaning: bits, neighbouring numbers, casts that the author wrote
         "convert_element_type cast_repeated bitcast_convert_type reduce_precision nextafter to_edtype from_edtype",
-        # create values of the written dtype, from nothing or from a key; another dtype gives other random numbers
+        # create values of the original dtype; for random numbers, another dtype gives other numbers
         "iota empty empty2 random_* rng_* iota_2x32_shape philox*x32 threefry*x32",
         # code outside of JAX
         "pallas_call core_map mpmd_map custom_fusion fusible einshape_lo pack_dtype unpack_dtype ffi_call",
         "tpu_custom_call mosaic_gpu_p custom_partitioning call_exported io_callback pure_callback buffer_callback",
-        # attention and products of cuDNN: their operands are already half or fp8, and saved statistics float32
+        # attention and products of cuDNN: their operands are already half or fp8, their saved statistics float32
         "cudnn_fusion dot_product_attention_* scaled_dot scaled_matmul* rnn_fwd rnn_bwd",
         # show or check the author's values
         "check debug_callback debug_print inspect_sharding unreachable assert_consumed_value consume",
@@ -190,7 +191,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         # references: all readers and writers rely on the dtype
         "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze run_state create_linear pin unpin",
         "box_* new_box new_log log_extend log_read call_hi_primitive*",
-        # one half of an operation; the other half may be anywhere and must agree
+        # the start or the end of an operation; both must have the same dtype
         "*_start *_done psend precv",
         # programs of an executor, on references
         "thunky.*",
@@ -200,14 +201,14 @@ _TABLE: dict[Class, tuple[str, ...]] = {
     ),
 }
 
-# The number of leading operands whose low digits become high ones; None for all operands.
+# For each primitive, the number of leading operands whose low digits become high digits of the result; None for all.
 AMPLIFIERS: dict[str, int | None] = {
-    # an argument of 300 that is off by 1 is another phase
+    # an argument of 300 with an error of 1 is a different phase
     **dict.fromkeys(("sin", "cos", "tan")),
     # 300.4 is 300 in bfloat16: another pixel, voxel or bin
     **dict.fromkeys(("floor", "ceil", "round")),
     "rem": 1,
-    # near their pole, 1 or -1, only the small difference matters
+    # near 1 or -1 the result depends on a small difference
     **dict.fromkeys(("acos", "acosh", "asin", "atanh", "erf_inv", "log1p")),
 }
 # A small change of a matrix changes its factors, its inverse or its eigenvectors much more.
@@ -230,9 +231,9 @@ def classify(name: str) -> Class | None:
 
 
 def path_and_operation(key: str) -> tuple[str, str]:
-    """Split the key of one operation on a path; the operation of other keys is empty.
+    """Split an override's key into a path and an operation, which may be empty.
 
-    A name after a colon that is not a primitive belongs to the path: a scope may be called ``stage:1``.
+    A name after a colon that is not a primitive belongs to the path, because a scope may be called ``stage:1``.
 
     >>> path_and_operation("encoder/flow:add"), path_and_operation("encoder/stage:1")
     (('encoder/flow', 'add'), ('encoder/stage:1', ''))

@@ -28,7 +28,8 @@ RAISERS = (raise_amplified, raise_cancelled, decide_loops)
 
 _FLOAT32 = np.dtype(np.float32)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
-_NOT_NONLINEAR = frozenset({"add", "sub", "mul", "div", "select_n"})  # they do not end a float32 region
+# Unlike a nonlinearity, these do not end a float32 region.
+_NOT_NONLINEAR = frozenset({"add", "sub", "mul", "div", "select_n"})
 _CAST = "convert_element_type"
 
 
@@ -36,10 +37,11 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     """Set the dtype of every node, and the dtype in which its operation computes.
 
     Args:
-      graph: the graph; its sources may have another ``dtype`` than in the original program.
-      dtypes: the requested dtypes of the results, or None. A result that is requested in half counts as read by a
+      graph: the graph. The ``dtype`` of a source may differ from its original dtype.
+      dtypes: for each result, its requested dtype or None. A result that is requested in half counts as read by a
         product.
-      force: decide even if there is no product, because the body of a derivative rule belongs to a larger program.
+      force: whether to decide even if the graph has no product, as for a derivative rule, which belongs to a larger
+        program.
     """
     _note_results(graph, dtypes)
     nodes = [node for node in graph.nodes if node.kind is not SOURCE]
@@ -79,14 +81,17 @@ def _note_results(graph: Graph, dtypes: Sequence[Any]) -> None:
 
 
 def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], halves: Sequence[Node]) -> None:
-    """Find the values after and before products, half arguments and half results."""
+    """Mark values that depend on a product, and values on which a product depends.
+
+    Half arguments and half results count as products here. An outer product that depends on a product becomes one.
+    """
     written = [
         node for node in named if node.kind is KEPT and all(operand.written.itemsize == 2 for operand in node.inputs)
     ]
     products = [node for node in nodes if node.kind is HALF]
     for node in walk([*products, *written, *halves], users_of):
         node.after_product = True
-    for node in named:  # the gradient of a weight for one example is not a sum
+    for node in named:  # such an outer product is, for example, the gradient of a weight for one example
         if node.kind is INFER and any(operand.after_product for operand in node.inputs):
             assert node.step is not None
             node.kind, node.state, node.step.reason = HALF, State.HALF, "product"
@@ -96,7 +101,7 @@ def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], h
 
 
 def _find_looked_up(nodes: Sequence[Node]) -> None:
-    """Find values from rows of a table, except rows that a reader repeats.
+    """Mark values that come from rows of a table, except rows that a reader repeats.
 
     Repeated rows count as a weight, whose cotangents are summed in float32.
     """
@@ -108,17 +113,19 @@ def _find_looked_up(nodes: Sequence[Node]) -> None:
 
 
 def _is_repeated_by(user: Node, operand: Node) -> bool:
-    """Return whether a reader repeats looked-up rows, or moves them to one that does."""
+    """Return whether a reader of looked-up rows, or a later reader, repeats them."""
     if user.kind is CLEAR and not user.is_looked_up:
         return True
     return user.name in (BROADCAST | {"broadcast_in_dim"}) and size_of(user.shape) > size_of(shape_read(user, operand))
 
 
 def _find_activations(nodes: Sequence[Node]) -> None:
-    """Number each activation by the last product whose result has the same elements.
+    """Give each activation the number of the last product before it.
 
-    The state of a loop is not an activation, and neither is the difference of two activations. A sum with one of these
-    is not a residual stream.
+    Only elementwise operations and moves of data may lie between the product and the activation.
+
+    A value that a loop adds up in float32 is not an activation, and a difference of two activations is not one either.
+    If a term of a sum is not an activation, the sum is not a residual stream.
     """
     count = 0
     for node in nodes:
@@ -134,12 +141,12 @@ def _find_activations(nodes: Sequence[Node]) -> None:
             operands = [operand for operand in node.inputs if shape_read(node, operand) == node.shape]
         products = {operand.activation_of for operand in operands}
         if node.name == "sub" and len(products - {0}) > 1:
-            continue  # a difference of two values
+            continue  # a difference of two activations
         node.activation_of = max([node.activation_of, *products])
 
 
 def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
-    """Find values that exist in half although they are computed in float32."""
+    """Mark values that exist in half although they are computed in float32."""
     for node in walk(operands, _moved_from):
         node.has_half_copy = True
 
@@ -168,7 +175,7 @@ def _is_elementwise(user: Node, operand: Node) -> bool:
 
 
 def _settle(nodes: Sequence[Node]) -> None:
-    """Apply the rules of neighbours until no state rises."""
+    """Apply the rules about neighbours until no state rises."""
     waiting = dict.fromkeys(nodes)
     while waiting:
         node, _ = waiting.popitem()
@@ -178,13 +185,13 @@ def _settle(nodes: Sequence[Node]) -> None:
 
 
 def _computed_from(node: Node) -> list[Node]:
-    """Return the operations whose results a node reads, directly or through moves."""
+    """Return the ``INFER`` operations whose results a node reads, directly or moved."""
     below = walk(node.inputs, lambda operand: operand.inputs if operand.kind is CLEAR else ())
     return [operand for operand in below if operand.kind is INFER]
 
 
 def _rises(node: Node) -> bool:
-    """Apply the two rules of neighbours to a node; return whether its state rose."""
+    """Apply the rules about neighbours to a node; return whether its state rose."""
     if node.kind is CLEAR:
         highest = max(node.inputs, key=_state_key, default=None)
         return highest is not None and node.raise_to(highest.state, Rule.FOLLOWS, highest)
@@ -207,7 +214,7 @@ def _state_key(node: Node) -> State:
 def _drags(operand: Node) -> bool:
     """Return whether a float32 operand makes its reader float32.
 
-    It does unless it has a half copy. A value beyond half always does.
+    An operand with a half copy does not, unless its state is beyond half.
     """
     return operand.state is State.BEYOND_HALF or (operand.state is State.FLOAT32 and not operand.has_half_copy)
 
@@ -223,8 +230,8 @@ def _is_float32(reader: Node) -> bool:
 def is_stream(node: Node) -> bool:
     """Return whether a node is a residual stream.
 
-    A residual stream is a sum of activations of two products. The two terms of a softplus are activations of the same
-    product, so their sum is not a stream. A half carry is a stream.
+    A residual stream is a sum of activations of different products; rows of a table may be one of the terms. The terms
+    of a softplus are activations of the same product, so their sum is not a stream. A half carry is a stream.
     """
     if node.name == "carry":
         return node.state is State.HALF
@@ -235,7 +242,7 @@ def is_stream(node: Node) -> bool:
 
 
 def _lower(nodes: Sequence[Node], halves: Sequence[Node]) -> None:
-    """Make undecided nodes half if half values reach them."""
+    """Make undecided nodes half if they read a half value, directly or indirectly."""
     for node in halves:
         node.state = State.HALF
     for node in nodes:
@@ -265,7 +272,7 @@ def _dtypes(node: Node) -> tuple[np.dtype | None, np.dtype]:
     """
     if node.kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
-        # A postponed cast, or a cast that readers see through.
+        # A postponed cast, or a cast that the engine treats as a move.
         is_cast = node.deferred_cast is not None or node.name == _CAST
         return None, below.dtype if is_cast else below.deferred_cast or below.dtype
     if node.kind is KEPT:

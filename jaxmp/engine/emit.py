@@ -1,4 +1,4 @@
-"""Emit the decided program: bind every equation again, in its dtypes."""
+"""Emit the decided program: bind every equation again, in its decided dtypes."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
 
-# Without jit, a loop is compiled as a whole, and the next call finds it in the cache.
+# Outside of jit, JAX compiles each of these as a whole, and the next call finds the program in JAX's cache.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 
 
 def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
-    """Evaluate a program as the engine decides.
+    """Decide the dtypes of a program, and evaluate it in them.
 
-    Its steps and bodies record the emitted casts. ``args`` may have other dtypes than in the trace. ``dtypes`` are the
-    requested dtypes of the results, or None. With ``force``, all operations are decided even if there is no product.
+    The steps and bodies of ``graph`` record the emitted casts. The dtypes of ``args`` may differ from those in the
+    trace. ``dtypes`` has the requested dtype of each result, or None. If ``force`` is true, all operations are decided
+    even if there is no product.
     """
     for node, value in zip(graph.sources, args, strict=True):
         if node is not None:
@@ -71,7 +72,7 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
 def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """Evaluate a derivative rule or a part of a solver.
 
-    ``dtypes`` are the requested dtypes of its results, or None.
+    ``dtypes`` has the requested dtype of each result, or None.
     """
     graph = build(*jaxpr, rules, (*step.names, WITH_RULE), in_rule=step.eqn.primitive.name == "custom_vjp_call")
     return evaluated(graph, rules, args, dtypes, force=True)
@@ -80,12 +81,12 @@ def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtype
 class _Evaluation:
     """An evaluation of a body, with its values and their casts.
 
-    There is a new one each time JAX traces the body.
+    A new evaluation is created each time JAX traces the body.
     """
 
     def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
         self.rules, self.body = rules, body
-        self.is_noted = rules.programs is None  # for a plan
+        self.is_noted = rules.programs is None  # a plan needs the casts and dtypes
         self.examples = Examples(body.jaxpr, args, body.consts, same)
         self.env = dict(zip((*body.jaxpr.invars, *body.jaxpr.constvars), (*args, *body.consts), strict=True))
         self.casts = body.casts = list[int]()  # the casts of the current step, and at the end those of the results
@@ -117,7 +118,7 @@ class _Evaluation:
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, met: Any = ()) -> Any:
         """Return ``value`` in ``dtype``.
 
-        ``met`` has the step that may repeat the value, and the step's operands.
+        ``met`` has the step that may repeat the value, and the step's operands. It is empty if no step may.
         """
         if type(atom) is Literal:
             return np.asarray(value).astype(dtype)
@@ -128,7 +129,7 @@ class _Evaluation:
             narrow, node = self.narrow[atom]
             return self.read_as(self.read([narrow])[0], narrow, node, dtype, met)
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
-        # Values are widened at each use, because XLA stores values that several kernels share: it should store half.
+        # Values are widened at each use. XLA stores a value that several kernels share, and should store it in half.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
         if (is_shared and not is_summed) or isinstance(value, np.ndarray):
             if (atom, dtype) not in self.shared:
@@ -277,7 +278,8 @@ def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
     evaluation = _Evaluation(rules, body, args, same)
-    for operand, dtype in _over_turns(step):  # cast back to half; their cotangents are summed outside of the body
+    # Cast these operands back to half. The scan reads them in float32, so that their cotangents are summed in float32.
+    for operand, dtype in _over_turns(step):
         half = jax.lax.convert_element_type(args[operand], dtype)
         evaluation.env[body.jaxpr.invars[operand]] = half
     results = evaluation.results()
@@ -289,7 +291,7 @@ def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -
         ]
     if kind == "while" and position == 0:  # the condition
         return results
-    for number in step.unchanged:  # JAX then hoists it out of the loop
+    for number in step.unchanged:  # JAX hoists a carry out of the loop if the body returns it unchanged
         results[number] = args[step.bodies.start + number]
     for number, join in enumerate(step.joins):
         if join is not None:
@@ -300,13 +302,13 @@ def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -
 def _result_of_equal_step(
     rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Return the result of an equal earlier step, or of ``make``."""
+    """Return the rewritten program of an equal earlier step, or else ``make()``."""
     if rules.programs is None:
         return make()
-    names = step.names if rules.paths else ours(step.names)  # derivative rules are decided later, by these names
+    names = step.names if rules.paths else ours(step.names)  # derivative rules are decided later, under these names
     key = (step.eqn.primitive.name, *step.eqn.params.values(), names, _decisions(step), same)
     program = rules.programs.get(key) or make()
-    if len(rules.programs) >= 256:  # each keeps the constants of its program alive
+    if len(rules.programs) >= 256:  # each entry keeps the constants of its program alive
         rules.programs.clear()
     rules.programs[key] = program
     return program
@@ -327,7 +329,7 @@ def _stands(step: Step, changed: set[Node]) -> bool:
 
 
 def _is_widening(step: Step) -> bool:
-    """Return whether an equation casts a value to float32 that has become half."""
+    """Return whether an equation casts a value that has become half to float32."""
     node, operand = step.node, step.operands[0] if step.eqn.primitive.name == _CAST else None
     return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
 
@@ -340,7 +342,7 @@ def _wants(step: Step) -> list[np.dtype | None]:
     if node is None and name in COMPARISONS:
         largest: list[Node] = []
         if name in ("eq", "ne"):
-            # The derivative of a maximum compares it with the operands, so these must be rounded like the maximum.
+            # The derivative of a maximum compares the maximum with its operands, so they must be rounded alike.
             extremes = [operand for operand in operands if operand and operand.name in ("max", "min")]
             largest = [extreme for extreme in extremes if {*extreme.inputs} & {*operands}]
         dtypes = {operand.value_dtype for operand in largest or operands if operand and operand.const != (0.0, 0.0)}
@@ -348,13 +350,13 @@ def _wants(step: Step) -> list[np.dtype | None]:
             return [None if operand is None else next(iter(dtypes)) for operand in operands]
     if node is None:
         return [None if operand is None else operand.written for operand in operands]
-    if name == _CAST and (node.kind is KEPT or _is_widening(step)):  # from any dtype of the value
+    if name == _CAST and (node.kind is KEPT or _is_widening(step)):  # the cast may read any dtype
         return [None if operand is None else operand.deferred_cast for operand in operands]
     return [None if operand is None else node.compute or read_in(node, operand) for operand in operands]
 
 
 def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
-    # Half operands stay half, because JAX may broadcast them over examples.
+    # Half operands stay half, because a `jax.vmap` may broadcast them for each example.
     wants = [
         operand.dtype if operand and operand.dtype.itemsize == 2 and not operand.deferred_cast else None
         for operand in step.operands
@@ -368,7 +370,8 @@ def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
         for position, operand in enumerate(step.operands):
             if operand is not None and operand.is_cast_once:  # so that the call does not save a float32 copy
                 wants[position] = _half_wanted(step.inner[0], position)
-            if operand is not None and step.eqn.primitive.name in _WITH_RULES:  # traced in the original dtypes
+            # The body is traced in the original dtypes.
+            if operand is not None and step.eqn.primitive.name in _WITH_RULES:
                 wants[position] = wants[position] or operand.deferred_cast
     return wants
 
@@ -394,5 +397,5 @@ def _decisions(step: Step) -> Any:
     )
     shared = tuple(operand is not None and (operand.is_cast_once, operand.deferred_cast) for operand in step.operands)
     decisions = (*decisions, step.stands, *(step.float8.decision if step.float8 else ()))
-    # The dtypes of comparisons depend on constants too.
+    # `_wants` is part of the key, because the dtypes of comparisons also depend on constants.
     return (decisions, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

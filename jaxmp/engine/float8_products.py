@@ -1,7 +1,7 @@
-"""The choice of float8 products: large products of a weight under a recipe.
+"""Choose the products that are computed in float8: large products of a weight.
 
-The engine creates a :class:`Float8Question` when it reads a product. The answer is known after it has decided which
-products are half.
+The engine creates a :class:`Float8Question` when it reads a product in code with a float8 recipe. The answer is known
+only after the engine has decided which products are half.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MASKING = _MOVES | {"select_n"}
 
 
 class Float8Question:
-    """A product in code with a float8 recipe; true if the product is float8.
+    """The question whether a product is float8; true if it is.
 
     Args:
       step: the step of the product in the engine's graph.
@@ -43,18 +43,18 @@ class Float8Question:
     def why(self) -> str:
         """Return the text for the plan, such as ``"; no float8: 768 < 1536"``.
 
-        It is ``"; float8"`` for a float8 product, and empty if there is nothing to say.
+        It is ``"; float8"`` for a float8 product, and empty for a product that is not half.
         """
         weight, reason = self._answer
         return "; float8" if weight else reason and f"; no float8: {reason}"
 
     @property
     def decision(self) -> tuple[Any, ...]:
-        """Return the properties that affect the program, apart from the operands."""
+        """Return the properties that affect the emitted product, except its operands."""
         return self._answer[0], self._recipe, self._is_fused, may_be_skipped()
 
     def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the results, and the types of the factors."""
+        """Compute the product; return its results, and the float8 types of its operands."""
         (lhs, rhs), numbers = operands, self._step.eqn.params["dimension_numbers"]
         weight, _ = self._answer
         result = float8_product.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)
@@ -64,7 +64,7 @@ class Float8Question:
     def _is_fused(self) -> bool:
         """Return whether XLA may fuse an addition to the result into the product.
 
-        True if no GELU reads the result, also outside of this program.
+        It must not if a half GELU reads the result. A value that leaves this program counts as read by a GELU.
         """
 
         def follow(node: Any) -> list[Any]:
@@ -90,7 +90,7 @@ class Float8Question:
             return None, "a derivative that is spelled out"
         if any(eqn.params["dimension_numbers"][1]):
             return None, "batched"
-        # If both operands could be the weight, as in a function's first product, it is the second one.
+        # If both operands could be the weight, as in a function's first product, the second operand is the weight.
         weight = "rhs" if (origins := _weight_and_sources(step.operands[1])) else "lhs"
         if not (origins := origins or _weight_and_sources(step.operands[0])):
             return None, "two activations"
@@ -130,7 +130,7 @@ def _weight_and_sources(node: Any) -> set[Any]:
     """
 
     def is_moved(value: Any) -> bool:
-        # Values from integers have no inputs here, and looked-up rows belong to an example.
+        # A value from integers has no inputs here, and looked-up rows belong to an example: both are no weights.
         return value.inputs and value.name in _MOVES and not (value.is_looked_up and _has_rows(value))
 
     path = {*walk([node], lambda value: value.inputs if value.name in _MOVES else ())}
@@ -140,7 +140,7 @@ def _weight_and_sources(node: Any) -> set[Any]:
 def _is_mask(node: Any) -> bool:
     """Return whether a value is a mask or comes from integers or bools.
 
-    It may consist of numbers that a mask selects.
+    A value that a mask selects from scalars counts too.
     """
     path = walk([node], lambda value: value.inputs if value.name in _MASKING else ())
     has_mask = any(value.name == "select_n" or not (value.inputs or value.kind is Kind.SOURCE) for value in path)

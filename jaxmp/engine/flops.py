@@ -1,10 +1,11 @@
 """Floating-point operations of an equation, counted from its shapes.
 
-A multiplication and an addition are two operations. A matrix product or a convolution has ``2 · results · terms``,
-without the zeros that a dilation puts between the elements of an input. Padding counts in a plan, but not in an audit.
-An elementwise operation has one per element (``exp`` as much as ``add``), a reduction one per element that it reads,
-and a Fourier transform the customary ``5 n log2(n)``. Operations that move, compare or select data have none, and
-integers do not count.
+A multiplication and an addition are two operations. A matrix product or a convolution has ``2 · results · terms``
+operations, where ``terms`` is the number of terms of one result. The zeros that a dilation puts between the elements of
+an input do not count. Padding counts in a plan, but not in an audit. An elementwise operation counts as one operation
+per element, for ``exp`` as for ``add``. A reduction counts as one operation per element that it reads. A Fourier
+transform counts as the customary ``5 n log2(n)``. Operations on integers, and operations that move, compare or select
+data, do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxmp.engine.classes import Class, classify
 _FREE = frozenset({"select_n", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter", "ragged_all_to_all"})
 _OF_UPDATES = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 _PER_RESULT = (Class.POINTWISE, Class.WIDEST, Class.INFER)
-# Kernels, sparse arrays, and operations with the author's own function per element.
+# Primitives without a formula: kernels, sparse arrays, and operations that apply the author's function.
 _UNKNOWN = frozenset({"reduce", "reduce_window", "select_and_scatter", "linear_call", "fusible"})
 _UNKNOWN_STARTS = (
     *("pallas_call", "core_map", "mpmd_map", "custom_", "ffi_call", "tpu_custom_call", "mosaic_gpu", "call_exported"),

@@ -1,4 +1,4 @@
-"""The graph for decisions, with a node for each floating value.
+"""The graph of a program, with a node for each floating value.
 
 One graph covers all nested programs. Arguments and results of a ``jit``, a branch or a loop are the same nodes inside
 and outside. If several values become one, they have a separate node, called a join: the carry of a loop (its initial
@@ -35,7 +35,7 @@ class Node:
     name: str  # the primitive, or "source", "carry", "branches"
     written: np.dtype  # its original dtype
     shape: tuple[int, ...]
-    requested: str  # the level of a region or an override
+    requested: str  # the level that a region or an override requests; empty if there is none
     half: np.dtype | None  # the half dtype of the code around it
     loop: int  # the number of the innermost loop body around it, 0 outside of loops
     in_rule: bool  # whether it is computed in a custom_vjp, whose rule may differ from the true derivative
@@ -44,29 +44,32 @@ class Node:
     users: list[Node]
     # The first node with this value. An equal operation with equal operands has the same value.
     same: Node = dataclasses.field(init=False)
-    origin: Node = dataclasses.field(init=False)  # the value before it was moved
-    const: tuple[float, float] | None = None  # the smallest magnitude except 0 and the largest one of a constant
+    origin: Node = dataclasses.field(init=False)  # the value before it was moved or widened
+    const: tuple[float, float] | None = None  # for a constant, its smallest nonzero and its largest magnitude
     step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
     is_constant: bool = False  # whether it depends only on constants and integers
     is_looked_up: bool = False  # whether it is or depends on rows of a table, and so is not a weight
 
-    # Set by jaxmp.engine.decide. The functions in RAISERS run after the first two, and before the others.
+    # Set by jaxmp.engine.decide. The functions in RAISERS run before `activation_of` and `has_half_copy` are set.
     after_product: bool = False  # whether it depends on a product or a half argument
     before_product: bool = False  # whether a product or a half result depends on it
-    activation_of: int = 0  # the number of the last product with the same elements; 0 if there is none
-    has_half_copy: bool = False  # whether a product or an activation reads it in half
+    activation_of: int = 0  # the number of the last product from which it is computed elementwise; 0 if none
+    has_half_copy: bool = False  # whether it is also read in half
     is_seen: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
     is_rounded: bool = False  # whether it is a softmax that is stored in half for products
     state: State = State.UNDECIDED
     rule: Rule | None = None  # the rule that raised the state
-    cause: Node | None = None  # the neighbour that caused it
-    compute: np.dtype | None = None  # its compute dtype; None for the original dtype, or that of a move
-    # The half dtype of the author's postponed cast, which each reader performs. The value is float32.
+    cause: Node | None = None  # the node that caused it
+    compute: np.dtype | None = None  # its compute dtype; None if it computes as written or only moves data
+    # The half dtype of the author's postponed cast, which each reader performs. The value itself is float32.
     deferred_cast: np.dtype | None = None
 
     @property
     def is_cast_once(self) -> bool:
-        """Return whether all half readers share one cast; a weight is cast at each use."""
+        """Return whether all half readers share one cast.
+
+        A weight is cast at each use instead.
+        """
         return self.after_product or self.is_looked_up
 
     @property
@@ -80,9 +83,9 @@ class Node:
         return self.name in PRODUCTS and self.state is State.HALF
 
     def raise_to(self, state: State, rule: Rule, cause: Node | None = None) -> bool:
-        """Raise the state if it is lower, and return whether it was.
+        """Raise the state if it is lower, and return whether it was lower.
 
-        The state does not change if a region or an override requests it, or if the operation keeps its dtypes.
+        The state does not change if a region or an override fixes it, or if the operation keeps its dtypes.
         """
         if state <= self.state or self.requested or self.kind is KEPT:
             return False
@@ -96,12 +99,12 @@ _UNMARKED = Region()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Form:
-    """The properties of an equation that equal layers share.
+    """The properties of an equation without its operands.
 
-    These are all properties except the operands.
+    The equations of equal layers share them.
     """
 
-    operation: object  # differs for different parameters
+    operation: object  # the same object for equal primitives with equal parameters
     bodies: Bodies | None
     are_floats: list[bool]  # whether the engine may change the dtype of each result
     is_one_by_one: bool  # whether each result depends only on the operand at its position, as in barriers and sort
@@ -110,7 +113,7 @@ class Form:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Step:
-    """An equation with the nodes of its results, its bodies, and its output."""
+    """An equation with its nodes, its bodies, and notes for emitting it."""
 
     eqn: Any
     names: Names
@@ -122,7 +125,7 @@ class Step:
     float8: float8_products.Float8Question | None = None  # for a product in code with a float8 recipe
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
-    unchanged: Collection[int] = ()  # the numbers of a scan's carries that no iteration changes
+    unchanged: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
     stands: bool = False  # whether it is emitted unchanged
     operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it is unchanged
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
@@ -153,7 +156,7 @@ class Body:
 class Graph:
     """A program and its nodes in topological order.
 
-    Only a value that a loop's body returns to a carry comes after its reader, the carry.
+    The order has one exception: the value that a loop's body returns for a carry comes after the carry, which reads it.
     """
 
     nodes: list[Node]
@@ -169,7 +172,10 @@ inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users"
 
 
 def shape_read(user: Node, operand: Node) -> tuple[int, ...]:
-    """Return the shape that ``user`` reads; for a scanned array, that of one element."""
+    """Return the shape in which ``user`` reads ``operand``.
+
+    For a scanned array, this is the shape of one element.
+    """
     if user.step is not None:
         for node, atom in zip(user.step.operands, user.step.eqn.invars, strict=True):
             if node is operand:
@@ -183,7 +189,7 @@ _aval_of = operator.attrgetter("aval")
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rule: bool = False) -> Graph:
     """Return the graph of an open jaxpr and its constants.
 
-    ``names`` are the scopes around it.
+    ``names`` are the scopes around the jaxpr.
     """
     builder = _Builder(rules, in_rule)
     sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
@@ -192,7 +198,7 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rul
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
-    """Return whether the results amplify the last digits of floating operands."""
+    """Return whether small differences of floating operands may change the results."""
     is_largest = any(
         operand.name in ("max", "min") and other in operand.inputs for operand in operands for other in operands
     )
@@ -287,7 +293,7 @@ class _Builder:
             if (known := self.forms.get(key)) is not None:
                 return known
             operation = self.numbers.setdefault(operation, object())
-        except TypeError:  # the parameters are not hashable, so no other form can be equal
+        except TypeError:  # the parameters are not hashable, so no other equation shares the form
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
         is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
@@ -376,9 +382,9 @@ class _Builder:
         return value
 
     def check_range(self, join: Node | None) -> None:
-        """Make a join float32 if half cannot represent one of its values.
+        """Make a join float32 if one of its constants is beyond half.
 
-        Such a value is, for example, the ``finfo.min`` of a mask.
+        Such a constant is, for example, the ``finfo.min`` of a mask.
         """
         largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
         if join is not None and join.half and largest > range_of(join.half)[1]:

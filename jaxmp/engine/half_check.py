@@ -21,8 +21,8 @@ class Reason(NamedTuple):
     """The reason why a module does not compute in half.
 
     Attributes:
-      override: the key of the override that causes it; None if the module's own dtype does.
-      dtype: the dtype in which it computes.
+      override: the key of the override that causes it; None if the module's own dtype causes it.
+      dtype: the dtype in which the module computes.
     """
 
     override: str | None
@@ -39,9 +39,9 @@ def reason_not_half(
 
     Args:
       policy: the policy of the module.
-      computes: its compute dtype, or the author's dtype.
-      pattern: the override of the policy, if any.
-      operations: the overrides of operations; without a pattern they count if they cover every product.
+      computes: the dtype in which the module computes: the policy's, or the author's.
+      pattern: the override that sets the module's policy, if any.
+      operations: the overrides of operations. They count if there is no pattern and they cover every product.
     """
     if not is_half(computes):
         is_written = computes != policy.compute_dtype
@@ -58,7 +58,7 @@ class NotHalf(NamedTuple):
     """A module that is not half under a half policy.
 
     Attributes:
-      name: its path; for a root, its class.
+      name: its path; for a root module, the name of its class.
       reason: the override or the author's dtype.
       has_matrix: whether it has params with two or more axes, which products may read.
     """
@@ -71,8 +71,8 @@ class NotHalf(NamedTuple):
 class ProductsCheck:
     """A check that a half policy changes a product in a call of a whole model.
 
-    If no product changes, it raises a ValueError. The engine reports the program of the call, and the model's run
-    reports the modules that are not half, in any order.
+    If no product changes, the check raises a ValueError. The engine calls :meth:`decided` with the program of the call.
+    The model's run calls :meth:`ran` with the modules that are not half. Either call may come first.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -96,7 +96,7 @@ class ProductsCheck:
     def _check(self) -> None:
         if self._graph is None or self._modules is None:
             return
-        graph, self._graph = self._graph, None  # derivative rules keep this object alive
+        graph, self._graph = self._graph, None  # release the graph, because derivative rules keep this object alive
         if self._modules and _has_no_half_product(graph):
             modules = [module for module in self._modules if module.has_matrix] or self._modules
             raise ValueError(_unchanged(self._policy, modules))

@@ -1,7 +1,8 @@
 """Decide which carries are half, and which loops keep their products in float32.
 
 The carry of a loop over a stack of layers is a residual stream, which is half. Every other carry stays float32:
-recurrent states, integrators, optimizers, running sums. A bfloat16 sum loses terms that are less than a 256th of it.
+recurrent states, integrators, optimizers, running sums. A sum in bfloat16 would lose terms that are less than a 256th
+of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PICKS_BY_TURN = frozenset({"dynamic_slice", "gather"})
 def decide_loops(graph: Graph) -> None:
     """Keep carries and the products of searches in float32.
 
-    Carries of loops over a stack of layers are half instead.
+    A search is a loop that runs until a value converges. The carry of a loop over a stack of layers is half instead.
     """
     for step in graph.steps:
         if step.bodies is None or step.bodies.kind not in ("scan", "while"):
@@ -79,8 +80,9 @@ def _decide_carries(graph: Graph, step: Step) -> None:
 def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
     """Return whether the carry of a cycle may be half.
 
-    It may if autocast decides on a product of the cycle, or if its initial value is an activation. If the products are
-    in modules under a policy, an argument as the initial value keeps its dtype.
+    The carry may be half if autocast decides the dtype of a product on the cycle, or if the carry's initial value is an
+    activation. In other words, if all products are in modules under a policy, a carry that starts as an argument keeps
+    its dtype.
     """
     decided = any(node.name in PRODUCTS and node.kind is HALF for node in cycle)
     return decided or any(start.is_cast_once for start in starts)
@@ -98,10 +100,10 @@ def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
 
 
 def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) -> bool:
-    """Return whether a product on the cycle reads another weight in each iteration.
+    """Return whether a product on the cycle reads a new weight in each iteration.
 
-    A layer's weight is a matrix that is read once per iteration. The minibatch of a gradient descent is read twice: by
-    the model and by its derivative. The coefficients of a Runge-Kutta stage are a vector.
+    A layer's weight is a matrix that is read once per iteration. The minibatch of a gradient descent is not a weight,
+    because the model and its derivative both read it. The coefficients of a Runge-Kutta stage are not a matrix.
     """
 
     def outside(nodes: Iterable[Node]) -> list[Node]:

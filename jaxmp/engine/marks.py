@@ -84,7 +84,7 @@ def computing(
 def widened(value: jax.Array) -> jax.Array:
     """Return a half ``value`` in float32, for code that is traced in float32.
 
-    The engine sees through this cast.
+    The engine treats this cast as a move of data, so half operations read the half value.
     """
     with jax.named_scope(_WIDENED):
         return value.astype(jnp.float32)

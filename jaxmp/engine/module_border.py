@@ -1,8 +1,9 @@
-"""The borders of modules under a policy, for Linen and NNX.
+"""Convert arrays where they enter and leave a module under a policy.
 
-A module with a ``dtype`` field computes as written. A module with params and without such a field is traced in float32,
-and the engine decides which of its operations are half. Half inputs are widened, which the engine sees through, and
-results are returned in the module's compute dtype. Autocast ignores the fields.
+The adapters of Linen and NNX share this code. A module with a ``dtype`` field computes as written. A module with params
+and without such a field is traced in float32, and the engine decides which of its operations are half. Its half inputs
+are widened by a cast that the engine ignores, and its results are returned in its compute dtype. Autocast of a whole
+model ignores the ``dtype`` fields.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def is_floating(dtype: Any) -> bool:
 def is_default(dtype: Any, default: Any) -> bool:
     """Return whether ``dtype`` is the ``default`` of its field.
 
-    The default of a field without one is None.
+    A field without a default counts as one with the default None.
     """
     if dtype is None or default is None or default is dataclasses.MISSING:
         return dtype is None
@@ -138,9 +139,10 @@ class Treatment:
         return self.mode == "float32"
 
     def called_by(self, caller: Treatment | None) -> Treatment:
-        """Return how it is computed in a call: traced in float32 if its ``caller`` is.
+        """Return how the module is computed when a module with ``caller`` calls it.
 
-        Otherwise half results of its submodules would be widened permanently.
+        A module whose mode is None is traced in float32 if its caller is. Otherwise half results of its submodules
+        would be widened permanently.
         """
         is_given_float32 = self.mode is None and caller is not None and caller.is_float32
         return dataclasses.replace(self, mode="float32") if is_given_float32 else self
@@ -153,9 +155,10 @@ class Treatment:
         return computing(dtype, self.policy.matmul_precision, self.policy.float8)
 
     def products(self, caller: Treatment | None, ambient: str | None) -> contextlib.AbstractContextManager[Any]:
-        """Return the precision of products, if it differs from the calling module's.
+        """Return a context that sets the policy's precision of products.
 
-        If it does not differ, it is not set, because a module may have set its own precision around a submodule.
+        The context changes nothing if ``caller`` has the same precision, because the calling module may have set
+        another precision around this call. ``ambient`` is the precision under a policy that names none.
         """
         wanted = self.policy.matmul_precision
         if self.mode == "autocast" or wanted == (caller.policy.matmul_precision if caller else None):
@@ -193,7 +196,7 @@ def widen_for_float32_code(value: Any) -> Any:
 
 
 def narrow(value: Any, dtype: np.dtype) -> Any:
-    """Return a result of code that is traced in float32: half for half modules."""
+    """Round a float32 result of code that is traced in float32, if ``dtype`` is half."""
     is_rounded = _tree.is_float_array(value) and value.dtype == np.float32 and is_half(dtype)
     return value.astype(dtype) if is_rounded else value
 
@@ -233,15 +236,15 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
         return computed(fun, rules, args, {})
     require_not_deleted(args)
     statics = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
-    whole = (key, tree, statics, tuple(map(jax.typeof, operands)), trace_context())
+    program_key = (key, tree, statics, tuple(map(jax.typeof, operands)), trace_context())
     try:
-        hash(whole)
+        hash(program_key)
     except TypeError:  # an argument or a field has no hash
         return computed(fun, rules, args, {})
-    program = programs.get(whole) or TracedProgram(lambda *args: computed(fun, rules, args, {}), args)
+    program = programs.get(program_key) or TracedProgram(lambda *args: computed(fun, rules, args, {}), args)
     with _lock:
-        programs.pop(whole, None)  # moves the latest program to the end
-        programs[whole] = program
+        programs.pop(program_key, None)  # moves the latest program to the end
+        programs[program_key] = program
         if len(programs) > _REMEMBERED:
             del programs[next(iter(programs))]
     jaxpr, consts = program.jaxpr

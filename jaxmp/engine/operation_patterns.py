@@ -1,6 +1,7 @@
 """The float32 patterns that a plan names, such as softmax or normalisation.
 
-Only one of them affects a decision: the result of a softmax is rounded if only products read it.
+Only the softmax affects a decision. If a product reads its result in half, the result is stored in half, unless a
+logarithm reads it or the function returns it.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from jaxmp.engine.graph import Graph, Node
 from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
 
 _EXPONENTIALS, _LOGARITHMS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"})
-_PASSED = OFFSETS | {"select_n"}  # jnp.var divides by a number that may be 0, and selects
+_PASSED = OFFSETS | {"select_n"}  # jnp.var selects, because it may divide by 0
 _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
 
 
 @dataclasses.dataclass(frozen=True)
 class OperationPattern:
-    """Operations that belong together; the first one identifies the pattern."""
+    """Operations that belong together; ``nodes[0]`` identifies the pattern."""
 
     name: str
     nodes: tuple[Node, ...]
 
 
 def find_patterns(graph: Graph) -> list[OperationPattern]:
-    """Return the patterns of a decided graph, and mark the rounded softmaxes."""
+    """Return the patterns of a decided graph, and mark softmaxes to store in half."""
     patterns = list[OperationPattern]()
     results = [node for node in graph.nodes if node.is_seen]
     returned = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
@@ -46,7 +47,7 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
 
 
 def _exponential(value: Node) -> Node | None:
-    """Return the exponential of a value, also behind a mask or weights."""
+    """Return the exponential that a value is, also behind a mask or weights, or None."""
     value = value.origin
     operands = [operand.origin for operand in value.inputs] if value.name in ("select_n", "mul") else [value]
     return next((operand for operand in operands if operand.name in _EXPONENTIALS), None)

@@ -1,8 +1,8 @@
 """The grammar of overrides for functions and models under autocast.
 
 A key is a path of modules or scopes, a path with a primitive (``"encoder/flow:add"``), ``"primitive:exp"`` or
-``"class:accumulation"``. A value is a level, or a policy that computes at a level. :mod:`jaxmp.policy.patterns` has the
-keys that mean modules.
+``"class:accumulation"``. A value is a level, or a policy that computes at a level. :mod:`jaxmp.policy.patterns`
+describes the keys that name modules.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class UnknownOperationError(ValueError):
 def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, Level]]:
     """Return the policy of a function, and its overrides.
 
-    ``overrides`` come before those of a PolicyMap. A float32 policy with half at some paths becomes a half policy with
-    an override for the rest.
+    ``overrides`` come before the overrides of a PolicyMap. A float32 policy with half at some paths becomes a half
+    policy with a float32 override for all other operations.
 
     Raises:
-      ValueError, TypeError: as :func:`jaxmp.autocast`, at once.
+      ValueError, TypeError: as :func:`jaxmp.autocast`.
     """
     policies = PolicyMap(policy)
     if policies.compute_dtype not in CASTABLE:
@@ -61,11 +61,11 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
     if root.compute_dtype != np.float32:
         return root, levels_of(exceptions, root.compute_dtype)
-    rest = level_of(root) if not exceptions else _checked_level_of(root)
+    default = level_of(root) if not exceptions else _checked_level_of(root)
     if of_half is not None:
         root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
     levels = levels_of(exceptions, root.compute_dtype)
-    return root, {**levels, EVERY: levels.get(EVERY, rest)} if levels else {}  # an override that agrees need not match
+    return root, {**levels, EVERY: levels.get(EVERY, default)} if levels else {}
 
 
 def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, Level]:
@@ -102,7 +102,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
                 f"{key!r} stays float32, as few of its kernels exist in half precision, got 'half'; leave it out, or "
                 "write 'primitive:<name>' for one that does"
             )
-        names_operations = key.startswith(OPERATIONS) and key != EVERY  # correct or not; errors list the known names
+        names_operations = key.startswith(OPERATIONS) and key != EVERY  # also with an unknown name
         named: Any = ()
         if primitive:
             named = primitives_named_by(f"primitive:{primitive}")

@@ -1,4 +1,4 @@
-"""The readers of a value in the graph, and the value that it is a multiple of."""
+"""Find the readers of a value, and the value that it is a constant multiple of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OFFSETS = SUMS | SCALES | BOUNDS
 
 
 def readers_of(node: Node) -> list[Node]:
-    """Return the operations that compute with a value, directly or behind moves."""
+    """Return the operations that compute with a value or with a moved copy of it."""
     if not any(user.kind is CLEAR for user in node.users):
         return list(dict.fromkeys(node.users))
     after = walk(node.users, lambda user: user.users if user.kind is CLEAR else ())
@@ -27,7 +27,8 @@ def readers_of(node: Node) -> list[Node]:
 def multiple_of(node: Node, through: Collection[str] = SCALES) -> Node:
     """Return the value that ``node`` is a multiple of.
 
-    This follows moves, and the operations ``through`` whose other operands are constants.
+    The search goes back through moves of data, and through operations named in ``through`` whose other operands are
+    constants.
     """
     while True:
         node = node.origin

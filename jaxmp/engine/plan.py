@@ -1,6 +1,6 @@
 """The plan: autocast's decision for each equation, and the reason.
 
-To make a plan, nothing is run.
+A plan is made without executing the function.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class PlanRow:
       result: the dtype of its result; the dtypes of several results are joined by commas.
       why: the rule, the neighbour or the pattern that decided.
       source: the user's file and line, ``"package/module.py:12"`` (without a package, the file name); empty if unknown.
-      flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
+      flops: the floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
       casts: the number of casts that are added for it. A shared cast counts for its first reader, and a postponed cast
         of the author for each reader.
       cast_bytes: the bytes that these casts write, over all trips of the loops around it.
-      depth: the number of equations around it.
-      reads: the numbers of earlier rows whose floating results it reads, also in bodies. For a carry these are the rows
-        of its initial value, and after a loop the rows of its last iteration.
+      depth: the number of equations whose bodies contain it.
+      reads: the numbers of the earlier rows that compute its floating operands, also in bodies. For a carry, these are
+        the rows of its initial value. For a loop's result, they are the rows of the loop's last iteration.
       pattern: the pattern that it belongs to, such as ``"softmax"`` or ``"normalisation"``; empty if there is none.
     """
 
@@ -99,8 +99,8 @@ class Summary:
       operations: the number of rows of each class.
       groups: the number of float32 patterns by name (``"softmax"``, ``"normalisation"``, …).
       full_products: the products that stay float32, as (path or source, why).
-      float8: the number of half products by ``"float8"`` or the reason against it (``"no float8: 768 < 1536"``), in
-        code with a float8 recipe.
+      float8: in code with a float8 recipe, the number of half products that are ``"float8"``, and the number for each
+        reason against it (``"no float8: 768 < 1536"``).
       unknown: the names of primitives that autocast does not know; they keep their dtypes.
       uncounted: the names of primitives with unknown FLOPs, such as kernels and solvers; they are not counted.
       unknown_trips: the number of loops with a number of trips that is known only at run time.
@@ -223,7 +223,7 @@ def cast_plan(
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         check_backend(one_policy)
-        # Emitting the program fills the notes of each equation.
+        # With `programs=None`, emitting the program records the casts and dtypes of each equation.
         rules = Rules(one_policy.compute_dtype, exceptions, None, one_policy.float8)
         program, operands = traced(fun, args, kwargs, rules)
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):

@@ -33,7 +33,7 @@ class Reasons:
         patterns = [pattern for pattern in graph.patterns if pattern.nodes[0].compute == np.float32]
         self.groups = [pattern.name for pattern in patterns]
         self.group_of = {node.same: pattern.name for pattern in patterns for node in pattern.nodes}
-        nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # None: the result of the function
+        nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # the end None is the result of the function
         self.above = nearest_ends(nodes, lambda node: node.inputs, _is_half_value)
         self.below = nearest_ends(nodes[::-1], lambda node: node.users, _is_half_value, known=ends)
 
@@ -85,8 +85,8 @@ class Reasons:
     def _of_bodies(self, step: Step) -> str:
         text = {
             "scan": f"a loop of {step.eqn.params.get('length')} trips, decided inside",
-            "while": "a loop of unknown trips, decided inside; one is counted",
-            "cond": "decided inside each branch; all are counted",
+            "while": "a loop of unknown trips, decided inside; one trip is counted",
+            "cond": "decided inside each branch; all branches are counted",
             "custom_jvp_call": "decided inside; its derivative rule when that runs",
             "custom_vjp_call": "decided inside; its derivative rules when they run",
         }.get(step.eqn.primitive.name, "decided inside")

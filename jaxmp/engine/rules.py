@@ -23,7 +23,7 @@ from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.engine.overrides import Level
 from jaxmp.policy.patterns import EVERY, OPERATIONS, matches
 
-_NO_SCOPES = "none: it has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
+_NO_SCOPES = "none: the function has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
 
 
 class UnmatchedOverrideError(ValueError):
@@ -151,7 +151,7 @@ class Rules:
     def keys_of(self, name: str, names: Names) -> list[str]:
         """Return the overrides of a primitive in these scopes.
 
-        These are the first path that matches, and then the overrides of operations.
+        The list has the first path that matches, and then the overrides of operations.
         """
         if not self.overrides:
             return []
@@ -189,7 +189,7 @@ class Rules:
     def _kind_of_product(self, eqn: Any) -> Decision:
         operands = [atom.aval for atom in eqn.invars if not jax.numpy.issubdtype(atom.aval.dtype, np.integer)]
         if not all(is_castable(aval) for aval in operands) or len(operands) < 2:
-            return Decision(Kind.KEPT, "a product with an operand that is no float")
+            return Decision(Kind.KEPT, "a product with an operand that is not floating")
         if asks_for_highest(eqn.params.get("precision")):
             return Decision(Kind.FULL, "the author asks for the highest precision")
         if all(aval.dtype.itemsize == 2 for aval in operands):

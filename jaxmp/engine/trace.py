@@ -24,7 +24,10 @@ _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_a
 
 @contextlib.contextmanager
 def tracing(rules: Rules, products: str = "") -> Iterator[None]:
-    """Trace the author's code for an engine with these rules."""
+    """Enter the context in which the engine traces the author's code.
+
+    ``products`` is the default precision of products in it.
+    """
     silent = Rules(rules.half, rules.overrides)  # its lookups must not count as matches of overrides
 
     def ask() -> np.dtype | None:
@@ -33,8 +36,8 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
         return None if request is not None and request[0] != "half" else region_of(names).half or rules.half
 
     token = _tracing.set(ask)
-    # Reset the default precision of products, so that each product keeps the author's. The adapters set the precision
-    # of each module's policy.
+    # Reset the default precision of products, so that each product keeps the precision that its author wrote. The
+    # adapters set the precision of each module's policy.
     precision: Any = contextlib.nullcontext()
     if products or rules.half is not None:
         precision = jax.default_matmul_precision(products or None)
@@ -48,8 +51,8 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
 def autocast_dtype() -> np.dtype | None:
     """Return the half dtype that autocast will use for a float32 product here.
 
-    Use it in functions with custom derivative rules, and in kernels, that choose their residuals by the dtypes of their
-    arguments. Autocast traces them in the original dtypes, so their arguments look like float32.
+    Use it in a kernel, or in a function with a custom derivative rule, that chooses its residuals by the dtypes of its
+    arguments. Autocast traces such a function in the original dtypes, so its arguments look like float32.
 
     Returns:
       The half dtype. It is None outside of autocast, and in code that :func:`jaxmp.precision` or an override keeps in
@@ -64,7 +67,10 @@ def autocast_dtype() -> np.dtype | None:
 
 
 def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[Any]:
-    """Return the dtypes of the results: their own, or a pure policy's output dtype."""
+    """Return the dtype of each result: the original, or a pure policy's output dtype.
+
+    It is None for a result that is not floating.
+    """
     avals = [atom.aval for atom in program.jaxpr[0].outvars]
     dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
     if policy is not None and policy.output_dtype.itemsize == 2:

@@ -1,4 +1,4 @@
-"""Operations that amplify the low digits of a value read it in float32: places, phases, factorisations, logarithms."""
+"""Operands of amplifiers are float32: coordinates, phases, factorised matrices."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ NO_COORDINATES = {
     "distances from labels": lambda x: (x @ W - jax.nn.one_hot(jnp.arange(4), 8)) ** 2,
     "the largest": lambda x: jnp.argmax(x @ W, -1),
     "a sine of an activation": lambda x: jnp.sin(jax.nn.gelu(x @ W)) @ W,
-    # a temperature: a logarithm, but no log-probability
+    # a logarithm whose operand comes from no product
     "Gumbel noise": lambda x: (x @ W - jnp.log(jnp.arange(1.0, 9))) @ W,
 }
 
 
-def test_products_that_make_no_places_stay_half():
-    found = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in NO_COORDINATES.items()}
-    assert found == {name: {"bfloat16"} for name in NO_COORDINATES}
+def test_products_that_feed_no_coordinates_stay_half():
+    dtypes = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in NO_COORDINATES.items()}
+    assert dtypes == {name: {"bfloat16"} for name in NO_COORDINATES}
 
 
 ACTIVATIONS = {
@@ -88,7 +88,7 @@ ACTIVATIONS = {
 }
 
 
-def test_of_layers_that_make_places_the_last_is_float32():
+def test_only_the_last_of_the_layers_before_a_phase_is_float32():
     def layers(activation, end):
         def fun(x):
             for _ in range(3):
@@ -97,19 +97,19 @@ def test_of_layers_that_make_places_the_last_is_float32():
 
         return products(half(fun), normal(0, 4, 8))
 
-    found = {name: layers(activation, jnp.sin) for name, activation in ACTIVATIONS.items()}
-    assert found == {name: ["bfloat16"] * 3 + ["float32"] for name in ACTIVATIONS}
-    assert layers(jax.nn.relu, jnp.floor) == found["ReLU"]
+    dtypes = {name: layers(activation, jnp.sin) for name, activation in ACTIVATIONS.items()}
+    assert dtypes == {name: ["bfloat16"] * 3 + ["float32"] for name in ACTIVATIONS}
+    assert layers(jax.nn.relu, jnp.floor) == dtypes["ReLU"]
 
 
-def test_what_feeds_a_factorisation_is_float32_although_a_product_reads_it_too():
+def test_a_factorised_matrix_is_float32_even_if_a_product_reads_it_too():
     def fun(x, w):
         kernel = jnp.exp(-((x @ w) ** 2))
         return jnp.linalg.cholesky(kernel @ w + 4.0 * w) @ w
 
     program = operations(half(fun), jnp.eye(8), W)
     assert ("cholesky", "float32") in program
-    assert {dtype for name, dtype in program if name == "add"} == {"float32"}  # the jitter, the symmetric part
+    assert {dtype for name, dtype in program if name == "add"} == {"float32"}  # `4.0 * w` and the symmetrisation
 
 
 def test_a_product_that_is_only_factorised_is_float32():
@@ -118,7 +118,7 @@ def test_a_product_that_is_only_factorised_is_float32():
     np.testing.assert_array_equal(jnp.isfinite(result), True)
 
 
-def test_a_logarithm_near_a_bound_is_float32_although_a_product_reads_the_same():
+def test_a_logarithm_near_a_bound_is_float32_even_if_a_product_reads_its_operand():
     def fun(x, w):
         action = jnp.tanh(3 * (x @ w))
         return jnp.sum(jnp.log(1 - action**2 + 1e-6), -1), action @ w
@@ -127,7 +127,7 @@ def test_a_logarithm_near_a_bound_is_float32_although_a_product_reads_the_same()
     np.testing.assert_allclose(half(fun)(x, W)[0], fun(x, W)[0], rtol=0.02)
 
 
-def test_squares_under_a_root_do_not_overflow_and_epsilons_there_do_not_vanish():
+def test_under_a_root_squares_do_not_overflow_and_epsilons_do_not_vanish():
     def squareplus(x, w):
         return jax.nn.squareplus(x @ w) @ w
 
@@ -145,14 +145,14 @@ CHAINS = {
     "logged": (lambda h: jnp.where(jnp.log(h) > 0, h, h * 1.01), 300),
     "streamed": (lambda h: h + 0.1 * jnp.log(1 + h), 300),
     "reduced": (lambda h: (h - h @ W) * 1.01, 300),
-    "squared": (jnp.square, 64),  # of a complex number each part would be counted 2**64 times
+    "squared": (jnp.square, 64),  # without sharing, the search would visit each part of a complex number 2**64 times
 }
 
 
 @pytest.mark.once
 @pytest.mark.slow("times the analysis of long chains")
 @pytest.mark.parametrize("chain", CHAINS)
-def test_the_time_to_find_what_is_amplified_is_linear(chain):
+def test_finding_amplified_values_takes_linear_time(chain):
     turn, count = CHAINS[chain]
 
     def fun(x):
@@ -164,4 +164,4 @@ def test_the_time_to_find_what_is_amplified_is_linear(chain):
 
     start = time.process_time()
     jaxmp.cast_plan(fun, "mixed_bfloat16")(normal(0, 4, 8))
-    assert time.process_time() - start < 10  # a second; a chain that each operation follows to its start takes 20
+    assert time.process_time() - start < 10  # quadratic time would take 20 seconds

@@ -1,4 +1,4 @@
-"""jax.nn.dot_product_attention under autocast: cuDNN's kernel where there is one, half products elsewhere."""
+"""Attention under autocast: kernels of cuDNN where they exist, or half products."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ QUERY = normal(0, 2, 6, 2, 8)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The operand dtypes and the implementation of each call that reaches JAX, on what claims to be a GPU."""
-    seen, original = [], jax.nn.dot_product_attention
+    """Record the operand dtypes and the implementation of each call on a fake GPU."""
+    calls, original = [], jax.nn.dot_product_attention
 
     def record(query, key, value, *args, implementation=None, **kwargs):
-        seen.append((query.dtype.name, value.dtype.name, implementation))
+        calls.append((query.dtype.name, value.dtype.name, implementation))
         if implementation == "cudnn" and query.shape[-1] % 8:
             raise NotImplementedError("head dim")
         return jnp.zeros_like(query) if implementation == "cudnn" else original(query, key, value, *args, **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    return seen
+    return calls
 
 
 def attend(q, **kwargs):
@@ -46,12 +46,12 @@ def test_a_call_that_names_cudnn_reaches_it_on_any_backend(calls, monkeypatch):
     assert calls == [("float16", "float16", "cudnn")]
 
 
-def test_a_head_that_cudnn_has_no_kernel_for_runs_as_it_was_written(calls):
+def test_a_head_size_without_a_cudnn_kernel_runs_unchanged(calls):
     jax.make_jaxpr(half(attend))(normal(0, 2, 6, 2, 7))
     assert calls[-1] == ("float32", "float32", None)
 
 
-def test_a_jitted_call_is_traced_again_in_autocast_and_out_of_it(calls):
+def test_a_jitted_call_is_traced_separately_inside_and_outside_of_autocast(calls):
     jitted = jax.jit(attend)
     for fun, dtype in (
         (jitted, "float32"),
@@ -73,7 +73,7 @@ def in_scope(q):
         return attend(q)
 
 
-def test_regions_overrides_and_what_is_written_keep_a_call_in_float32(calls):
+def test_regions_overrides_and_the_authors_choice_keep_a_call_in_float32(calls):
     for fun, overrides in (
         (in_region, None),
         (in_scope, {"**/att": "float32"}),
@@ -102,7 +102,7 @@ def test_outside_of_autocast_nothing_is_changed(calls):
     assert calls == [("float32", "float32", None)]
 
 
-def test_it_works_in_half_on_a_cpu():
+def test_attention_is_half_on_a_cpu():
     fun = half(lambda q: attend(q, is_causal=True), "mixed_float16")
     assert set(products(fun, QUERY)) == {"float16"}
     assert np.allclose(jax.jit(fun)(QUERY), attend(QUERY, is_causal=True), atol=0.05)
@@ -110,13 +110,13 @@ def test_it_works_in_half_on_a_cpu():
     assert bool(jnp.isfinite(gradient).all())
 
 
-def test_jax_traces_for_the_cudnn_that_it_is_told_and_then_asks_its_own_again():
+def test_with_cudnn_sets_the_version_that_jax_assumes_and_restores_it():
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     original, query = fused.check_cudnn_version, QUERY.astype(jnp.bfloat16)
     with pytest.raises(KeyError), with_cudnn((9, 19, 0)):
         assert fused.check_cudnn_version() == 91900
-        # Without the library, as here, JAX would refuse this.
+        # cuDNN is not installed here, so JAX would refuse this call without `with_cudnn`.
         assert jax.eval_shape(lambda q: attend(q, implementation="cudnn"), query).shape == query.shape
         raise KeyError
     assert fused.check_cudnn_version is original

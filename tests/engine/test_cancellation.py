@@ -1,4 +1,4 @@
-"""Products of which a difference leaves the last digits are float32: distances, covariances, cosines near 1."""
+"""Products that cancel are float32: in distances, covariances, cosines near 1."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_distances_are_float32_in_every_spelling(spelling, policy):
     def fun(x):
         return DISTANCES[spelling](x @ W)
 
-    x = (5 + normal(0, 32, 8)).astype(HALVES[policy]).astype(jnp.float32)  # one rounding of which is an error of 30 %
+    x = (5 + normal(0, 32, 8)).astype(HALVES[policy]).astype(jnp.float32)  # rounding a term causes an error of 30 %
     np.testing.assert_allclose(*both(fun, policy, x), rtol=1e-5, atol=2e-4)
     assert jaxmp.cast_plan(fun, policy)(x).summary.groups["cancellation"] >= 1
 
@@ -83,25 +83,25 @@ def test_a_product_of_a_vector_with_itself_is_a_sum_of_squares():
     np.testing.assert_allclose(compiled(half(norms, "mixed_float16"))(v, W)[:2], 409600.0, rtol=1e-5)
 
 
-def test_a_gram_matrix_of_an_element_of_a_scan_is_no_sum_of_squares():
+def test_a_gram_matrix_in_a_scan_is_not_a_sum_of_squares():
     def scanned(x, kernels):
         return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ (kernel @ kernel.T)), None), x, kernels)[0]
 
     assert products(half(scanned), normal(0, 4, 8), normal(1, 3, 8, 8)) == ["bfloat16", "bfloat16"]
 
 
-def test_a_product_divided_by_a_constant_is_cancelled_but_no_quotient_of_a_constant():
-    rests = {
+def test_a_product_divided_by_a_constant_cancels_but_a_constant_divided_by_a_product_does_not():
+    differences = {
         "squares - dots / 0.5": lambda squares, dots: squares - dots / 0.5,
         "squares - 0.5 / dots": lambda squares, dots: squares - 0.5 / dots,
         "0.5 / squares - dots": lambda squares, dots: 0.5 / squares - dots,
     }
 
-    def fun(rest):
-        return lambda x, w: rest(jnp.sum(x**2, -1, keepdims=True), x @ w)
+    def fun(difference):
+        return lambda x, w: difference(jnp.sum(x**2, -1, keepdims=True), x @ w)
 
-    found = {name: products(half(fun(rest)), normal(0, 4, 8), W) for name, rest in rests.items()}
-    assert found == dict(zip(rests, (["float32"], ["bfloat16"], ["bfloat16"]), strict=True))
+    dtypes = {name: products(half(fun(difference)), normal(0, 4, 8), W) for name, difference in differences.items()}
+    assert dtypes == dict(zip(differences, (["float32"], ["bfloat16"], ["bfloat16"]), strict=True))
 
 
 # -- moments ---------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def times_rsqrt(x):
     return jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-12) * x
 
 
-# The last digits of a cosine near 1 are all that these leave of it.
+# The results of these depend only on the last digits of a cosine near 1.
 COSINES = {
     "1 - c": (unit, lambda u, v: 1 - u @ v.T),
     "2 - (2 u) v": (times_one_over_norm, lambda u, v: 2 - 2 * u @ v.T),
@@ -178,18 +178,18 @@ def test_cosines_near_1_are_float32(spelling, policy):
         (lambda x: 1 - jax.vmap(jnp.dot)(unit(x), unit(x[::-1])), "mixed_bfloat16"),
     ],
 )
-def test_distances_of_unit_vectors_that_are_near_are_float32(distance, policy):
-    x = 1 + 0.01 * normal(6, 16, 8)  # vectors so near that half's rounding is all that is left
+def test_distances_of_nearby_unit_vectors_are_float32(distance, policy):
+    x = 1 + 0.01 * normal(6, 16, 8)  # in half, only rounding errors would remain of these distances
     np.testing.assert_allclose(*both(distance, policy, x), rtol=1e-5, atol=1e-7)
     assert jaxmp.cast_plan(distance, policy)(x).summary.groups.keys() & {"cancellation", "amplifier"}
 
 
-def test_a_scale_that_is_no_number_is_no_error():
+def test_a_zero_or_nonfinite_scale_raises_no_error():
     for scale in (0.0, np.nan, np.inf):
         assert jax.eval_shape(half(lambda x, s=scale: 1 - (unit(x) @ unit(x).T) / s), X).shape == (16, 16)
 
 
-# -- what cancels nothing --------------------------------------------------------------------------------------------
+# -- no cancellation -------------------------------------------------------------------------------------------------
 
 
 STAY_HALF = {
@@ -204,6 +204,6 @@ STAY_HALF = {
 }
 
 
-def test_products_that_nothing_cancels_stay_half():
-    found = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in STAY_HALF.items()}
-    assert found == {name: {"bfloat16"} for name in STAY_HALF}
+def test_products_that_do_not_cancel_stay_half():
+    dtypes = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in STAY_HALF.items()}
+    assert dtypes == {name: {"bfloat16"} for name in STAY_HALF}

@@ -1,4 +1,4 @@
-"""Carries that add up small terms, or pass on unchanged, lose nothing to half precision."""
+"""Carries that add up small terms, and carries that do not change, are float32."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TURNS = 200
 X, B = normal(0, 4, 8), jnp.linspace(-1, 1, 8)
 PARAMS = {"w": normal(1, 8, 8, scale=0.3), "t": normal(2, 8, 8, scale=0.3), "dt": jnp.float32(1 / TURNS)}
 XS = normal(3, TURNS, 4, 8)
-SPANS = jnp.linspace(0.5, 2, 4)  # of examples
+SPANS = jnp.linspace(0.5, 2, 4)  # one for each example
 WITHIN = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}
 
 
 def turns(body, *start, xs=None):
-    """The last carry of a scan, or its parts."""
+    """Return the last carry of a scan."""
     init = start[0] if len(start) == 1 else start
     return jax.lax.scan(lambda c, x: (body(c, x), None), init, xs, length=TURNS)[0]
 
@@ -38,7 +38,7 @@ def error(w, x):
 
 
 def off(result, expected):
-    """How far off a tree of arrays is, in relative L2."""
+    """Return the relative L2 error of a tree of arrays."""
     pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
     parts = [(np.ravel(np.float64(a)), np.ravel(np.float64(b))) for a, b in pairs]
     a, b = (np.concatenate(side) for side in zip(*parts, strict=True))
@@ -46,19 +46,19 @@ def off(result, expected):
 
 
 def all_hold(runs, args, within):
-    """The results of all functions, and the gradients by their first argument, are as those of the last."""
+    """Check that all functions have the results and gradients of the last one."""
 
     def with_gradient(run):
         return jax.grad(lambda *args: (jnp.mean((out := run(*args)) ** 2), out), has_aux=True)
 
-    *found, expected = compiled(lambda *args: [with_gradient(run)(*args) for run in runs])(*args)
-    for gradient, result in found:
+    *pairs, expected = compiled(lambda *args: [with_gradient(run)(*args) for run in runs])(*args)
+    for gradient, result in pairs:
         assert off(result, expected[1]) < within
         assert off(gradient, expected[0]) < within
 
 
 def hold(fun, policy):
-    """The results of a function under autocast, and the gradients of all params, are as those of float32."""
+    """Check that autocast keeps the results and the gradients of a function."""
     all_hold([half(fun, policy), fun], (PARAMS,), WITHIN[policy])
 
 
@@ -80,11 +80,11 @@ def dtypes_of(name, fun, overrides=None):
 
 
 def in_layers(inner):
-    """Two scanned layers with ``inner`` of what a product makes in each."""
+    """Return a scan of two layers that apply ``inner`` to the result of a product."""
     return lambda p: jax.lax.scan(lambda h, w: (h + inner(jnp.tanh(h @ w)), None), X, jnp.stack([p["w"], p["t"]]))[0]
 
 
-# Each is read by a product, and no product lies on its way round.
+# A product reads each of these sums, but no product lies on the cycle of its carry.
 SUMS = {
     "a mean of params": lambda p: turns(lambda s, _: 0.999 * s + 0.01 * p["t"], jnp.zeros((8, 8))) @ p["w"],
     "a masked sum": lambda p: turns(lambda s, x: jnp.where(x > -1, s + 0.01 * x * x, s), 0 * X, xs=XS) @ p["w"],
@@ -101,13 +101,13 @@ SUMS = {
 
 
 @pytest.mark.parametrize("case", SUMS)
-def test_what_adds_up_is_float32_although_a_product_reads_it(case):
-    layers = 1 if case.endswith("in each layer") else 0  # whose stream is half
+def test_an_accumulating_carry_is_float32_even_if_a_product_reads_it(case):
+    layers = 1 if case.endswith("in each layer") else 0  # the carry of the layers is a half stream
     assert {carries.partition(",")[0] for carries in dtypes_of("scan", SUMS[case])[layers:]} == {"float32"}
 
 
-def test_layers_round_a_sum_stay_half():
-    """The stream of the layers goes through the sum, and comes to it by products."""
+def test_layers_around_a_sum_stay_half():
+    """The residual stream passes through products, and then through the sum."""
     layers = in_layers(lambda u: turns(lambda s, x: s + 0.01 * jnp.abs(x) * u, 0 * X, xs=XS))
     assert sorted(dtypes_of("scan", layers)) == ["bfloat16", "float32"]
     assert set(dtypes_of("dot_general", layers)) == {"bfloat16"}
@@ -143,7 +143,7 @@ STEPS = {
     "a rate that is carried": lambda p: (
         X @ turns(lambda c, x: (c[0] - c[1] * jax.grad(error)(c[0], x), 0.99 * c[1]), p["w"], p["dt"], xs=XS)[0]
     ),
-    # A vector that is another one in each turn makes no layer of the weights.
+    # The scanned vector `u` differs in each iteration, but that does not make `w` the weight of a layer.
     "weights scaled by an input": lambda p: turns(
         lambda h, u: h + p["dt"] * layer({"w": p["w"] * jnp.cos(u)}, h), X, xs=XS[:, 0]
     ),
@@ -162,13 +162,13 @@ def test_steps_in_time_are_added_in_float32(case):
 
 
 @pytest.mark.parametrize("case", ["Euler", "minibatches"])
-def test_so_they_are_in_a_module_under_a_policy(case):
+def test_steps_in_time_in_a_module_under_a_policy_match_float32(case):
     model = jaxmp.linen.apply_policy(as_module(STEPS[case]), "mixed_float16")
     all_hold([lambda p: model.apply({"params": p}), STEPS[case]], (PARAMS,), WITHIN["mixed_float16"])
 
 
 FORWARD = {
-    "a loop of turns that are not known": lambda p: jax.lax.fori_loop(
+    "a loop of unknown length": lambda p: jax.lax.fori_loop(
         0, jnp.int32(TURNS), lambda _, h: h + p["dt"] * layer(p, h), X
     ),
     "a discount": lambda p: turns(lambda v, _: X[:, :1] + 0.993 * jax.nn.softmax(p["w"][:4, :4]) @ v, 0 * X[:, :1]),
@@ -176,7 +176,7 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("case", FORWARD)
-def test_no_step_in_time_is_lost(case):
+def test_autocast_loses_no_step_in_time(case):
     runs = half(FORWARD[case], "mixed_bfloat16"), FORWARD[case]
     assert off(*compiled(lambda p: [run(p) for run in runs])(PARAMS)) < 0.02
 
@@ -185,8 +185,8 @@ OPTIMIZERS = {"momentum": optax.sgd(1e-3, 0.9), "means": optax.rmsprop(1e-3, 0.9
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_optimizers_add_up_beside_params_in_small_steps_is_float32(name):
-    """Their state reads the gradient, which reads the params: the products lie on the way round of these alone."""
+def test_params_and_optimizer_state_in_a_loop_are_float32(name):
+    """The products lie on the cycle of the params, but not on that of the state."""
 
     def descended(p):
         def turn(carry, x):
@@ -200,18 +200,18 @@ def test_what_optimizers_add_up_beside_params_in_small_steps_is_float32(name):
     runs = half(descended, "mixed_bfloat16"), descended
     (weights, state), (expected, full) = compiled(lambda p: [run(p) for run in runs])(PARAMS)
     assert off(weights - PARAMS["w"], expected - PARAMS["w"]) < 0.01
-    if name != "momentum":  # a sum of what has another sign in each turn
+    if name != "momentum":  # the terms of a momentum change their sign, so its relative error is large
         assert off(state, full) < 0.01
 
 
-def test_rates_that_are_mapped_over_are_known_by_autocast_inside_of_vmap():
+def test_autocast_inside_of_vmap_handles_mapped_rates():
     def train(p, rate):
         return turns(lambda w, x: w - rate * jax.grad(error)(w, x), p["w"], xs=XS) - p["w"]
 
     rates = PARAMS["dt"] * SPANS
     runs = [jax.vmap(run, (None, 0)) for run in (jaxmp.autocast(train, "mixed_bfloat16"), train)]
-    given, expected = compiled(lambda *args: [run(*args) for run in runs])(PARAMS, rates)
-    assert off(given, expected) < 0.02
+    result, expected = compiled(lambda *args: [run(*args) for run in runs])(PARAMS, rates)
+    assert off(result, expected) < 0.02
 
 
 class Ode(nn.Module):
@@ -236,21 +236,21 @@ class NnxOde(nnx.Module):
 def test_an_integrator_of_linen_layers_adds_in_float32():
     model, policy = Ode(), "mixed_float16"
     models = (jaxmp.linen.apply_policy(model, policy), jaxmp.linen.autocast(model, policy), model)
-    all_hold([each.apply for each in models], (jax.jit(model.init)(jax.random.key(0), X), X), WITHIN[policy])
+    all_hold([under.apply for under in models], (jax.jit(model.init)(jax.random.key(0), X), X), WITHIN[policy])
 
 
 def test_an_integrator_of_nnx_layers_adds_in_float32():
     model, policy = nnx.jit(lambda: NnxOde(nnx.Rngs(0)))(), "mixed_bfloat16"
     models = jaxmp.nnx.apply_policy(model, policy), jaxmp.nnx.autocast(model, policy), model
-    *found, expected = compiled(lambda x: [under(x) for under in models])(X)
-    assert max(off(result, expected) for result in found) < WITHIN[policy]
+    *results, expected = compiled(lambda x: [under(x) for under in models])(X)
+    assert max(off(result, expected) for result in results) < WITHIN[policy]
 
 
-# -- layers, and what is asked ---------------------------------------------------------------------------------------
+# -- layers, regions and overrides -----------------------------------------------------------------------------------
 
 
 def stacked(body, xs=None):
-    """The last of 12 layers that a scan runs over, each with weights of its own."""
+    """Return a scan over 12 layers, each with its own weights."""
     return lambda p: jax.lax.scan(
         lambda h, x: (body({**p, "w": x[0]}, h, x[1]), None), X, (jnp.stack([p["w"]] * 12), xs), length=12
     )[0]
@@ -268,19 +268,19 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("case", LAYERS)
-def test_layers_are_no_small_steps(case):
+def test_residual_streams_of_layers_are_half(case):
     assert set(dtypes_of("add", LAYERS[case])) - {"int32"} == {"bfloat16"}
 
 
-def test_layers_with_an_output_layer_that_they_share_stay_half():
-    """Deep supervision: what it makes is not what the layers go on with."""
+def test_layers_with_a_shared_output_layer_stay_half():
+    """In deep supervision, each layer also feeds a shared output layer."""
 
     def layers(p):
         def body(carry, w):
             h, loss = carry
             h = h + jnp.tanh(h @ w)
-            own = jnp.mean(jnp.tanh(h @ p["t"]) ** 2)
-            return (h, loss + own), own
+            layer_loss = jnp.mean(jnp.tanh(h @ p["t"]) ** 2)
+            return (h, loss + layer_loss), layer_loss
 
         return jax.lax.scan(body, (X, jnp.float32(0)), jnp.stack([p["w"]] * 12))
 
@@ -288,7 +288,7 @@ def test_layers_with_an_output_layer_that_they_share_stay_half():
 
 
 def memory(p):
-    """One that is written to by the delta rule: its products take what each turn has of its own."""
+    """Return the outputs of a memory that each iteration updates by the delta rule."""
     keys, values, gates = (jnp.tanh(XS[:, 0] @ w) for w in (p["w"], p["t"], 0.1 * p["w"].T))
 
     def write(s, x):
@@ -299,11 +299,11 @@ def memory(p):
     return jax.lax.scan(write, jnp.zeros((8, 8)), (keys, values, gates))[1]
 
 
-def test_a_memory_with_a_product_on_its_way_round_is_carried_in_float32():
+def test_a_memory_with_a_product_on_its_cycle_is_carried_in_float32():
     assert dtypes_of("scan", memory) == ["float32, bfloat16"]
 
 
-WAYS_TO_ASK = {  # around the addition, and overrides
+WAYS_TO_ASK = {  # a context around the addition, and overrides
     "a region": (lambda level: jaxmp.precision(level), lambda level: None),
     "a scope": (lambda level: jax.named_scope("step"), lambda level: {"**/step": level}),
     "an operation": (lambda level: contextlib.nullcontext(), lambda level: {"primitive:add": level}),
@@ -311,7 +311,7 @@ WAYS_TO_ASK = {  # around the addition, and overrides
 
 
 @pytest.mark.parametrize("way", WAYS_TO_ASK)
-def test_a_carry_has_the_dtype_that_is_asked_for_its_sum(way):
+def test_a_carry_has_the_dtype_requested_for_its_sum(way):
     around, overrides = WAYS_TO_ASK[way]
 
     def added(h, step, level):
@@ -329,7 +329,7 @@ def test_a_carry_has_the_dtype_that_is_asked_for_its_sum(way):
     assert [carried(integrated, level) for level in (None, "half")] == [["float32"], ["bfloat16"]]
 
 
-# -- what is passed on -----------------------------------------------------------------------------------------------
+# -- carries that do not change --------------------------------------------------------------------------------------
 
 
 def adds(c, _):
@@ -349,12 +349,12 @@ PASSED_ON = {
 
 
 @pytest.mark.parametrize(("case", "policy"), in_turn(PASSED_ON))
-def test_gradients_of_what_a_loop_passes_on_unchanged_are_summed_in_float32(case, policy):
+def test_gradients_of_a_carry_that_no_iteration_changes_are_summed_in_float32(case, policy):
     hold(PASSED_ON[case], policy)
 
 
 @pytest.mark.slow("compiles a loop and its gradient, in half and in float32, for each way of adding")
-def test_what_a_loop_adds_and_its_gradients_are_those_of_float32():
+def test_sums_in_loops_and_their_gradients_match_float32():
     for case, policy in in_turn({**SUMS, **STEPS}):
         hold({**SUMS, **STEPS}[case], policy)
 
@@ -376,15 +376,15 @@ by_jvp.defjvp(lambda primals, tangents: (primals[0], 0.5 * tangents[0]))
 
 
 @pytest.mark.parametrize(("halved", "around"), [(by_vjp, jax.checkpoint), (by_jvp, jax.jit)])
-def test_an_identity_with_a_derivative_rule_is_no_passing_on(halved, around):
+def test_a_carry_behind_an_identity_with_a_derivative_rule_counts_as_changed(halved, around):
     def fun(p):
         return turns(around(lambda c, _: (jnp.tanh(c[0] @ halved(c[1]) + B), halved(c[1]))), X, p["w"])[0] @ p["t"]
 
     hold(fun, "mixed_bfloat16")
 
 
-def test_the_coefficients_of_runge_kutta_stages_are_no_weights_of_layers():
-    """diffrax picks a stage's row of the tableau by a counter that vmap makes one for each example."""
+def test_the_coefficients_of_runge_kutta_stages_are_not_weights_of_layers():
+    """diffrax picks a row of the tableau by a counter, which vmap turns into a batch."""
 
     def solve(tableau, w, y):
         def stage(carry):

@@ -1,4 +1,4 @@
-"""Each primitive that a program of the installed JAX can hold has one class, and the table names no other."""
+"""Each primitive of the installed JAX has exactly one class in the table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ GROUPS = jax.ShapeDtypeStruct((2,), "int32")
 WITH_BODY = (Class.RECURSE, Class.OPAQUE, Class.LINALG)
 KEY = jax.eval_shape(jax.random.key, 0)
 
-# The first JAX that has them, and the first that no longer has them; all others are in each JAX from 0.10 to 0.12.
+# The first version of JAX that has a primitive, and the first version that no longer has it. All versions from 0.10 to
+# 0.12 have the primitives that are not listed here.
 _ARRIVALS = {
     "0.10.1": "stack stage unstack",
     "0.10.2": "mulhi philox*x32",
@@ -59,13 +60,13 @@ def test_every_primitive_of_the_installed_jax_has_a_class():
     assert not unknown, f"JAX {jax.__version__} has primitives without a class in jaxmp/engine/classes.py: {unknown}"
 
 
-def test_no_primitive_is_named_twice_and_versions_are_given_only_for_named_ones():
+def test_the_table_names_no_primitive_twice_and_has_all_primitives_with_versions():
     counts = Counter(name for cls in Class for name in classes._NAMES[cls])
     assert [name for name, count in counts.items() if count > 1] == []
     assert (SINCE.keys() | UNTIL.keys()) <= ALL
 
 
-def test_the_table_names_only_what_this_jax_has_or_says_which_jax_has_it():
+def test_the_table_names_only_primitives_of_this_jax_or_gives_their_versions():
     def is_expected(name):
         since, until = (_version(bounds.get(name)) for bounds in (SINCE, UNTIL))
         return (since or (0,)) <= jax.__version_info__ and (until is None or jax.__version_info__ < until)
@@ -73,16 +74,16 @@ def test_the_table_names_only_what_this_jax_has_or_says_which_jax_has_it():
     installed = {
         *installed_primitives(),
         "cast_repeated",
-        *(each for each in PATTERNS if filter_names(installed_primitives(), each)),
+        *(pattern for pattern in PATTERNS if filter_names(installed_primitives(), pattern)),
     }
     assert {name for name in ALL if is_expected(name)} - installed == set(), "not in this JAX"
     assert {name for name in ALL if not is_expected(name)} & installed == set(), "SINCE or UNTIL"
 
 
-def test_patterns_are_of_opaque_primitives_only_and_each_says_a_part_of_the_name():
+def test_only_opaque_primitives_have_patterns():
     assert primitives_of(Class.OPAQUE) >= PATTERNS
     assert all(len(pattern.replace("*", "")) > 3 for pattern in PATTERNS)
-    assert classify("scan") is classify("custom_jvp_call") is Class.RECURSE  # a name goes before a pattern
+    assert classify("scan") is classify("custom_jvp_call") is Class.RECURSE  # a name wins over a pattern
     assert classify("random_of_tomorrow") is Class.OPAQUE and classify("a_random_one") is None
     assert classify("someone_elses_primitive") is None
 
@@ -94,7 +95,7 @@ def _version(text):
 # -- how the primitives are found ------------------------------------------------------------------------------------
 
 
-def test_all_primitives_are_found_those_too_that_jax_does_not_publish():
+def test_unpublished_primitives_are_found_too():
     names = {value.name for value in vars(jax.extend.core.primitives).values() if isinstance(value, Primitive)}
     assert len(names) > 100
     assert names <= set(installed_primitives())
@@ -108,7 +109,7 @@ def test_a_new_primitive_in_any_module_of_jax_is_found(monkeypatch):
     assert installed_primitives.__wrapped__()["brand_new"] == "jax.experimental.ode"
 
 
-def test_modules_left_out_are_there_to_be_left_out_and_say_why():
+def test_skipped_modules_exist_and_have_a_reason():
     for prefix, why in SKIPPED.items():
         package = importlib.import_module(prefix.rpartition(".")[0])
         children = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
@@ -116,7 +117,7 @@ def test_modules_left_out_are_there_to_be_left_out_and_say_why():
         assert why
 
 
-# -- what programs hold ----------------------------------------------------------------------------------------------
+# -- the primitives of programs --------------------------------------------------------------------------------------
 
 
 @jax.custom_jvp
@@ -183,7 +184,7 @@ def total(fun):
     return lambda *args: sum(leaf.sum() for leaf in jax.tree.leaves(fun(*args)))
 
 
-# Each has a primitive that no other has.
+# Each of these programs has a primitive that no other program has.
 PROGRAMS = {
     "gradient of a convolution": (jax.grad(total(conv), (0, 1)), (IMAGES, KERNEL)),
     "gradient of max pooling": (jax.grad(total(pool)), (IMAGES,)),
@@ -238,65 +239,68 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module")
 def traced():
-    """All equations of each program."""
+    """Return all equations of each program."""
     return {name: list(equations(jax.make_jaxpr(fun)(*args))) for name, (fun, args) in PROGRAMS.items()}
 
 
-def test_programs_hold_only_primitives_that_have_a_class(traced):
+def test_programs_contain_only_primitives_that_have_a_class(traced):
     found = {name: {eqn.primitive.name for eqn in eqns} for name, eqns in traced.items()}
     assert {name: unknown for name, of in found.items() if (unknown := {p for p in of if classify(p) is None})} == {}
     for name, expected in {
         "gradient of max pooling": "select_and_scatter_add", "factorisations": "eigh", "custom_vjp": "custom_vjp_call",
         "gradient of a scan": "add_any", "shard_map": "psum", "random": "random_gamma", "ragged": "ragged_dot_general",
     }.items():  # fmt: skip
-        assert expected in found[name]  # it tests what it says
+        assert expected in found[name]  # the program contains what its name says
 
 
 # -- numerics behind the table ---------------------------------------------------------------------------------------
 
 
-def test_what_has_a_body_is_recursed_into_or_opaque_or_linear_algebra(traced):
+def test_primitives_with_a_body_are_recurse_opaque_or_linalg(traced):
     bodies = set()
     for eqn in (eqn for eqns in traced.values() for eqn in eqns):
         params = jax.tree.leaves(list(eqn.params.values()))
         if any(hasattr(param, "eqns") or hasattr(param, "jaxpr") for param in params):
             bodies.add(eqn.primitive.name)
     assert {"scan", "while", "cond", "jit", "shard_map", "custom_jvp_call"} <= bodies
-    # The body of a scatter is one operation, and its name tells which.
-    told = {name for name in bodies if name.startswith("scatter")}
-    assert {name: classify(name) for name in bodies - told if classify(name) not in WITH_BODY} == {}
+    # The body of a scatter is one operation, which the name of the scatter tells.
+    scatters = {name for name in bodies if name.startswith("scatter")}
+    assert {name: classify(name) for name in bodies - scatters if classify(name) not in WITH_BODY} == {}
 
 
 def amplification(name):
-    """How much larger than the argument's rounding the result's is, relative to the result or to 1 if that is less."""
+    """Return the error of a function's result for a relative error of its argument.
+
+    The error is relative to the result, or to 1 if the result is smaller.
+    """
     fun, x = getattr(jax.lax, name), jnp.logspace(-6.0, 1.9, 2000)
     slope = jax.vmap(jax.grad(fun))(x)
     return float(jnp.max(jnp.abs(x * slope) / jnp.maximum(jnp.abs(fun(x)), 1)))
 
 
-def test_what_is_inferred_hardly_amplifies_the_rounding_of_its_argument():
+def test_infer_primitives_hardly_amplify_rounding():
     unary = [name for name in primitives_of(Class.INFER) - {"integer_pow"} if hasattr(jax.lax, name)]
     assert {"tanh", "logistic", "erfc"} <= set(unary)
     assert {name: by for name in unary if not (by := amplification(name)) <= 4} == {}
 
 
-def test_what_amplifies_the_rounding_of_its_argument_is_float32():
+def test_primitives_that_amplify_rounding_are_float32():
     for name in ("exp", "exp2", "expm1", "sinh", "cosh", "tan", "sin", "cos"):
         assert amplification(name) > 8, name
         assert classify(name) is Class.POINTWISE, name
 
 
-def test_what_accumulates_in_half_goes_wrong_with_length():
+def test_long_half_accumulations_are_wrong():
     combines = {"cumsum": jnp.add, "cumprod": jnp.multiply, "cumlogsumexp": jnp.logaddexp}
     for name, combine in combines.items():
         x = jnp.full((4096,), 1.001 if name == "cumprod" else 1.0)
-        # A scan adds one term after the other, as scatters and gradients do; JAX's own sums on a CPU go by halves.
+        # A scan adds one term after another, as scatters and gradients do. JAX's own sums on a CPU are pairwise.
         half = jax.lax.scan(lambda c, v, f=combine: (f(c, v), None), x[0].astype("bfloat16"), x[1:].astype("bfloat16"))
         right = getattr(jax.lax, name)(x)[-1]
         assert abs(float(half[0]) - right) > 0.3 * right, name
         assert classify(name) is Class.ACCUMULATION, name
 
 
-def test_sets_of_primitives_lie_in_the_classes_they_speak_of():
+def test_sets_of_primitives_are_subsets_of_their_classes():
     assert primitives_of(Class.CLEAR) | {"convert_element_type"} >= MONOTONE
     assert primitives_of(Class.WIDEST) >= COMBINES

@@ -1,4 +1,4 @@
-"""Autocast under, around and inside JAX's other transformations, and what it leaves alone."""
+"""Autocast with JAX's other transformations, and values that it leaves alone."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def test_jit_vmap_and_eager_agree():
     assert jnp.allclose(half(jax.jit(network))(X, W), expected, atol=1e-2)
 
 
-def test_shapes_and_programs_can_be_had_without_running():
+def test_autocast_functions_can_be_traced_and_compiled_without_running():
     assert jax.eval_shape(half(network), X, W) == jax.ShapeDtypeStruct((4, 8), jnp.float32)
     compiled = jax.jit(half(network)).lower(X, jax.ShapeDtypeStruct(W.shape, W.dtype)).compile()
     assert jnp.allclose(compiled(X, W), network(X, W), atol=0.02)
 
 
-def test_donated_buffers_are_given_away():
+def test_donated_buffers_are_deleted():
     step = jax.jit(half(lambda w, x: w - 0.1 * (x.T @ jnp.tanh(x @ w))), donate_argnums=0)
     w = W + 0.0
     assert step(w, X).shape == W.shape
     assert w.is_deleted()
 
 
-def test_it_is_idempotent():
+def test_autocast_is_idempotent():
     once, twice = half(network), half(half(network))
     assert operations(twice, X, W) == operations(once, X, W)
     assert jnp.array_equal(twice(X, W), once(X, W))
@@ -53,14 +53,14 @@ def test_it_is_idempotent():
     assert operations(half(gradient), W) == operations(gradient, W)
 
 
-def test_an_inner_policy_wins_inside():
+def test_the_policy_of_an_inner_autocast_wins():
     def fun(x, w):
         return half(lambda x: x @ w @ w, "mixed_bfloat16")(x @ w) @ w
 
     assert products(half(fun, "mixed_float16"), X, W) == ["float16", "bfloat16", "bfloat16", "float16"]
 
 
-def test_an_inner_float32_keeps_a_part_in_float32_forwards_and_backwards():
+def test_an_inner_float32_autocast_is_float32_forwards_and_backwards():
     inner = half(lambda x, w: jnp.tanh(x @ w), "float32")
 
     def fun(x, w):
@@ -83,11 +83,11 @@ def test_state_is_restored_after_an_exception():
 
 
 def test_threads_do_not_see_each_other():
-    barrier, seen = threading.Barrier(2), []
+    barrier, dtypes = threading.Barrier(2), []
 
     def fun(x, w):
         barrier.wait(300)
-        seen.append(jaxmp.autocast_dtype())
+        dtypes.append(jaxmp.autocast_dtype())
         return x @ w
 
     def inside():
@@ -95,17 +95,17 @@ def test_threads_do_not_see_each_other():
 
     def outside():
         barrier.wait(300)
-        seen.append(jaxmp.autocast_dtype())
+        dtypes.append(jaxmp.autocast_dtype())
 
     threads = [threading.Thread(target=inside), threading.Thread(target=outside)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(seen, key=str) == [None, jnp.bfloat16]
+    assert sorted(dtypes, key=str) == [None, jnp.bfloat16]
 
 
-def test_arguments_that_are_no_arrays_stay_python_values():
+def test_arguments_that_are_not_arrays_stay_python_values():
     def fun(x, flag, *, name, depth, options):
         assert flag is True and name == "tanh" and depth == 2 and options == {"scale": 0.5, "none": None}
         for _ in range(depth):
@@ -124,14 +124,15 @@ def test_numpy_arguments_and_results_of_every_kind():
     assert (result[4].dtype, result[5].dtype) == (jnp.bool_, jnp.int32)
 
 
-def test_random_numbers_and_dropout_masks_are_those_of_the_unchanged_function():
+def test_random_numbers_and_dropout_masks_do_not_change():
     def fun(key, x, w):
         h = x @ w
         keep = jax.random.bernoulli(key, 0.7, h.shape)
         return jnp.where(keep, h / 0.7, 0) @ w, keep, jax.random.normal(key, (3,)), jax.random.split(key)
 
     args = jax.random.key(3), X, W
-    expected, *results = compiled(lambda *args: [each(*args) for each in (fun, *(half(fun, p) for p in HALVES))])(*args)
+    runs = fun, *(half(fun, policy) for policy in HALVES)
+    expected, *results = compiled(lambda *args: [run(*args) for run in runs])(*args)
     for result in results:
         assert jnp.array_equal(result[1], expected[1]) and jnp.array_equal(result[2], expected[2])
         assert result[3].dtype == expected[3].dtype
@@ -163,17 +164,17 @@ def test_integer_products_are_left_alone():
 
 
 def test_callbacks_see_the_dtypes_that_the_author_wrote():
-    seen = []
+    dtypes = []
 
     def fun(x, w):
         h = x @ w
-        jax.debug.callback(lambda value: seen.append(value.dtype), h)
+        jax.debug.callback(lambda value: dtypes.append(value.dtype), h)
         doubled = jax.pure_callback(lambda v: np.asarray(v) * 2, jax.ShapeDtypeStruct(h.shape, h.dtype), h)
         return doubled @ w
 
     assert jnp.allclose(jax.jit(half(fun))(X, W), fun(X, W), atol=0.1)
     jax.effects_barrier()
-    assert set(seen) == {np.dtype("float32")}
+    assert set(dtypes) == {np.dtype("float32")}
 
 
 def mesh():
@@ -190,12 +191,12 @@ def test_shard_map_inside_and_around():
         return jax.lax.psum(jnp.sum(jax.nn.relu(x @ w) @ w), "batch")
 
     gradients = [jax.value_and_grad(fun, 1) for fun in (sharded(body), half(sharded(body)), sharded(half(body)))]
-    (value, gradient), *found = compiled(lambda x, w: [each(x, w) for each in gradients])(X, W)
-    for got, of in found:
-        assert np.isclose(got, value, rtol=0.02, atol=0.02)
-        assert cosine(of, gradient) > 0.999
-    for each in gradients[1:]:
-        assert set(products(each, X, W)) == {"bfloat16"}
+    (value, gradient), *half_results = compiled(lambda x, w: [fun(x, w) for fun in gradients])(X, W)
+    for half_value, half_gradient in half_results:
+        assert np.isclose(half_value, value, rtol=0.02, atol=0.02)
+        assert cosine(half_gradient, gradient) > 0.999
+    for fun in gradients[1:]:
+        assert set(products(fun, X, W)) == {"bfloat16"}
 
 
 def test_shardings_of_arguments_are_kept():
@@ -208,7 +209,7 @@ def test_collectives_under_vmap():
     assert jnp.allclose(jax.vmap(fun, axis_name="batch")(X)[0], (X @ W).mean(0), atol=0.02)
 
 
-def test_functions_may_close_over_what_is_being_differentiated():
+def test_functions_may_close_over_differentiated_arrays():
     def loss(w):
         return half(lambda x: jnp.sum(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=2)[0]))(X)
 
@@ -226,7 +227,7 @@ def body(h, _):
 def test_a_second_call_compiles_nothing():
     fun = half(lambda x: jax.nn.relu(jax.lax.scan(body, x, None, length=3)[0] @ W).sum())
     flat = half(lambda x: jnp.sum(jax.nn.softmax(jax.nn.relu(x @ W)) @ W))
-    # Without jit JAX compiles a loop's transpose in every call, so that loops are differentiated under jit here.
+    # Without jit, JAX compiles the transpose of a loop in every call, so this test differentiates loops under jit.
     for call in (fun, jax.jit(fun), jax.jit(jax.grad(fun)), jax.grad(flat)):
         with compilations() as first:
             call(X)
@@ -236,7 +237,7 @@ def test_a_second_call_compiles_nothing():
 
 
 class compilations:
-    """Lists the programs that JAX compiles within it."""
+    """A context that lists the programs which JAX compiles in it."""
 
     def __enter__(self):
         self.events: list[str] = []
@@ -262,15 +263,15 @@ def test_layers_that_share_a_jitted_body_share_its_program():
         return x @ w
 
     text = jax.jit(half(fun)).lower(X, W).as_text()
-    assert 1 <= text.count("func.func private @layer") <= 2  # the first reads an argument, the others a half stream
+    assert 1 <= text.count("func.func private @layer") <= 2  # the first layer reads float32, the others half
 
 
-def test_auto_on_a_device_without_fast_half_precision_changes_nothing(monkeypatch):
+def test_auto_changes_nothing_on_a_device_without_fast_half_precision(monkeypatch):
     monkeypatch.setattr(jaxmp.hardware, "recommended_policy", lambda: "float32")
     assert jnp.array_equal(half(network, "auto")(X, W), network(X, W))
 
 
-def test_a_default_precision_is_not_the_authors_word_and_a_float32_region_is_true_float32():
+def test_a_default_precision_changes_neither_half_products_nor_a_float32_region():
     def fun(x, w):
         with jaxmp.precision("float32"):
             return x @ w
@@ -286,11 +287,11 @@ def test_a_constant_of_the_host_is_cast_once():
     weight = np.asarray(W)
     program = jax.make_jaxpr(half(lambda x: sum(x @ weight for _ in range(10)) @ W))(X)
     assert sum(const.dtype == jnp.bfloat16 for const in program.consts) <= 1
-    many = np.ones((8, 9000), np.float32)  # too many to look at their numbers
+    many = np.ones((8, 9000), np.float32)  # too large for jaxmp to read its elements
     assert products(half(lambda x: x @ many @ many.T), X) == ["bfloat16"] * 2
 
 
-def test_what_it_keeps_between_calls_goes_with_the_function():
+def test_cached_programs_are_freed_with_the_function():
     fun = half(lambda x: jax.lax.scan(body, x, None, length=3)[0])
     fun(X)
     gone = weakref.ref(fun)
@@ -299,7 +300,7 @@ def test_what_it_keeps_between_calls_goes_with_the_function():
     assert gone() is None
 
 
-SPEAKING = [
+WITH_DTYPES_OR_SHARDINGS = [
     lambda x, w: jnp.zeros((8, 8)).at[jnp.array([0, 1, 1, 3])].max(x @ w) @ w,
     lambda x, w: jax.ops.segment_min(x @ w, jnp.array([0, 1, 2, 2]), 3) @ w,
     lambda x, w: (x @ w).at[0].apply(lambda v: jnp.tanh(v) * 2) @ w,
@@ -308,23 +309,24 @@ SPEAKING = [
 ]
 
 
-def test_parameters_that_speak_of_dtypes_and_places_are_right_after_it():
-    for number, (got, want) in enumerate(compiled(lambda *xw: [(half(fun)(*xw), fun(*xw)) for fun in SPEAKING])(X, W)):
-        np.testing.assert_allclose(got, want, atol=0.05, err_msg=str(number))
+def test_parameters_that_hold_dtypes_or_shardings_are_adapted():
+    pairs = compiled(lambda *args: [(half(fun)(*args), fun(*args)) for fun in WITH_DTYPES_OR_SHARDINGS])(X, W)
+    for number, (result, expected) in enumerate(pairs):
+        np.testing.assert_allclose(result, expected, atol=0.05, err_msg=str(number))
 
 
-def test_a_jit_with_shardings_keeps_them_where_examples_are_mapped_from_outside():
+def test_a_jit_under_an_outer_vmap_keeps_its_shardings():
     columns = NamedSharding(mesh(), PartitionSpec(None, "batch"))
     layer = jax.jit(lambda table, x: x @ table, out_shardings=columns)
-    mapped = jax.vmap(half(lambda w, x: layer(w @ w, x @ w)), (None, 0))  # the table is computed, and for all
+    mapped = jax.vmap(half(lambda w, x: layer(w @ w, x @ w)), (None, 0))  # all examples share `w @ w`
     assert mapped(W, jnp.ones((3, 4, 8))).sharding == NamedSharding(mesh(), PartitionSpec(None, None, "batch"))
 
 
-def test_layers_that_share_a_jit_share_it_where_examples_are_mapped_from_outside():
+def test_layers_that_share_a_jit_still_share_it_under_an_outer_vmap():
     layer = jax.jit(lambda bias, x, w: jnp.tanh(x @ w + bias))
 
     def fun(w, x):
-        bias = w[0] @ w  # computed, and for all
+        bias = w[0] @ w  # computed, and shared by all examples
         return layer(bias, layer(bias, layer(bias, x @ w, w), w), w) @ w
 
     program = jax.make_jaxpr(jax.vmap(half(fun), (None, 0)))(W, jnp.ones((3, 4, 8)))
@@ -332,7 +334,7 @@ def test_layers_that_share_a_jit_share_it_where_examples_are_mapped_from_outside
     assert len(calls) == 3 and len({id(opened(eqn.params["jaxpr"])[0]) for eqn in calls}) == 1
 
 
-def test_a_state_that_all_examples_share_in_each_turn_is_no_copy_for_each():
+def test_a_state_that_all_examples_share_is_not_repeated_for_each_example():
     def filtered(w, x):
         def turn(state, measured):
             mean, covariance = state
@@ -349,7 +351,7 @@ def test_a_state_that_all_examples_share_in_each_turn_is_no_copy_for_each():
     assert any(var.aval.shape == (3, 8) for inputs in carried for var in inputs)
 
 
-def test_code_of_another_half_dtype_does_not_go_through_the_policys():
+def test_code_in_another_half_dtype_is_not_cast_to_the_policys():
     def fun(x, w):
         large = jnp.exp(x @ w + 15)
         return jax.jit(jnp.matmul)(large, w) + large.T.T @ w
@@ -375,17 +377,17 @@ def test_a_branch_for_other_platforms_is_not_lowered_for_this_one():
     assert products(half(fun), x, w) == ["bfloat16"] * 2
 
 
-def test_equal_functions_of_other_constants_do_not_share_a_program():
+def test_equal_functions_with_different_constants_do_not_share_a_program():
     above = jax.jit(lambda h, bound: jnp.where(h > bound, 1.0, 0.0))
 
     def fun(x, w):
         h = x @ w
         return above(h, 0.0) @ w, above(h, 0.3) @ w
 
-    x = jnp.full((4, 8), 0.30078125)  # what bfloat16 makes of 0.3
+    x = jnp.full((4, 8), 0.30078125)  # 0.3 rounded to bfloat16
     np.testing.assert_array_equal(half(fun)(x, jnp.eye(8))[1], 1)
 
 
-def test_arrays_of_texts_reach_the_function_as_they_are():
+def test_arrays_of_texts_reach_the_function_unchanged():
     batch = {"x": normal(0, 4, 8), "names": np.array(["a", "b"])}
     assert half(lambda batch: (batch["x"] @ jnp.eye(8), batch["names"][1]))(batch)[1] == "b"

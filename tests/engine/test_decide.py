@@ -1,4 +1,4 @@
-"""Decide which values are half: each rule on the smallest program that shows it, in whatever order they apply."""
+"""The rules that decide which values are half, each on a small program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_without_a_product_nothing_changes():
     assert str(jax.make_jaxpr(half(fun))(X)) == str(jax.make_jaxpr(fun)(X))
 
 
-def test_a_float32_bias_between_products_drags_nothing_to_float32():
+def test_a_float32_bias_between_products_is_cast_to_half():
     def fun(x, w, b):
         return jax.nn.relu(x @ w + b) @ w
 
@@ -41,7 +41,7 @@ def test_a_float32_bias_between_products_drags_nothing_to_float32():
     assert dtypes_of("max", half(fun), X, W, B) == ["bfloat16"]
 
 
-def test_what_leads_to_no_product_stays_float32():
+def test_operations_before_no_product_stay_float32():
     def fun(x, w, b):
         return jnp.tanh(x @ w + b)
 
@@ -50,7 +50,7 @@ def test_what_leads_to_no_product_stays_float32():
 
 
 def test_a_choice_between_a_half_value_and_a_float32_one_is_float32():
-    """The scale of flowjax's masked autoregressive flow is a softplus. In half its gradient was 1.9 % off."""
+    """An example is the softplus of a scale in flowjax's autoregressive flow."""
 
     def fun(x, w):
         scale = jax.nn.softplus(x @ w)
@@ -60,7 +60,7 @@ def test_a_choice_between_a_half_value_and_a_float32_one_is_float32():
     assert dtypes_of("mul", half(fun), X, W)[-1] == "float32"
 
 
-def test_what_is_made_of_arguments_only_stays_float32():
+def test_operations_on_arguments_alone_stay_float32():
     def fun(x, w):
         return x @ (w * 3.0 + 1.0)
 
@@ -75,7 +75,7 @@ def test_a_residual_stream_stays_half_and_its_norms_compute_in_float32():
         return layer_norm(x) @ w
 
     streams = [dtype for name, dtype in operations(half(fun), X, W) if name == "add"]
-    # three norms with their epsilon, each before its sum; then the last norm
+    # the epsilon of a norm before each of the three sums, and the epsilon of the last norm
     assert streams == ["float32", "bfloat16"] * 3 + ["float32"]
     assert set(dtypes_of("reduce_sum", half(fun), X, W)) == {"float32"}
     assert set(dtypes_of("sub", half(fun), X, W)) == {"float32"}
@@ -89,7 +89,7 @@ def test_a_stream_after_its_norm_is_half_as_in_a_post_norm_block():
         return x @ w
 
     sums = [dtype for name, dtype in operations(half(fun), X, W) if name == "add"]
-    assert sums.count("bfloat16") == 2 * 3  # two in each gelu, and the stream's own
+    assert sums.count("bfloat16") == 2 * 3  # two additions in each gelu, and the addition to the stream
     assert sums.count("float32") == 2  # the epsilons
 
 
@@ -104,7 +104,7 @@ def test_a_stream_of_batch_norms_and_activations_is_half():
         return x @ w
 
     assert products(half(fun), X, W) == ["bfloat16"] * 4
-    # what each product reads has been rounded once
+    # each operand of a product was rounded once
     casts = [
         (eqn.invars[0].aval.dtype.name, eqn.params["new_dtype"].name)
         for eqn in jax.make_jaxpr(half(fun))(X, W).eqns
@@ -123,7 +123,7 @@ def test_the_sum_of_a_block_and_its_projected_shortcut_is_half():
     assert [eqn.outvars[0].aval.dtype.name for eqn in sums] == ["bfloat16"]
 
 
-def test_a_float32_position_code_does_not_make_the_stream_float32():
+def test_a_float32_position_code_leaves_the_stream_half():
     def fun(x, w):
         x = x + jnp.sin(jnp.arange(4.0))[:, None]
         for _ in range(2):
@@ -138,7 +138,7 @@ def test_a_float32_position_code_does_not_make_the_stream_float32():
     assert streams == ["float32", "float32", "bfloat16"]
 
 
-def test_data_movement_takes_the_colour_of_its_neighbours():
+def test_moves_of_data_between_half_products_are_half():
     def fun(x, w):
         h = (x @ w).reshape(2, 2, 8).transpose(1, 0, 2)[:, ::-1]
         return h.reshape(4, 8) @ w.T
@@ -148,7 +148,7 @@ def test_data_movement_takes_the_colour_of_its_neighbours():
         assert {dtype for primitive, dtype in program if primitive == name} == {"bfloat16"}
 
 
-def test_a_table_is_read_in_float32_and_cast_after():
+def test_a_table_is_looked_up_in_float32_and_cast_afterwards():
     def fun(table, ids, w):
         return table[ids] @ w
 
@@ -200,7 +200,7 @@ def test_half_arguments_meet_float32_weights_in_half_products():
     assert products(half(fun), X.astype(jnp.bfloat16), W) == ["bfloat16"]
 
 
-def test_results_of_a_pure_policy_come_out_half():
+def test_results_under_a_pure_policy_are_half():
     def fun(x, w, n):
         return x @ w, n
 
@@ -208,7 +208,7 @@ def test_results_of_a_pure_policy_come_out_half():
     assert (result.dtype, n.dtype) == (jnp.bfloat16, jnp.int32)
 
 
-def test_an_outer_product_is_a_multiplication():
+def test_an_outer_product_of_arguments_stays_float32():
     def fun(x, w, angles):
         return jnp.cos(jnp.einsum("i,j->ij", jnp.arange(4.0) * 1000, angles)) * (x @ w) @ w
 
@@ -226,7 +226,7 @@ def test_convolutions_are_half_forwards_and_backwards():
 
 
 @pytest.mark.parametrize("policy", HALVES)
-def test_a_network_gives_the_bits_of_casts_by_hand(policy):
+def test_a_network_equals_one_with_casts_by_hand_bit_for_bit(policy):
     dtype = jnp.dtype(HALVES[policy])
 
     def network(x, w, b):
@@ -243,12 +243,12 @@ def test_a_network_gives_the_bits_of_casts_by_hand(policy):
     both = (half(network, policy), by_hand)
     ours, theirs = compiled(lambda *args: [jax.value_and_grad(fun, (0, 2))(*args) for fun in both])(X, W, B)
     assert jnp.array_equal(ours[0], theirs[0])
-    for one, other in zip(ours[1], theirs[1], strict=True):
-        # Cotangents of what is widened at each use are rounded before they are summed.
-        assert jnp.allclose(one, other, rtol=0.02, atol=2 * jnp.finfo(dtype).eps * float(jnp.max(jnp.abs(other))))
+    for got, want in zip(ours[1], theirs[1], strict=True):
+        # Autocast widens a value at each use, so its cotangents are rounded before they are summed.
+        assert jnp.allclose(got, want, rtol=0.02, atol=2 * jnp.finfo(dtype).eps * float(jnp.max(jnp.abs(want))))
 
 
-def test_a_weight_that_its_author_rounds_and_widens_has_its_uses_summed_in_float32():
+def test_gradients_of_a_weight_that_its_author_rounds_are_summed_in_float32():
     def fun(x, w):
         rounded = w.astype(jnp.bfloat16).astype(jnp.float32)
         return jnp.sum(x @ rounded @ rounded)
@@ -258,17 +258,17 @@ def test_a_weight_that_its_author_rounds_and_widens_has_its_uses_summed_in_float
     assert sums == [jnp.float32]
 
 
-def test_what_the_author_widened_is_read_in_half_where_half_is_wanted():
+def test_products_read_the_half_value_behind_the_authors_cast_to_float32():
     def fun(x, w):
         h = jax.nn.relu((x @ w).astype(jnp.bfloat16)).astype(jnp.float32)
         return h @ w, jnp.sum(h)
 
     casts = [eqn for eqn in equations(jax.make_jaxpr(half(fun))(X, W)) if eqn.primitive.name == "convert_element_type"]
-    made_by = {eqn.outvars[0]: eqn for eqn in casts}
-    assert not [eqn for eqn in casts if eqn.invars[0] in made_by and eqn.params["new_dtype"] == jnp.bfloat16]
+    cast_values = {eqn.outvars[0] for eqn in casts}
+    assert not [eqn for eqn in casts if eqn.invars[0] in cast_values and eqn.params["new_dtype"] == jnp.bfloat16]
     assert products(half(fun), X, W) == ["bfloat16"] * 2
     both = (lambda w: fun(X, w)[1] + fun(X, w)[0].sum(), lambda w: half(fun)(X, w)[1] + half(fun)(X, w)[0].sum())
-    expected, result = (jax.grad(each)(W) for each in both)
+    expected, result = (jax.grad(run)(W) for run in both)
     assert cosine(result, expected) > 0.999
 
 
@@ -276,7 +276,7 @@ DECIDED = {
     "an epsilon under a logarithm": (lambda h: jnp.log(1 - h**2 + 1e-6) @ W + h @ W, None),
     "an epsilon before an activation": (lambda h: jnp.cbrt(jnp.abs(h) + 1e-12) @ W, None),
     "a product of log-probabilities": (lambda h: jax.nn.log_softmax(h) @ W, None),
-    "one that is asked for in half": (lambda h: jax.nn.log_softmax(h) @ W, {"primitive:dot_general": "half"}),
+    "a product that an override makes half": (lambda h: jax.nn.log_softmax(h) @ W, {"primitive:dot_general": "half"}),
     "a solver in half": (
         lambda h: jax.lax.linalg.triangular_solve(h @ h.T, h, left_side=True) @ W,
         {"primitive:triangular_solve": "half"},
@@ -284,8 +284,8 @@ DECIDED = {
 }
 
 
-def test_what_the_plan_says_decides_nothing(monkeypatch):
-    def found(between, overrides):
+def test_the_texts_of_a_plan_affect_no_decision(monkeypatch):
+    def dtypes(between, overrides):
         plan = jaxmp.cast_plan(lambda x: between(jnp.tanh(x @ W)), "mixed_float16", overrides)(X)
         return [(row.primitive, row.operands, row.result) for row in plan.rows]
 
@@ -296,15 +296,15 @@ def test_what_the_plan_says_decides_nothing(monkeypatch):
 
         return ask
 
-    expected = {name: found(*case) for name, case in DECIDED.items()}
+    expected = {name: dtypes(*case) for name, case in DECIDED.items()}
     for name in ("kind_of", "request_of"):
         monkeypatch.setattr(Rules, name, reworded(getattr(Rules, name)))
-    assert {name: found(*case) for name, case in DECIDED.items()} == expected
+    assert {name: dtypes(*case) for name, case in DECIDED.items()} == expected
 
 
-FINE = X + 300.4  # bfloat16 has 300 and 302 there
+FINE = X + 300.4  # the bfloat16 numbers nearby are 300 and 302
 
-SEEN = {
+READERS = {
     "a result, moved": lambda y: y.T.reshape(-1),
     "an integer": lambda y: (10 * y.reshape(8, 4).T).astype(jnp.int32),
     "a cast": lambda y: y.astype(jnp.int32),
@@ -313,19 +313,19 @@ SEEN = {
 }
 
 
-def test_what_is_seen_beside_a_product_is_not_rounded_for_it():
-    for name, seen in SEEN.items():
+def test_a_value_that_a_product_reads_is_not_rounded_for_other_readers():
+    for name, read in READERS.items():
 
-        def fun(x, w, seen=seen):
-            y = x.T  # cast before it moves, if only the product reads it
-            return y @ w, seen(y)
+        def fun(x, w, read=read):
+            y = x.T  # if only the product read `y`, autocast would cast before this transposition
+            return y @ w, read(y)
 
-        assert jnp.array_equal(half(fun)(FINE, B[:4, None])[1], seen(FINE.T)), name
+        assert jnp.array_equal(half(fun)(FINE, B[:4, None])[1], read(FINE.T)), name
         rows = jaxmp.cast_plan(fun, "mixed_bfloat16")(FINE, B[:4, None]).rows
         assert next(row for row in rows if row.cls == "half").operands == ("bfloat16", "bfloat16"), name
 
 
-def test_a_softmax_that_is_a_result_too_is_not_rounded():
+def test_a_softmax_that_is_also_a_result_is_not_rounded():
     def fun(x, w):
         p = jax.nn.softmax(x @ w)
         return p @ w, p[0]
@@ -334,7 +334,7 @@ def test_a_softmax_that_is_a_result_too_is_not_rounded():
     assert jnp.allclose(half(fun)(X, W)[1], expected, rtol=1e-5)
 
 
-def test_a_comparison_with_zero_sees_no_digits_and_keeps_no_float32_copy():
+def test_a_comparison_with_zero_needs_no_float32_copy():
     def fun(x, w):
         y = x.T
         return y @ w, y > 0
@@ -342,7 +342,7 @@ def test_a_comparison_with_zero_sees_no_digits_and_keeps_no_float32_copy():
     assert dtypes_of("transpose", half(fun), X, B[:4, None]) == ["bfloat16"]
 
 
-def test_the_plan_tells_the_dtype_of_what_the_author_casts_and_reduces():
+def test_the_plan_has_the_dtype_of_a_reduction_after_the_authors_cast():
     plan = jaxmp.cast_plan(lambda x, w: (w.astype(jnp.bfloat16).max(), x @ w), "mixed_bfloat16")(X, W)
     (largest,) = (row for row in plan.rows if row.primitive == "reduce_max")
     assert (largest.operands, largest.result) == (("bfloat16",), "bfloat16")
@@ -384,7 +384,7 @@ def decisions(program):
 
 @pytest.mark.parametrize("fun", [jax.grad(block), recurrent, distances])
 def test_shuffled_rules_decide_the_same(fun, monkeypatch):
-    """The order in which rules are applied cannot matter, for a state only rises."""
+    """The order of the rules does not matter, because a state only rises."""
     program = jax.make_jaxpr(fun)(X, W)
     expected = decisions(program)
     settle = decide_module._settle

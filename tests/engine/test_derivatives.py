@@ -1,4 +1,4 @@
-"""Derivatives: custom rules are kept and run under the policy, forwards and backwards, first and second order."""
+"""Derivatives under autocast: custom rules are kept, and run under the policy."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ DERIVATIVES = {
 
 
 def test_derivatives_agree_with_float32():
-    found = compiled(lambda w: {n: (each(network)(w), each(half(network))(w)) for n, each in DERIVATIVES.items()})(W)
-    for name, (expected, result) in found.items():
+    pairs = compiled(lambda w: {name: (of(network)(w), of(half(network))(w)) for name, of in DERIVATIVES.items()})(W)
+    for name, (expected, result) in pairs.items():
         assert jax.tree.leaves(result)[0].dtype == jnp.float32, name
         assert cosine(result, expected) > 0.999, name
 
@@ -41,7 +41,7 @@ def test_the_gradient_of_autocast_and_the_autocast_gradient_have_the_same_produc
 
 
 def recorded(log, optimize_remat=False):
-    """A product with a derivative rule of its own, which notes that it was used."""
+    """Return a product whose custom derivative rule appends its calls to ``log``."""
 
     @jax.custom_vjp
     def product(x, w):
@@ -54,14 +54,14 @@ def recorded(log, optimize_remat=False):
     def backward(residuals, g):
         log.append("backward")
         x, w = residuals
-        return 2 * (g @ w.T), x.T @ g  # twice the true gradient of x, to be told by its value
+        return 2 * (g @ w.T), x.T @ g  # twice the true gradient of x, so that the value shows which rule ran
 
     product.defvjp(forward, backward, optimize_remat=optimize_remat)
     return product
 
 
 @pytest.mark.parametrize("optimize_remat", [False, True])
-def test_a_custom_vjp_keeps_its_rule_and_its_rule_is_half(optimize_remat):
+def test_a_custom_vjp_keeps_its_rule_and_the_rule_is_half(optimize_remat):
     log: list[str] = []
     product = recorded(log, optimize_remat)
 
@@ -70,10 +70,10 @@ def test_a_custom_vjp_keeps_its_rule_and_its_rule_is_half(optimize_remat):
 
     assert products(jax.grad(half(fun)), W) == ["bfloat16"] * 6
     assert log.count("forward") and log.count("backward")
-    expected, *found = compiled(
-        lambda w: [fun(w) for fun in (jax.grad(fun), jax.grad(half(fun)), half(jax.grad(fun)))]
+    expected, *gradients = compiled(
+        lambda w: [gradient(w) for gradient in (jax.grad(fun), jax.grad(half(fun)), half(jax.grad(fun)))]
     )(W)
-    assert min(cosine(each, expected) for each in found) > 0.9999
+    assert min(cosine(gradient, expected) for gradient in gradients) > 0.9999
     assert ("custom_vjp_call", "bfloat16") in operations(half(fun), W)
 
 
@@ -89,7 +89,7 @@ def test_a_custom_vjp_that_optimizes_remat_is_half_under_checkpoint():
         assert cosine(*compiled(lambda w, fun=derivative: [fun(w), plain(w)])(W)) > 0.9999
 
 
-def test_a_custom_vjp_that_closes_over_an_array_gets_its_own_residuals():
+def test_a_custom_vjp_that_closes_over_an_array_gets_the_right_residuals():
     table = jnp.arange(8.0) / 8
 
     def saving(residuals):
@@ -111,7 +111,7 @@ def test_a_custom_vjp_that_closes_over_an_array_gets_its_own_residuals():
         assert cosine(*compiled(lambda x, fun=fun: (jax.grad(half(fun))(x), jax.grad(fun)(x)))(X)) > 0.9999
 
 
-def test_a_custom_vjp_with_integers_static_arguments_and_no_gradient():
+def test_a_custom_vjp_may_have_integers_and_static_arguments():
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def layer(activation, x, w, n):
         return activation(x @ w) * n.astype(jnp.float32)
@@ -130,7 +130,7 @@ def test_a_custom_vjp_with_integers_static_arguments_and_no_gradient():
         return jnp.sum(layer(jnp.tanh, layer(jnp.tanh, X, w, n), w, n))
 
     n = jnp.arange(8) + 1
-    assert cosine(*compiled(lambda w, n: [jax.grad(each)(w, n) for each in (half(fun), fun)])(W, n)) > 0.999
+    assert cosine(*compiled(lambda w, n: [jax.grad(run)(w, n) for run in (half(fun), fun)])(W, n)) > 0.999
     assert set(products(jax.grad(half(fun)), W, n)) == {"bfloat16"}
 
 
@@ -150,12 +150,12 @@ def test_a_custom_vjp_takes_a_python_bool():
     def fun(w):
         return jnp.sum(layer(X, w, True) ** 2)
 
-    assert cosine(*compiled(lambda w: [jax.grad(each)(w) for each in (half(fun), fun)])(W)) > 0.9999
+    assert cosine(*compiled(lambda w: [jax.grad(run)(w) for run in (half(fun), fun)])(W)) > 0.9999
     assert set(products(jax.grad(half(fun)), W)) == {"bfloat16"}
 
 
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_a_custom_jvp_keeps_its_rule_and_its_rule_is_half(symbolic):
+def test_a_custom_jvp_keeps_its_rule_and_the_rule_is_half(symbolic):
     @jax.custom_jvp
     def layer(x, w, n):
         return jnp.tanh(x @ w) * n
@@ -167,16 +167,16 @@ def test_a_custom_jvp_keeps_its_rule_and_its_rule_is_half(symbolic):
             for p, t in zip(primals, tangents, strict=True)
         )
         y = layer(x, w, n)
-        return y, (1 - (y / n) ** 2) * n * (dx @ w + x @ dw) * 2.0  # twice the true one
+        return y, (1 - (y / n) ** 2) * n * (dx @ w + x @ dw) * 2.0  # twice the true tangent
 
     layer.defjvp(rule, symbolic_zeros=symbolic)
 
     def fun(w):
         return jnp.sum(layer(layer(X, w, jnp.float32(2)), w, jnp.float32(3)))
 
-    found, expected = compiled(lambda w: [jax.grad(each)(w) for each in (half(fun), fun)])(W)
-    assert cosine(found, expected) > 0.999
-    assert np.isclose(np.linalg.norm(found), np.linalg.norm(expected), rtol=0.02)
+    result, expected = compiled(lambda w: [jax.grad(run)(w) for run in (half(fun), fun)])(W)
+    assert cosine(result, expected) > 0.999
+    assert np.isclose(np.linalg.norm(result), np.linalg.norm(expected), rtol=0.02)
     assert set(products(jax.grad(half(fun)), W)) == {"bfloat16"}
     assert ("custom_jvp_call", "bfloat16") in operations(half(fun), W)
 
@@ -210,14 +210,14 @@ def test_checkpoint_keeps_its_policy():
         fun = twice(jax.checkpoint(block, policy=policy))
         expected = products(jax.grad(fun), W)
         for way, transformed in (("inside", jax.grad(half(fun))), ("outside", half(jax.grad(fun)))):
-            assert products(transformed, W) == ["bfloat16"] * len(expected), name  # as much is computed twice
+            assert products(transformed, W) == ["bfloat16"] * len(expected), name  # as many products are recomputed
             if name == "names":
                 gradients[name, way] = transformed
-    expected, found = compiled(lambda w: (jax.grad(twice(block))(w), {n: f(w) for n, f in gradients.items()}))(W)
-    assert not {name for name, gradient in found.items() if not cosine(gradient, expected) > 0.999}
+    expected, results = compiled(lambda w: (jax.grad(twice(block))(w), {n: f(w) for n, f in gradients.items()}))(W)
+    assert not {name for name, gradient in results.items() if not cosine(gradient, expected) > 0.999}
 
 
-def test_what_is_recomputed_stays_recomputed_in_the_compiled_program():
+def test_the_compiled_program_keeps_recomputations():
     def fun(w):
         block = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w))
         return jnp.sum(block(block(X)))
@@ -236,7 +236,7 @@ def test_a_rule_in_a_loop_under_vmap():
         return jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(product(x, w)), None), X, None, length=3)[0])
 
     batch = jnp.stack([W, W + 0.1])
-    assert cosine(*compiled(lambda ws: [jax.vmap(jax.grad(each))(ws) for each in (half(fun), fun)])(batch)) > 0.999
+    assert cosine(*compiled(lambda ws: [jax.vmap(jax.grad(run))(ws) for run in (half(fun), fun)])(batch)) > 0.999
 
 
 def test_residuals_are_saved_in_half():
@@ -248,7 +248,7 @@ def test_residuals_are_saved_in_half():
     assert saved and {leaf.dtype.name for leaf in saved} <= {"bfloat16", "bool"}
 
 
-def test_an_evaluation_before_or_inside_the_loss_changes_no_bit_of_the_gradients():
+def test_calling_the_function_elsewhere_changes_no_bit_of_its_gradients():
     fun = half(network)
     expected = jax.grad(fun)(W)
     fun(W)
@@ -261,7 +261,7 @@ def test_an_evaluation_before_or_inside_the_loss_changes_no_bit_of_the_gradients
     assert cosine(jax.grad(half(lambda w: network(w) + 0 * jax.lax.stop_gradient(network(w))))(W), expected) > 0.9999
 
 
-def test_a_region_round_a_jitted_rule_holds_in_its_backward_pass():
+def test_a_region_around_a_jitted_rule_applies_to_its_backward_pass():
     @jax.custom_vjp
     def layer(x, w):
         return jnp.exp(x @ w)
@@ -291,25 +291,25 @@ def test_a_rule_may_keep_a_part_in_float32():
     assert sorted(products(gradient, X, W)) == ["bfloat16"] * 5 + ["float32"]
 
 
-def test_a_custom_vjp_is_told_what_has_no_derivative():
-    seen = []
+def test_a_custom_vjp_receives_symbolic_zeros():
+    perturbed, zeros = [], []
 
     @jax.custom_vjp
     def product(x, w):
         return x @ w, x
 
     def forward(x, w):
-        seen.append((x.perturbed, w.perturbed))
+        perturbed.append((x.perturbed, w.perturbed))
         return (x.value @ w.value, x.value), (x.value, w.value)
 
     def backward(residuals, cotangents):
-        seen.append([isinstance(ct, jax.custom_derivatives.SymbolicZero) for ct in cotangents])
+        zeros.append([isinstance(ct, jax.custom_derivatives.SymbolicZero) for ct in cotangents])
         x, w = residuals
         return cotangents[0] @ w.T, x.T @ cotangents[0]
 
     product.defvjp(forward, backward, symbolic_zeros=True)
     gradient = jax.grad(half(lambda w: jnp.sum(product(X, w)[0])))(W)
-    assert (False, True) in seen and [False, True] in seen
+    assert (False, True) in perturbed and [False, True] in zeros
     assert cosine(gradient, jax.grad(lambda w: jnp.sum(X @ w))(W)) > 0.9999
 
 
@@ -350,13 +350,13 @@ def test_rules_may_close_over_arrays():
 
 LIMITS = {
     "clip": lambda h: jnp.clip(h, -0.3, 0.3),
-    "of two": lambda h: jnp.maximum(h, 0.3 * h[::-1]),
+    "maximum of two": lambda h: jnp.maximum(h, 0.3 * h[::-1]),
     "a learned bound": lambda h: jnp.minimum(h, jnp.mean(jnp.abs(h), -1, keepdims=True)),
     "max": lambda h: h + jnp.max(h, -1, keepdims=True),
 }
 
 
-def test_a_limit_of_what_is_float32_passes_its_gradient_inside_and_outside():
+def test_limits_of_float32_values_pass_the_right_gradient():
     def loss(w, limit):
         return jnp.mean((limit(layer_norm(X @ w)) @ W) ** 2)
 
@@ -364,13 +364,13 @@ def test_a_limit_of_what_is_float32_passes_its_gradient_inside_and_outside():
         fun = functools.partial(loss, limit=limit)
         return [way(w) for way in (jax.grad(fun), jax.grad(half(fun, policy)), half(jax.grad(fun), policy))]
 
-    found = compiled(lambda w: {name: gradients(w, LIMITS[name], policy) for name, policy in in_turn(LIMITS)})(W)
-    for name, (expected, *each) in found.items():
-        assert min(cosine(gradient, expected) for gradient in each) > 0.995, name
+    results = compiled(lambda w: {name: gradients(w, LIMITS[name], policy) for name, policy in in_turn(LIMITS)})(W)
+    for name, (expected, *half_gradients) in results.items():
+        assert min(cosine(gradient, expected) for gradient in half_gradients) > 0.995, name
 
 
 @pytest.mark.parametrize("is_rule_first", [False, True])
-def test_a_jitted_function_that_a_rule_calls_as_well_has_a_program_for_each(is_rule_first):
+def test_a_jitted_function_inside_and_outside_of_a_rule_has_two_programs(is_rule_first):
     scale = jax.jit(lambda b, y: b * y)
 
     @jax.custom_jvp
@@ -390,12 +390,12 @@ def test_a_jitted_function_that_a_rule_calls_as_well_has_a_program_for_each(is_r
     def total(run):
         return lambda b: jnp.sum(jax.vmap(jax.jit(run), (None, None, 0))(b, W, jnp.tile(X, (250, 1))))
 
-    given, expected = compiled(lambda b: [jax.grad(total(run))(b) for run in (half(fun), fun)])(jnp.ones(8))
-    assert jnp.linalg.norm(given - expected) < 0.02 * jnp.linalg.norm(expected)
+    result, expected = compiled(lambda b: [jax.grad(total(run))(b) for run in (half(fun), fun)])(jnp.ones(8))
+    assert jnp.linalg.norm(result - expected) < 0.02 * jnp.linalg.norm(expected)
 
 
-def test_equal_jitted_functions_of_which_one_takes_what_has_changed_have_a_program_each():
-    """The derivative of ``clip`` compares what it was given: float32 in the loop, half after the products."""
+def test_a_jitted_function_has_a_program_for_each_dtype_of_its_operands():
+    """The derivative of ``clip`` compares float32 operands in the loop, later half ones."""
     w = normal(2, 8, 8, scale=0.3)
 
     def turns(body, start):
@@ -406,5 +406,5 @@ def test_equal_jitted_functions_of_which_one_takes_what_has_changed_have_a_progr
         clipped = jnp.clip(turns(lambda c: jnp.clip(jnp.tanh(c) + 0.5 * c, -3, 3), y), -3, 3)
         return jnp.sum(clipped + jnp.clip(jax.nn.softmax(y @ X.T) @ X, -3, 3))
 
-    given, expected = compiled(lambda w: (half(jax.grad(loss))(w), jax.grad(loss)(w)))(w)
-    assert jnp.linalg.norm(given - expected) < 0.02 * jnp.linalg.norm(expected)
+    result, expected = compiled(lambda w: (half(jax.grad(loss))(w), jax.grad(loss)(w)))(w)
+    assert jnp.linalg.norm(result - expected) < 0.02 * jnp.linalg.norm(expected)

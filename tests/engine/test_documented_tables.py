@@ -1,6 +1,6 @@
-"""Six programs that everybody writes have the dtypes that a reader of docs/autocast.md predicts.
+"""Common programs have the dtypes that docs/autocast.md documents.
 
-Each operation stands in a scope with its name. A table says the dtype that it computes in.
+Each operation is in a scope with its name. A table has the dtype in which each operation computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from places import ROOT
 from plan_tools import plan, shape
 
 HALF, FULL = "bfloat16", "float32"
-COMPUTES_NOTHING = {"clear", "opaque", "recurse"}  # moves, the author's casts, positions; bodies
+COMPUTES_NOTHING = {"clear", "opaque", "recurse"}  # moves; the author's casts and positions; bodies
 
 
 def layer_norm(x, scale, bias):
@@ -265,7 +265,7 @@ TABLES = {
 
 
 def dtypes_of(name):
-    """The dtypes that the operations of each scope compute in."""
+    """Return the dtypes in which the operations of each scope compute."""
     fun, args = PROGRAMS[name]
     dtypes = {}
     for row in plan(fun, *args).rows:
@@ -280,7 +280,7 @@ def test_each_operation_has_the_dtype_that_a_reader_predicts(name):
     assert dtypes_of(name) == {operation: {dtype} for operation, dtype in TABLES[name].items()}
 
 
-def test_the_page_has_these_tables():
+def test_the_documentation_has_these_tables():
     page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| ([^|`]+) \| ([^|`]+) \| ([^|`]+) \|$", page, re.MULTILINE)
     tables = {name: (half.split("; "), full.split("; ")) for name, half, full in cells if name in TABLES}

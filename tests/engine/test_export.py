@@ -1,4 +1,4 @@
-"""``jax.export`` with a size left open: a model under a policy or autocast is exported once for every batch."""
+"""``jax.export`` with a symbolic batch size, under a policy and under autocast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import export
 
 import jaxmp
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms mix dtypes
 
 
 class Net(nn.Module):
@@ -65,24 +65,24 @@ def over_examples(policy):
         (over_examples, "mixed_float16"),
     ],
 )
-def test_what_is_exported_for_every_batch_computes_what_the_function_does(make, policy):
+def test_an_export_with_a_symbolic_batch_computes_the_same_as_the_function(make, policy):
     fun = jax.jit(make(policy))
     exported = export.export(fun)(jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32))
     for rows in (3, 80):
         x = normal(rows, rows, 8)
-        given, expected = exported.call(x), fun(x)
-        assert jax.tree.map(lambda leaf: leaf.dtype, given) == jax.tree.map(lambda leaf: leaf.dtype, expected)
-        for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
-            assert jnp.allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=0.02, atol=0.01)
+        result, expected = exported.call(x), fun(x)
+        assert jax.tree.map(lambda leaf: leaf.dtype, result) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+        for got, want in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+            assert jnp.allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0.02, atol=0.01)
 
 
-def test_a_plan_needs_numbers():
+def test_a_plan_raises_for_symbolic_sizes():
     x = jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32)
     with pytest.raises(ValueError, match="a plan needs all sizes"):
         jaxmp.cast_plan(lambda x: x @ normal(1, 8, 8), "mixed_bfloat16")(x)
 
 
-def test_no_product_with_an_open_size_is_in_float8():
+def test_a_product_with_a_symbolic_size_is_not_float8():
     lhs = jax.ShapeDtypeStruct(export.symbolic_shape("b, 2048"), jnp.bfloat16)
     rhs = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
     why = jaxmp.policy.float8.refusal(lhs, rhs, (((1,), (0,)), ((), ())), jaxmp.Float8())

@@ -1,4 +1,4 @@
-"""Products of weights are float8 where a policy says so, by every route and under every transformation."""
+"""Products of weights are float8 under a float8 policy, in each API and transformation."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def emulated(monkeypatch):
 
 
 def told(fun, *args, policy=SMALL, overrides=None):
-    """The operands of each product, and what the plan says of it."""
+    """Return the operand dtypes of each product, and the plan's reason."""
     rows = plan(fun, *args, policy=policy, overrides=overrides).rows
     return [(row.operands, row.why) for row in rows if row.cls == "half"]
 
 
 def multiplied(fun, *args):
     """Return the operand dtypes of each product of a traced function."""
-    return [each.operands for each in jaxmp.inspect.audit(fun, compile=False)(*args).products]
+    return [product.operands for product in jaxmp.inspect.audit(fun, compile=False)(*args).products]
 
 
 def in_float8(fun, *args):
-    """Count the products in float8 and the others, in the forward and in the backward pass."""
+    """Count float8 and other products, in the forward and in the backward pass."""
     products = jaxmp.inspect.audit(fun, compile=False)(*args).products
-    found = {"forward": [0, 0], "backward": [0, 0]}
-    for each in products:
-        formats = FORWARD if each.phase == "forward" else BACKWARD
-        found[each.phase][set(each.operands) != set(formats)] += 1
-    return found["forward"], found["backward"]
+    counts = {"forward": [0, 0], "backward": [0, 0]}
+    for product in products:
+        formats = FORWARD if product.phase == "forward" else BACKWARD
+        counts[product.phase][set(product.operands) != set(formats)] += 1
+    return counts["forward"], counts["backward"]
 
 
 def tied(table, w, tokens, rows=lambda table, tokens: table[tokens]):
@@ -71,7 +71,10 @@ def layer(x, w):
 
 
 def dispatched(x, w, kind):
-    """The rows of a product of ``x``, and of ``x``, that integers and bools made of that product pick."""
+    """Pick rows by a product with a mask that is computed from a layer's result.
+
+    The rows are those of the layer's result and of ``x``.
+    """
     h = layer(x, w)
     mask = jax.nn.one_hot(jnp.argmax(h, -1), 16) if kind == "one-hot" else (h > 0).astype(h.dtype)
     return mask.T @ h, mask.T @ x
@@ -145,15 +148,15 @@ WHICH = {
 
 
 class TestWhichProducts:
-    def test_the_plan_says_of_every_product_whether_it_is_float8_and_why_not(self):
+    def test_the_plan_shows_which_products_are_float8_and_why_others_are_not(self):
         for name, (fun, args, reasons) in WHICH.items():
-            found = told(fun, *args)
-            assert [operands for operands, _ in found] == [HALF if reason else FORWARD for reason in reasons], name
-            assert [why.partition("; ")[2] for _, why in found] == [
+            rows = told(fun, *args)
+            assert [operands for operands, _ in rows] == [HALF if reason else FORWARD for reason in reasons], name
+            assert [why.partition("; ")[2] for _, why in rows] == [
                 f"no float8: {reason}" if reason else "float8" for reason in reasons
             ], name
 
-    def test_by_default_weights_are_1536_wide_and_meet_1024_tokens(self):
+    def test_by_default_float8_needs_weights_1536_wide_and_1024_tokens(self):
         def fun(x, small, odd, large):
             return jnp.tanh(x[:, :768]) @ small, jnp.tanh(x) @ odd, jnp.tanh(x[:512]) @ large, jnp.tanh(x) @ large
 
@@ -163,7 +166,7 @@ class TestWhichProducts:
             "no float8: 768 < 1536", "no float8: 50257 % 16", "no float8: 512 tokens < 1024", "float8",
         ]  # fmt: skip
 
-    def test_the_summary_counts_them_and_those_that_are_not_by_why(self):
+    def test_the_summary_counts_float8_products_and_the_reasons_against_float8(self):
         def fun(x, small, large):
             with jaxmp.precision("float32"):
                 x = layer(x, large)
@@ -176,7 +179,7 @@ class TestWhichProducts:
         assert told in str(found).splitlines() and '"float8": 2' in found.to_json()
         assert "in float8" not in str(plan(fun, *args)) and plan(fun, *args).summary.float8 == {}
 
-    def test_what_somebody_asked_to_be_float32_is(self):
+    def test_a_float32_region_is_not_float8(self):
         def fun(x, w):
             with jaxmp.precision("float32"):
                 x = layer(x, w)
@@ -186,7 +189,7 @@ class TestWhichProducts:
             (("float32", "float32"), "region jaxmp.precision('float32')"), (FORWARD, "product; float8"),
         ]  # fmt: skip
 
-    def test_a_device_without_float8_computes_in_bfloat16_and_says_so_once(self, monkeypatch):
+    def test_a_device_without_float8_computes_in_bfloat16_and_warns_once(self, monkeypatch):
         monkeypatch.delenv("JAXMP_FLOAT8")
         monkeypatch.setattr(float8, "_warned", [])
         args = [shape(16, 16)] * 2
@@ -199,7 +202,7 @@ class TestWhichProducts:
             assert told(layer, *args) == [(HALF, "product; no float8: not on this device")]
         assert told(layer, *args, policy="mixed_bfloat16") == [(HALF, "product")]
 
-    def test_equal_layers_of_one_jitted_body_are_told_apart(self):
+    def test_two_calls_of_a_jitted_product_can_differ_in_float8(self):
         dot = jax.jit(jnp.matmul)
 
         def fun(x, w):
@@ -212,7 +215,7 @@ class TestWhichProducts:
 
 
 class Linen(nn.Module):
-    """Two layers that have a dtype field, and a head without one."""
+    """Two layers that have a dtype field, and a head that has none."""
 
     @nn.compact
     def __call__(self, x):
@@ -277,7 +280,7 @@ def _under_autocast(overrides):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_by_every_route_all_products_of_weights_are_float8_but_where_an_override_says_otherwise(route):
+def test_products_of_weights_are_float8_except_under_an_override(route):
     loss, params = ROUTES[route]()
     assert in_float8(jax.grad(loss), params, normal(0, 16, 16)) == ([3, 0], [5, 0])
     loss, params = ROUTES[route]({"**/head": "mixed_bfloat16" if "autocast" in route else "float32"})
@@ -286,25 +289,26 @@ def test_by_every_route_all_products_of_weights_are_float8_but_where_an_override
     assert in_float8(jax.grad(loss), params, normal(0, 16, 16)) == ([1, 2], [2, 3])
 
 
-def test_an_override_turns_it_on_where_all_else_is_float32():
+def test_an_override_turns_float8_on_in_a_float32_model():
     for route in ("linen.apply_policy", "nnx.autocast"):
         loss, params = ROUTES[route]({"**/head": SMALL, "**": "float32"})
         assert multiplied(loss, params, normal(0, 16, 16)) == [("float32", "float32")] * 2 + [FORWARD]
 
 
 @pytest.mark.once
-def test_of_two_recipes_each_part_has_its_own():
+def test_each_part_of_a_model_uses_its_own_recipe():
     overrides = {"**/head": SMALL.replace("min_dim", "gradient=float8_e4m3fn,min_dim")}
     for route in ("linen.autocast", "nnx.apply_policy"):
         loss, params = ROUTES[route](overrides)
         products = jaxmp.inspect.audit(jax.grad(loss), compile=False)(params, normal(0, 16, 16)).products
-        formats = {each.path.endswith("head"): {*each.operands} for each in products if each.phase == "backward"}
+        backward = [product for product in products if product.phase == "backward"]
+        formats = {product.path.endswith("head"): {*product.operands} for product in backward}
         assert formats == {True: {E4M3}, False: {E4M3, E5M2}}
 
 
 def by_hand(x, w):
-    """The product as the engine writes it."""
-    half = [each.astype(jnp.bfloat16) for each in (x, w)]
+    """Compute the float8 product as the engine emits it."""
+    half = [operand.astype(jnp.bfloat16) for operand in (x, w)]
     recipe = jaxmp.Float8(min_dim=16, min_tokens=16)
     return float8_product.dot_general(*half, (((x.ndim - 1,), (0,)), ((), ())), recipe, weight="rhs")
 
@@ -325,7 +329,7 @@ def loss_of(fun):
 
 
 class TestNumbers:
-    def test_they_are_those_of_the_products_by_hand_bit_for_bit(self):
+    def test_results_equal_products_by_hand_bit_for_bit(self):
         x = normal(0, 4, 16, 16)
         ours, hand = (
             compiled(lambda *args, fun=fun: (fun(*args), jax.grad(loss_of(fun))(*args)))(MLP, x)
@@ -334,12 +338,12 @@ class TestNumbers:
         jax.tree.map(np.testing.assert_array_equal, ours, hand)
         assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(ours))
 
-    def test_rows_that_a_one_hot_product_looks_up_are_those_of_bfloat16(self):
+    def test_rows_looked_up_by_a_one_hot_product_are_bfloat16(self):
         table, ids = normal(0, 16, 16), np.arange(32, dtype=np.int32) % 16
         rows = compiled(jaxmp.autocast(one_hot_rows, SMALL))(table, ids)
         np.testing.assert_array_equal(rows, np.asarray(table).astype(jnp.bfloat16)[ids])
 
-    def test_they_are_near_those_of_float32_and_not_those_of_bfloat16(self):
+    def test_gradients_are_near_float32_but_less_exact_than_bfloat16(self):
         ways = mlp, jaxmp.autocast(mlp, SMALL), jaxmp.autocast(mlp, "mixed_bfloat16")
         program = compiled(lambda *args: [jax.grad(loss_of(fun))(*args) for fun in ways])
         exact, ours, half = program(MLP, normal(0, 64, 16))
@@ -357,13 +361,13 @@ class TestNumbers:
 
 
 class TestTransformations:
-    def test_vmap_has_one_scale_for_all(self):
+    def test_vmap_uses_one_scale_for_all_examples(self):
         x = normal(0, 4, 16, 16)
         mapped = jax.vmap(jaxmp.autocast(mlp, SMALL), (None, 0))
         outer = jaxmp.autocast(jax.vmap(mlp, (None, 0)), SMALL)
-        expected, *found = compiled(lambda *args: [fun(*args) for fun in (hand_mlp, mapped, outer)])(MLP, x)
-        for each in found:
-            np.testing.assert_array_equal(each, expected)
+        expected, *results = compiled(lambda *args: [fun(*args) for fun in (hand_mlp, mapped, outer)])(MLP, x)
+        for result in results:
+            np.testing.assert_array_equal(result, expected)
         assert in_float8(jax.grad(loss_of(mapped)), MLP, x) == ([2, 0], [3, 0])
         gradients = compiled(lambda *args: [jax.grad(loss_of(fun))(*args) for fun in (mapped, hand_mlp)])(MLP, x)
         assert 1 - cosine(*gradients) < 1e-4
@@ -372,8 +376,8 @@ class TestTransformations:
     def test_scan_over_layers(self, inside):
         weights = normal(1, 3, 16, 16, scale=0.25)
 
-        def scanned(one):
-            return lambda weights, x: jax.lax.scan(lambda x, w: (one(x, w), None), x, weights)[0]
+        def scanned(layer):
+            return lambda weights, x: jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0]
 
         ours = scanned(jaxmp.autocast(layer, SMALL)) if inside else jaxmp.autocast(scanned(layer), SMALL)
 
@@ -392,25 +396,25 @@ class TestTransformations:
         def loss_fn(params, model_state, batch, rng):
             return loss_of(mlp)(params, batch), model_state
 
-        found = []
+        params = []
         for remat in (None, "full", "float8"):
             step = jaxmp.make_train_step(loss_fn, policy=SMALL, remat=remat, donate=False)
             state = jaxmp.TrainState.create(params=MLP, tx=optax.sgd(1.0))
-            found.append(compiled(step.jitted)(state, normal(0, 32, 16))[0].params)
-        for each in found[1:]:
-            jax.tree.map(np.testing.assert_array_equal, found[0], each)
+            params.append(compiled(step.jitted)(state, normal(0, 32, 16))[0].params)
+        for params_of_remat in params[1:]:
+            jax.tree.map(np.testing.assert_array_equal, params[0], params_of_remat)
 
-    def test_remat_float8_keeps_the_operands_in_float8_and_nothing_else(self):
+    def test_remat_float8_saves_only_the_operands_in_float8(self):
         policy = jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)
         fun = jax.checkpoint(jaxmp.autocast(mlp, SMALL), policy=policy)
-        kept = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], MLP, normal(0, 128, 16))
-        large = {(leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(kept) if leaf.size > 1}
+        residuals = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], MLP, normal(0, 128, 16))
+        large = {(leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(residuals) if leaf.size > 1}
         weights = {("float32", leaf.size) for leaf in MLP.values()}
         assert large == {("uint8", size) for size in (128 * 16, 128 * 64, 16 * 64, 64 * 32)} | weights | {
             ("float32", 128 * 16)
         }
 
-    def test_a_function_with_a_rule_of_its_own_between_two_products(self):
+    def test_a_function_with_a_custom_rule_may_stand_between_products(self):
         @jax.custom_vjp
         def double(x):
             return 2 * x
@@ -433,23 +437,24 @@ class TestTransformations:
         np.testing.assert_array_equal(compiled(fun)(MLP, placed), expected)
 
     @pytest.mark.parametrize("inside", [False, True], ids=["autocast of shard_map", "shard_map of autocast"])
-    def test_shards_wait_for_none_that_does_not_compute(self, inside):
+    def test_shards_do_not_wait_for_a_shard_that_skips_the_product(self, inside):
         mesh = Mesh(np.array(jax.devices()[:4]), ("stage",))
-        split, dot = PartitionSpec("stage"), jax.jit(layer)  # of one body, in a branch and outside of it
-        one = jaxmp.autocast(lambda x, w: dot(x, w), SMALL) if inside else dot
+        split, jitted = PartitionSpec("stage"), jax.jit(layer)  # called in a branch and outside of it
+        run = jaxmp.autocast(lambda x, w: jitted(x, w), SMALL) if inside else jitted
 
         def local(x, w):
-            x = one(x, w[0])
-            return jax.lax.cond(jax.lax.axis_index("stage") == 0, lambda x: one(x, w[0]), lambda x: x, x)
+            x = run(x, w[0])
+            return jax.lax.cond(jax.lax.axis_index("stage") == 0, lambda x: run(x, w[0]), lambda x: x, x)
 
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, split), out_specs=split, check_vma=False)
         fun = mapped if inside else jaxmp.autocast(mapped, SMALL)
         x, w = normal(0, 64, 16), normal(1, 4, 16, 16)
-        assert str(jax.make_jaxpr(fun)(x, w)).count("pmax") == 2  # of both operands of the product that all compute
+        # One pmax for each operand of the product that all shards compute.
+        assert str(jax.make_jaxpr(fun)(x, w)).count("pmax") == 2
         assert multiplied(fun, x, w) == [FORWARD] * 2
         half = jaxmp.autocast(mapped, "mixed_bfloat16")
-        found, half = compiled(lambda x, w: (fun(x, w), half(x, w)))(x, w)
-        assert np.isfinite(found).all() and 1 - cosine(found, half) < 1e-2
+        result, half = compiled(lambda x, w: (fun(x, w), half(x, w)))(x, w)
+        assert np.isfinite(result).all() and 1 - cosine(result, half) < 1e-2
 
 
 class Layers(nn.Module):
@@ -469,22 +474,22 @@ WEIGHTS = {(16, 64), (64, 32), (64, 64)}
 
 
 def casts_to_e4m3(jaxpr, inside=False):
-    """How often weights are cast in the turns of the loop over microbatches, and before it."""
-    found = Counter()
+    """Count the casts of weights inside and outside of the loop over microbatches."""
+    casts = Counter()
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         is_cast = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == E4M3
-        found[inside] += is_cast and eqn.invars[0].aval.shape in WEIGHTS
+        casts[inside] += is_cast and eqn.invars[0].aval.shape in WEIGHTS
         is_loop = eqn.primitive.name == "scan" and eqn.params["length"] == 2
         for inner in jaxprs_in(eqn):
-            found.update(casts_to_e4m3(inner, inside or is_loop))
-    return found
+            casts.update(casts_to_e4m3(inner, inside or is_loop))
+    return casts
 
 
 WITHOUT_A_MODULE = pytest.mark.slow("the same without a module")
 
 
 class TestAccumulation:
-    """Weights are cast to float8 once a step."""
+    """Weights are cast to float8 once per step."""
 
     @staticmethod
     def loss_and_params(route):
@@ -498,7 +503,7 @@ class TestAccumulation:
         ("route", "remat"),
         [pytest.param("flat", "full", marks=WITHOUT_A_MODULE), ("linen", None)],
     )
-    def test_a_weight_is_cast_once_a_step_and_no_bit_changes(self, route, remat, monkeypatch):
+    def test_a_weight_is_cast_once_per_step_without_changing_a_bit(self, route, remat, monkeypatch):
         loss, params = self.loss_and_params(route)
         tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
         x, found, casts = normal(0, 2 * 48, 16), [], []
@@ -520,7 +525,7 @@ class TestAccumulation:
             assert found[0][1]["loss"] == found[1][1]["loss"] and not found[0][1]["skipped"]
 
 
-def test_an_autocast_inside_keeps_its_own_products():
+def test_the_policy_of_an_inner_autocast_decides_on_float8():
     inner = jaxmp.autocast(layer, "mixed_bfloat16")
     outer = jaxmp.autocast(lambda x, w: inner(layer(x, w), w), SMALL)
     assert multiplied(outer, *[normal(0, 16, 16)] * 2) == [FORWARD, HALF]
@@ -536,7 +541,7 @@ def test_the_audit_finds_no_fault_with_float8_products():
 
 
 def gpt2_step(library, policy):
-    """The train step of a small GPT-2, its state and a text that repeats."""
+    """Return the train step of a small GPT-2, its state and a repetitive batch."""
     tokens = jnp.asarray(np.random.default_rng(0).permutation(64)[np.arange(9 * 32) % 37].reshape(9, 32))
     batch = {"tokens": tokens[:8], "targets": jnp.roll(tokens[:8], -1, axis=1)}
     if library == "linen":
@@ -570,11 +575,11 @@ def gpt2_products(library):
 def test_a_small_gpt2_trains_as_in_bfloat16():
     def losses(policy):
         step, state, batch = gpt2_step("nnx", policy)
-        found = []
+        values = []
         for _ in range(40):
             state, metrics = step(state, batch)
-            found.append(float(metrics["loss"]))
-        return found
+            values.append(float(metrics["loss"]))
+        return values
 
     assert gpt2_products("nnx") == gpt2_products("linen") == [8, 16]
     ours, half = losses(SMALL), losses("mixed_bfloat16")
@@ -618,10 +623,10 @@ class NNXBlocks(nnx.Module):
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
 
-@pytest.mark.slow("compiles for a GPU that is not there")
+@pytest.mark.slow("compiles for a GPU that this machine does not have")
 @pytest.mark.skipif(targets.missing() is not None, reason="the packages that compile for a GPU are not installed")
 class TestForTheH200:
-    """Compiled for a GPU that is not there: what XLA makes of the products."""
+    """The products in programs that XLA compiles for an absent GPU."""
 
     @pytest.fixture(autouse=True)
     def native(self, monkeypatch, emulated):
@@ -630,7 +635,10 @@ class TestForTheH200:
     @staticmethod
     @functools.cache
     def compiled(route, policy, count):
-        """The training step of so many blocks of GPT-2, 2048 wide, on 8 sequences of 2048 tokens."""
+        """Compile the training step of ``count`` blocks of GPT-2.
+
+        The blocks are 2048 wide, and the batch has 8 sequences of 2048 tokens.
+        """
         x = shape(16384, 2048, dtype="bfloat16")
 
         def loss_and_params(blocks):
@@ -661,22 +669,22 @@ class TestForTheH200:
         text, program = self.compiled(route, "mixed_float8", count)
         dtypes = Counter(kind for kind in programs.products(program).elements() if kind.startswith("dot"))
         assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == sum(dtypes.values()) == 12 * count
-        each = ("dot f8e4m3fn×f8e4m3fn", "dot f8e5m2×f8e4m3fn", "dot f8e4m3fn×f8e5m2")
-        assert dtypes == dict.fromkeys(each, 4 * count)
+        formats = ("dot f8e4m3fn×f8e4m3fn", "dot f8e5m2×f8e4m3fn", "dot f8e4m3fn×f8e5m2")
+        assert dtypes == dict.fromkeys(formats, 4 * count)
 
     @pytest.mark.parametrize(("route", "count"), [("autocast", 1)])
-    def test_quantising_adds_at_most_half_of_the_bytes_and_six_kernels_a_product(self, route, count):
-        """Bytes of kernels other than products. A largest magnitude in one stage, not two, makes it 1.55."""
+    def test_quantising_adds_at_most_half_of_the_bytes_and_six_kernels_per_product(self, route, count):
+        """The bytes are those that kernels other than products read and write."""
         half, ours = (self.compiled(route, policy, count)[1] for policy in ("mixed_bfloat16", "mixed_float8"))
         assert programs.traffic(ours)[0] <= 1.5 * programs.traffic(half)[0]
         assert programs.launches(ours) - programs.launches(half) < 6 * 12 * count
 
-    def test_accumulation_casts_weights_before_its_loop_and_keeps_no_more_than_that(self, monkeypatch):
-        """XLA by itself leaves them in the loop."""
+    def test_accumulation_casts_weights_before_its_loop_and_needs_no_other_memory(self, monkeypatch):
+        """Without jaxmp's hoisting, XLA leaves these casts in the loop."""
         params = {"up": shape(512, 2048), "down": shape(2048, 512)}
         tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
         state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
-        casts, kept = [], []
+        casts, sizes = [], []
         for once in (True, False):
             if not once:
                 monkeypatch.setattr(train_step, "hoisted", lambda fun, *_: fun)
@@ -684,17 +692,17 @@ class TestForTheH200:
                 lambda p, s, x, r: (loss_of(mlp)(p, x), s), policy=SMALL, accumulate_steps=4, remat="full"
             )
             with jaxmp.hardware.assumed("h200"):
-                made = compiling.compiled(step.jitted, (state, shape(4 * 1024, 512)), "h200")
+                program = compiling.compiled(step.jitted, (state, shape(4 * 1024, 512)), "h200")
             lines = [
-                line for line in made.as_text().splitlines() if re.search(r"f8e4m3fn\[\d+,\d+\]\S* convert\(", line)
+                line for line in program.as_text().splitlines() if re.search(r"f8e4m3fn\[\d+,\d+\]\S* convert\(", line)
             ]
             weights = [line for line in lines if re.search(r"\[(512,2048|2048,512)\]", line)]
             casts.append(Counter("while/body" in line for line in weights))
-            kept.append(made.memory_analysis().temp_size_in_bytes)
+            sizes.append(program.memory_analysis().temp_size_in_bytes)
         assert casts[0] == {False: 2} and casts[1][True] >= 4 and not casts[1][False]
-        assert kept[0] <= kept[1] + 2 * 512 * 2048 + 4096
+        assert sizes[0] <= sizes[1] + 2 * 512 * 2048 + 4096
 
-    def test_a_gelu_in_half_that_keeps_its_input_compiles_in_a_scan(self):
+    def test_a_half_gelu_that_saves_its_input_compiles_in_a_scan(self):
         @jax.custom_vjp
         def gelu(x):
             return jax.nn.gelu(x)

@@ -1,4 +1,4 @@
-"""Products in float8 compiled for an H200 that is not there: their kernels, and the traps of XLA."""
+"""Float8 products compiled for an absent H200: their kernels, and XLA's pitfalls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jaxmp.training import loss_function
 
 RECIPE = Float8()
 pytestmark = [
-    pytest.mark.slow("compiles for a GPU that is not there"),
-    pytest.mark.skipif(targets.missing() is not None, reason="what compiles for a GPU is not installed"),
+    pytest.mark.slow("compiles for a GPU that this machine does not have"),
+    pytest.mark.skipif(targets.missing() is not None, reason="the packages that compile for a GPU are not installed"),
 ]
 T, K, N = 4096, 2048, 8192
 
@@ -33,7 +33,7 @@ def dot(x, w, recipe=RECIPE, dimensions=(((1,), (0,)), ((), ()))):
 
 
 def given_gradient(params, model_state, batch, rng):
-    """A loss whose gradient by the product is given."""
+    """Return a loss whose gradient with respect to the product is ``batch["g"]``."""
     return jnp.sum((batch["x"] @ params["w"].T).astype(jnp.float32) * batch["g"]), model_state
 
 
@@ -45,24 +45,24 @@ def program(fun, *args):
     return HloProgram(compiling.compiled(jax.jit(fun), args, "h200").as_text())
 
 
-def calls(found):
-    """The matrix products of a program: in float8, and in whatever else."""
-    each = [
+def calls(program):
+    """Count a program's float8 matrix products, and all its matrix products."""
+    texts = [
         step.text
-        for _, step, _ in found.instructions_by_run(into_fusions=True)
+        for _, step, _ in program.instructions_by_run(into_fusions=True)
         if step.opcode in ("custom-call", "dot")
     ]
-    of = [re.search(r'custom_call_target="([^"]*)"', text) for text in each]
-    names = [match[1] if match else "dot" for match in of]
+    matches = [re.search(r'custom_call_target="([^"]*)"', text) for text in texts]
+    names = [match[1] if match else "dot" for match in matches]
     return sum(name.endswith("matmul$f8") for name in names), sum(
         "matmul" in n or "gemm" in n or n == "dot" for n in names
     )
 
 
-def kernels(found):
+def kernels(program):
     return sum(
         step.opcode not in NO_KERNEL and not is_end(step.opcode)
-        for _, step, _ in found.instructions_by_run(into_fusions=False)
+        for _, step, _ in program.instructions_by_run(into_fusions=False)
     )
 
 
@@ -78,7 +78,7 @@ class TestForAnH200:
         assert calls(found) == (3, 3)
         assert kernels(found) <= 16
 
-    def test_three_dimensions_and_turned_weights_do(self):
+    def test_three_dimensions_and_transposed_weights_are_float8(self):
         def turned(x, w, g):
             y, pull = jax.vjp(functools.partial(dot, dimensions=(((2,), (1,)), ((), ()))), x, w)
             return y, pull(g)
@@ -86,7 +86,7 @@ class TestForAnH200:
         assert calls(program(turned, shape(4, T // 4, K), shape(N, K), shape(4, T // 4, N))) == (3, 3)
 
     @pytest.mark.parametrize("order", ["vmap(grad)", "grad(vmap)"])
-    def test_under_vmap_nothing_becomes_bfloat16(self, order):
+    def test_all_products_are_float8_under_vmap(self, order):
         def of_each(x, g):
             return lambda w: jnp.sum((dot(x, w) * g).astype(jnp.float32))
 
@@ -97,7 +97,7 @@ class TestForAnH200:
         in_float8, in_all = calls(program(fun, shape(4, 1024, K), shape(K, N), shape(4, 1024, N)))
         assert in_float8 == in_all >= 1
 
-    def test_on_a_mesh_gradients_leave_float8_products_in_float32(self):
+    def test_on_a_mesh_float8_products_give_float32_gradients(self):
         mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
         specs, policy = {"w": P("fsdp")}, "compute=bfloat16,output=float32,float8(min_dim=256,min_tokens=256)"
         tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
@@ -118,7 +118,10 @@ class TestForAnH200:
         assert [row.dtype for row in rows if row.kind == "all-gather"] == ["bfloat16"]
 
     def test_a_gelu_under_scan_compiles(self):
-        """XLA fuses it into a product, and dies of ``GELU_AUX`` in float8, where the backward keeps its input only."""
+        """XLA must not fuse this GELU into a float8 product, which would crash it.
+
+        The backward pass saves only the input of the GELU, so XLA would use the epilogue ``GELU_AUX``.
+        """
 
         @jax.custom_vjp
         def gelu(x):
@@ -137,17 +140,20 @@ class TestForAnH200:
         assert in_float8 == in_all >= 6
 
     def test_the_scale_that_dequantises_is_the_one_that_quantised(self):
-        """Rounded to bfloat16 as it is, it would be off by up to 0.4 % where XLA keeps to what is written."""
+        """XLA does not round the scale to bfloat16 with an error of up to 0.4 %.
+
+        It would do so without excess precision if the scale were not a bfloat16 number already.
+        """
         lowered = jax.jit(dot).trace(
             *targets.on(targets.device_of(targets.TARGETS["h200"].text()), (shape(T, K), shape(K, N)))
         )
         options = {**targets.COMPILER_OPTIONS, "xla_allow_excess_precision": False}
         text = lowered.lower(lowering_platforms=("cuda",)).compile(compiler_options=options).as_text()
         assert calls(HloProgram(text)) == (1, 1)
-        # The scales reach the call through bfloat16, which changes no bit of what has no bits beyond.
+        # These constants round the scales up to bfloat16 numbers, so casts to bfloat16 change no bit of them.
         assert "65520" in text and "4294901760" in text
 
-    def test_in_a_scan_the_residuals_are_float8_and_nothing_else(self):
+    def test_all_residuals_of_a_scan_are_float8(self):
         def loss(x, ws):
             return jnp.sum(jax.lax.scan(lambda x, w: (dot(x, w), None), x, ws)[0].astype(jnp.float32))
 

@@ -39,18 +39,18 @@ def exact(x):
 
 
 def by_hand(x, dtype=E4M3):
-    """Return ``x`` in float8: the smallest bfloat16 scale with which its largest element fits, and a cast."""
+    """Round ``x`` to float8, with the smallest bfloat16 scale that avoids overflow."""
     x = np.asarray(x, np.float32)
     scale = np.float32(np.max(np.abs(x))) / np.float32(ml_dtypes.finfo(dtype).max)
     rounded = np.asarray(scale, ml_dtypes.bfloat16)
     if np.float32(rounded) < scale:
         rounded = np.nextafter(rounded, np.asarray(np.inf, ml_dtypes.bfloat16))
     quantised = (x / np.float32(rounded)).astype(dtype)
-    return exact(quantised.astype(ml_dtypes.bfloat16) * rounded)  # 4 bits times 8 are rounded once more, as on a TPU
+    return exact(quantised.astype(ml_dtypes.bfloat16) * rounded)  # the bfloat16 product rounds once more, as on a TPU
 
 
 def with_cotangents(fun, operands, cotangent):
-    """The result of a function, and the cotangents of its operands; one program."""
+    """Return the result of a function and the cotangents of its operands."""
     return _with_cotangents(fun, tuple(operands), cotangent)
 
 
@@ -60,10 +60,10 @@ def _with_cotangents(fun, operands, cotangent):
     return result, pull(cotangent)
 
 
-def off(found, wanted):
-    """The relative error of an array, by its norm."""
+def off(result, wanted):
+    """Return the relative L2 error of an array."""
     wanted = exact(wanted)
-    return np.linalg.norm(exact(found) - wanted) / np.linalg.norm(wanted)
+    return np.linalg.norm(exact(result) - wanted) / np.linalg.norm(wanted)
 
 
 ROUNDED = 0.004
@@ -76,15 +76,15 @@ def operands():
 
 
 class TestNumbers:
-    def test_a_product_is_that_of_operands_cast_by_hand(self, operands):
+    def test_a_product_equals_that_of_operands_cast_by_hand(self, operands):
         x, w, _ = operands
-        found = jax.jit(dot)(x, w)
-        assert found.dtype == jnp.bfloat16
-        assert off(found, by_hand(x) @ by_hand(w)) < ROUNDED
-        assert 0.01 < off(found, exact(x) @ exact(w)) < 0.06
+        result = jax.jit(dot)(x, w)
+        assert result.dtype == jnp.bfloat16
+        assert off(result, by_hand(x) @ by_hand(w)) < ROUNDED
+        assert 0.01 < off(result, exact(x) @ exact(w)) < 0.06
 
     @pytest.mark.once
-    def test_gradients_are_products_of_what_was_cast_and_cotangents_cast_by_hand(self, operands):
+    def test_gradients_equal_products_of_operands_and_cotangents_cast_by_hand(self, operands):
         x, w, g = operands
         stands = by_hand(x), by_hand(w)
         for recipe in (
@@ -110,13 +110,13 @@ class TestNumbers:
     def test_float32_operands_are_rounded_once_and_results_are_float32(self):
         x, w = drawn(48, 64, dtype=jnp.float32), drawn(64, 32, seed=1, dtype=jnp.float32)
         g = drawn(48, 32, seed=2, dtype=jnp.float32)
-        found, (dx, dw) = with_cotangents(dot, (x, w), g)
-        assert found.dtype == jnp.float32 and off(found, by_hand(x) @ by_hand(w)) < 1e-6
+        result, (dx, dw) = with_cotangents(dot, (x, w), g)
+        assert result.dtype == jnp.float32 and off(result, by_hand(x) @ by_hand(w)) < 1e-6
         assert dx.dtype == dw.dtype == jnp.float32 and off(dw, by_hand(x).T @ by_hand(g, E5M2)) < ROUNDED
         assert jax.eval_shape(functools.partial(dot, preferred_element_type=jnp.bfloat16), x, w).dtype == jnp.bfloat16
 
     @pytest.mark.once
-    def test_any_dimension_numbers_do(self):
+    def test_any_dimension_numbers_work(self):
         highest = functools.partial(jax.lax.dot_general, precision="highest", preferred_element_type=jnp.float32)
         for left, right, dimensions in (
             ((16, 4, 16), (4, 16, 32), (((1, 2), (0, 1)), ((), ()))),
@@ -128,13 +128,13 @@ class TestNumbers:
             stands = [jnp.asarray(by_hand(value), jnp.float32) for value in (x, w)]
             g = drawn(*jax.eval_shape(wide, x, w).shape, seed=2)
             wanted, wants = with_cotangents(wide, stands, jnp.asarray(by_hand(g, E5M2), jnp.float32))
-            found, own = with_cotangents(functools.partial(dot, dimensions=dimensions), (x, w), g)
-            assert off(found, wanted) < ROUNDED
-            for got, want in zip(own, wants, strict=True):
+            result, cotangents = with_cotangents(functools.partial(dot, dimensions=dimensions), (x, w), g)
+            assert off(result, wanted) < ROUNDED
+            for got, want in zip(cotangents, wants, strict=True):
                 assert off(got, want) < ROUNDED
 
     @pytest.mark.once
-    def test_scales_are_bfloat16_numbers_with_which_the_largest_just_fits(self):
+    def test_scales_are_the_smallest_bfloat16_numbers_that_avoid_overflow(self):
         largest = np.exp2(np.random.default_rng(0).uniform(-80, 120, 500)).astype(np.float32)
         for dtype in (E4M3, E5M2):
             scale = functools.partial(float8_product._scale, dtype=np.dtype(dtype).name)
@@ -148,10 +148,11 @@ class TestNumbers:
         product = jax.jit(dot)
         for size in (1e-40, 1e-37, 1e-20, 1e20, 3e38):
             x = jnp.asarray(np.diag(np.full(16, size)), jnp.float32)
-            found = product(x, jnp.eye(16))
-            assert np.all(np.isfinite(found)), size
-            if size > 1e-38:  # below, XLA's CPU takes numbers for zero
-                assert off(found, x) < (0.1 if size < 1e-35 else 2 * 2**-7), size  # of both scales, rounded up
+            result = product(x, jnp.eye(16))
+            assert np.all(np.isfinite(result)), size
+            if size > 1e-38:  # XLA's CPU flushes smaller numbers to zero
+                # Both scales are rounded up to bfloat16 numbers.
+                assert off(result, x) < (0.1 if size < 1e-35 else 2 * 2**-7), size
 
     @pytest.mark.once
     def test_zeros_are_finite_with_finite_gradients(self):
@@ -160,8 +161,8 @@ class TestNumbers:
             return with_cotangents(dot, (x, drawn(32, 16)), g)
 
         for rows in (16, 0):
-            found, of = all_of(rows)
-            assert found.shape == (rows, 16) and not np.any(found)
+            result, of = all_of(rows)
+            assert result.shape == (rows, 16) and not np.any(result)
             assert not np.any(of[0]) and not np.any(of[1])
 
     def test_what_is_not_finite_stays_so(self):
@@ -170,11 +171,11 @@ class TestNumbers:
         for where in whole:
             for bad in (np.nan, np.inf, -np.inf):
                 values = whole | {where: whole[where].at[3, 5].set(bad)}
-                found, of = with_cotangents(dot, (values["x"], values["w"]), values["gradient"])
-                is_finite = [bool(np.all(np.isfinite(exact(each)))) for each in (found, *of)]
+                result, of = with_cotangents(dot, (values["x"], values["w"]), values["gradient"])
+                is_finite = [bool(np.all(np.isfinite(exact(value)))) for value in (result, *of)]
                 assert is_finite == expected[where], (where, bad)
-                if where == "x" and np.isnan(bad):  # it stays in its row
-                    assert np.isnan(exact(found)).any(axis=1).nonzero()[0].tolist() == [3]
+                if where == "x" and np.isnan(bad):  # a NaN affects only its row
+                    assert np.isnan(exact(result)).any(axis=1).nonzero()[0].tolist() == [3]
 
 
 def loss(x, w, recipe=RECIPE):
@@ -182,7 +183,7 @@ def loss(x, w, recipe=RECIPE):
 
 
 class TestTransformations:
-    def test_members_of_a_vmap_share_a_scale(self, operands):
+    def test_the_examples_of_a_vmap_share_a_scale(self, operands):
         _, w, _ = operands
         xs = drawn(3, 48, 64, spread=1.5)
         whole = by_hand(xs)
@@ -192,8 +193,8 @@ class TestTransformations:
             nested = jax.vmap(jax.vmap(dot, (0, None)), (0, None))(xs.reshape(3, 2, 24, 64), w)
             return jax.vmap(dot, (0, None))(xs, w), jax.vmap(dot)(xs, ws), nested.reshape(3, 48, 32)
 
-        for found, wanted in zip(jax.jit(all_of)(xs, w, ws), (by_hand(w), by_hand(ws), by_hand(w)), strict=True):
-            assert off(found, whole @ wanted) < ROUNDED
+        for result, wanted in zip(jax.jit(all_of)(xs, w, ws), (by_hand(w), by_hand(ws), by_hand(w)), strict=True):
+            assert off(result, whole @ wanted) < ROUNDED
 
     def test_gradients_of_a_vmap_and_a_vmap_of_gradients_share_scales(self, operands):
         _, w, _ = operands
@@ -205,7 +206,7 @@ class TestTransformations:
         each = jax.vmap(lambda x, g: jax.vjp(dot, x, w)[1](g)[1])
         assert off(jax.jit(each)(xs, gs), wanted) < ROUNDED
 
-    def test_a_scan_over_layers_gives_what_a_loop_gives(self):
+    def test_a_scan_over_layers_equals_a_python_loop(self):
         x, ws = drawn(32, 32), drawn(3, 32, 32, seed=1, spread=0.0) / 8
 
         def scanned(x, ws):
@@ -218,31 +219,32 @@ class TestTransformations:
 
         both = jax.jit(lambda x, ws: [jax.grad(fun, (0, 1))(x, ws) for fun in (scanned, looped)])(x, ws)
         for got, want in zip(*both, strict=True):
-            assert off(got, want) < 0.06  # what XLA rounds differently may be quantised differently
+            assert off(got, want) < 0.06  # XLA rounds the two programs differently before they are quantised
 
     def test_remat_changes_no_bit(self, operands):
         x, w, _ = operands
         wanted = jax.jit(jax.grad(loss, (0, 1)))(x, w)
         for policy in (None, jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)):
-            found = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1)))(x, w)
-            assert all(np.array_equal(got, want) for got, want in zip(found, wanted, strict=True))
+            result = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1)))(x, w)
+            assert all(np.array_equal(got, want) for got, want in zip(result, wanted, strict=True))
 
-    def test_remat_by_name_keeps_the_operands_in_float8_and_quantises_once(self, operands):
+    def test_remat_by_name_saves_the_operands_in_float8_and_quantises_once(self, operands):
         x, w, _ = operands
         policy = loss_function.REMAT["float8"]
-        kept = jax.make_jaxpr(jax.grad(jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy), (0, 1)))(x, w)
-        again = next(eqn for eqn in reversed(kept.eqns) if eqn.primitive.name == "remat2")
-        sizes = [atom.aval for atom in again.invars if atom.aval.size > 1]
+        fun = jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy)
+        program = jax.make_jaxpr(jax.grad(fun, (0, 1)))(x, w)
+        recomputation = next(eqn for eqn in reversed(program.eqns) if eqn.primitive.name == "remat2")
+        sizes = [atom.aval for atom in recomputation.invars if atom.aval.size > 1]
         assert sorted(f"{aval.dtype}{aval.shape}" for aval in sizes if aval.dtype.itemsize == 1) == [
             "uint8(48, 64)", "uint8(64, 32)",
         ]  # fmt: skip
-        assert len(sizes) == 4  # and the arguments
+        assert len(sizes) == 4  # the other two are the arguments
 
-    def test_tangents_are_those_of_the_operands_that_were_cast(self, operands):
+    def test_tangents_multiply_the_cast_operands(self, operands):
         x, w, _ = operands
         dx, dw = drawn(48, 64, seed=7), drawn(64, 32, seed=8)
-        found, tangent = jax.jit(lambda *primals: jax.jvp(dot, primals, (dx, dw)))(x, w)
-        assert np.array_equal(found, jax.jit(dot)(x, w))
+        result, tangent = jax.jit(lambda *primals: jax.jvp(dot, primals, (dx, dw)))(x, w)
+        assert np.array_equal(result, jax.jit(dot)(x, w))
         assert off(tangent, exact(dx) @ by_hand(w) + by_hand(x) @ exact(dw)) < 2 * ROUNDED
         of_w = jax.jit(lambda w: jax.jvp(lambda w: dot(x, w), (w,), (dw,))[1])(w)
         assert off(of_w, by_hand(x) @ exact(dw)) < ROUNDED
@@ -252,7 +254,7 @@ class TestTransformations:
         [(False, RECIPE), (True, Float8(keep="compute")), (True, Float8(weight_gradient="compute"))],
         ids=str,
     )
-    def test_second_derivatives_are_float64s_but_for_the_rounding(self, forward_over, recipe, operands):
+    def test_second_derivatives_match_float64_up_to_rounding(self, forward_over, recipe, operands):
         x, w, _ = operands
         vx, vw = drawn(48, 64, seed=7), drawn(64, 32, seed=8)
         gradient = jax.grad(functools.partial(loss, recipe=recipe), (0, 1))
@@ -272,16 +274,16 @@ class TestTransformations:
         wanted = 2 * (dy @ w64.T + y @ vw64.T), 2 * (vx64.T @ y + x64.T @ dy)
         for got, want in zip(along(1), wanted, strict=True):
             assert off(got, want) < 0.1
-        for got, want in zip(along(2.0**-40), wanted, strict=True):  # in float8 without a scale it would vanish
+        for got, want in zip(along(2.0**-40), wanted, strict=True):  # would underflow in float8 without a scale
             assert off(exact(got) * 2.0**40, want) < 0.1
 
-    def test_what_is_not_differentiated_costs_no_product(self, operands):
+    def test_an_operand_that_is_not_differentiated_costs_no_product(self, operands):
         x, w, _ = operands
         for argument in (0, 1):
             program = str(jax.make_jaxpr(jax.grad(loss, argument))(x, w))
             assert len(re.findall(r"\bdot_general\b", program)) == 2
 
-    def test_precise_sums_are_asked_for_where_the_recipe_says(self, operands):
+    def test_the_recipe_sets_the_precision_of_each_product(self, operands):
         x, w, _ = operands
 
         def precisions(accumulate):
@@ -309,7 +311,7 @@ class TestShards:
     @pytest.mark.parametrize("check", [True, False])
     def test_in_shard_map_the_scale_is_that_of_all_shards(self, check, operands):
         x, w, g = operands
-        x = x.at[0, 0].set(40)  # so that the other shards' own scales would be smaller
+        x = x.at[0, 0].set(40)  # a scale of one shard would be smaller on the other shards
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
         @functools.partial(
@@ -331,7 +333,7 @@ class TestShards:
         assert off(exact(dw).sum(0), by_hand(x).T @ by_hand(g, E5M2)) < ROUNDED
 
     @pytest.mark.parametrize(("kind", "check"), [("cond", True), ("switch", False), ("while", True)])
-    def test_where_one_shard_alone_computes_it_has_a_scale_of_its_own(self, kind, check, operands):
+    def test_a_product_on_a_single_shard_uses_the_scale_of_that_shard(self, kind, check, operands):
         x, w, g = operands
         x = np.asarray(x) * np.repeat(np.asarray([1, 3, 5, 7], x.dtype), 12)[:, None]
         w, g = (np.pad(each, ((0, 0), (0, 32))) for each in (w, g))
@@ -349,21 +351,21 @@ class TestShards:
             return jax.lax.while_loop(lambda turn: turn[0] < turns, lambda turn: (turn[0] + 1, dot(turn[1], w)),
                                       (turns * 0, x))[1]  # fmt: skip
 
-        assert "pmax" not in str(jax.make_jaxpr(local)(x, w))  # for which the first would wait forever
+        assert "pmax" not in str(jax.make_jaxpr(local)(x, w))  # the first shard would wait forever for the others
         expected = np.concatenate([by_hand(x[:12]) @ by_hand(w), exact(x[12:])])
         assert off(jax.jit(local)(x, w), expected) < ROUNDED
         if kind != "while":
             dx, _ = jax.jit(lambda x, w: jax.vjp(local, x, w)[1](g))(x, w)
             assert off(dx, np.concatenate([by_hand(g[:12], E5M2) @ by_hand(w).T, exact(g[12:])])) < ROUNDED
 
-    def test_of_a_replicated_weight_the_gradient_is_summed_over_shards(self, operands):
+    def test_the_gradient_of_a_replicated_weight_is_summed_over_shards(self, operands):
         x, w, g = operands
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
         local = jax.shard_map(lambda x, w, g: jax.vjp(lambda w: dot(x, w), w)[1](g)[0], mesh=mesh,
                               in_specs=(P("d"), P(), P("d")), out_specs=P())  # fmt: skip
         assert off(jax.jit(local)(x, w, g), by_hand(x).T @ by_hand(g, E5M2)) < 2 * ROUNDED
 
-    def test_on_a_mesh_with_explicit_axes_results_say_where_they_are(self, operands):
+    def test_results_on_a_mesh_with_explicit_axes_have_a_sharding(self, operands):
         x, w, g = operands
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
         with jax.set_mesh(mesh):
@@ -380,18 +382,18 @@ SLOW = pytest.mark.slow("compiles two train steps; gathered once and computed ag
 
 
 class TestTrainSteps:
-    """On a mesh each device has some rows, and part of a weight."""
+    """Train steps on a mesh whose devices have some rows and a part of each weight."""
 
     @staticmethod
     def loss(params, model_state, batch, rng):
-        """One whose gradient by the product is given."""
+        """Return a loss whose gradient with respect to the product is ``batch["g"]``."""
         return jnp.sum((batch["x"] @ params["w"].T).astype(jnp.float32) * batch["g"]), model_state
 
     @pytest.mark.parametrize(("weight_gradient", "kind"), [("float8", AxisType.Auto), ("compute", AxisType.Explicit)])
     def test_gradients_are_those_of_one_scale_summed_in_float32(self, weight_gradient, kind, operands, monkeypatch):
         monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
         mesh, specs = jax.make_mesh((4,), ("fsdp",), axis_types=(kind,)), {"w": P(None, "fsdp")}
-        # Of one device alone the scale would be another.
+        # Each device alone would have a different scale.
         sizes = np.repeat(np.array([1.0, 3.0, 11.0, 50.0], np.float32), 12)[:, None]
         x, g = (np.asarray((each * sizes).astype(jnp.bfloat16), np.float32) for each in map(np.float32, operands[::2]))
         tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
@@ -401,7 +403,8 @@ class TestTrainSteps:
         new, _ = step(state, {"x": x, "g": g})
         is_exact = weight_gradient == "compute"
         wanted = exact(g).T @ exact(x) if is_exact else by_hand(g, E5M2).T @ by_hand(x)
-        assert off(new.params["w"], -wanted) < (1e-6 if is_exact else ROUNDED)  # XLA's CPU rounds no stand-ins
+        # `by_hand` rounds the dequantised operands to bfloat16, and XLA's CPU does not.
+        assert off(new.params["w"], -wanted) < (1e-6 if is_exact else ROUNDED)
 
     @pytest.mark.parametrize(
         ("options", "reduce"),
@@ -411,7 +414,7 @@ class TestTrainSteps:
         ],
         ids=str,
     )
-    def test_layers_in_a_scan_give_what_one_device_gives(self, options, reduce, monkeypatch):
+    def test_layers_in_a_scan_match_one_device(self, options, reduce, monkeypatch):
         monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
 
         def loss(params, model_state, x, rng):
@@ -424,7 +427,7 @@ class TestTrainSteps:
         mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
         specs = {"layers": P(None, "fsdp"), "out": P("fsdp")}
         tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
-        x, found = np.asarray(drawn(128, 32, dtype=jnp.float32)), []
+        x, results = np.asarray(drawn(128, 32, dtype=jnp.float32)), []
         policy = SMALL.format("float8")
         for where in ({}, {"sharding": Sharding(mesh, specs, reduce=reduce)}):
             state = jaxmp.TrainState.create(params=jax.tree.map(jnp.copy, params), tx=tx)
@@ -433,8 +436,8 @@ class TestTrainSteps:
                     lambda: jax.tree.map(jnp.copy, params), tx, Sharding(mesh, specs)
                 )
             new, metrics = jaxmp.make_train_step(loss, policy=policy, **where, **options)(state, x)
-            found.append((jax.tree.map(lambda a, b: exact(a) - exact(b), new.params, params), metrics["loss"]))
-        (one, loss_of_one), (many, loss_of_many) = found
-        assert abs(float(loss_of_one) / float(loss_of_many) - 1) < 1e-3
+            results.append((jax.tree.map(lambda a, b: exact(a) - exact(b), new.params, params), metrics["loss"]))
+        (on_one, loss_on_one), (on_many, loss_on_many) = results
+        assert abs(float(loss_on_one) / float(loss_on_many) - 1) < 1e-3
         for name in params:
-            assert off(many[name], one[name]) < ROUNDED  # the gradients of one device are
+            assert off(on_many[name], on_one[name]) < ROUNDED  # the gradients on one device are rounded

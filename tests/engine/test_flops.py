@@ -9,7 +9,7 @@ from jax import lax
 from plan_tools import flops, plan, shape
 
 
-def test_flops_of_products_are_two_for_each_term():
+def test_a_product_counts_two_flops_per_term():
     assert flops(jnp.matmul, shape(8, 16), shape(16, 4)) == [("dot_general", 2 * 8 * 16 * 4)]
     assert flops(jnp.matmul, shape(3, 8, 16), shape(3, 16, 4)) == [("dot_general", 2 * 3 * 8 * 16 * 4)]
     sizes = shape(2, dtype="int32")
@@ -24,11 +24,11 @@ def test_flops_of_a_convolution():
         ((2, 8, 8, 8), (3, 3, 8, 16), {"window_strides": (2, 2), "padding": "SAME"}, 2 * 2 * 16 * 16 * 72),
         # four groups: each result reads two of the eight channels
         ((1, 8, 8, 8), (3, 3, 2, 16), {"feature_group_count": 4}, 2 * 36 * 16 * 18),
-        # two groups of the batch: half as many images come out
+        # two groups of the batch: the result has half as many images
         ((2, 8, 8, 8), (3, 3, 8, 16), {"batch_group_count": 2}, 2 * 36 * 16 * 72),
         # kernel dilated by 2: it spans 5, so 4 × 4 results
         ((1, 8, 8, 8), (3, 3, 8, 16), {"rhs_dilation": (2, 2)}, 2 * 16 * 16 * 72),
-        # transposed: each of the 4 × 4 pixels meets the 2 × 2 taps once
+        # transposed: each of the 4 × 4 pixels is multiplied by each of the 2 × 2 taps once
         ((1, 4, 4, 8), (2, 2, 8, 16), {"lhs_dilation": (2, 2), "padding": ((1, 1), (1, 1))}, 2 * 64 * 16 * 8),
     ):
         plain = {"window_strides": (1, 1), "padding": "VALID", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
@@ -36,7 +36,7 @@ def test_flops_of_a_convolution():
         assert flops(fun, shape(*image), shape(*kernel)) == [("conv_general_dilated", expected)], options
 
 
-def test_flops_of_other_operations_are_their_elements():
+def test_other_operations_count_one_flop_per_element():
     x, i = shape(4, 8), shape(4, 8, dtype="int32")
     assert flops(lambda x: lax.exp(x) + x, x) == [("exp", 32), ("add", 32)]
     assert flops(lambda x: lax.reduce_sum(x, (0,)), x) == [("reduce_sum", 32)]
@@ -63,7 +63,7 @@ def test_flops_of_complex_numbers_are_not_half():
     assert (summary.flops, summary.half_flops) == (2 * 2 * 8 * 8 + 5 * 2 * 8 * 3, 2 * 2 * 8 * 8)
 
 
-def test_what_has_no_formula_is_named():
+def test_operations_without_a_formula_are_listed():
     found = plan(lambda x: jnp.linalg.cholesky(x @ x.T), shape(4, 4))
     assert found.summary.uncounted == ("cholesky",)
     assert "FLOPs not counted: cholesky" in str(found)

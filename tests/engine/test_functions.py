@@ -1,4 +1,4 @@
-"""Functions between two products under a half policy, against float64 on the same numbers."""
+"""Functions between two products under a half policy, compared with float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def naming(case: Case) -> Iterator[None]:
 
 
 def in_half(function: Function, cases: Iterable[Case]) -> Iterator[tuple[Case, Any, list[jax.Array]]]:
-    """Each case with a half dtype, one and the other in turn, and its results; one program, as it compiles sooner."""
+    """Yield each case with its half dtype and its results.
+
+    The half dtypes alternate. All cases are one program, which compiles faster than many.
+    """
     cases = list(zip(cases, itertools.cycle(POLICIES)))
 
     def program(args: dict[str, tuple[jax.Array, ...]]) -> dict[str, Any]:
@@ -70,14 +73,13 @@ def error(got: list[Any], want: list[np.ndarray], half: Any, of: str) -> float:
     return max((ulps(a, b, half, of) for a, b in zip(floats(got), floats(want), strict=True)), default=0.0)
 
 
-# Which class each primitive has the tests of classes say.
 USUAL = ("float32_functions", "softmaxes", "sums")
 SLOW = pytest.mark.slow("compiles a program of many functions in half and in float64")
 EACH = [pytest.param(part, marks=[SLOW] * (part not in USUAL)) for part in PARTS]
 
 
 @pytest.mark.parametrize("part", EACH)
-def test_functions_between_two_products_err_no_more_than_the_table_says(part: str) -> None:
+def test_errors_between_two_products_stay_within_the_table(part: str) -> None:
     wrong = []
     for case, half, got in in_half(between_products, table(part).values()):
         want, allowed = reference(part)[case.name], case.tolerance
@@ -91,7 +93,7 @@ def test_functions_between_two_products_err_no_more_than_the_table_says(part: st
 
 @functools.cache
 def without_a_product(part: str) -> dict[str, tuple[Case, list[tuple[str, ...]]]]:
-    """The cases of a part that have no product, with their programs."""
+    """Return the cases of a part that have no product, with their programs."""
     traced = {
         name: (case, jax.make_jaxpr(case.fun)(*map(jnp.asarray, arguments(case)))) for name, case in table(part).items()
     }
@@ -102,14 +104,14 @@ def without_a_product(part: str) -> dict[str, tuple[Case, list[tuple[str, ...]]]
     }
 
 
-# float32's own error, and where a difference cancels what is left of it.
+# The error of float32 itself, which is larger where terms cancel.
 FLOAT32_ULPS = 16
 RETURNED = ("softmaxes", "optax_losses")
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("part", [pytest.param(part, marks=[SLOW] * (part != "softmaxes")) for part in RETURNED])
-def test_what_is_returned_and_not_multiplied_has_float32_accuracy(part: str) -> None:
+def test_results_that_no_product_reads_have_float32_accuracy(part: str) -> None:
     wrong = []
     for case, half, got in in_half(after_a_product, (case for case, _ in without_a_product(part).values())):
         found = error(got, reference(part)[case.name], np.float32, "largest")
@@ -118,11 +120,11 @@ def test_what_is_returned_and_not_multiplied_has_float32_accuracy(part: str) -> 
     assert not wrong, "\n".join(wrong)
 
 
-# Of the largest entry of a gradient, in units of the half dtype's epsilon.
+# The allowed error, relative to the largest entry of a gradient, in epsilons of the half dtype.
 GRADIENT_EPSILONS = 2
 GRADIENT_COSINE = {jnp.bfloat16: 0.9999, jnp.float16: 0.999999}
 ALL_BUT: dict[str, set[str]] = {
-    # Differentiated as the associative scan that it is, it errs by 3.2 epsilons.
+    # The error of this gradient is larger, because JAX differentiates an associative scan.
     "softmaxes": {"cumlogsumexp"},
     "sums": {"sum of all", "mean of 4096", "4096 ones scattered", "convolve", "segment_sum", "scatter-add"},
 }
@@ -131,7 +133,7 @@ ALL_BUT: dict[str, set[str]] = {
 @pytest.mark.once
 @SLOW
 @pytest.mark.parametrize("part", ALL_BUT)
-def test_gradients_of_functions_between_two_products_are_those_of_float64(part: str) -> None:
+def test_gradients_between_two_products_match_float64(part: str) -> None:
     cases = [case for name, case in table(part).items() if name not in ALL_BUT[part]]
     want = float64(zoo.gradient, cases)
     wrong = []
@@ -148,17 +150,17 @@ def test_gradients_of_functions_between_two_products_are_those_of_float64(part: 
 
 
 def described(jaxpr: Any) -> list[tuple[str, ...]]:
-    """The primitive of each equation that has to do with floats, with the types of its operands and results.
+    """Return the primitive and the types of each equation with floats.
 
-    Whether a number inside is weakly typed says nothing about precision; nor does its conversion to the same dtype.
+    Weak types, and conversions to the same dtype, do not affect the precision and are ignored.
     """
-    found = [
+    rows = [
         (eqn.primitive.name, *(atom.aval.str_short().replace("~", "") for atom in (*eqn.invars, *eqn.outvars)))
         for eqn in equations(jaxpr)
     ]
-    floating = [row for row in found if any("float" in aval for aval in row[1:])]
-    kept = [row for row in floating if row[0] != "convert_element_type" or row[1] != row[2]]
-    return [*kept, *(("result", str(aval)) for aval in jaxpr.out_avals)]
+    floating = [row for row in rows if any("float" in aval for aval in row[1:])]
+    computing = [row for row in floating if row[0] != "convert_element_type" or row[1] != row[2]]
+    return [*computing, *(("result", str(aval)) for aval in jaxpr.out_avals)]
 
 
 def test_a_function_without_a_product_is_left_alone() -> None:
@@ -177,17 +179,20 @@ def test_the_table_has_at_least_180_functions_each_with_a_reason() -> None:
     assert all(case.tolerance.why for _, case in cases)
 
 
-# The specification's own figures.
+# The figures of the specification.
 
 
 def ones_counted(half: Any, fun: Any) -> list[float]:
-    """The gradient in both orders and the value, of a weight of one."""
+    """Return the gradient of autocast, the gradient under autocast, and the value.
+
+    The weight is one.
+    """
     policy = f"mixed_{jnp.dtype(half).name}"
     ways = jax.grad(jaxmp.autocast(fun, policy)), jaxmp.autocast(jax.grad(fun), policy), jaxmp.autocast(fun, policy)
-    return [each.item() for each in compiled(lambda w: [way(w) for way in ways])(jnp.ones((1, 1)))]
+    return [result.item() for result in compiled(lambda w: [way(w) for way in ways])(jnp.ones((1, 1)))]
 
 
-def test_a_weight_of_4096_uses_has_a_gradient_of_4096() -> None:
+def test_a_weight_with_4096_uses_has_a_gradient_of_4096() -> None:
     x = jnp.ones((1, 1))
 
     def inside(w: jax.Array) -> jax.Array:
@@ -200,7 +205,7 @@ def test_a_weight_of_4096_uses_has_a_gradient_of_4096() -> None:
     assert ones_counted(jnp.float16, stacked) == [4096] * 3
 
 
-def test_a_weight_that_the_author_casts_outside_the_loop_is_cast_in_each_turn() -> None:
+def test_a_weight_that_the_author_casts_outside_the_loop_is_cast_in_each_iteration() -> None:
     half = jnp.bfloat16
 
     def outside(w: jax.Array) -> jax.Array:
@@ -212,7 +217,7 @@ def test_a_weight_that_the_author_casts_outside_the_loop_is_cast_in_each_turn() 
 
 
 def between(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``fun`` between two products with the identity, in the dtype of its argument."""
+    """Return ``fun`` between two products with an identity matrix."""
 
     def program(x: Any) -> Any:
         y = fun(x @ jnp.eye(x.shape[-1], dtype=x.dtype))
@@ -225,7 +230,7 @@ def error_at_100(fun: Callable[[Any], Any], dtype: Any, want: np.ndarray) -> flo
     return float(np.abs(np.asarray(compiled(fun)(jnp.asarray(FAR, dtype)), np.float64) - want).max())
 
 
-# Numbers of mean 100 that bfloat16 has: it counts there in halves.
+# Multiples of 0.5 with the mean 100, which bfloat16 represents exactly.
 FAR = np.round(2 * np.random.default_rng(0).normal(100, 1, (4, 64))) / 2
 
 
@@ -233,20 +238,20 @@ def mean_of_squares(x: Any) -> Any:
     return (x * x).mean(-1) - x.mean(-1) ** 2
 
 
-def test_mean_of_squares_less_square_of_mean_errs_below_1_percent_where_bfloat16_errs_by_more_than_all_of_it() -> None:
+def test_a_variance_as_a_difference_of_means_is_accurate_to_1_percent() -> None:
     fun, want = between(mean_of_squares), FAR.var(-1)
     assert error_at_100(fun, jnp.bfloat16, want) > want.max()
     assert error_at_100(jaxmp.autocast(fun, "mixed_bfloat16"), jnp.float32, want) < 0.01 * want.min()
 
 
-def test_standardize_errs_below_0_012_where_bfloat16_errs_by_more_than_100() -> None:
+def test_standardize_is_accurate_to_0_012() -> None:
     fun, want = between(jax.nn.standardize), (FAR - FAR.mean(-1, keepdims=True)) / FAR.std(-1, keepdims=True)
     assert error_at_100(fun, jnp.bfloat16, want) > 100
     assert error_at_100(jaxmp.autocast(fun, "mixed_bfloat16"), jnp.float32, want) < 0.012
 
 
 def test_the_gradients_of_many_uses_in_a_row_are_summed_in_float32() -> None:
-    x, many = jnp.ones((1, 1)), 12  # where so few are, so are 300, of which bfloat16 counts 256
+    x, many = jnp.ones((1, 1)), 12  # 12 stands for any number of uses; in bfloat16 a sum of ones stops at 256
 
     def fun(w: jax.Array) -> jax.Array:
         return sum((x.astype(w.dtype) @ w).sum() for _ in range(many))
@@ -262,8 +267,8 @@ def test_the_gradient_of_an_embedding_used_4096_times_is_4096() -> None:
         return (table[jnp.zeros(4096, int)] @ w).sum()
 
     ways = jax.grad(jaxmp.autocast(fun, "mixed_bfloat16")), jaxmp.autocast(jax.grad(fun), "mixed_bfloat16")
-    for each in compiled(lambda *args: [way(*args) for way in ways])(jnp.ones((2, 1)), jnp.ones((1, 1))):
-        assert each.tolist() == [[4096.0], [0.0]]
+    for gradient in compiled(lambda *args: [way(*args) for way in ways])(jnp.ones((2, 1)), jnp.ones((1, 1))):
+        assert gradient.tolist() == [[4096.0], [0.0]]
 
 
 def masks(fill: float) -> Any:
@@ -276,7 +281,7 @@ def masks(fill: float) -> Any:
     }
 
 
-def test_a_mask_of_float32_s_smallest_number_makes_no_nan() -> None:
+def test_a_mask_with_the_lowest_float32_number_makes_no_nan() -> None:
     def attend(x: jax.Array, w: jax.Array, masked: Any) -> jax.Array:
         return jax.nn.softmax(masked(x @ w)) @ w
 
@@ -293,6 +298,6 @@ def test_a_mask_of_float32_s_smallest_number_makes_no_nan() -> None:
 
     x, w = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32), jnp.eye(8)
     for (where, policy), ((got, grads), (want, expected)) in compiled(program)(x).items():
-        if where != "added twice":  # whose sum is -inf in float32 too
+        if where != "added twice":  # this sum is -inf in float32 too
             np.testing.assert_allclose(got, want, rtol=0.02, atol=1e-4, err_msg=f"{where}, {policy}")
         assert np.array_equal(np.isnan(grads), np.isnan(expected)), (where, policy)

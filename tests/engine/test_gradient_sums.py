@@ -1,4 +1,4 @@
-"""Gradients of params are summed in float32, whatever repeats, picks or shares a param, and are those of float64."""
+"""Gradients of params are summed in float32, however a program repeats a param."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jaxmp._internals.jax.walk import equations
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms and cells add half and float32
 
-# One compilation for all that a test compares, in a fraction of the time; every rounding of the program is done. From
-# JAX 0.12 on XLA's CPU has kernels for products that add up in half: not those.
+# These options make compilation fast and keep every rounding of the program. They also exclude the CPU kernels of JAX
+# 0.12 whose products accumulate in half.
 compiled = functools.partial(
     jax.jit,
     compiler_options={
@@ -39,14 +39,14 @@ X = jnp.ones((20, 30, 4))
 
 
 def half_gradient(case: Any, way: str, policy: str, transform: Any = None) -> Any:
-    """The gradient of a case's loss under a policy, by ``jax.grad`` from outside, as a function of params and input."""
+    """Return a function of params and input: ``jax.grad`` of a case's half loss."""
     apply = case(policy=policy if way == "apply_policy" else None).apply
     fun = loss(apply if transform is None else functools.partial(transform, apply))
     return jax.grad(jaxmp.autocast(fun, policy) if way == "autocast" else fun)
 
 
 def half_of(number: int, way: str) -> tuple[str, str]:
-    """A half policy and its dtype. The other way has the other half, and so has the next case."""
+    """Return a half policy and its dtype, which alternate between ways and cases."""
     return list(HALVES.items())[(number + WAYS.index(way)) % 2]
 
 
@@ -56,14 +56,14 @@ def half_of_case(name: str, way: str) -> tuple[str, str]:
 
 @functools.cache
 def traced(name: str, way: str) -> Any:
-    """The gradients of a case in one half dtype, as one program."""
+    """Return the traced program of a case's gradients in one half dtype."""
     case = CASES[name]
     return compiled(half_gradient(case, way, half_of_case(name, way)[0])).trace(*case()[1:])
 
 
 @functools.cache
 def float64(name: str) -> Any:
-    """A case's gradients in float64."""
+    """Return a case's gradients in float64."""
     with jax.enable_x64(True):
         apply, *arguments = CASES[name](dtype=np.float64, param_dtype=np.float64)
         return compiled(jax.grad(loss(apply)))(*arguments)
@@ -71,7 +71,7 @@ def float64(name: str) -> Any:
 
 @functools.cache
 def with_float64_sums(name: str, way: str) -> Any:
-    """A case's gradients in its half dtype, rounded as they are, but summed in float64."""
+    """Return a case's half gradients, with each sum computed in float64."""
     program = traced(name, way)
     with jax.enable_x64(True):
         gradients = compiled(with_exact_sums(program.jaxpr))(*CASES[name]()[1:])
@@ -79,19 +79,22 @@ def with_float64_sums(name: str, way: str) -> Any:
 
 
 def errors(got: Any, want: Any) -> dict[str, float]:
-    """The relative L2 error of each gradient, but of those that are zero in exact numbers, as of attention's keys."""
+    """Return the relative L2 error of each gradient, except gradients that are zero.
+
+    The exact gradient of a bias of attention keys is zero, for example.
+    """
     wide = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(want)}
-    whole = np.linalg.norm([np.linalg.norm(leaf) for leaf in wide.values()])
+    total = np.linalg.norm([np.linalg.norm(leaf) for leaf in wide.values()])
     pairs = zip(wide.items(), jax.tree.leaves(got), strict=True)
     return {
-        name: float(np.linalg.norm(np.asarray(own, np.float64) - leaf) / np.linalg.norm(leaf))
-        for (name, leaf), own in pairs
-        if np.linalg.norm(leaf) > 1e-6 * whole
+        name: float(np.linalg.norm(np.asarray(gradient, np.float64) - leaf) / np.linalg.norm(leaf))
+        for (name, leaf), gradient in pairs
+        if np.linalg.norm(leaf) > 1e-6 * total
     }
 
 
 def wrong_params(got: Any, true: Any, half: str) -> set[str]:
-    """The params whose gradient errs by more than the half dtype's limit."""
+    """Return the params whose gradient has an error above the half dtype's limit."""
     norm = np.linalg.norm
     return {
         name
@@ -100,11 +103,11 @@ def wrong_params(got: Any, true: Any, half: str) -> set[str]:
     }
 
 
-# --- the walk finds what is to be found -------------------------------------------------------------------------------
+# --- half_sums finds the half sums of gradients -----------------------------------------------------------------------
 
 
 def found(fun: Any, *args: Any, least: int = 257) -> list[tuple[str, str, float]]:
-    return [each[:3] for each in half_sums(jax.make_jaxpr(jax.grad(fun))(*args), least)]
+    return [row[:3] for row in half_sums(jax.make_jaxpr(jax.grad(fun))(*args), least)]
 
 
 BY_HAND = {
@@ -117,7 +120,7 @@ BY_HAND = {
 }
 
 
-def test_flax_with_dtypes_by_hand_sums_in_half_and_the_walk_finds_it():
+def test_half_sums_finds_the_sums_of_flax_with_half_dtypes():
     for name, sums in BY_HAND.items():
         _, half = half_of_case(name, "apply_policy")
         apply, *arguments = CASES[name](dtype=half)
@@ -131,7 +134,7 @@ def in_half(x: Any) -> Any:
 
 
 def in_a_loop(w: Any, xs: Any, cast_outside: bool, turn: Any) -> Any:
-    """A loop over ``xs`` that reads ``w``, cast before it or in each turn."""
+    """Loop over ``xs`` and read ``w``, cast before the loop or inside of it."""
     outside = in_half(w) if cast_outside else w
     return jnp.sum(lax.scan(lambda state, x: (turn(state, in_half(outside), x), None), xs[0], xs)[0].astype(w.dtype))
 
@@ -145,14 +148,14 @@ TURNS = {
 }
 
 
-def test_a_weight_cast_before_a_loop_is_summed_in_half_turn_by_turn_and_one_cast_in_each_turn_is_not():
+def test_half_sums_finds_a_weight_that_is_cast_before_a_loop():
     xs = jnp.zeros((300, 2, 4), jnp.bfloat16)
     for name, turn in TURNS.items():
         assert found(lambda w, turn=turn: in_a_loop(w, xs, True, turn), jnp.eye(4)) == [("scan", "bfloat16", 300)], name
         assert found(lambda w, turn=turn: in_a_loop(w, xs, False, turn), jnp.eye(4)) == [], name
 
 
-def test_a_residual_stream_is_no_sum_of_a_params_gradient_in_a_loop_or_out_of_one():
+def test_half_sums_ignores_residual_streams():
     def streamed(w, body):
         x = jnp.zeros((300, 4), jnp.bfloat16) + jnp.broadcast_to(w, (300, 4)).astype(jnp.bfloat16)
         return jnp.sum(lax.scan(lambda x, _: (body(x), None), x, None, 300)[0].astype(w.dtype))
@@ -162,7 +165,7 @@ def test_a_residual_stream_is_no_sum_of_a_params_gradient_in_a_loop_or_out_of_on
         assert found(lambda w, body=body: streamed(in_half(w), body), jnp.ones(4)) == [("reduce_sum", "bfloat16", 300)]
 
 
-def test_sums_are_found_behind_moves_casts_branches_custom_rules_and_uses_one_after_the_other():
+def test_half_sums_looks_through_moves_casts_branches_and_rules():
     def used(w, fun, times=1):
         half = in_half(w)
         return jnp.sum(jnp.concatenate([fun(half) for _ in range(times)]).astype(w.dtype))
@@ -182,7 +185,7 @@ def test_sums_are_found_behind_moves_casts_branches_custom_rules_and_uses_one_af
     assert found(lambda w: used(w, jnp.sin, 200), w, least=2) == [("add_any", "bfloat16", 200)]
 
 
-def test_an_operation_that_the_walk_does_not_know_is_named():
+def test_half_sums_names_an_operation_that_it_does_not_know():
     with pytest.raises(AssertionError, match="unknown primitive lu"):
         half_sums(jax.make_jaxpr(lambda w: lax.linalg.lu(w)[0])(jnp.eye(4)))
 
@@ -198,7 +201,7 @@ NAMES = {
     "lifted by NNX": ["nnx.scan", "nnx.vmap", "nnx.remat", "nnx.jit"],
     "models": ["Linear of the zoo", "Tied of the zoo", "NextToken", "Scale of the zoo", "CNN"],
 }
-# Names of both interfaces, each in one of the ways.
+# The cases of Linen and NNX in each group, each under a policy or under autocast.
 GROUPS = {
     group: [
         (name, WAYS[n % 4 == 3])
@@ -225,7 +228,7 @@ EACH = [pytest.param(group, marks=[SLOW] * (group in ("other cells", "models", "
 
 
 @pytest.mark.parametrize("group", EACH)
-def test_no_sum_of_more_than_256_terms_in_half_leads_to_the_gradient_of_a_param(group):
+def test_no_half_sum_of_more_than_256_terms_leads_to_a_params_gradient(group):
     wrong = {f"{name}, {way}": half_sums(traced(name, way).jaxpr) for name, way in GROUPS[group]}
     assert wrong and not {name: sums for name, sums in wrong.items() if sums}
 
@@ -239,7 +242,7 @@ OVER_A_BATCH = {
 
 
 @pytest.mark.parametrize("is_cast", [False, True], ids=["as it is", "cast by its author"])
-def test_nor_does_one_to_a_table_whose_rows_a_batch_repeats_at_positions_that_are_arguments(is_cast):
+def test_table_rows_that_a_batch_repeats_have_float32_gradient_sums(is_cast):
     def loss(table, x, w, ids, repeated):
         rows = (table.astype(jnp.bfloat16) if is_cast else table)[ids].astype(jnp.float32)
         return jnp.sum(repeated(rows, x @ w) @ w)
@@ -259,7 +262,7 @@ def lora_in_a_loop(p, x):
     return lax.scan(lambda total, row: (total + (row[None] @ w).sum(), None), 0.0, x.reshape(-1, 8))[0]
 
 
-def transitions_in_a_loop(p, x):  # no product before the loop: the softmax of a param
+def transitions_in_a_loop(p, x):  # the loop reads a param, because the softmax is inside
     return lax.scan(lambda total, row: (total + (row @ jax.nn.softmax(p["w"]))[0], None), 0.0, x.reshape(-1, 8))[0]
 
 
@@ -280,12 +283,12 @@ COMPUTED = {
 
 
 def halves_in_turn(names: Any) -> list[tuple[Any, str]]:
-    """Each name with a half dtype, one after the other."""
+    """Return each name with a half dtype; the half dtypes alternate."""
     return [(name, ("bfloat16", "float16")[n % 2]) for n, name in enumerate(names)]
 
 
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(COMPUTED))
-def test_nor_does_one_where_what_is_computed_is_repeated_looked_up_or_read_in_many_turns(name, half):
+def test_repeated_values_computed_from_params_have_float32_gradient_sums(name, half):
     rng = np.random.default_rng(0)
     params = {param: jnp.asarray(rng.uniform(size=(8, 8)), jnp.float32) for param in ("w", "left", "right")}
     args = {**params, "v": jnp.full(8, 0.5)}, jnp.asarray(rng.uniform(size=(2, 32, 64, 8)), jnp.float32)
@@ -324,11 +327,11 @@ def add_behind(move, v, x, w):
 
 
 def turns_of(x):
-    """A number that all examples share, beside one that is each one's own."""
+    """Return two numbers: all examples share the first one, but not the second one."""
     return lax.while_loop(lambda pair: pair[0] < 3, lambda pair: (pair[0] + 1, 2 * pair[1]), (0.0, x[0, 0]))
 
 
-# Of one example, x of shape (6, 8); what all share is a param, or is computed of params.
+# Functions of params and one example, of shape (6, 8). All examples share a param, or a value computed from params.
 SHARED = {
     "a class token": lambda p, x: jnp.concatenate([p["v"][None], x @ p["w"]]) @ p["w"],
     "a mask token": lambda p, x: jnp.where((x > 0.5).any(1, keepdims=True), p["v"], x @ p["w"]) @ p["w"],
@@ -373,9 +376,12 @@ COMPUTED_FOR_ALL = {
 
 
 def long_half_sums(program):
-    """The half sums of many terms in all of a program, those with a product between them and the params too."""
+    """Return all half sums of more than 256 terms in a program.
+
+    Unlike ``half_sums``, this finds sums even if a product lies between them and the params.
+    """
     sums = [eqn for eqn in equations(program) if eqn.primitive.name in ("reduce_sum", "scatter-add")]
-    terms = [(eqn, eqn.invars[-1].aval.size / eqn.outvars[0].aval.size) for eqn in sums]  # the operand, or the updates
+    terms = [(eqn, eqn.invars[-1].aval.size / eqn.outvars[0].aval.size) for eqn in sums]
     return [eqn for eqn, count in terms if count > 256 and eqn.outvars[0].aval.dtype.itemsize == 2]
 
 
@@ -386,11 +392,11 @@ def mapped_gradient(fun, is_ensemble):
 
 
 def check_mapped_from_outside(fun, is_ensemble, half, also_jitted, is_measured):
-    rng, members = np.random.default_rng(0), (1,) * is_ensemble  # one is as many as any
+    rng, members = np.random.default_rng(0), (1,) * is_ensemble  # an ensemble has one member
     x, w = rng.uniform(size=(4096, 6, 8)), rng.uniform(size=(*members, 8, 8)) / 4
     args = {"w": jnp.asarray(w, jnp.float32), "v": jnp.full((*members, 8), 0.5)}, jnp.asarray(x, jnp.float32)
-    each = [jaxmp.autocast(fun, f"mixed_{half}"), jax.jit(jaxmp.autocast(fun, f"mixed_{half}"))][: 1 + also_jitted]
-    programs = [compiled(mapped_gradient(fun, is_ensemble)).trace(*args) for fun in each]
+    funs = [jaxmp.autocast(fun, f"mixed_{half}"), jax.jit(jaxmp.autocast(fun, f"mixed_{half}"))][: 1 + also_jitted]
+    programs = [compiled(mapped_gradient(fun, is_ensemble)).trace(*args) for fun in funs]
     for program in programs:
         assert not half_sums(program.jaxpr)
         assert not long_half_sums(program.jaxpr)
@@ -400,15 +406,15 @@ def check_mapped_from_outside(fun, is_ensemble, half, also_jitted, is_measured):
 
 
 @pytest.mark.parametrize("half", HALVES.values())
-def test_nor_does_one_where_examples_are_mapped_from_outside(half):
+def test_params_under_an_outer_vmap_have_float32_gradient_sums(half):
     is_ensemble = half == "float16"
     for name in list(SHARED)[is_ensemble::2]:
         check_mapped_from_outside(SHARED[name], is_ensemble, half, True, "a row" in name)
 
 
-# What is computed and then traced belongs to all until ``jax.vmap`` says otherwise; a param is always one of many.
+# Inside of a jit, jaxmp cannot know whether a later `jax.vmap` maps over a value, so this test does not use jit.
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(COMPUTED_FOR_ALL))
-def test_nor_does_one_where_examples_are_mapped_and_what_is_computed_of_params_is_for_all(name, half):
+def test_shared_values_under_an_outer_vmap_have_float32_gradient_sums(name, half):
     number = list(COMPUTED_FOR_ALL).index(name)
     check_mapped_from_outside(COMPUTED_FOR_ALL[name], number // 2 % 2 == 1, half, False, number % 3 == 0)
 
@@ -421,8 +427,8 @@ DERIVATIVES = {
 
 
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(DERIVATIVES))
-def test_nor_does_one_where_a_derivative_by_each_example_stands_between(name, half):
-    def fun(p, x):  # an equation's residual, of a network's value and its derivatives at each point
+def test_per_example_derivatives_have_float32_gradient_sums(name, half):
+    def fun(p, x):  # a network whose value and derivatives the loss reads at each point, as for a differential equation
         return jnp.mean(jnp.tanh(jnp.tanh(x @ p["w"] + p["v"]) @ p["w"] + p["v"] @ p["w"]) @ p["w"])
 
     def gradient(fun):
@@ -439,7 +445,7 @@ def test_nor_does_one_where_a_derivative_by_each_example_stands_between(name, ha
     args = params, jnp.asarray(rng.uniform(size=(64, 64, 8)), jnp.float32)
     program = gradient(jaxmp.autocast(fun, f"mixed_{half}"))
     assert not half_sums(jax.make_jaxpr(program)(*args))
-    if name == "of the second order":  # long to compile; its sums are seen above
+    if name == "of the second order":  # compiles slowly, and the sums were checked above
         return
     true = compiled(gradient(fun))(*args)
     assert not wrong_params(compiled(program)(*args), true, half)
@@ -449,7 +455,7 @@ def test_nor_does_one_where_a_derivative_by_each_example_stands_between(name, ha
     ("half", "is_mapped", "columns"),
     [("bfloat16", False, "columns"), ("float16", True, None), ("bfloat16", True, "columns")],
 )
-def test_nor_does_one_on_axes_of_type_explicit(half, is_mapped, columns):
+def test_gradient_sums_on_explicit_axes_are_float32(half, is_mapped, columns):
     mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
     def on_mesh(value, *spec):
@@ -479,7 +485,7 @@ def test_nor_does_one_on_axes_of_type_explicit(half, is_mapped, columns):
         assert not wrong_params(got, true, half)
 
 
-def test_nor_does_one_where_each_has_what_a_collective_made_for_all():
+def test_results_of_a_collective_have_float32_gradient_sums():
     def fun(p, x):
         h = x @ p["w"]
         return (h + lax.pmean(h[0], "examples") @ p["w"]) @ p["w"]
@@ -494,10 +500,10 @@ def test_nor_does_one_where_each_has_what_a_collective_made_for_all():
     assert not wrong_params(got, true, "bfloat16")
 
 
-def test_nor_does_one_where_what_all_examples_share_meets_what_those_of_a_group_do():
+def test_values_shared_by_groups_of_examples_have_float32_gradient_sums():
     def fun(p, group, x):
-        own = jnp.tanh(group @ p["w"]) * (p["v"] @ p["w"]) + (p["w"] @ p["w"])[(8 * group[0]).astype(int)]
-        return jax.checkpoint(lambda own, x, w: x @ w * (own + w[0] @ w))(own, x, p["w"]) @ p["w"]
+        of_group = jnp.tanh(group @ p["w"]) * (p["v"] @ p["w"]) + (p["w"] @ p["w"])[(8 * group[0]).astype(int)]
+        return jax.checkpoint(lambda of_group, x, w: x @ w * (of_group + w[0] @ w))(of_group, x, p["w"]) @ p["w"]
 
     def gradient(fun):
         groups = jax.vmap(jax.vmap(fun, (None, None, 0)), (None, 0, 0))
@@ -511,7 +517,7 @@ def test_nor_does_one_where_what_all_examples_share_meets_what_those_of_a_group_
     assert not wrong_params(compiled(program)(*args), true, "bfloat16")
 
 
-def test_what_is_repeated_64_times_is_repeated_as_it_is():
+def test_up_to_64_repetitions_are_not_rewritten():
     fun = jaxmp.autocast(lambda w, v, x: (x @ w + v @ w) @ w, "mixed_bfloat16")
     for rows, count in ((64, 0), (65, 1)):
         program = jax.make_jaxpr(fun)(jnp.eye(8), jnp.ones(8), jnp.ones((rows, 8)))
@@ -534,8 +540,8 @@ EXTREMES = {
 }
 
 
-def test_equal_messages_of_which_a_graph_takes_an_extreme_are_counted_in_float32():
-    rng = np.random.default_rng(0)  # the nodes of a graph without features are equal
+def test_equal_messages_in_a_segment_extreme_are_counted_in_float32():
+    rng = np.random.default_rng(0)  # all nodes are equal, as in a graph without features
     x = jnp.asarray(np.repeat(rng.standard_normal((1, 8), np.float32), 4096, 0))
     w = jnp.asarray(rng.standard_normal((8, 8), np.float32))
 
@@ -556,8 +562,8 @@ def test_equal_messages_of_which_a_graph_takes_an_extreme_are_counted_in_float32
 def test_extremes_of_few_messages_are_half():
     fun = jaxmp.autocast(lambda w, x: largest_of_messages(x @ w) @ w, "mixed_bfloat16")
     for edges, dtype in ((64, "bfloat16"), (65, "float32")):
-        found = equations(jax.make_jaxpr(fun)(jnp.eye(8), jnp.ones((edges, 8))))
-        assert [eqn.outvars[0].aval.dtype.name for eqn in found if eqn.primitive.name == "scatter-max"] == [dtype]
+        eqns = equations(jax.make_jaxpr(fun)(jnp.eye(8), jnp.ones((edges, 8))))
+        assert [eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "scatter-max"] == [dtype]
 
 
 TRANSFORMED = [
@@ -570,7 +576,7 @@ TRANSFORMED = [
 ]
 
 
-def test_nor_does_one_where_the_loss_transforms_the_model():
+def test_transformed_models_have_float32_gradient_sums():
     for name, transform, way in TRANSFORMED:
         case, (policy, _) = CASES[name], half_of_case(name, way)
         gradient = half_gradient(case, way, policy, TRANSFORMS[transform])
@@ -582,15 +588,15 @@ def test_nor_does_one_where_the_loss_transforms_the_model():
     [(nn.Dense(8), nn.gelu, nn.Dense(8)), (nn.Dense(8), nn.LayerNorm(), nn.Dense(8))],
     ids=["activation", "normalisation"],
 )
-def test_cotangents_are_rounded_to_half_before_they_are_summed_for_a_bias(layers):
-    """Without the rounding XLA drops both casts, and writes the cotangents in float32."""
+def test_cotangents_are_rounded_to_half_before_their_sum_for_a_bias(layers):
+    """Without the rounding, XLA would drop both casts and write float32 cotangents."""
     model = jaxmp.linen.apply_policy(nn.Sequential(layers), "mixed_bfloat16")
     params = jax.eval_shape(model.init, jax.random.key(0), X)
     names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(loss(model.apply)))(params, X))]
     assert names.count("reduce_precision") == 2
 
 
-# Of one operation each, and of all of them: what XLA computes; what it is asked to compute is looked at above.
+# These programs are run, because XLA may compute something else than the traced programs that are checked above.
 MEASURED = [
     *((f"Linen: {name}", "apply_policy") for name in ("Conv", "MultiHeadDotProductAttention")),
     ("NNX: LayerNorm", "apply_policy"),
@@ -601,7 +607,7 @@ MEASURED = [
 
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "way"), MEASURED)
-def test_gradients_are_those_of_float64_but_for_what_rounding_explains(name, way):
+def test_gradients_match_float64_up_to_rounding(name, way):
     got = traced(name, way).lower().compile()(*CASES[name]()[1:])
     want, (_, half) = float64(name), half_of_case(name, way)
     wrong = {param: error for param, error in errors(got, want).items() if error > LIMITS[half]}
@@ -611,7 +617,7 @@ def test_gradients_are_those_of_float64_but_for_what_rounding_explains(name, way
     assert not wrong, half
 
 
-def test_the_table_has_every_layer_of_flax_that_has_params():
+def test_the_table_has_every_flax_layer_with_params():
     without = {"Dropout", "Sequential", "RNNCellBase", "Module", "Dict", "List", "RoPE"}
     eight_bits = {"Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralOp", "Fp8Einsum", "NANOOFp8DotGeneralOp"}
     aliases = {"MultiHeadAttention", "SelfAttention"}
@@ -636,7 +642,7 @@ def _example(weight: jax.Array, bias: jax.Array, row: jax.Array) -> jax.Array:
     ("inner", "order", "half"),
     [("jit", "inside", "bfloat16"), ("checkpoint", "inside", "float16"), ("checkpoint", "outside", "bfloat16")],
 )
-def test_nor_does_one_where_a_batch_comes_after_the_trace(inner, order, half):
+def test_a_vmap_after_the_trace_has_float32_gradient_sums(inner, order, half):
     def wrapped(fun):
         policy = f"mixed_{half}"
         return (
@@ -657,7 +663,7 @@ def test_nor_does_one_where_a_batch_comes_after_the_trace(inner, order, half):
     np.testing.assert_allclose(compiled(jax.grad(loss_of))(jnp.zeros(4)), np.ones(4), rtol=1e-2)
 
 
-def test_per_example_gradients_of_a_bias_alone_are_those_of_float32():
+def test_per_example_gradients_of_a_bias_equal_float32():
     half = jaxmp.autocast(_example, "mixed_bfloat16")
 
     def gradients(rows):
@@ -666,6 +672,6 @@ def test_per_example_gradients_of_a_bias_alone_are_those_of_float32():
         ]
         return *by_rows, jax.vmap(lambda row: jax.jacfwd(lambda bias: half(jnp.eye(4), bias, row))(jnp.zeros(4)))(rows)
 
-    expected, *found = compiled(gradients)(jnp.arange(12.0).reshape(3, 4))
-    for each in found:
-        np.testing.assert_array_equal(each, expected)
+    expected, *results = compiled(gradients)(jnp.arange(12.0).reshape(3, 4))
+    for result in results:
+        np.testing.assert_array_equal(result, expected)

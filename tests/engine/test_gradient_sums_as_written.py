@@ -1,4 +1,4 @@
-"""Gradients through what a layer returns in half, and code between layers repeats as it is written."""
+"""Gradients of a layer's half result that code between layers repeats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vmapped_twice(t, x):
     return jax.vmap(jax.vmap(lambda pixel: pixel + t[0]))(x)
 
 
-# Of what a layer returns in half, t of shape (8, 1), repeated as it is written: no product is behind it.
+# Functions that repeat the half result of a layer, `t` of the shape (8, 1). No product reads the repeated values.
 AS_WRITTEN = {
     "table looked up": lambda t, x: t[jnp.arange(4096) % 8],
     "sliced at a place": lambda t, x: jax.vmap(lambda n: lax.dynamic_slice_in_dim(t, n, 4))(jnp.arange(4096) % 4),
@@ -82,10 +82,10 @@ def summed(api: str, case: str, params: Any, policy: str | None) -> jax.Array:
 
 @pytest.mark.parametrize("api", ["Linen", "NNX"])
 @pytest.mark.parametrize("policy", HALVES)
-def test_what_code_between_layers_repeats_has_its_gradient_summed_in_float32(policy, api):
+def test_half_values_repeated_between_layers_have_float32_gradient_sums(policy, api):
     params = {"kernel": jnp.full((8, 1), 0.125), "bias": jnp.zeros(1)}
     for case in list(AS_WRITTEN)[list(HALVES).index(policy) + 2 * (api == "NNX") :: 4]:
-        exact, half = (jax.grad(functools.partial(summed, api, case, policy=each)) for each in (None, policy))
+        exact, half = (jax.grad(functools.partial(summed, api, case, policy=under)) for under in (None, policy))
         program = compiled(half).trace(params)
         assert not half_sums(program.jaxpr), case
         true, got = compiled(exact)(params), program.lower().compile()(params)

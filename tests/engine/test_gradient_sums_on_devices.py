@@ -1,4 +1,4 @@
-"""In a ``shard_map`` the gradients of params that all devices share are summed over the devices in float32."""
+"""Gradients of shared params in a ``shard_map`` are summed over devices in float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class InLinen(nn.Module):
-    """A table, layers in a loop that computes them again, and a head."""
+    """A table, a scan over rematerialised layers, and a head."""
 
     @nn.compact
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -38,7 +38,10 @@ class InLinen(nn.Module):
 
 
 class InNNX(nnx.Module):
-    """The same without the loop and the norm, which in NNX rounds the gradients of its own params."""
+    """The same model with one layer and without a norm.
+
+    A norm of NNX would round the gradients of its params.
+    """
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)

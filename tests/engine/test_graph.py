@@ -1,4 +1,4 @@
-"""The graph knows which values are the same, although a program writes them twice, and which are not."""
+"""The graph recognises equal values that a program computes twice."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ WRITTEN_TWICE = {
 }
 
 
-def test_a_value_that_is_written_twice_is_the_same():
-    found = {name: set(products(half(fun), X)) for name, fun in WRITTEN_TWICE.items()}
-    assert found == {name: {"float32"} for name in WRITTEN_TWICE}
+def test_a_value_that_is_computed_twice_is_the_same():
+    dtypes = {name: set(products(half(fun), X)) for name, fun in WRITTEN_TWICE.items()}
+    assert dtypes == {name: {"float32"} for name in WRITTEN_TWICE}
 
 
 @pytest.mark.parametrize("spelling", ["vdot(x - y, x - y)", "of a loop", "in a scan"])
-def test_so_nothing_of_it_is_lost(spelling):
+def test_differences_of_values_computed_twice_are_accurate(spelling):
     fun, x = WRITTEN_TWICE[spelling], (1 + 0.1 * X).astype(jnp.bfloat16).astype(jnp.float32)
     with jax.enable_x64(True):
         exact = np.asarray(compiled(fun)(x.astype(jnp.float64)))
@@ -69,7 +69,7 @@ DIFFERENT = {
     "another body": lambda x: tuple(
         jax.lax.fori_loop(0, 3, turn, x) for turn in (lambda _, h: 1.5 * h, lambda _, h: 1.5 + h)
     ),
-    "another branch": lambda x: tuple(jax.lax.cond(x[0, 0] > 0, jnp.sin, one, x) for one in (jnp.tanh, jnp.exp)),
+    "another branch": lambda x: tuple(jax.lax.cond(x[0, 0] > 0, jnp.sin, branch, x) for branch in (jnp.tanh, jnp.exp)),
     "an effect": lambda x: tuple(
         jax.experimental.io_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x) for _ in range(2)
     ),
@@ -84,9 +84,9 @@ DIFFERENT = {
 }
 
 
-def test_equal_operations_on_what_differs_are_not_the_same():
-    found = {
+def test_operations_with_different_operands_or_parameters_are_not_the_same():
+    dtypes = {
         name: products(half(lambda x, pair=pair: jnp.vdot(*pair(x))), X)
         for name, pair in {**DIFFERENT, "none of these": lambda x: (_fori(3, x), _fori(3, x))}.items()
     }
-    assert found == {**{name: ["bfloat16"] for name in DIFFERENT}, "none of these": ["float32"]}
+    assert dtypes == {**{name: ["bfloat16"] for name in DIFFERENT}, "none of these": ["float32"]}

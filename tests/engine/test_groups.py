@@ -1,4 +1,4 @@
-"""Groups: what is right only as a whole in float32, by its numbers and in the program."""
+"""Patterns that are accurate only if all of their operations are float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOWEST = jnp.finfo(jnp.float32).min
 
 
 def between(fun):
-    """``fun`` between two products that change nothing but the dtype."""
+    """Return ``fun`` between two products with ``w``, an identity matrix."""
     return lambda x, w: fun(x @ w) @ w
 
 
@@ -28,19 +28,19 @@ def test_a_softmax_errs_by_one_ulp():
     assert np.max(np.abs(result - exact) / np.maximum(exact * info.eps, info.smallest_subnormal)) <= 1
 
 
-def test_a_softmax_is_rounded_where_it_ends():
+def test_only_the_result_of_a_softmax_is_rounded():
     assert dtypes_of("div", half(between(jax.nn.softmax)), normal(0, 4, 8), W) == ["float32"]
     program = jax.make_jaxpr(half(between(lambda x: jax.nn.softmax(x))))(normal(0, 4, 8), W)
     end = next(n for n, eqn in enumerate(program.eqns) if eqn.primitive.name == "div")
     assert program.eqns[end + 1].params.get("new_dtype") == jnp.bfloat16
 
 
-def test_a_softmax_whose_logarithm_is_read_too_is_not_rounded():
+def test_a_softmax_with_a_logarithm_is_not_rounded():
     def fun(x, w):
         p = jax.nn.softmax(x @ w)
         return p @ w, jnp.log(p + 1e-12)
 
-    x = 12 * jnp.eye(8)[:2]  # a probability so near 1 that bfloat16 has 1
+    x = 12 * jnp.eye(8)[:2]  # a probability that bfloat16 rounds to 1
     result, expected = both(fun, "mixed_bfloat16", x, W)
     np.testing.assert_allclose(result[1], expected[1], rtol=1e-3)
 
@@ -56,7 +56,7 @@ def test_a_softmax_whose_logarithm_is_read_too_is_not_rounded():
 def test_losses_have_the_accuracy_of_float32(loss, policy):
     x = (normal(1, 4, 8) * 5).astype(HALVES[policy]).astype(jnp.float32)
     exact = np.asarray(loss(x), np.float64)
-    # The value beside a gradient: products follow, so that no operation is float32 for leading to none.
+    # The products of the gradient follow the loss. Without them, operations would be float32 for another reason.
     with_gradient = half(jax.value_and_grad(lambda w, x: jnp.sum(loss(x @ w))), policy)
     assert set(products(with_gradient, W, x)) == {HALVES[policy]}
     assert np.isclose(compiled(with_gradient)(W, x)[0], exact.sum(), rtol=1e-5, atol=1e-4)
@@ -83,7 +83,7 @@ def test_a_variance_as_a_difference_of_means_is_float32():
     wide = np.asarray(x, np.float64)
     exact = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
     error = np.abs(np.asarray(half(between(standardise))(x, W)) - exact).max()
-    assert error < 0.02  # bfloat16's E[x²] - E[x]² errs by 100 %; float32's own by 0.3 %
+    assert error < 0.02  # in bfloat16 the error of E[x²] - E[x]² is 100 %; in float32 it is 0.3 %
 
 
 def test_squares_that_are_summed_do_not_overflow_float16():
@@ -93,9 +93,9 @@ def test_squares_that_are_summed_do_not_overflow_float16():
 
 
 def test_a_tiny_epsilon_does_not_vanish_in_float16():
-    # A number in the program, a constant of it, and one of which a part is small.
+    # A literal of the program, a constant, and a constant with small and large elements.
     epsilons = 1e-12, jnp.float32(1e-12), np.array([2.0, 1e-12] * 4, np.float32)
-    funs = [half(between(lambda x, e=each: x / (jnp.abs(x) + e)), "mixed_float16") for each in epsilons]
+    funs = [half(between(lambda x, e=epsilon: x / (jnp.abs(x) + e)), "mixed_float16") for epsilon in epsilons]
     for result in compiled(lambda x, w: [fun(x, w) for fun in funs])(jnp.zeros((2, 8)), W):
         np.testing.assert_array_equal(result, 0)
 
@@ -124,7 +124,7 @@ def test_masks_of_the_lowest_float32_stay_finite_in_float16(mask):
     assert bool(jnp.all(jnp.isfinite(slope)))
 
 
-def test_a_mask_of_scores_that_others_read_is_not_rounded_to_infinity():
+def test_masked_scores_that_are_returned_stay_finite():
     def fun(x, w):
         scores = x @ w + jnp.where(jnp.arange(8) < 3, 0.0, LOWEST)
         return jax.nn.softmax(scores) @ w, scores
@@ -132,10 +132,10 @@ def test_a_mask_of_scores_that_others_read_is_not_rounded_to_infinity():
     assert bool(jnp.isfinite(half(fun, "mixed_float16")(jnp.ones((1, 8)), W)[1]).all())
 
 
-def test_what_a_gather_fills_with_is_not_rounded():
+def test_the_fill_value_of_a_gather_is_not_rounded():
     def fun(x, w):
         rows = [jnp.take(x @ w, jnp.array([0, 99]), axis=0, mode="fill", fill_value=fill) for fill in (-1e30, 1e-12)]
-        return [1 / each for each in rows]
+        return [1 / row for row in rows]
 
     x = jnp.ones((4, 8))
     result, expected = compiled(lambda x, w: (half(fun, "mixed_float16")(x, w), fun(x, w)))(x, W)
@@ -153,14 +153,14 @@ def test_cosine_similarity_is_float32():
     assert np.allclose(result[:, 0], similarity(x), rtol=1e-3)
 
 
-def test_scatters_that_add_do_so_in_float32():
+def test_a_scatter_add_is_float32():
     def fun(x, w):
         return jnp.zeros(8).at[jnp.zeros(8, int)].add((x @ w)[0]) @ w
 
     assert dtypes_of("scatter-add", half(fun), jnp.ones((1, 8)), W) == ["float32"]
 
 
-def test_a_statistic_that_a_product_reads_is_rounded_once_and_last():
+def test_a_statistic_is_rounded_only_for_the_product_that_reads_it():
     def norms(x, w):
         return jnp.sqrt(jnp.sum((x @ w) ** 2, -1)) @ jnp.eye(4)
 
@@ -173,7 +173,7 @@ def test_a_statistic_that_a_product_reads_is_rounded_once_and_last():
     assert np.allclose(*compiled(lambda x, w: (half(variances)(x, w), variances(x, w)))(x, W), rtol=0.01)
 
 
-def test_a_logsumexp_that_is_subtracted_again_is_float32():
+def test_a_logsumexp_in_a_difference_is_float32():
     def softmax(x, w):
         h = x @ w
         return jnp.exp(h - jax.nn.logsumexp(h, -1, keepdims=True)) @ w
@@ -182,14 +182,14 @@ def test_a_logsumexp_that_is_subtracted_again_is_float32():
     assert np.allclose(half(softmax)(x, W), jax.nn.softmax(x), rtol=2**-8)
 
 
-def test_special_functions_are_float32_as_a_whole():
+def test_all_operations_of_special_functions_are_float32():
     x = jnp.linspace(-8, 5, 32).reshape(4, 8)
     result = compiled(half(between(jax.scipy.special.log_ndtr), "mixed_float16"))(x, W)
     rounded = x.astype(jnp.float16).astype(jnp.float32)
     assert np.allclose(result, compiled(jax.scipy.special.log_ndtr)(rounded), rtol=1e-3, atol=1e-6)
 
 
-def test_what_is_subtracted_before_a_float32_scale_is_subtracted_in_float32():
+def test_a_difference_before_a_float32_scale_is_float32():
     def fun(x, mean, scale, w):
         return (x @ w - mean) * jax.lax.rsqrt(scale) @ w
 
@@ -206,16 +206,16 @@ def test_a_head_of_width_one_is_half_at_every_batch_size_and_under_vmap():
 
         for x in (normal(0, 8), normal(0, 1, 8), normal(0, 2, 8)):
             assert products(half(fun), x, W) == ["bfloat16"] * 2
-        for each in (jax.vmap(half(fun), (0, None)), half(jax.vmap(fun, (0, None)))):
-            assert products(each, x, W) == ["bfloat16"] * 2
+        for mapped in (jax.vmap(half(fun), (0, None)), half(jax.vmap(fun, (0, None)))):
+            assert products(mapped, x, W) == ["bfloat16"] * 2
 
 
-def test_a_product_of_float8_beside_others_is_left_as_it_is():
+def test_a_float8_product_of_the_author_does_not_change():
     codes = jnp.ones((16, 16), jnp.float8_e4m3fn)
 
     def fun(x, w):
-        own = jax.lax.dot_general(codes, codes, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return own + x @ w
+        product = jax.lax.dot_general(codes, codes, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return product + x @ w
 
-    found = jaxmp.autocast(fun, "mixed_bfloat16")(jnp.ones((16, 16)), jnp.ones((16, 16)))
-    np.testing.assert_array_equal(np.asarray(found), 32)
+    result = jaxmp.autocast(fun, "mixed_bfloat16")(jnp.ones((16, 16)), jnp.ones((16, 16)))
+    np.testing.assert_array_equal(np.asarray(result), 32)

@@ -1,4 +1,4 @@
-"""Values that a program does not change: results that are its arguments, and values that a loop computes once."""
+"""Results that equal a program's arguments, and values that a loop computes once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ A, B = jnp.ones((3, 2)), jnp.zeros((3, 2))
 
 
 def turned(carry, xs, **options):
-    """A loop that keeps the first of what it carries, changes the second, and returns a slice and its double."""
+    """Return a scan whose first carry does not change, and whose second one does.
+
+    The scan also returns each scanned element, and its double.
+    """
     return lax.scan(lambda c, x: ((c[0], c[1] + x), (x, 2 * x)), (carry, carry), xs, **options)
 
 
@@ -31,13 +34,13 @@ KNOWN = [
     ]  # fmt: skip
 
 
-def test_results_are_known_as_arguments_through_calls_loops_and_branches():
+def test_passed_on_looks_through_calls_loops_and_branches():
     for number, (fun, ends) in enumerate(KNOWN):
         assert passed_on(jax.make_jaxpr(fun)(A, B)) == ends, number
         assert passed_on(jax.make_jaxpr(jax.jit(fun))(A, B)) == ends, number
 
 
-def test_what_prints_does_so_in_each_turn_and_not_before(capfd):
+def test_prints_stay_in_each_iteration(capfd):
     def fun(weight, x):
         jax.debug.print("sum {}", weight.sum())
         return checkpoint_name(jnp.sin(weight), "kept") * x
@@ -47,6 +50,6 @@ def test_what_prints_does_so_in_each_turn_and_not_before(capfd):
         turn = hoisted(fun, weight, (xs[0],), jax.checkpoint_policies.save_only_these_names("kept"))
         return lax.map(lambda x: turn(weight, x), xs)
 
-    found = loop(A, jnp.stack([A, B]))
+    result = loop(A, jnp.stack([A, B]))
     jax.effects_barrier()
-    assert jnp.allclose(found, jnp.stack([jnp.sin(A), B])) and capfd.readouterr().out.count("sum 6.0") == 2
+    assert jnp.allclose(result, jnp.stack([jnp.sin(A), B])) and capfd.readouterr().out.count("sum 6.0") == 2

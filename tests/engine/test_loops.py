@@ -1,4 +1,4 @@
-"""Loops and conditionals: one colour round each loop, weights cast at each use, sums kept in float32."""
+"""Loops and conditionals: the dtypes of carries and results, and gradient sums."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from jaxmp._internals.jax.equations import bodies_of
 from jaxmp._internals.jax.walk import equations
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
-# Each use of the weight adds 1 to each element of its gradient. (To contract one element would be no product.)
+# Each use of the weight adds 1 to each element of its gradient. (The contracted axis has two elements, because a
+# contraction of one element is not a product.)
 HALVES_2X2, ONES = jnp.full((2, 2), 0.5), jnp.ones((2, 2))
 
 
 def carries(fun, *args):
-    """The dtypes of the floating carries of all loops in the traced ``fun``."""
-    found = []
+    """Return the dtypes of the floating carries of all loops in the traced ``fun``."""
+    dtypes = []
     for eqn in equations(jax.make_jaxpr(fun)(*args)):
         if eqn.primitive.name in ("scan", "while"):
             bodies = bodies_of(eqn)
-            found += [var.aval.dtype.name for var in eqn.outvars[: bodies.carry] if var.aval.dtype != jnp.int32]
-    return found
+            dtypes += [var.aval.dtype.name for var in eqn.outvars[: bodies.carry] if var.aval.dtype != jnp.int32]
+    return dtypes
 
 
 def test_a_residual_stream_is_carried_in_half_and_a_running_loss_in_float32():
@@ -51,7 +52,7 @@ def test_a_post_norm_stream_is_carried_in_half():
     assert carries(half(fun), X, jnp.stack([W] * 2)) == ["bfloat16"]
 
 
-def test_a_sum_of_products_that_does_not_feed_them_is_carried_in_float32():
+def test_a_sum_of_products_is_carried_in_float32():
     def fun(x, w):
         def body(carry, row):
             state, x = carry
@@ -78,7 +79,7 @@ def test_the_states_of_an_lstm_are_carried_in_float32():
     assert np.allclose(half(fun)(*args), fun(*args), atol=0.05)
 
 
-def test_weights_that_a_loop_only_carries_stay_float32():
+def test_weights_in_a_carry_stay_float32():
     def fun(x, w):
         def body(carry):
             n, x, w, v = carry
@@ -113,7 +114,10 @@ def test_4096_uses_of_a_weight_have_a_gradient_of_4096(loop, policy):
 
 
 def used_22_times(w):
-    """Its gradient is 277, which bfloat16 does not have: 256 of one use, and 1 of each other."""
+    """Use ``w`` once with the gradient 256, and 21 times with the gradient 1.
+
+    The sum, 277, is not a bfloat16 number.
+    """
     return jnp.sum(256 * HALVES_2X2 @ w) + sum(jnp.sum(HALVES_2X2 @ w) for _ in range(21))
 
 
@@ -160,13 +164,13 @@ def test_control_flow_agrees_with_float32(flow):
 
     assert set(products(half(fun), X, W)) == {"bfloat16"}
     programs = (fun, half(fun), jax.grad(fun, (0, 1)), jax.grad(half(fun), (0, 1)), half(jax.grad(fun, (0, 1))))
-    expected, result, gradient, *gradients = compiled(lambda x, w: [each(x, w) for each in programs])(X, W)
+    expected, result, gradient, *gradients = compiled(lambda x, w: [program(x, w) for program in programs])(X, W)
     assert np.isclose(result, expected, rtol=0.05, atol=0.05)
     assert cosine(gradients[0], gradient) > 0.999
     assert cosine(gradients[1], gradient) > 0.998
 
 
-def test_branches_have_one_colour():
+def test_branches_return_the_same_dtype():
     def fun(x, w):
         h = x @ w
         return jax.lax.cond(x[0, 0] > 0, lambda h: jnp.exp(h), lambda h: h, h) @ w
@@ -175,7 +179,7 @@ def test_branches_have_one_colour():
     assert eqn.outvars[0].aval.dtype == jnp.bfloat16
 
 
-def test_a_while_loop_whose_condition_reads_what_it_computes_is_float32():
+def test_a_while_loop_whose_condition_reads_its_product_is_float32():
     def fun(x, w):
         return jax.lax.while_loop(lambda h: jnp.sum(h**2) > 0.1, lambda h: jnp.tanh(h @ w) * 0.5, x) @ w
 
@@ -226,7 +230,7 @@ def test_a_bisection_with_the_product_in_the_condition_is_float32():
     assert half(fun)(W) == fun(W) < 100
 
 
-def test_a_decoder_that_ends_with_a_token_is_half():
+def test_a_decoder_that_stops_at_a_token_is_half():
     def fun(x, w):
         def body(carry):
             h, _, n = carry
@@ -272,7 +276,7 @@ RESIDUALS = {
 }
 
 
-def test_a_loop_until_a_time_is_half_and_one_until_a_residual_is_small_is_float32():
+def test_a_loop_until_a_time_is_half_and_a_loop_until_convergence_is_float32():
     def dtype_of_its_product(until):
         def fun(x, w):
             def turn(carry):
@@ -285,12 +289,12 @@ def test_a_loop_until_a_time_is_half_and_one_until_a_residual_is_small_is_float3
         return products(half(fun), X, W)
 
     for untils, dtype in ((TIMES, "bfloat16"), (RESIDUALS, "float32")):
-        found = {name: dtype_of_its_product(until) for name, until in untils.items()}
-        assert found == {name: [dtype] for name in untils}
+        dtypes = {name: dtype_of_its_product(until) for name, until in untils.items()}
+        assert dtypes == {name: [dtype] for name in untils}
 
 
 @pytest.mark.parametrize("of_examples", ["the number of turns", "a residual"])
-def test_examples_of_a_vmap_inside_may_take_turns_of_their_own(of_examples):
+def test_examples_of_an_inner_vmap_may_differ_in_their_iterations(of_examples):
     def fun(x, least):
         smallest = jnp.exp(-1.5 * least.astype(jnp.float32))
 
@@ -317,7 +321,7 @@ def test_examples_of_a_vmap_inside_may_take_turns_of_their_own(of_examples):
     np.testing.assert_allclose(results, expected, atol=0.02)
 
 
-def test_an_activation_goes_into_a_loop_in_float32_if_its_turns_and_those_inside_read_it_often():
+def test_an_activation_that_nested_loops_read_often_enters_them_in_float32():
     def fun(x, w):
         y = jnp.tanh(x @ w)
 
@@ -330,4 +334,4 @@ def test_an_activation_goes_into_a_loop_in_float32_if_its_turns_and_those_inside
     program = jax.make_jaxpr(half(fun))(HALVES_2X2, ONES)
     (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
     operands = [atom.aval.dtype.name for atom in loop.invars[: bodies_of(loop).start]]
-    assert operands == ["float32"] * 2  # and w
+    assert operands == ["float32"] * 2  # the activation and `w`

@@ -1,4 +1,4 @@
-"""Models that no one here wrote, unedited, under autocast: what Flax, Haiku and Optax compute in float32, in half."""
+"""Models of Flax, Haiku and Optax compute in half under autocast, and match float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Loss = Callable[..., Any]
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-# As their readers have it: Flax's norms and Haiku add integers and floats of several dtypes.
+# JAX's default promotion, because Flax's norms and Haiku add integers and floats of several dtypes.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -34,7 +34,7 @@ def data(*shape: int, seed: int = 7) -> jax.Array:
 
 
 class Block(nn.Module):
-    """A transformer block before the first normalisation, as a tutorial writes it."""
+    """A pre-norm transformer block."""
 
     width: int = 16
 
@@ -107,14 +107,14 @@ NNX: dict[str, tuple[Callable[[nnx.Rngs], Any], Any]] = {
 
 def nnx_program(name: str) -> tuple[Loss, Any, Any]:
     make, x = NNX[name]
-    graph, params, rest = jax.eval_shape(lambda: nnx.split(make(nnx.Rngs(0)), nnx.Param, ...))
+    graph, params, state = jax.eval_shape(lambda: nnx.split(make(nnx.Rngs(0)), nnx.Param, ...))
 
-    def loss(params: Any, rest: Any) -> tuple[jax.Array, Any]:
-        model = nnx.merge(graph, params, rest, copy=True)  # the trace is an inner one, whose Variables are its own
+    def loss(params: Any, state: Any) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graph, params, state, copy=True)  # an inner trace may only change its own Variables
         out = model(x)
         return jnp.square(out).mean(), (out, nnx.state(model, nnx.BatchStat))
 
-    return loss, drawn(params), drawn(rest)
+    return loss, drawn(params), drawn(state)
 
 
 def haiku_attention(x: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ def value_and_grad(loss: Loss) -> Loss:
 
 
 def product_operands(jaxpr: Any) -> set[str]:
-    """The dtypes that products take; integers (a mask in a convolution, say) are no business of autocast."""
+    """Return the dtypes of the operands of all products."""
     products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
     return {var.aval.dtype.name for eqn in products for var in eqn.invars[:2]}
 
@@ -175,20 +175,20 @@ EACH = [pytest.param(name, marks=[SLOW] * (name == "linen scanned remat blocks")
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_a_model_computes_in_half_what_it_computes_in_float32(name: str) -> None:
-    loss, params, rest = MODELS[name]()
+def test_a_half_model_matches_float32(name: str) -> None:
+    loss, params, old_state = MODELS[name]()
     number, plain = list(MODELS).index(name), value_and_grad(loss)
     policy, half = list(POLICIES.items())[number % 2]
-    around = number // 2 % 2  # autocast around the gradient, or the gradient around autocast
-    program = jaxmp.autocast(plain, policy) if around else value_and_grad(jaxmp.autocast(loss, policy))
-    (value, (out, state)), grads = compiled(plain)(params, rest)
-    traced = compiled(program).trace(params, rest)
+    is_outside = number // 2 % 2  # autocast of the gradient, or the gradient of autocast
+    program = jaxmp.autocast(plain, policy) if is_outside else value_and_grad(jaxmp.autocast(loss, policy))
+    (value, (out, state)), grads = compiled(plain)(params, old_state)
+    traced = compiled(program).trace(params, old_state)
     assert product_operands(traced.jaxpr) == {half}  # no product is left in float32
-    half_value, half_grads = traced.lower().compile()(params, rest)
+    half_value, half_grads = traced.lower().compile()(params, old_state)
     got_value, (got_out, got_state) = half_value
     assert dtypes(half_value) == dtypes((value, (out, state)))
     assert dtypes(half_grads) == dtypes(params)
-    # A model this small makes some ten roundings one after the other.
+    # The tolerance allows for about ten roundings in sequence.
     rounding = 10 * float(jnp.finfo(half).eps)
     scale = float(jnp.abs(out).max())
     assert np.abs(flat(got_out) - flat(out)).max() <= rounding * scale

@@ -1,4 +1,4 @@
-"""Regions and overrides, the most specific first, and the errors of autocast."""
+"""Regions and overrides, which of them wins, and the errors of autocast."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def precisions(fun):
 # -- keys and regions ------------------------------------------------------------------------------------------------
 
 
-def test_a_path_covers_what_lies_below_it_and_the_first_that_matches_wins():
+def test_a_path_covers_everything_below_and_the_first_match_wins():
     for overrides, expected in (
         ({"encoder": "float32"}, ["float32", "float32", "bfloat16"]),
         ({"**/layer_1": "float32"}, ["bfloat16", "float32", "bfloat16"]),
@@ -48,11 +48,11 @@ def test_a_path_covers_what_lies_below_it_and_the_first_that_matches_wins():
         ({"**/layer_0": "half", "encoder": "float32"}, ["bfloat16", "float32", "bfloat16"]),
     ):
         assert products(half(model, overrides=overrides), X, W) == expected
-    # The pattern of all paths covers what stands in no scope, too.
+    # The pattern of all paths also covers operations outside of any scope.
     assert products(half(lambda x, w: x @ w, overrides={"**": "float32"}), X, W) == ["float32"]
 
 
-def test_an_operation_on_a_path_is_a_path_of_that_operation_alone():
+def test_a_path_with_an_operation_matches_only_that_operation():
     for overrides, expected in (
         ({"encoder:dot_general": "float32"}, ["float32", "float32", "bfloat16"]),
         ({"encoder/layer_0": "half", "encoder:dot_general": "float32"}, ["bfloat16", "float32", "bfloat16"]),
@@ -75,7 +75,7 @@ def test_an_operation_on_a_path_is_a_path_of_that_operation_alone():
         assert products(network.apply, params, X) == ["float32", "bfloat16"]
 
 
-def test_a_path_holds_in_the_gradient():
+def test_a_path_applies_to_the_gradient():
     def loss(w):
         return jnp.sum(model(X, w))
 
@@ -86,18 +86,18 @@ def test_a_path_holds_in_the_gradient():
 
 def test_primitives_and_classes():
     assert set(dtypes_of("exp", half(model), X, W)) == {"float32"}
-    for level in ("half", "HALF", " half "):  # read as policies are
+    for level in ("half", "HALF", " half "):  # case and spaces are ignored, as in the names of policies
         assert set(dtypes_of("exp", half(model, overrides={"primitive:exp": level}), X, W)) == {"bfloat16"}
     assert set(dtypes_of("exp", half(model, overrides={"class:pointwise": "half"}), X, W)) == {"bfloat16"}
     assert products(half(model, overrides={"primitive:dot_general": "float32"}), X, W) == ["float32"] * 3
     assert precisions(half(model, overrides={"class:half": "float32"})) == [HIGHEST] * 3  # true float32
-    # What is asked for happens without a product too.
+    # An override applies even if the function has no product.
     assert dtypes_of("exp", half(jnp.exp, overrides={"primitive:exp": "half"}), X) == ["bfloat16"]
     assert primitives_named_by("primitive:scatter-add") == {"scatter-add"}
     assert primitives_named_by("class:accumulation") == primitives_of(Class.ACCUMULATION)
 
 
-def test_a_primitive_goes_before_its_class_and_a_path_before_both_and_all_classes_come_last():
+def test_paths_win_over_primitives_over_classes_over_all_classes():
     overrides = {"class:half": "half", "primitive:dot_general": "float32"}
     assert products(half(model, overrides=overrides), X, W) == ["float32"] * 3
     assert products(half(model, overrides={**overrides, "**/head": "half"}), X, W) == ["float32", "float32", "bfloat16"]
@@ -106,7 +106,7 @@ def test_a_primitive_goes_before_its_class_and_a_path_before_both_and_all_classe
     assert products(half(model, overrides={**overrides, "class:half": "half"}), X, W) == ["bfloat16"] * 3
 
 
-def test_a_region_goes_before_all_overrides_and_the_inner_one_wins():
+def test_a_region_wins_over_overrides_and_over_outer_regions():
     def fun(x, w):
         with jax.named_scope("head"), jaxmp.precision("float32"):
             x = x @ w
@@ -118,7 +118,7 @@ def test_a_region_goes_before_all_overrides_and_the_inner_one_wins():
         assert products(half(fun, overrides=overrides), X, W) == ["float32", "bfloat16", "float32"]
 
 
-def test_a_region_holds_in_gradients_loops_and_functions_that_were_jitted_before():
+def test_a_region_applies_to_gradients_loops_and_jitted_functions():
     @jax.jit
     def block(x, w):
         with jaxmp.precision("float32"):
@@ -132,7 +132,7 @@ def test_a_region_holds_in_gradients_loops_and_functions_that_were_jitted_before
     assert sorted(products(jax.grad(half(fun)), W)) == ["bfloat16"] * 3 + ["float32"] * 3
 
 
-def test_a_region_changes_nothing_outside_of_autocast_and_has_a_level():
+def test_a_region_changes_nothing_outside_of_autocast():
     def fun(x):
         with jaxmp.precision("half"):
             return x @ W
@@ -142,7 +142,7 @@ def test_a_region_changes_nothing_outside_of_autocast_and_has_a_level():
         jaxmp.precision("bfloat16")
 
 
-def test_an_override_may_be_a_policy_and_tensorfloat32_is_the_cheaper_float32():
+def test_an_override_may_be_a_policy():
     def of_the_head(level):
         fun = half(model, overrides={"encoder": "float32", "**/head": level})
         return products(fun, X, W)[-1], precisions(fun)[-1]
@@ -153,7 +153,7 @@ def test_an_override_may_be_a_policy_and_tensorfloat32_is_the_cheaper_float32():
         assert of_the_head(level)[0] == "bfloat16"
 
 
-def test_a_half_path_leaves_factorisations_float32_unless_they_are_named_as_half():
+def test_factorisations_below_a_half_path_stay_float32_unless_named():
     def fun(w):
         with jax.named_scope("head"):
             return jnp.sum(jax.lax.linalg.cholesky(w @ w.T + jnp.eye(8)))
@@ -168,7 +168,7 @@ def test_a_half_path_leaves_factorisations_float32_unless_they_are_named_as_half
 
 
 @pytest.mark.parametrize(("policy", "precision"), [("float32", "highest"), ("tensorfloat32", "tensorfloat32")])
-def test_float32_is_the_function_itself_under_its_precision_of_products(policy, precision):
+def test_a_float32_policy_only_sets_the_precision_of_products(policy, precision):
     program = jax.make_jaxpr(half(model, policy))(X, W)
     with jax.default_matmul_precision(precision):
         assert str(program) == str(jax.make_jaxpr(model)(X, W))
@@ -177,7 +177,7 @@ def test_float32_is_the_function_itself_under_its_precision_of_products(policy, 
     assert half(lambda x: (x, "text", 3), policy)(X)[1:] == ("text", 3)
 
 
-def test_an_override_of_a_float32_function_that_changes_nothing_leaves_it_as_it_is():
+def test_an_override_equal_to_the_policy_changes_nothing():
     plain, agreeing = (jax.make_jaxpr(half(model, "float32", more))(X, W) for more in (None, {"head": "float32"}))
     assert str(plain) == str(agreeing)
 
@@ -193,7 +193,7 @@ def test_the_paths_of_a_policy_map_are_overrides():
 
 def test_a_float32_function_may_have_half_paths():
     def fun(x, w):
-        return jnp.tanh(model(x, w) @ w)  # under no scope
+        return jnp.tanh(model(x, w) @ w)  # this product is in no scope
 
     program = jax.make_jaxpr(half(fun, jaxmp.PolicyMap("float32", {"**/head": "mixed_bfloat16"})))(X, W)
     dots = [eqn for eqn in program.eqns if eqn.primitive.name == "dot_general"]
@@ -222,7 +222,7 @@ def test_a_float32_function_may_have_products_of_another_precision():
         assert precisions(jaxmp.autocast(model, policy, overrides)) == expected
 
 
-def test_so_it_may_in_a_train_step_and_in_a_plan():
+def test_train_steps_and_plans_accept_float32_policies_with_overrides():
     def loss(params, model_state, x, rng):
         return jnp.sum(model(x, params)), model_state
 
@@ -234,7 +234,7 @@ def test_so_it_may_in_a_train_step_and_in_a_plan():
     assert [row.operands for row in plan.rows if row.primitive == "dot_general"] == [("float32", "float32")] * 3
 
 
-def test_a_float32_function_with_overrides_casts_its_results_as_one_without():
+def test_a_float32_policy_with_overrides_casts_results_to_the_output_dtype():
     policy = "params=float32,compute=float32,output=bfloat16,matmul_precision=highest"
     assert half(model, policy, {"head": "tensorfloat32"})(X, W).dtype == jnp.bfloat16
     doubled = half(lambda x: (x * 2, "text"), "float32", {"**": "tensorfloat32"})
@@ -244,7 +244,7 @@ def test_a_float32_function_with_overrides_casts_its_results_as_one_without():
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_overrides_that_mean_nothing_raise():
+def test_invalid_overrides_raise():
     for overrides, error, text in (
         ({"**/haed": "float32"}, ValueError, "'**/haed' matched none; nearest paths: 'head'"),
         ({"dot_general": "float32"}, ValueError, "'dot_general' matched none; nearest key: 'primitive:dot_general'"),
@@ -268,7 +268,7 @@ def test_overrides_that_mean_nothing_raise():
             half(model, overrides=overrides)(X, W)
 
 
-def test_overrides_of_no_operation_raise_before_the_call():
+def test_overrides_of_unknown_operations_raise_before_the_call():
     for key, text in (
         ("primitive:expp", "'primitive:expp' names a primitive that does not exist; the nearest: 'exp'"),
         ("primitive:scatter_add", "the nearest: 'scatter-add',"),
@@ -281,7 +281,7 @@ def test_overrides_of_no_operation_raise_before_the_call():
         primitives_named_by("")
 
 
-def test_an_unknown_class_lists_all_that_an_override_may_name_and_where_they_are_seen():
+def test_the_error_for_an_unknown_class_lists_the_known_classes():
     with pytest.raises(UnknownOperationError) as error:
         primitives_named_by("class:accumulate")
     text = str(error.value)
@@ -291,12 +291,12 @@ def test_an_unknown_class_lists_all_that_an_override_may_name_and_where_they_are
     assert "make_jaxpr" not in text and "cast_plan(fun, policy)(*args) shows the class of each operation" in text
 
 
-def test_a_path_of_a_function_without_scopes_is_told_what_makes_them():
-    with pytest.raises(jaxmp.UnmatchedOverrideError, match=r"none: it has no scopes; use jax.named_scope"):
+def test_the_error_for_a_path_in_a_function_without_scopes_says_how_to_add_them():
+    with pytest.raises(jaxmp.UnmatchedOverrideError, match=r"none: the function has no scopes; use jax.named_scope"):
         half(lambda x, w: x @ w, overrides={"**/head": "float32"})(X, W)
 
 
-def test_a_float32_policy_too_says_which_override_matched_nothing():
+def test_unmatched_overrides_of_a_float32_policy_raise():
     for policy, overrides in (
         ("float32", {"haed": "float32"}),
         ("float32", {"haed": "tensorfloat32"}),
@@ -306,7 +306,7 @@ def test_a_float32_policy_too_says_which_override_matched_nothing():
             half(model, policy, overrides)(X, W)
 
 
-def test_policies_that_mean_nothing_for_a_function_raise():
+def test_invalid_policies_raise():
     for policy, overrides, error, text in (
         ("float64", None, ValueError, "autocast must compute in float16, bfloat16 or float32, got fl"),
         (
@@ -340,13 +340,13 @@ def test_float16_raises_on_a_tpu(monkeypatch):
         half(model, "mixed_float16")(X, W)
 
 
-def test_overrides_are_a_mapping():
+def test_overrides_must_be_a_mapping():
     for overrides in (["**/encoder"], "**/encoder", {"**/encoder"}, 3, [("**/encoder", "float32")]):
         for make in (
-            lambda given: jaxmp.autocast(model, "mixed_bfloat16", given),
-            lambda given: jaxmp.PolicyMap("mixed_bfloat16", given),
-            lambda given: jaxmp.linen.apply_policy(nn.Dense(2), "mixed_bfloat16", given),
-            lambda given: jaxmp.linen.autocast(nn.Dense(2), "mixed_bfloat16", given),
+            lambda overrides: jaxmp.autocast(model, "mixed_bfloat16", overrides),
+            lambda overrides: jaxmp.PolicyMap("mixed_bfloat16", overrides),
+            lambda overrides: jaxmp.linen.apply_policy(nn.Dense(2), "mixed_bfloat16", overrides),
+            lambda overrides: jaxmp.linen.autocast(nn.Dense(2), "mixed_bfloat16", overrides),
         ):
             with pytest.raises(
                 TypeError, match=r"overrides must map patterns to policies, got .*; write e.g. {'.*': '"
@@ -354,7 +354,7 @@ def test_overrides_are_a_mapping():
                 make(overrides)
 
 
-def test_what_is_no_function_of_arrays_is_refused_and_modules_that_can_be_called_are_taken():
+def test_autocast_takes_functions_and_callable_modules_only():
     for transform in (jaxmp.autocast, jaxmp.cast_plan):
         for module, phrase in (
             (nn.Dense(3), "got an instance of Dense; "),
@@ -373,7 +373,7 @@ def test_what_is_no_function_of_arrays_is_refused_and_modules_that_can_be_called
         assert "bfloat16" in str(jax.make_jaxpr(jaxmp.autocast(fun, "mixed_bfloat16"))(x))
 
 
-def test_autocast_called_like_a_context_manager_or_a_decorator_says_what_to_write():
+def test_autocast_as_a_context_manager_or_decorator_raises_with_a_remedy():
     for args in (["mixed_float16"], [jnp.sin], ["cuda", jnp.float16]):
         with pytest.raises(TypeError, match=r"wraps a function .* write half = .* context manager jaxmp\.precision"):
             jaxmp.autocast(*args)
@@ -385,7 +385,7 @@ def notes_of(fun, *args):
     return [note for note in getattr(raised.value, "__notes__", ()) if note.startswith("jaxmp")]
 
 
-def test_code_that_needs_values_gets_a_note_about_tracing_unless_the_users_jit_traces_it():
+def test_errors_of_traced_values_get_a_note_about_tracing():
     x = jnp.ones((3, 3))
     for fun in (
         lambda x: x * float(jnp.sum(x @ x)),
@@ -401,7 +401,7 @@ def test_code_that_needs_values_gets_a_note_about_tracing_unless_the_users_jit_t
 
 
 @pytest.mark.parametrize(("override", "dtype"), [("mixed_bfloat16", "float32"), ("half", "bfloat16")])
-def test_under_a_half_policy_on_a_path_the_rules_decide_and_half_forces(override, dtype):
+def test_the_rules_decide_under_a_policy_on_a_path_but_not_under_half(override, dtype):
     def fun(w, x):
         with jax.named_scope("head"):
             return jax.nn.softmax(x @ w) @ w

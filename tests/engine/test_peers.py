@@ -1,6 +1,6 @@
-"""Equinox and transformers' Flax models, unedited, under autocast; they run where the libraries are installed.
+"""Models of Equinox and transformers under autocast, if these are installed.
 
-The configurations are tiny and their params random: nothing is downloaded.
+The configurations are tiny and the params are random, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimizatio
 
 
 @pytest.fixture(autouse=True)
-def as_their_readers_have_it() -> Iterator[None]:
+def default_promotion() -> Iterator[None]:
     with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the libraries say of each other's versions
+        warnings.simplefilter("ignore")  # warnings of the libraries about each other's versions
         yield
 
 
@@ -121,26 +121,26 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.slow("models of other libraries")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_peer_s_model_computes_in_half_what_it_computes_in_float32(name: str) -> None:
+def test_a_half_model_of_another_library_matches_float32(name: str) -> None:
     loss, params = MODELS[name]()
     policy, half = list(POLICIES.items())[list(MODELS).index(name) % 2]
     (value, out), grads = compiled(value_and_grad(loss))(params)
     traced = compiled(value_and_grad(jaxmp.autocast(loss, policy))).trace(params)
     operands = [eqn.invars[:2] for eqn in equations(traced.jaxpr) if eqn.primitive.name in PRODUCTS]
     dtypes = [{var.aval.dtype.name for var in pair} for pair in operands]
-    # BERT multiplies its attention by a mask of integers with an einsum: no contraction, and no half integers.
+    # BERT multiplies its attention by an integer mask with an einsum, which contracts nothing and keeps its dtypes.
     assert {dtype for pair in dtypes if "int32" not in pair for dtype in pair} == {half}
     (got_value, got_out), got_grads = traced.lower().compile()(params)
     assert got_value.dtype == got_out.dtype == jnp.float32
     assert {leaf.dtype.name for leaf in jax.tree.leaves(got_grads)} == {"float32"}
-    rounding = 10 * float(jnp.finfo(half).eps)  # some ten roundings one after the other
+    rounding = 10 * float(jnp.finfo(half).eps)  # allows for about ten roundings in sequence
     scale = float(jnp.abs(out).max())
     assert np.abs(flat(got_out) - flat(out)).max() <= rounding * scale
     assert abs(float(got_value - value)) <= rounding * max(float(value), scale)
     assert cosine(flat(got_grads), flat(grads)) > (0.99 if half == "bfloat16" else 0.9999)
 
 
-def test_the_extra_peers_of_autocast_names_these_libraries() -> None:
+def test_the_extra_autocast_peers_names_these_libraries() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     named = {re.match(r"[\w-]+", requirement)[0] for requirement in extras["autocast-peers"]}

@@ -1,4 +1,4 @@
-"""Rows of the plan: dtypes, reasons, sources."""
+"""The rows of a plan: dtypes, reasons, sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plan_tools import MLP, doubled, mlp, plan, rows, shape
 import jaxmp
 
 
-def test_rows_of_an_mlp_with_a_softmax_are_what_one_expects():
+def test_the_rows_of_an_mlp_with_a_softmax():
     half, full = "bfloat16", "float32"
     expected = [  # path, primitive, class, operands, result, why, FLOPs, bytes of casts
         ("hidden", "dot_general", "half", (half, half), half, "product", 2 * 4 * 8 * 16, 2 * (32 + 128)),
@@ -37,7 +37,7 @@ def test_rows_of_an_mlp_with_a_softmax_are_what_one_expects():
         assert found[number] == row
 
 
-def test_a_flax_layer_norm_between_products_is_a_group_under_its_modules_path():
+def test_a_flax_layer_norm_is_a_normalisation_at_its_path():
     model = linen.Sequential([linen.Dense(8, use_bias=False), linen.LayerNorm(), linen.Dense(8, use_bias=False)])
     params = jax.eval_shape(model.init, jax.random.key(0), shape(4, 8))
     found = rows(model.apply, params, shape(4, 8))
@@ -50,7 +50,7 @@ def test_a_flax_layer_norm_between_products_is_a_group_under_its_modules_path():
     assert all(row.result == "float32" for row in found if row.primitive == "reduce_sum")
 
 
-def test_sources_are_files_in_their_packages_and_lines_of_the_user():
+def test_sources_are_lines_of_the_users_files():
     line = mlp.__code__.co_firstlineno + 4
     (dot,) = (row for row in rows(mlp, *MLP) if row.path == "head")
     assert dot.source == f"plan_tools.py:{line}"
@@ -59,7 +59,7 @@ def test_sources_are_files_in_their_packages_and_lines_of_the_user():
         assert re.fullmatch(r"flax/linen/linear\.py:\d+", row.source)
 
 
-def test_what_jax_traced_before_is_told_by_the_line_that_calls_it():
+def test_the_source_of_a_jax_function_is_the_line_that_calls_it():
     def fun(x, w):
         return jax.nn.log_softmax(x @ w)
 
@@ -67,7 +67,7 @@ def test_what_jax_traced_before_is_told_by_the_line_that_calls_it():
     assert inner and all(row.source.startswith("test_plan.py:") for row in inner)
 
 
-def test_the_reason_names_what_decided():
+def test_reasons_name_the_rule_or_neighbour():
     def fun(w, x, g, mask):
         y = x @ w
         masked = jnp.where(mask, y, jnp.finfo("float32").min)
@@ -86,7 +86,7 @@ def test_the_reason_names_what_decided():
     assert why["add"][1] == "leads to no product"
 
 
-def test_rows_of_loops_and_branches_follow_the_equation_that_has_them():
+def test_rows_of_a_body_follow_the_row_of_its_equation():
     def fun(w, x):
         def step(carry, _):
             x, total = carry
@@ -106,7 +106,7 @@ def test_rows_of_loops_and_branches_follow_the_equation_that_has_them():
     assert product.flops == 5 * 2 * 4 * 4 * 4
 
 
-def test_a_while_loop_counts_one_trip_and_the_summary_says_so():
+def test_a_while_loop_counts_one_trip():
     def fun(w, x):
         return lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x)
 
@@ -116,7 +116,7 @@ def test_a_while_loop_counts_one_trip_and_the_summary_says_so():
     assert "loops of unknown trips, counted as one trip each: 1" in str(found)
 
 
-def test_a_custom_rule_is_shown_as_it_computes_its_value():
+def test_a_plan_shows_the_value_of_a_function_with_a_custom_rule():
     call, dot, mul = rows(doubled, shape(2, 4), shape(4, 8))
     assert (call.cls, call.why) == ("recurse", "decided inside; its derivative rules when they run")
     assert (dot.primitive, dot.operands, mul.primitive) == ("dot_general", ("bfloat16", "bfloat16"), "mul")
@@ -138,7 +138,7 @@ def test_a_model_under_a_policy_has_no_further_product_and_nothing_unknown():
     assert str(found).endswith("no further product in half: nothing changes")
 
 
-def test_an_autocast_inside_has_decided():
+def test_a_plan_shows_the_decisions_of_an_inner_autocast():
     inner = jaxmp.autocast(lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, length=3)[0], "mixed_float16")
     found = plan(lambda x, w: inner(x, w) @ w, shape(4, 4), shape(4, 4))
     products = [row for row in found.rows if row.primitive == "dot_general"]

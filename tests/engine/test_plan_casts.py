@@ -1,4 +1,4 @@
-"""The plan says what autocast emits: casts, dtypes, and the groups by name."""
+"""The plan matches the program that autocast emits, and names float32 patterns."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def clipped(x, w):
 
 
 def biased(x, w):
-    return (x @ w + w[:1]) @ w  # JAX broadcasts the bias by itself
+    return (x @ w + w[:1]) @ w  # JAX broadcasts the bias implicitly
 
 
 def embedded(x, w):
@@ -114,7 +114,7 @@ ARGS = {"jit and vmap": (shape(4, 8), shape(3, 8, 8))}
 
 
 def leaves(jaxpr, trips=1):
-    """The equations without bodies, those in bodies included, and how often each runs."""
+    """Yield the innermost equations with their trip counts."""
     for eqn in jaxpr.eqns:
         bodies = bodies_of(eqn)
         if bodies is None:
@@ -132,10 +132,10 @@ def is_cast(eqn):
 
 
 def emitted(fun, policy, args):
-    """Primitive, operand dtypes and result dtypes of what computes floats; and the casts, in bytes."""
+    """Return the floating operations with their dtypes, and the bytes of each cast."""
     operations, casts = [], []
     for eqn, trips in leaves(jax.make_jaxpr(jaxmp.autocast(fun, policy))(*args)):
-        if is_cast(eqn) or eqn.primitive.name == "cast_repeated":  # which casts what it repeats
+        if is_cast(eqn) or eqn.primitive.name == "cast_repeated":  # cast_repeated casts too
             casts.append(eqn.invars[0].aval.size * eqn.outvars[0].aval.dtype.itemsize * trips)
         elif eqn.primitive.name != "convert_element_type":
             dtypes = (tuple(str(atom.aval.dtype) for atom in atoms) for atoms in (eqn.invars, eqn.outvars))
@@ -144,8 +144,8 @@ def emitted(fun, policy, args):
 
 
 def casts_by_author(fun, args, found):
-    """The author's own casts that are made where they stand, in bytes."""
-    written = [each for each in leaves(jax.make_jaxpr(fun)(*args)) if each[0].primitive.name == "convert_element_type"]
+    """Return the bytes of the author's casts that are not postponed."""
+    written = [leaf for leaf in leaves(jax.make_jaxpr(fun)(*args)) if leaf[0].primitive.name == "convert_element_type"]
     shown = [row for row in found.rows if row.primitive == "convert_element_type"]
     return [
         eqn.outvars[0].aval.size * jnp.dtype(row.result).itemsize * trips
@@ -155,7 +155,7 @@ def casts_by_author(fun, args, found):
 
 
 @pytest.mark.parametrize(("name", "policy"), list(zip(FUNCTIONS, itertools.cycle(["float16", "mixed_bfloat16"]))))
-def test_the_plan_says_what_autocast_emits(name, policy):
+def test_the_plan_matches_the_emitted_program(name, policy):
     args = ARGS.get(name, (shape(4, 8), shape(8, 8)))
     operations, casts = emitted(FUNCTIONS[name], policy, args)
     found = plan(FUNCTIONS[name], *args, policy=policy)
@@ -164,7 +164,7 @@ def test_the_plan_says_what_autocast_emits(name, policy):
     for row in found.rows:
         if row.cls != "recurse" and row.primitive != "convert_element_type":
             result = row.result
-            if "rounded once" in row.why:  # the cast is an equation of its own
+            if "rounded once" in row.why:  # autocast emits the rounding as a separate cast
                 assert result == half
                 result = "float32"
             if "float" in f"{row.operands} {result}":
@@ -175,11 +175,11 @@ def test_the_plan_says_what_autocast_emits(name, policy):
     assert found.summary.cast_bytes == sum(casts) - sum(by_author)
 
 
-def test_bytes_of_casts_are_what_they_write_and_shared_casts_stand_once():
+def test_casts_count_the_bytes_they_write_and_shared_casts_count_once():
     def fun(x, w):
         y = x @ w  # x and w: 2 bytes for each of 32 + 64
         z = lax.exp(y)  # y to float32
-        return lax.log(y), z @ w, z @ w  # y again, z to half once, w twice
+        return lax.log(y), z @ w, z @ w  # y to float32 again, z to half once, w to half twice
 
     dot, exp, log, first, second = rows(fun, shape(4, 8), shape(8, 8))
     assert (dot.casts, dot.cast_bytes) == (2, 2 * (32 + 64))
@@ -192,12 +192,12 @@ def test_bytes_of_casts_are_what_they_write_and_shared_casts_stand_once():
     assert (summary.casts, summary.cast_bytes) == (9, casts + 2 * 4 * 32)  # the last two results go to float32
 
 
-def test_the_cast_of_a_weight_that_is_repeated_writes_the_weight_once():
+def test_the_cast_of_a_repeated_weight_writes_the_weight_once():
     *_, add, _ = rows(biased, shape(4, 8), shape(8, 8))
     assert (add.operands, add.casts, add.cast_bytes) == (("bfloat16", "bfloat16"), 1, 2 * 8)
 
 
-def test_a_cast_that_is_put_off_stands_at_those_who_read_it():
+def test_a_postponed_cast_counts_for_its_readers():
     def fun(x, w):
         half = w.astype("bfloat16")
         return (x @ half.astype("float32") @ w, half[0], half[1])
@@ -205,10 +205,10 @@ def test_a_cast_that_is_put_off_stands_at_those_who_read_it():
     found = rows(fun, shape(4, 8), shape(8, 8))
     assert (found[0].operands, found[0].result, found[0].casts) == (("float32",), "float32", 0)
     assert found[0].why == "put off to each operation that reads it"
-    assert plan(fun, shape(4, 8), shape(8, 8)).summary.casts == 7  # what is widened; x, w; w; three results
+    assert plan(fun, shape(4, 8), shape(8, 8)).summary.casts == 7  # the widened value; x and w; w; three results
 
 
-def test_casts_in_a_scan_count_each_trip_and_those_of_its_carry_stand_at_the_scan():
+def test_casts_in_a_scan_count_each_trip_and_casts_of_its_carry_count_for_the_scan():
     def fun(x, w):
         return lax.scan(lambda x, w: (x @ w, None), x, w)[0]
 
@@ -235,18 +235,18 @@ PATTERNS = {
 }
 
 
-def test_a_plan_names_what_is_float32():
+def test_a_plan_names_float32_patterns():
     found = {name: plan(fun, shape(4, 8), shape(8, 8)).summary.groups for name, fun in PATTERNS.items()}
     assert found == {name: {name: 1} for name in PATTERNS}
 
 
-def test_the_page_has_the_names_of_all_patterns():
+def test_the_documentation_names_all_patterns():
     page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
     paragraph = page.partition("If the operation belongs to a known pattern")[2].partition("\n\n")[0]
     assert {*re.findall(r"`([a-z -]+)`", paragraph)} == {*PATTERNS}
 
 
-def test_flax_normalisations_have_their_name():
+def test_flax_normalisations_are_named():
     for layer in (linen.LayerNorm(), linen.RMSNorm(), linen.GroupNorm(2), linen.BatchNorm(False)):
 
         def fun(x, w, layer=layer):
@@ -255,7 +255,7 @@ def test_flax_normalisations_have_their_name():
         assert plan(fun, shape(4, 8), shape(8, 8)).summary.groups == {"normalisation": 1}, layer
 
 
-def test_sums_and_exponentials_alone_have_no_name():
+def test_single_sums_and_exponentials_have_no_name():
     def fun(x, w):
         y = x @ w
         return jnp.mean(y), y / (1 + jnp.sum(y)), lax.exp(y), jnp.sum(y * x)
@@ -263,7 +263,7 @@ def test_sums_and_exponentials_alone_have_no_name():
     assert plan(fun, shape(4, 8), shape(8, 8)).summary.groups == {}
 
 
-def test_products_that_stay_float32_are_told_with_their_reason():
+def test_the_summary_lists_float32_products_with_their_reasons():
     def fun(x, w):
         with jax.named_scope("head"):
             y = x @ w

@@ -1,4 +1,4 @@
-"""Programs that real libraries have, in a few lines, beside half products with all else in float32."""
+"""Short versions of real libraries' programs, compared with half products alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ END, MOST = 5.0, 256
 
 
 def gradient_errors(loss, policy, params):
-    """The relative errors of the gradient to float32: under autocast, and with half products alone."""
+    """Return the relative errors of two gradients: autocast's, and with half products.
+
+    The exact gradient is that of float32. With half products, all other operations are float32.
+    """
     gradient = jax.grad(loss)
     ways = (gradient, jax.grad(half(loss, policy)), half_products(gradient, HALVES[policy]))
-    exact, *others = compiled(lambda params: [flat(way(params)) for way in ways])(params)
-    return [float(jnp.linalg.norm(other - exact) / jnp.linalg.norm(exact)) for other in others]
+    exact, *results = compiled(lambda params: [flat(way(params)) for way in ways])(params)
+    return [float(jnp.linalg.norm(result - exact) / jnp.linalg.norm(exact)) for result in results]
 
 
 def flat(tree):
@@ -27,7 +30,7 @@ def flat(tree):
 
 
 def integrated(field):
-    """An adaptive integrator whose backward pass takes its steps again, as diffrax's."""
+    """Return an adaptive integrator that repeats its steps in the backward pass."""
 
     def step(w, y, t, dt):
         dt = jnp.minimum(dt, END - t)
@@ -78,7 +81,7 @@ SLOW = pytest.mark.slow("compiles a real program in three ways")
 
 @SLOW
 @pytest.mark.parametrize(("field", "policy"), [(ode, "mixed_bfloat16"), (cde, "mixed_float16")])
-def test_the_replay_of_an_adaptive_integrator_takes_the_steps_of_its_forward_pass(field, policy):
+def test_an_adaptive_integrator_repeats_its_steps_in_the_backward_pass(field, policy):
     w, y = (normal(0, 16, 32) / 4, normal(1, 32, 16) / 5, normal(2, 32, 64) / 6), normal(3, 8, 16)
 
     def loss(w):
@@ -91,7 +94,7 @@ def test_the_replay_of_an_adaptive_integrator_takes_the_steps_of_its_forward_pas
 
 
 @pytest.mark.slow("compiles a real model in two precisions")
-def test_the_slopes_of_a_flow_of_splines_are_float32_and_cancel_near_the_identity():
+def test_the_slopes_of_a_spline_flow_are_float32():
     rows, knots = 256, 8
     x, bins = jax.random.uniform(jax.random.key(0), (rows,)), jnp.arange(rows)[:, None] % knots
 
@@ -103,7 +106,7 @@ def test_the_slopes_of_a_flow_of_splines_are_float32_and_cancel_near_the_identit
         widths, heights, slopes = jnp.split(hidden, (knots, 2 * knots), 1)
         slopes = jax.nn.softplus(slopes + jnp.log(jnp.e - 1))
         steep = picked(jax.nn.softmax(heights)) / picked(jax.nn.softmax(widths))
-        bend = picked(slopes[:, 1:]) + picked(slopes[:, :-1]) - 2 * steep  # of slopes near 1
+        bend = picked(slopes[:, 1:]) + picked(slopes[:, :-1]) - 2 * steep  # cancels if the slopes are near 1
         moved = (steep * x**2 + picked(slopes) * x * (1 - x)) / (steep + bend * x * (1 - x)) - x
         return jnp.mean((moved[:, None] @ w[2]) ** 2)
 

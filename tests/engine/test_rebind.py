@@ -1,4 +1,4 @@
-"""A program that is bound again keeps its types, scopes, sources, effects and contexts."""
+"""Rebinding a program keeps its types, scopes, sources, effects and contexts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARGS = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.int32(2)
 
 
 def program(x, w, n):
-    """One equation of each kind: plain, weakly typed, with a staging rule, with bodies, with effects."""
+    """Use equations of many kinds: weakly typed, with bodies, with effects."""
     with jax.named_scope("layer"):
         h = jax.nn.gelu(x @ w) * 2 + w[n] - jnp.arange(8.0).sum()
     h = jax.checkpoint(jnp.sin)(jax.nn.relu(h))
@@ -33,7 +33,7 @@ def program(x, w, n):
 
 
 def described(jaxpr):
-    """Yield the types, the scopes, the source and the effects of each equation, and of those in it."""
+    """Yield the types, scopes, source and effects of each equation, also in bodies."""
     for eqn in opened(jaxpr)[0].eqns:
         avals = [(atom.aval, getattr(atom.aval, "weak_type", None)) for atom in (*eqn.invars, *eqn.outvars)]
         effects = sorted(type(effect).__name__ for effect in eqn.effects)
@@ -50,7 +50,7 @@ def bound_again(jaxpr, consts, args):
     return interpreted(jaxpr, consts, args, equation)
 
 
-def test_a_program_bound_again_is_the_one_that_jax_evaluates():
+def test_a_rebound_program_equals_the_program_of_eval_jaxpr():
     jaxpr, consts = opened(jax.make_jaxpr(program)(*ARGS))
 
     def traced(evaluate):
@@ -74,7 +74,7 @@ def test_autocast_keeps_the_scopes_the_source_and_the_context_of_products():
         return jnp.sum(jnp.tanh(h) @ w)
 
     def products(fun):
-        """Yield the scopes but for jaxmp's marks, the source and the metadata of each product."""
+        """Yield the scopes (without jaxmp's), the source and the metadata of products."""
         for eqn in jax.make_jaxpr(jax.value_and_grad(fun))(ARGS[1], ARGS[0]).eqns:
             if eqn.primitive.name == "dot_general":
                 scopes = [name for name in names_of(eqn) if not name.startswith("jaxmp.")]

@@ -1,4 +1,4 @@
-"""Straight-through estimators of codes are float32: in half a small code would be as coarse as what it stands for."""
+"""Straight-through estimators are float32: half would round small codes away."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jaxmp
 
 LIMITS = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}
 X, INDICES = normal(0, 256, 16), np.random.default_rng(1).integers(0, 32, 256)
-# Codes begin as small as this: uniform between -1 / 32 and 1 / 32, or less.
+# Codebooks are often initialised with such small codes: uniform between -1 / 32 and 1 / 32.
 PARAMS = {"up": normal(2, 16, 8, scale=0.25), "codes": normal(3, 32, 8, scale=0.002), "down": normal(4, 8, 16)}
 
 
@@ -53,15 +53,15 @@ def reconstruction(codes, estimator):
 
 
 @pytest.mark.parametrize(("estimator", "policy"), in_turn(ESTIMATORS))
-def test_gradients_behind_a_straight_through_estimator_are_those_of_small_codes(estimator, policy):
+def test_gradients_after_a_straight_through_estimator_are_accurate(estimator, policy):
     loss = reconstruction(*ESTIMATORS[estimator])
     gradients = (jax.grad(half(loss, policy)), half(jax.grad(loss), policy), jax.grad(loss))
-    *found, true = compiled(lambda p, x: [gradient(p, x)["down"] for gradient in gradients])(PARAMS, X)
-    for got in found:
+    *results, true = compiled(lambda p, x: [gradient(p, x)["down"] for gradient in gradients])(PARAMS, X)
+    for got in results:
         assert np.linalg.norm(got - true) < LIMITS[policy] * np.linalg.norm(true)
 
 
-def test_it_is_found_where_the_nearest_code_is_chosen():
+def test_the_distance_to_the_nearest_code_counts_as_a_cancellation():
     def nearest(p, z):
         codes = p["codes"]
         return codes[jnp.argmin(jnp.sum(z**2, -1, keepdims=True) - 2 * z @ codes.T + jnp.sum(codes**2, -1), -1)]
@@ -70,7 +70,7 @@ def test_it_is_found_where_the_nearest_code_is_chosen():
     assert "cancellation" in plan.summary.groups
 
 
-def test_the_products_around_it_and_a_residual_stream_behind_it_stay_half():
+def test_products_and_streams_around_a_straight_through_estimator_are_half():
     def network(p, x):
         stream = plain(x @ p["up"], p["codes"][INDICES])
         for _ in range(2):

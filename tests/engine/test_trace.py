@@ -1,4 +1,4 @@
-"""While autocast traces, and only then, scopes mark special functions of JAX."""
+"""Scopes mark JAX's special functions, but only while autocast traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxmp.engine.trace import tracing
 
 
 def scopes(fun, *args):
-    """The scopes of each equation of a function, traced as the engine traces it."""
+    """Return the scopes of each equation of a function that the engine traces."""
     with tracing(Rules(np.dtype("float16"))):
         closed = jax.make_jaxpr(fun)(*args)
 
@@ -32,10 +32,10 @@ def test_special_functions_are_traced_in_a_scope():
     for name, count in counts.items():
 
         def fun(*args, name=name):
-            return getattr(jax.scipy.special, name)(*args)  # looked up while it is traced
+            return getattr(jax.scipy.special, name)(*args)  # looked up during the trace, when jaxmp has replaced it
 
-        found = scopes(fun, *[jnp.float32(0.5)] * count)
-        assert found and all(SPECIAL in names for names in found), name
+        scopes_of_equations = scopes(fun, *[jnp.float32(0.5)] * count)
+        assert scopes_of_equations and all(SPECIAL in names for names in scopes_of_equations), name
         inside = scopes(jax.grad(fun), *[jnp.float32(0.5)] * count)
         assert sum(SPECIAL in names for names in inside) >= 0.8 * len(inside), name
 
@@ -44,7 +44,7 @@ def test_a_density_is_traced_in_a_scope():
     assert all(SPECIAL in names for names in scopes(lambda x: jax.scipy.stats.norm.logpdf(x), jnp.float32(1)))
 
 
-def test_a_function_of_the_users_is_no_special_one_and_none_is_outside_of_a_trace():
+def test_only_jaxs_special_functions_in_the_engines_trace_have_the_scope():
     assert not any(SPECIAL in names for names in scopes(lambda x: jnp.tanh(x) * 2 + x, jnp.float32(1)))
     jaxpr = jax.make_jaxpr(lambda x: jax.scipy.special.ndtr(x))(jnp.float32(1))
     assert not any(SPECIAL in names_of(eqn) for eqn in jaxpr.eqns)

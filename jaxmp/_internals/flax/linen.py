@@ -50,7 +50,7 @@ def unlisted() -> Iterator[None]:
         context.call_info_stack = table
 
 
-_Object: Any = object  # in a subclass, the author's class follows in the MRO
+_Object: Any = object  # typed as Any, because `super()` in `Hooks` is the author's class
 
 
 class Hooks(_Object):

@@ -79,7 +79,7 @@ class _Changes:
 
     Attributes:
       structure: the structure of its arguments after the call; None if only Variables have changed.
-      indices: for each leaf of the arguments, its number before the call; None if it is new.
+      indices: for each leaf of the arguments, its number before the call; None if the call created it.
       new_structure: the structure of the new objects among its results; None if there are none.
       fill: a function that inserts the new objects into the other results.
     """

@@ -70,9 +70,9 @@ _LEAVES = PLAIN | {nnx.Param}
 
 
 def own(node: Any) -> Iterator[Any]:
-    """Yield the values of a module and of its containers.
+    """Yield the values in a module and in its containers.
 
-    Submodules are yielded, but not the values inside them.
+    A submodule is yielded, but the values in it are not.
     """
     for _, value in items(node):
         yield value
@@ -86,7 +86,9 @@ def own_variables(node: Any) -> list[nnx.Variable[Any]]:
 
 
 def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
-    """Yield ``root`` and the modules below it with their paths, once, parents first.
+    """Yield ``root`` and the modules below it with their paths, parents first.
+
+    A module that appears several times is yielded once.
 
     Paths are those of ``nnx.iter_modules``, with indices as strings.
     """

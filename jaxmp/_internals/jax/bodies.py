@@ -42,7 +42,7 @@ class RuleEvaluation(NamedTuple):
 
 
 UNCHANGED_RULES = RuleEvaluation(lambda body, args, _: evaluate(*body, args), contextlib.nullcontext)
-"""Derivative rules that are evaluated as they are."""
+"""An evaluation that leaves derivative rules unchanged."""
 
 
 def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: RuleEvaluation) -> BodyFunction:
@@ -50,12 +50,13 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: R
 
     Args:
       eqn: an equation that :func:`jaxmp._internals.jax.equations.bodies_of` knows.
-      bodies: the result of that function.
+      bodies: the bodies of ``eqn``, from ``bodies_of``.
       functions: for each body, a function from its flat inputs (constants first) to a list of its results.
       rule: the evaluation of the derivative rules of custom_jvp and custom_vjp.
 
     Returns:
-      A function that needs carries in the dtypes that the body returns. For ``jit`` it is jitted.
+      A function of the operands. The carries among them must have the dtypes that the body returns. For ``jit`` the
+      function is jitted.
     """
     params, name = eqn.params, eqn.primitive.name
     if name in _OPENED:
@@ -78,17 +79,17 @@ def bind_equation(eqn: Any, operands: Arrays, params: Any) -> list[Any]:
 def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Arrays) -> list[Any]:
     """Apply a ``custom_linear_solve`` to operands of other dtypes.
 
-    ``evaluate`` runs its parts.
+    ``evaluate`` evaluates the jaxprs of the solver.
     """
-    jaxprs, consts, rest = eqn.params["jaxprs"], {}, list(operands)
+    jaxprs, consts, rhs = eqn.params["jaxprs"], {}, list(operands)
     for name, length in eqn.params["const_lengths"]._asdict().items():
-        consts[name], rest = rest[:length], rest[length:]
-    size, has_more = len(rest), len(eqn.outvars) > len(rest)
+        consts[name], rhs = rhs[:length], rhs[length:]  # the right-hand sides are the last operands
+    size, has_more = len(rhs), len(eqn.outvars) > len(rhs)
 
     def body(name: str, args: Arrays) -> list[Any]:
         jaxpr = opened(getattr(jaxprs, name))
         more = [None] * (len(jaxpr[0].outvars) - size)
-        return evaluate(jaxpr, [*consts[name], *args], [*(value.dtype for value in rest), *more])
+        return evaluate(jaxpr, [*consts[name], *args], [*(value.dtype for value in rhs), *more])
 
     def solved(name: str) -> Any:
         def solve(_: Any, values: Arrays) -> Any:
@@ -98,13 +99,16 @@ def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Arrays)
         return solve if getattr(jaxprs, name) is not None else None
 
     out = jax.lax.custom_linear_solve(
-        lambda values: body("matvec", values), rest, solved("solve"), solved("transpose_solve"), has_aux=has_more
+        lambda values: body("matvec", values), rhs, solved("solve"), solved("transpose_solve"), has_aux=has_more
     )
     return [*out[0], *out[1]] if has_more else list(out)
 
 
 def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
-    """Return an equation's parameters for another dtype; at full precision if exact."""
+    """Return an equation's parameters for another dtype.
+
+    If ``is_exact`` is true, float32 products are at the highest precision.
+    """
     params = dict(eqn.params)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
@@ -120,9 +124,9 @@ def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]
 
 
 def is_body_alone(eqn: Any) -> bool:
-    """Return whether an equation only runs its body.
+    """Return whether an equation does nothing but run its body.
 
-    A ``jit`` without shardings and compiler options does.
+    A ``jit`` without shardings and compiler options is such an equation.
     """
     return eqn.primitive.name in _OPENED or (eqn.primitive.name == "jit" and not _compiled_as(eqn.params))
 
@@ -235,15 +239,16 @@ def _while(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *oper
 
 
 def _cond(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
-    index, *rest = operands
+    index, *args = operands
     if platforms := params.get("branches_platforms"):  # a branch for other devices may not compile for this one
         named = {name: function for names, function in zip(platforms, functions, strict=True) for name in names or ()}
         default = functions[platforms.index(None)] if None in platforms else None
-        return jax.lax.platform_dependent(*rest, default=default, **named)
-    return jax.lax.switch(index, list(functions), *rest)
+        return jax.lax.platform_dependent(*args, default=default, **named)
+    return jax.lax.switch(index, list(functions), *args)
 
 
-# For `remat_opt`, JAX then removes unread equations one by one under checkpoint.
+# The body takes the place of these equations. Under checkpoint, JAX then removes the unread equations of a `remat_opt`
+# one by one.
 _OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
 _REBUILT = {
     "composite": _composite,
@@ -255,14 +260,14 @@ _REBUILT = {
 
 
 def _remat(eqn: Any, function: BodyFunction, *operands: Any) -> list[Any]:
-    """Bind a remat with its own parameters.
+    """Bind a remat with the parameters of ``eqn``.
 
-    Among them, ``differentiated`` decides whether XLA may merge the recomputation.
+    One of these, ``differentiated``, decides whether XLA may merge the recomputation.
     """
     jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
-        more = len(operands) - len(prevent_cse)  # operands that the equation did not have
+        more = len(operands) - len(prevent_cse)  # operands that `eqn` does not have
         prevent_cse = (*(False,) * len(consts), *prevent_cse, *(False,) * more)
     if jaxpr.constvars:
         jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
@@ -283,7 +288,7 @@ def _evaluate_rule(rule: RuleEvaluation, traced: Opened, args: Arrays, dtypes: S
 
 def _custom_jvp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operands: Any) -> list[Any]:
     params = eqn.params
-    # The constants are what the function closed over; a custom_jvp has no derivative with respect to them.
+    # The constants are arrays that the function closes over. A custom_jvp has no derivative with respect to them.
     count = params["num_consts"]
     consts, primals = operands[:count], operands[count:]
     call = jax.custom_jvp(renamed(lambda *args: function(*consts, *args), function_name(eqn)))

@@ -16,7 +16,7 @@ _cast = Primitive("cast_with_transpose")
 
 
 def cast_with_transpose(tangent: Any, dtype: Any, transpose: Callable[[Any], Any]) -> Any:
-    """Cast ``tangent`` to ``dtype``; ``transpose`` casts the cotangent back."""
+    """Cast ``tangent`` to ``dtype``; ``transpose`` must cast its cotangent back."""
     return _cast.bind(tangent, dtype=dtype, transpose=transpose)
 
 

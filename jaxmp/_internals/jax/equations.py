@@ -24,10 +24,13 @@ RESHARDS = frozenset({"reshard", "mesh_cast"})
 class Bodies(NamedTuple):
     """The jaxprs in an equation, and the roles of its operands.
 
-    ``kind`` is ``"call"`` (the operands and results are those of the body), ``"scan"``, ``"while"`` (condition, body)
-    or ``"cond"`` (the branches). A loop's operands come in this order: the constants of its condition, if any
-    (``consts`` of them); the constants of its body, which end at the index ``start``; the carried values (``carry`` of
-    them); the scanned arrays.
+    ``kind`` is ``"call"`` (the operands and results are those of the body), ``"scan"``, ``"while"`` (with two jaxprs:
+    condition and body) or ``"cond"`` (with a jaxpr for each branch). A loop has these operands, in this order:
+
+    - the constants of its condition; ``consts`` is their number
+    - the constants of its body, which end at the index ``start``
+    - the carries; ``carry`` is their number
+    - the scanned arrays
     """
 
     kind: str
@@ -37,7 +40,7 @@ class Bodies(NamedTuple):
     carry: int = 0
 
 
-# The parameter with the body of primitives that only compute their body.
+# For each primitive that only computes its body, the parameter that holds the body.
 _CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -134,7 +137,7 @@ def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
 def asks_for_highest(precision: Any) -> bool:
     """Return whether the ``precision`` of a product asks for true float32.
 
-    It is enough that one operand asks for it.
+    The precision of either operand may ask for it.
     """
     parts = precision if isinstance(precision, tuple) else (precision,)
     return any(
@@ -145,7 +148,8 @@ def asks_for_highest(precision: Any) -> bool:
 def asks_for_what_is_missing(params: dict[str, Any]) -> bool:
     """Return whether a product asks for an algorithm that the backend lacks.
 
-    JAX's attention tries the algorithm and catches the error. While it is traced, no error is raised.
+    JAX's attention tries the algorithm and catches the backend's error. While the attention is traced, no error is
+    raised, so the program keeps an algorithm that fails later.
     """
     return params.get("precision") is jax.lax.DotAlgorithmPreset.F16_F16_F32 and jax.default_backend() == "cpu"
 

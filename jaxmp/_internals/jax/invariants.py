@@ -1,4 +1,4 @@
-"""Values that are equal for all iterations or examples, or passed on unchanged."""
+"""Find values that are equal for all iterations or examples, or do not change."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxmp._internals.jax.equations import Bodies, bodies_of, evaluate, is_liter
 def hoisted(
     fun: Callable[..., Any], fixed: Any, args: tuple[Any, ...], is_kept: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return ``fun`` as a function of ``args``, with the invariant part hoisted.
+    """Return ``fun`` as a function of ``args``, with its invariant part computed now.
 
-    The invariant part depends only on ``fixed``, and is computed once before a loop over ``args``. The search includes
-    the bodies of calls, scans and recomputations, except in custom derivative rules.
+    The invariant part depends only on ``fixed``, so it is computed once, before a loop over ``args``. The search for it
+    includes the bodies of calls, scans and recomputations, but not custom derivative rules.
 
     Args:
       fun: a function of arrays.
@@ -110,7 +110,7 @@ def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
-    """Return which operands of a loop's body examples share in all iterations."""
+    """Return which operands of a loop's body are equal for all examples throughout."""
     before, now, start = list[bool](), list(are_same), bodies.start - bodies.consts
     while now != before:
         before, ends = now, _same_ends(bodies.jaxprs[-1], now)
@@ -121,9 +121,9 @@ def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
 
 
 def passed_on(program: Any) -> list[int | None]:
-    """Return for each result of a program the argument that it equals, or None.
+    """Return for each result of a program the number of the argument that it equals.
 
-    Arguments are returned as numbers.
+    The number is None if the result equals no argument.
     """
     jaxpr, _ = opened(program)
     numbers = {var: n for n, var in enumerate(jaxpr.invars)}

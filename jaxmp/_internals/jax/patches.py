@@ -58,9 +58,10 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
 
 @contextlib.contextmanager
 def keeping_carries() -> Iterator[None]:
-    """Make JAX's loops cast each new carry to the dtypes of the old one.
+    """Make JAX's loops cast each new carry to the dtypes of the old carry.
 
-    ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` cast only if JAX would raise. Other threads see JAX's functions.
+    ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` cast only where JAX would otherwise raise an error. Other threads
+    see JAX's functions.
     """
     token = _keeps_carries.set(True)
     try:
@@ -101,7 +102,7 @@ def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
 
     JAX reads the library's version when it traces a fused attention, but it does not need the library to compile one.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as fused  # may move
+    from jax._src.cudnn import fused_attention_stablehlo as fused  # later versions may move this module
 
     original = fused.check_cudnn_version
     major, minor, patch = version
@@ -161,7 +162,7 @@ def _keeping_carry(body: Callable[..., Any], position: int, is_scan: bool) -> Ca
 
         def in_old_dtypes(carry: Any) -> Any:
             if jax.tree.structure(carry) != structure:
-                return carry  # an error of JAX
+                return carry  # JAX raises an error
             return jax.tree.unflatten(structure, map(_in_dtype_of, jax.tree.leaves(carry), old))
 
         result = body(*args)
@@ -169,7 +170,7 @@ def _keeping_carry(body: Callable[..., Any], position: int, is_scan: bool) -> Ca
             return in_old_dtypes(result)
         if isinstance(result, (tuple, list)) and len(result) == 2:
             return in_old_dtypes(result[0]), result[1]
-        return result  # an error of JAX
+        return result  # JAX raises an error
 
     return run
 
@@ -203,9 +204,9 @@ def _attention(original: Any) -> Any:
         half = deciding[0]() if deciding else None
         if half is None:
             return original(*operands, *args, **kwargs)
-        arrays = [operand.astype(half) for operand in operands]  # the derivative of a cast does not keep the cast array
-        rest, options = jax.tree.map(functools.partial(_cast_bias, half), (args, kwargs))
-        fused = functools.partial(original, *arrays, *rest, **{**options, "implementation": "cudnn"})
+        arrays = [operand.astype(half) for operand in operands]  # a cast saves no residual
+        more, options = jax.tree.map(functools.partial(_cast_bias, half), (args, kwargs))
+        fused = functools.partial(original, *arrays, *more, **{**options, "implementation": "cudnn"})
         if implementation is None:
             try:
                 jax.eval_shape(fused)

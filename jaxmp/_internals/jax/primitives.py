@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-# A cast before these equals a cast after: each element has one origin and one destination, or the largest is picked,
-# and rounding keeps the order. (This is wrong if the gradient is a sum, as for a gather or a broadcast.)
+# A cast before one of these operations is equivalent to a cast after it. Either each element has one origin and one
+# destination, or the operation picks the largest element, and rounding keeps the order. The set has no operation whose
+# gradient is a sum, such as a gather or a broadcast, because a cast before it would make this sum half.
 MONOTONE = frozenset(
     {"reshape", "transpose", "squeeze", "rev", "copy", "name", "convert_element_type"}
     | {"reduce_window_max", "reduce_window_min"}

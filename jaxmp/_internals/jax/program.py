@@ -19,7 +19,7 @@ class TracedProgram:
     Args:
       fun: a function.
       args: its arguments, which are not stored.
-      write: a function that converts the results of ``fun`` into those of a call.
+      write: a function that converts the results of ``fun`` into the results of a call.
 
     Attributes:
       jaxpr: an open jaxpr and its constants.
@@ -30,10 +30,10 @@ class TracedProgram:
         are_traced = [is_array(leaf) for leaf in leaves]
 
         def flat(*operands: Any) -> list[Any]:
-            rest = iter(operands)
-            filled = [next(rest) if is_traced else leaf for leaf, is_traced in zip(leaves, are_traced, strict=True)]
+            arrays = iter(operands)
+            filled = [next(arrays) if is_traced else leaf for leaf, is_traced in zip(leaves, are_traced, strict=True)]
             results, self._tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
-            # Without the tracers, which are invalid after the trace.
+            # Drop the tracers, which are invalid after the trace.
             self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]
             return arrays_in(results)
 
@@ -50,19 +50,19 @@ class TracedProgram:
     def result_count(self) -> int:
         """Return the number of arrays that are results of the function.
 
-        The other arrays were written to its arguments.
+        The program also returns the arrays that the function wrote to its arguments.
         """
         results, _written = jax.tree.unflatten(self._tree, self._leaves)
         return sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))
 
     def unflatten(self, results: Sequence[Any]) -> Any:
-        """Return the results of the function from arrays.
+        """Return the results of a call from the arrays that the program returned.
 
-        The other arrays are written to its arguments.
+        Arrays that the function wrote to its arguments are written to them.
         """
-        rest = iter(results)
-        whole = jax.tree.unflatten(self._tree, [next(rest) if leaf is _ARRAY else leaf for leaf in self._leaves])
-        return self._write(*whole) if self._write else whole
+        arrays = iter(results)
+        filled = jax.tree.unflatten(self._tree, [next(arrays) if leaf is _ARRAY else leaf for leaf in self._leaves])
+        return self._write(*filled) if self._write else filled
 
 
 _ARRAY = object()

@@ -1,16 +1,18 @@
 """Casts of repeated values whose cotangents are summed in float32.
 
-A bias is added to every row, and its derivative sums over the rows. With a cast before the broadcast, that sum is in
-half precision. With a cast after the broadcast, XLA does not recognise the bias of a matrix product, and writes the
-product's result twice. So this module has one linear operation: forward it casts and repeats, backward it widens and
-sums. Under ``jax.vmap`` a weight is also repeated for the batch of the activations that it is combined with. So these
-are operands too, although they do not change the result.
+A bias is added to every row, and its derivative sums over the rows. If the cast to half comes before the broadcast,
+that sum is in half precision. If the cast comes after the broadcast, XLA does not recognise the bias of a matrix
+product, and writes the product's result twice. So this module has a linear operation that does both. Forward, it casts
+and repeats a value. Backward, it widens and sums the cotangents. Under ``jax.vmap`` a weight is also repeated for the
+batch of the activations that it is combined with. So these activations are operands of the operation too, although
+they do not change its result.
 
 The operation rounds the cotangent to its half precision before it widens it. Otherwise XLA would drop both casts, and
 store and sum the unrounded cotangent in float32. The additional rounding is free, because the kernel that computes the
 cotangent also computes the sum.
 
-The same happens to a half activation that is repeated so often that half cannot represent the sum.
+The operation also repeats a half activation that is repeated so often that half cannot represent the sum of its
+cotangents.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ MAX_TERMS = 64
 """The maximum number of terms of a half sum: in bfloat16 its error is about 1 %, and 256 + 1 is 256."""
 _SCATTERED = frozenset({"scatter-max", "scatter-min"})
 REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile", *_SCATTERED})
-"""Equations that repeat an operand, look up its rows, or take extremes of updates, which may be equal."""
+"""Primitives that repeat an operand, look up its rows, or take extremes of updates, which may be equal."""
 _ADDS_UP = BROADCAST | REPEATS
 
 
@@ -53,19 +55,16 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
 
 
 def sums_half(eqn: Any) -> bool:
-    """Return whether the cotangents of a half operand need a float32 sum.
-
-    The operand is half in the original program.
-    """
+    """Return whether an operand that is half as written needs a float32 gradient sum."""
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
     return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.shape) for aval in avals])
 
 
 def read_often(eqn: Any, place: int) -> bool:
-    """Return whether more than ``MAX_TERMS`` cotangents of an operand add up.
+    """Return whether more than ``MAX_TERMS`` cotangents add up in an operand.
 
-    The terms are those of one element, over all iterations of a loop. This counts the uses in each iteration, and the
-    repetitions of each use.
+    The cotangents of one element are counted, over all iterations of a loop, all uses in an iteration, and all
+    repetitions of a use.
     """
     return _summed_cotangents(eqn, place) > MAX_TERMS
 
@@ -87,7 +86,7 @@ def _summed_cotangents(eqn: Any, place: int) -> float:
 def _summed_cotangents_in(jaxpr: Any, var: Any) -> float:
     """Return how many cotangents add up in an element of a variable.
 
-    This sums :func:`_summed_cotangents` over the equations that read the variable, directly or behind moves.
+    The number is the sum of :func:`_summed_cotangents` over the equations that read the variable or a moved copy of it.
     """
     readers: Any = _READERS.get(jaxpr)
     if readers is None:
@@ -109,7 +108,7 @@ _READERS: Any = weakref.WeakKeyDictionary()
 
 
 def _repeats(eqn: Any, shape: Any) -> float:
-    """Return how often an equation of ``_ADDS_UP`` reads an element at most."""
+    """Return how many times at most an equation of ``_ADDS_UP`` reads one element."""
     if eqn.primitive.name in _SCATTERED:
         return size_of(eqn.invars[1].aval.shape[:-1])
     if eqn.primitive.name == "gather":
@@ -119,7 +118,7 @@ def _repeats(eqn: Any, shape: Any) -> float:
 
 
 def _is_long(eqn: Any, shape: Any) -> bool:
-    """Return whether more than ``MAX_TERMS`` cotangents of an element add up.
+    """Return whether more than ``MAX_TERMS`` cotangents add up in an element.
 
     ``shape`` is the shape of the operand.
     """
@@ -184,16 +183,16 @@ def _backward(
     axes: tuple[int, ...],
     sharding: Any,
 ) -> list[Any]:
-    rest = [None] * len(like)
+    none_for_like = [None] * len(like)
     if type(cotangent) is ad.Zero:
-        return [ad.Zero(value.aval), *rest]
+        return [ad.Zero(value.aval), *none_for_like]
     old = dict(zip(axes, value.aval.shape, strict=True))
     summed = tuple(axis for axis, size in enumerate(shape) if old.get(axis) != size)
     info = jnp.finfo(dtype)
     cotangent = jax.lax.reduce_precision(cotangent, info.nexp, info.nmant)
     total = jnp.sum(cotangent.astype(value.aval.dtype), summed)
     ones = [n for n, axis in enumerate(axes) if axis in summed]
-    return [jnp.expand_dims(total, ones) if ones else total, *rest]
+    return [jnp.expand_dims(total, ones) if ones else total, *none_for_like]
 
 
 def _batch(operands: Any, batched: Any, *, shape: Any, axes: Any, sharding: Any, **params: Any) -> Any:

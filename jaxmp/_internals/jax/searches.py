@@ -33,12 +33,12 @@ _BOUNDS = frozenset({"max", "min", "clamp", "concatenate", "pad"})
 def is_search(bodies: Bodies) -> bool:
     """Return whether a while loop runs until a computed value converges.
 
-    It does if the condition reads a value that each iteration recomputes from a product, such as a residual. A carry to
-    which each iteration adds, such as time, is not recomputed.
+    This is so if the condition reads a value that each iteration recomputes from a product, such as a residual. A carry
+    to which each iteration adds, such as time, is not recomputed.
     """
     condition, turn = (opened(jaxpr)[0] for jaxpr in bodies.jaxprs)
     carry = _of_carry(turn, bodies, [FIXED] * bodies.carry)  # ANEW if it depends on a product in any iteration
-    sums = [SUM if origin is ANEW else FIXED for origin in carry]  # assumes that all of these are sums
+    sums = [SUM if origin is ANEW else FIXED for origin in carry]  # assume that these carries are sums
     carry = _of_carry(turn, bodies, sums)
     return _origins(condition, [*[FIXED] * bodies.consts, *carry])[0] is ANEW
 

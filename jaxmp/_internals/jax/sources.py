@@ -27,7 +27,7 @@ def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
     """Return the scopes around an equation, and the transformations that made it.
 
     A transformation is, for example, ``"jvp"``. JAX lists the scopes of code that is recomputed under checkpoint twice,
-    once inside of the transpose. They are returned once.
+    once inside of the transpose. This function returns them once.
     """
     names: Names = ()
     part: list[str] = []
@@ -52,8 +52,8 @@ def _scopes(stack: Any) -> Names:
 def source_of(eqn: Any) -> str:
     """Return the file and line of an equation, as ``"package/module.py:12"``.
 
-    This is the innermost frame outside of JAX and jaxmp; the text is empty if there is none. The path begins at its
-    outermost package, so that it is the same on every machine.
+    They are those of the innermost frame outside of JAX and jaxmp. Without such a frame, the text is empty. The path
+    begins at the outermost package of the file, so that it is the same on every machine.
     """
     return next(_sources(eqn), "")
 
@@ -82,9 +82,9 @@ def _is_users(file: str) -> bool:
 
 
 def source_among(places: list[tuple[str, int]]) -> str:
-    """Return the user's innermost file and line among some places.
+    """Return the user's innermost file and line among ``places``.
 
-    The places are those that an XLA program names, innermost first.
+    An XLA program names these files and lines, innermost first.
     """
     users = (f"{_from_package(file)}:{line}" for file, line in places if _is_users(file))
     return next(users, "")

@@ -13,7 +13,7 @@ from jax._src.interpreters.batching import BatchTrace
 def static_arguments(jitted: Any) -> tuple[int, ...]:
     """Return the positions of the static arguments of a jitted function.
 
-    It may be a function of ``jax.jit`` or of ``nnx.jit``.
+    ``jitted`` may come from ``jax.jit`` or from ``nnx.jit``.
     """
     numbers = getattr(getattr(jitted, "_jit_info", jitted), "static_argnums", None)
     return (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
@@ -82,8 +82,8 @@ def manual_axes(value: Any) -> tuple[str, ...]:
 def may_be_skipped() -> bool:
     """Return whether some shards of a ``shard_map`` may skip the traced code.
 
-    They may skip it if it is in a branch or a loop. JAX records the purpose of each trace. The length of a
-    ``fori_loop`` is assumed to differ between shards.
+    They may skip code in a branch or a loop, which JAX records as the purpose of a trace. The length of a ``fori_loop``
+    is assumed to differ between shards.
     """
     traced = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces_around())
     around = (getattr(info, "traced_for", "") for info in traced)

@@ -24,8 +24,8 @@ class Examples:
 
     Attributes:
       are_many: whether any value differs between examples.
-      same: the operands of the current equation that the examples share.
-      others: the batched operands that differ between the examples of some ``jax.vmap``.
+      same: for each ``jax.vmap``, whether its examples share each operand of the current equation.
+      others: the operands of the current equation that differ between the examples of some ``jax.vmap``.
     """
 
     def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
@@ -42,7 +42,7 @@ class Examples:
         self.others: Sequence[Any] = ()
 
     def at(self, eqn: Any, operands: Sequence[Any]) -> None:
-        """Go to an equation."""
+        """Make ``eqn`` the current equation."""
         columns = [self._who_share(atom, value) for atom, value in zip(eqn.invars, operands, strict=True)]
         self.same = tuple(zip(*columns, strict=True))
         self.others = [value for value, same in zip(operands, columns, strict=True) if not all(same)]
@@ -54,7 +54,7 @@ class Examples:
         return [is_literal(atom) or atom in same for same in self._same]
 
     def meets_batched(self, atom: Any, value: Any) -> bool:
-        """Return whether a value is shared, but its equation reads batched values too."""
+        """Return whether a value is shared, but its equation also reads batched values."""
         if not self.others:
             return False
         pairs = zip(self.same, self._who_share(atom, value), strict=True)
@@ -63,7 +63,7 @@ class Examples:
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
         """Return the shared operands that JAX repeats for each example.
 
-        These are carries that are batched after an iteration, and all operands of branches with a batched index.
+        JAX repeats a carry if an iteration makes it batched, and all operands of branches with a batched index.
         """
         if bodies is None or bodies.kind == "while":  # a while loop has no cotangents
             return ()

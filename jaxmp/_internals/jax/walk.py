@@ -73,7 +73,7 @@ def product_dtypes(jaxpr: Any) -> set[str]:
 
 
 def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None]:
-    """Return the nodes of a graph that can be reached from ``start``, once."""
+    """Return the nodes of a graph that can be reached from ``start``, each once."""
     reached = dict.fromkeys(start)
     stack = [*reached]
     while stack:
@@ -85,7 +85,10 @@ def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None
 
 
 def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[list[T]]:
-    """Return the strongly connected components of a graph with more than one node."""
+    """Return the cycles of a graph.
+
+    These are its strongly connected components of more than one node.
+    """
     from scipy.sparse import coo_array, csgraph
 
     number = {node: n for n, node in enumerate(nodes)}
@@ -105,7 +108,10 @@ def nearest_ends(
     is_end: Callable[[T], bool],
     known: Mapping[T, T | None] | None = None,
 ) -> dict[T, T | None]:
-    """Return for each node the nearest end; ``known`` has the ends of some nodes."""
+    """Return for each node the nearest node for which ``is_end`` is true.
+
+    The search follows ``beside``. For the nodes in ``known``, it returns the ends given there.
+    """
     ends = dict(known or {})
     for node in (*nodes, *nodes):  # twice, because of cycles
         for other in beside(node):
