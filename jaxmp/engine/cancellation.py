@@ -24,10 +24,14 @@ def raise_cancelled(graph: Graph) -> None:
     for node in graph.nodes:
         if node.is_half_product and _squared_vector(node) is not None:
             node.raise_to(State.FLOAT32, Rule.SQUARES)
+    cancelled_in: dict[Node, Node] = {}  # the sum in which a product cancels
     for node in graph.nodes:
         if node.name in SUMS and not _is_part_of_sum(node):
             for product in (*_distances(node), *_moments(node), *_cosines(node)):
-                product.raise_to(State.FLOAT32, Rule.CANCELLATION, node)
+                cancelled_in.setdefault(product.same, node)
+    for node in graph.nodes:  # also products that a loop or a derivative computes again
+        if node.name in PRODUCTS and node.same in cancelled_in:
+            node.raise_to(State.FLOAT32, Rule.CANCELLATION, cancelled_in[node.same])
 
 
 def _is_part_of_sum(node: Node) -> bool:

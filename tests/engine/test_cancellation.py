@@ -74,6 +74,22 @@ def test_distances_are_float32_in_every_spelling(spelling, policy):
     assert jaxmp.cast_plan(fun, policy)(x).summary.groups["cancellation"] >= 1
 
 
+def test_distances_that_are_computed_again_are_float32_each_time():
+    def costs(x, y):  # Sinkhorn's algorithm in ott-jax computes the costs in each iteration
+        return jnp.sum(x**2, -1)[:, None] + jnp.sum(y**2, -1) - 2 * x @ y.T
+
+    def fun(x, w):
+        x = x @ w
+
+        def iteration(total, _):
+            return total + jnp.exp(-costs(x, W)).sum(), None
+
+        total, _ = jax.lax.scan(iteration, costs(x, W).sum(), length=2)
+        return total + costs(x, W).mean()
+
+    assert products(half(fun), normal(0, 4, 8), W) == ["bfloat16", "float32", "float32", "float32"]
+
+
 def test_a_product_of_a_vector_with_itself_is_a_sum_of_squares():
     v = jnp.full((1, 4096), 10.0)
 
