@@ -17,6 +17,7 @@ import collections
 import datetime
 import importlib
 import json
+import math
 import os
 import random
 import shutil
@@ -121,13 +122,14 @@ def tests_by_line(coverage_file: Path) -> dict[tuple[str, int], set[str]]:
 
 
 def seconds_by_test(junit: Path) -> dict[str, float]:
-    """Return the seconds of each test, from pytest's XML report."""
+    """Return the seconds of each test, from pytest's XML report; infinity for a test that failed."""
     import xml.etree.ElementTree as ElementTree
 
     seconds = {}
     for case in ElementTree.parse(junit).iter("testcase"):
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        seconds[name] = float(case.get("time", 0))
+        has_failed = case.find("failure") is not None or case.find("error") is not None
+        seconds[name] = math.inf if has_failed else float(case.get("time", 0))
     return seconds
 
 
@@ -211,7 +213,8 @@ def main() -> None:
     seconds = seconds_by_test(options.coverage.with_name("junit.xml"))
 
     def row(mutant: Mutant) -> dict[str, object]:
-        tests = sorted(covering.get((mutant.file, mutant.line), ()), key=lambda test: seconds.get(test, 9.0))
+        tests = [test for test in covering.get((mutant.file, mutant.line), ()) if seconds.get(test, 9.0) < math.inf]
+        tests.sort(key=lambda test: seconds.get(test, 9.0))
         is_dead = mutant in known
         if not is_dead and (quickest := tests[: options.tests]):
             is_dead = is_found(root, mutant, quickest)
