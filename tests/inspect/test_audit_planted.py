@@ -427,3 +427,11 @@ def test_every_kind_is_planted_or_has_a_test_of_its_own() -> None:
     assert all(
         isinstance(each, Finding) for each in audit(half_exponential, compile=False)(shape(2, dtype=BF16), X).findings
     )
+
+
+def test_the_remedy_for_a_mixed_product_in_a_derivative_is_autocast():
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 16), (16, 64))]
+    derivative = jax.grad(lambda h, w: mixed_product(h, w).astype(F32).sum(), argnums=(0, 1))
+    findings = audit(derivative, "mixed_bfloat16", compile=False)(*operands).findings
+    (mixed,) = [finding for finding in findings if finding.kind == "mixed-product"]
+    assert mixed.remedy == "cast both operands to bfloat16, or use autocast, which does so in derivatives"

@@ -64,11 +64,10 @@ def mixed_products(audited: Audited) -> Faults:
     for value, product in audited.products:
         if _is_mixed(product):
             narrowest = min(map(np.dtype, product.operands), key=_itemsize)
-            yield Fault(
-                value.at,
-                f"a product of {' and '.join(product.operands)} runs in the wider dtype",
-                f"cast both operands to {narrowest.name}",
-            )
+            remedy = f"cast both operands to {narrowest.name}"
+            if product.phase == "backward":
+                remedy += ", or use autocast, which does so in derivatives"
+            yield Fault(value.at, f"a product of {' and '.join(product.operands)} runs in the wider dtype", remedy)
 
 
 def _is_mixed(product: Any) -> bool:
