@@ -115,7 +115,7 @@ def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
 
 
 def widest(dtypes: Collection[str]) -> str:
-    """Return the widest dtype: a product of operands with these dtypes computes in it."""
+    """Return the widest dtype, in which a product of these operands computes."""
     return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 

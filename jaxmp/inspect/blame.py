@@ -207,7 +207,10 @@ def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
-    """Return the blame in a function that returns losses, other results and gradients."""
+    """Return the blame in a function.
+
+    The function returns losses, other results and gradients.
+    """
     jaxpr, consts, structure = program_of(fun, *args)
     run = ProgramRun(jaxpr, consts, jax.tree.leaves(tuple(args)))
     values = values_of(jaxpr, consts, is_whole)

@@ -142,7 +142,7 @@ def origin_of(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Ori
 
 
 def failure_kind(name: str, origin: Origin) -> str:
-    """Return the kind of a failure: ``"overflow"``, ``"division by zero"`` or ``"invalid"``."""
+    """Return "overflow", "division by zero" or "invalid"."""
     if not origin.is_born or (origin.is_nan and name not in _OVERFLOWS_TO_NAN):
         return "invalid"
     return "division by zero" if origin.is_pole else "overflow"
@@ -168,7 +168,10 @@ def where_nan(value: Any) -> Any:
 
 
 def ranges_of(operands: Sequence[Any]) -> tuple[Range, ...]:
-    """Return the ranges of NumPy arrays; arrays that are empty or not numeric have none."""
+    """Return the ranges of NumPy arrays.
+
+    Arrays that are empty or not numeric are left out.
+    """
     ranges = []
     for operand in operands:
         if not jnp.issubdtype(operand.dtype, jnp.number) or not operand.size:

@@ -1,4 +1,4 @@
-"""Search for the origin of infinities and NaNs, from the results back to the inputs."""
+"""Search for the origin of infinities and NaNs, starting at the results."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ class ProgramRun:
             stepping.step_through(self._jaxpr, self._consts, self.inputs, visit, wanted)
 
     def origin(self, at: stepping.At) -> Origin:
-        """Return the origin of a failure; run the program again if the origin is not known yet."""
+        """Return the origin of a failure.
+
+        If the origin is not known yet, run the program again.
+        """
         if at not in self.origins:
             self.look_at({at})
         return self.origins[at]
@@ -198,7 +201,7 @@ def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect
 
 
 def _suspects_of_input(value: Value, reader: Any, run: ProgramRun) -> list[Suspect]:
-    """Return an argument or a constant as the only suspect if it is not finite; else no suspect."""
+    """Return a list with an argument or a constant; empty if it is finite."""
     is_argument = value.name == "argument"
     array = run.inputs[value.position] if is_argument else value.constant
     if stepping.is_finite(array):

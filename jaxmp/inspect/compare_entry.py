@@ -110,7 +110,10 @@ def _errors_by_turn(value: Value, half: np.ndarray, full: np.ndarray) -> dict[_N
 
 
 def _nearest(value: Value, turns: Turns, known: Collection[_Node]) -> Iterator[_Node]:
-    """Yield the nearest nodes on which a value depends that are in ``known`` or arguments."""
+    """Yield the nearest nodes that a value depends on.
+
+    They are arguments or in ``known``.
+    """
     stack, visited = [(value, turns)], {(value, turns)}
     while stack:
         value, turns = stack.pop()

@@ -125,7 +125,10 @@ def relative_error(half: np.ndarray, full: np.ndarray) -> float:
 def rows_of_scopes(
     half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], finfo: jnp.finfo
 ) -> list[ComparedRow]:
-    """Return the rows of the values that scopes return, of the results, and of the values' gradients."""
+    """Return the rows of scopes' values, of the results, and of gradients.
+
+    The gradients are those with respect to the values that scopes return.
+    """
     dtypes = {pair.path: half.compute_dtype(pair.path, half.values[pair.half]) for pair in pairs}
     rows = []
     for pair in pairs:
@@ -141,7 +144,7 @@ def rows_of_scopes(
 
 
 def rows_of_gradients(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) -> dict[int, ComparedRow]:
-    """Return the rows of the gradients of arguments, by the number of the argument's leaf."""
+    """Return the rows of the gradients of arguments, by the number of the leaf."""
     return {
         n: compared_row(gradient.path, "backward", gradient.dtype, gradient.array, full.gradients[n].array, finfo)
         for n, gradient in half.gradients.items()

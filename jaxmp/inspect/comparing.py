@@ -1,4 +1,4 @@
-"""Compare a function under policies with the same function without policies, layer by layer."""
+"""Compare a function under policies with itself without policies."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _dtypes_of_products(program: RecordedProgram) -> collections.Counter[str]:
 
 
 def _half_dtype(program: RecordedProgram) -> str:
-    """Return the half dtype that most products have, or float32 if no product is half."""
+    """Return the half dtype that most products have; float32 if no product is half."""
     for dtype, _ in _dtypes_of_products(program).most_common():
         if is_half(dtype):
             return dtype

@@ -219,7 +219,7 @@ class _TreeForm:
     """
 
     def params_and_rebuild(self, params: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Return the arrays, and a function that rebuilds the loss function's params from arrays."""
+        """Return the arrays, and a function that rebuilds the params from arrays."""
         return params, lambda params: params
 
 

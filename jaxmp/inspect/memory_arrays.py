@@ -59,7 +59,7 @@ def results_in_memory(compiled: Any, program: HloProgram) -> Iterator[ArrayInMem
 
 
 def temporaries_in_memory(program: HloProgram, size: int) -> tuple[list[ArrayInMemory], int]:
-    """Return the compiler's buffers at the peak, and the number of bytes outside of these buffers.
+    """Return the compiler's buffers at the peak, and the bytes outside of them.
 
     ``size`` is the number of bytes that the compiler reports for all temporaries.
     """
@@ -78,7 +78,7 @@ def _in_memory(array: Array, kind: str, path: str, source: str = "") -> ArrayInM
 
 
 def _is_activation(program: HloProgram, buffer: memory_of_hlo.Buffer) -> bool:
-    """Return whether a buffer is computed in the forward pass and read after that pass."""
+    """Return whether the forward pass computes a buffer that is read after the pass."""
     maker, last_reader = program.made_by(buffer.maker), program.made_by(buffer.last)
     return _is_forward(maker.op_name) and not _is_forward(last_reader.op_name)
 

@@ -244,7 +244,7 @@ def _peak(stats: Any) -> int:
 def _measured(
     compiled: jax.stages.Compiled, program: HloProgram, leaves: Sequence[Leaf]
 ) -> tuple[int, dict[str, int], dict[str, int], tuple[ArrayInMemory, ...]]:
-    """Return the bytes at the peak, in total, by kind and by dtype, and the arrays at the peak."""
+    """Return the peak in total, by kind and by dtype, and the arrays at the peak."""
     stats: Any = compiled.memory_analysis()
     peak = _peak(stats)
     temporaries, unassigned = temporaries_in_memory(program, int(stats.temp_size_in_bytes))

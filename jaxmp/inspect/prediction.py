@@ -234,6 +234,6 @@ def _kernel(
 
 
 def _rate(dtype: str, device: hardware.Hardware) -> float:
-    """Return the peak FLOP/s of a dtype, or that of float32 if the dtype has no known rate."""
+    """Return the peak FLOP/s of a dtype, or of float32 if the rate is unknown."""
     rates = device.peak_tflops
     return 1e12 * rates.get(dtype, rates["float32"])

@@ -79,7 +79,7 @@ class Record:
         (self.folder / "memory.json").write_text(plan.to_json())
 
     def watch(self, watch: Watch, dtype: Any = "float16") -> None:
-        """Write the steps that the watch has counted since the last call, and remove them from the watch.
+        """Write the watched steps, and remove them from the watch.
 
         Args:
           watch: the watch of this training loop.
@@ -90,7 +90,7 @@ class Record:
             file.writelines(f"{text}\n" for text in lines)
 
     def summary(self, **values: Any) -> None:
-        """Add values to the summary, such as ``test_loss``, ``ms_per_step`` or ``policy``."""
+        """Add values to the summary, such as ``test_loss`` or ``ms_per_step``."""
         file = self.folder / "summary.json"
         _write_json(file, {**json.loads(file.read_text()), **values})
 

@@ -60,7 +60,7 @@ class Taps(ABC):
 
     @abstractmethod
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
-        """Return the sink of a value: zeros for all iterations of the loops around the value."""
+        """Return the sink of a value: zeros for all iterations of the scans around."""
 
     @abstractmethod
     def merge(self, old: Any, new: Any) -> Any:
@@ -71,7 +71,10 @@ class Taps(ABC):
         """
 
     def sinks(self) -> dict[Key, dict[int, jax.Array]]:
-        """Return the sinks by key and position; values in while loops have no gradients and no sinks."""
+        """Return the sinks by key and position.
+
+        Values in while loops have no sinks, because they have no gradients.
+        """
         sinks: dict[Key, dict[int, jax.Array]] = {}
         for border, aval in self.borders:
             turns = tuple(turn for turn in border.turns if turn is not None)
@@ -80,7 +83,7 @@ class Taps(ABC):
         return sinks
 
     def at(self, key: Key, results: list[Any], sinks: Mapping[int, Any] | None) -> tuple[list[Any], Any]:
-        """Return the results of an equation with taps on them, and their records by position.
+        """Return the tapped results of an equation, and their records by position.
 
         If no result is in ``borders``, the results are unchanged and the records are None.
 
@@ -99,7 +102,7 @@ class Taps(ABC):
         return tapped, records
 
     def merged(self, old: Any, new: Any) -> Any:
-        """Return the records of an equation in a while loop after an iteration, by position.
+        """Return the records of an equation in a while loop after an iteration.
 
         ``old`` and ``new`` are as in :meth:`merge`.
         """

@@ -19,7 +19,7 @@ from jaxmp.sharding.specs import axes_in_spec
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The operations of a program that move equal arrays between devices in the same way.
+    """Equal operations of a program that move arrays between devices.
 
     They have the same kind, dtype, axis, arrays, path and source.
 

@@ -16,8 +16,10 @@ _COLUMNS = ("step", "split", "loss", "grad_norm", "loss_scale", "skipped")
 def metrics(folder: Path) -> list[dict[str, str]]:
     """Return the rows of a run's ``metrics.csv`` that are training steps.
 
+    A row that is still being written is left out.
+
     Raises:
-      FileNotFoundError: the folder is not that of a run.
+      FileNotFoundError: the folder has no ``metrics.csv``.
       ValueError: the file was written by another program.
     """
     file = folder / "metrics.csv"
@@ -40,7 +42,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     A line that is still being written is left out.
 
     Raises:
-      FileNotFoundError: the run is not watched, or has no watched step yet.
+      FileNotFoundError: the run is not watched, or no watched step is written yet.
       ValueError: the file was written by another program.
     """
     file = folder / FILE
