@@ -87,7 +87,8 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
 def _kind_in(node: Any, path: Sequence[Any]) -> str | None:
     """Return the kind of the leaf at ``path`` in a node.
 
-    Return None if the type of the node is unknown. In a train state or in Flax's collections, an empty path stands for the params.
+    Return None if the type of the node is unknown. In a train state or in Flax's collections, an empty path stands for
+    the params.
     """
     field = str(getattr(path[0], "name", getattr(path[0], "key", ""))) if path else "params"
     if isinstance(node, nnx.Param):
