@@ -33,8 +33,9 @@ def _scopes_in_name(op_name: str) -> frozenset[str]:
 def dtypes_that_ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Value, str]:
     """Return the dtype in which a compiled program runs each traced product.
 
-    A traced product matches the compiled products with the same scopes, pass and size. If no compiled product has this
-    size, those with the same scopes and pass match. A traced product is left out if its matches have several dtypes.
+    A traced product matches the compiled products with the same scopes, pass (forward or backward) and size. If no
+    compiled product has this size, all compiled products with the same scopes and pass match. A traced product is left
+    out if it has no matches or if its matches have several dtypes.
     """
     compiled: dict[Any, set[str]] = {}
     for computation, instruction, _ in program.instructions_by_run():
@@ -62,7 +63,7 @@ class CastsInLoops:
         self._casts: set[Any] = set()
         for name in _computations_in_loops(program):
             for instruction in program.computations.get(name, {}).values():
-                # The op_name of a cast that the backend added ends in something else.
+                # A cast with another op_name was added by the backend.
                 if instruction.opcode == "convert" and instruction.op_name.endswith("/convert_element_type"):
                     (array,) = instruction.arrays
                     size = math.prod(array.shape)

@@ -115,7 +115,7 @@ def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
 
 
 def widest(dtypes: Collection[str]) -> str:
-    """Return the widest dtype, in which a product of these operands computes."""
+    """Return the widest dtype: the compute dtype of a product of such operands."""
     return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 

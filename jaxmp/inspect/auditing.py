@@ -30,7 +30,7 @@ _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "ali
 
 
 class AuditError(AssertionError):
-    """The error of :meth:`Audit.check`, whose message has a line for each problem."""
+    """The error of :meth:`Audit.check`, with one line for each problem."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Audit(tables.Shown):
 
         Args:
           min_half_flops: the minimum of ``half_flops``; ignored if the program has no products.
-          allow: the findings to accept: a kind of finding, or a list. Each item of the list is a kind, or a pair
-            ``(kind, glob)``, which accepts findings of this kind in the modules and scopes whose path matches the glob.
+          allow: the findings to accept: a kind of finding, or a list of kinds and of pairs ``(kind, glob)``. A pair
+            accepts findings of this kind in the modules and scopes whose path matches the glob.
           max_bytes: the maximum number of bytes at the memory peak.
 
         Raises:
-          AuditError: the audit found a problem. The message has a line with the remedy for each problem.
+          AuditError: the audit found a problem. The message has one line for each problem, with the remedy.
           ValueError: a kind is unknown, or ``max_bytes`` is set and nothing was compiled.
 
         >>> half = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)

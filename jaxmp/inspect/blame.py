@@ -40,14 +40,14 @@ class Blame(tables.Shown):
     Attributes:
       phase: ``"input"``, ``"forward"`` or ``"backward"``. A value that only the derivative uses is backward, such as
         0.5/sqrt(0) in the derivative of a square root.
-      primitive: the name of the operation's JAX primitive. For a constant, this is the operation that reads the
-        constant. It is empty for an argument.
+      primitive: the name of the operation's JAX primitive. For a constant, this is the primitive that reads the
+        constant. For an argument, it is empty.
       path: the modules and scopes around the operation, joined by ``/``; for an argument, the name of the argument and
         the path of the array in it.
       source: the file and line in the user's code.
       kind: ``"overflow"``, ``"division by zero"`` (a pole: 1/0, log 0, rsqrt 0), ``"invalid"`` (0/0, inf - inf, the
         square root of a negative number) or ``"input"``.
-      operands: the ranges of the operands in the blamed iteration; for an argument, its own range.
+      operands: the ranges of the operands in the blamed iteration; for an argument, the range of the argument.
       turn: the iteration of the innermost loop, counted from 0; None outside of loops. In the derivative of a scan,
         this is the index into the scanned arrays: the iteration of the forward scan, unless that scan is reversed.
       scaled_only: whether only the loss scale is to blame, because everything is finite with a loss scale of 1.
@@ -88,9 +88,9 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
 
     The function and its derivative run one operation at a time, also inside of loops. The search starts at the results
     and goes back through values that are not finite. So an infinity that does not reach a result is not blamed, such as
-    a mask of ``-inf`` before a softmax. The search blames the first of these that it finds:
+    a mask of ``-inf`` before a softmax. If there are several suspects, the blame goes to the first in this order:
 
-    1. an operation that computes an infinity or NaN from finite numbers, or an argument or constant with a NaN;
+    1. an argument or a constant with a NaN, or an operation that computes an infinity or NaN from finite numbers;
     2. an infinite argument;
     3. an operation that computes NaN from an infinite constant;
     4. an infinite constant.
@@ -104,8 +104,8 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
       loss_scale: the factor by which the loss is multiplied before the differentiation.
 
     Returns:
-      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if everything is finite. Its run keeps
-      all roundings to half of the traced program.
+      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if everything is finite. The run
+      keeps all roundings to half that the traced program has.
 
     Raises:
       ValueError: ``loss_scale`` is not a positive finite number, or is set for a train step.

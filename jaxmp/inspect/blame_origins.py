@@ -69,8 +69,8 @@ _IS_POLE: dict[str, Callable[..., Any]] = {
 class Range:
     """The dtype and shape of an operand, with its smallest and largest value.
 
-    NaN elements are ignored. If all elements are NaN, ``low`` and ``high`` are NaN. The values of a complex operand are
-    its magnitudes.
+    NaN elements are ignored. If all elements are NaN, ``low`` and ``high`` are NaN. For a complex
+    operand, ``low`` and ``high`` are magnitudes.
     """
 
     dtype: str
@@ -88,7 +88,7 @@ class Origin(NamedTuple):
     An elementwise operation is examined element by element, any other operation as a whole.
 
     Attributes:
-      through: for each operand, whether the operand and the result are not finite at the same element.
+      through: for each operand, whether the operand and a result are infinite or NaN at the same element.
       is_born: whether finite operands gave an infinity or NaN.
       is_nan: whether finite operands gave NaN.
       is_pole: whether finite operands at a pole of the function gave an infinity or NaN.
@@ -149,7 +149,7 @@ def failure_kind(name: str, origin: Origin) -> str:
 
 
 def on_host(value: Any) -> Any:
-    """Return a value as a NumPy array, but a random key unchanged."""
+    """Return a value as a NumPy array; return a random key unchanged."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
         return value
     if isinstance(value, jax.Array) and not value.is_fully_addressable:

@@ -112,11 +112,11 @@ class Suspect(NamedTuple):
     """A value that may be to blame, in one iteration of the scans around it.
 
     Attributes:
-      rank: its place in the order of suspects.
+      rank: the rank of the value in the order of blame.
       value: an argument, a constant, or the result of an operation.
       turns: the iterations of the scans around it.
       reader: for an argument or a constant, the operation that reads it, and that operation's iterations; None if the
-        program returns it unchanged.
+        program returns the value unchanged.
     """
 
     rank: Rank

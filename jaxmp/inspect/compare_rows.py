@@ -23,8 +23,8 @@ class ComparedRow:
         argument, the path of the argument.
       phase: ``"forward"`` for a value, ``"backward"`` for the gradient with respect to a value or an argument.
       dtype: the compute dtype of the module or scope under the policies: the dtypes of its products' operands, joined
-        by commas. If it has no products, this is the dtype of the value before its last casts. For the gradient of an
-        argument, this is the dtype of the gradient.
+        by commas. If the module or scope has no products, this is the dtype of the value before its last casts. For
+        the gradient of an argument, this is the dtype of the gradient.
       relative_error: the L2 norm of the difference, divided by the L2 norm of the reference.
       mean_absolute_difference: the mean absolute difference of the elements.
       cosine: the cosine of the angle between the value and the reference as vectors.
@@ -52,11 +52,12 @@ class Pair(NamedTuple):
 def matched_pairs(half: RecordedProgram, full: RecordedProgram) -> tuple[list[Pair], list[Pair], tuple[str, ...]]:
     """Match the values of two programs by path and shape.
 
-    Of several values with the same path and shape, the n-th ones match.
+    If several values in a program have the same path and shape, they are matched in program order.
 
     Returns:
-      The pairs of values that scopes return, and the pairs of values that are passed into scopes, in program order.
-      Then the paths of scopes that return different numbers of values of the same shape in the two programs.
+      Three items: the pairs of values that scopes return, in program order; the pairs of values that are passed into
+      scopes, in program order; and the paths of scopes that return more values of a shape in one program than in the
+      other.
     """
     returned, unmatched = _match(half, full, half.returned, full.returned)
     passed_in, _ = _match(half, full, half.passed_in, full.passed_in)
@@ -94,7 +95,7 @@ def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.n
     """Return the row of a value, with ulps of the dtype that ``finfo`` describes."""
     half, full, difference = _differences(half, full)
     norms = np.linalg.norm(half.ravel()) * np.linalg.norm(full.ravel())
-    with np.errstate(invalid="ignore"):  # an infinity has no angle
+    with np.errstate(invalid="ignore"):  # the cosine is NaN if a value is infinite
         cosine = float(np.vdot(half, full) / norms) if norms else float(not half.any() and not full.any())
     exponents = np.maximum(np.frexp(full)[1] - 1, int(finfo.minexp))
     distances = np.abs(difference)
@@ -113,7 +114,7 @@ def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.n
 def relative_error(half: np.ndarray, full: np.ndarray) -> float:
     """Return the L2 norm of the difference, divided by the L2 norm of the reference.
 
-    If there is a difference, and the reference is zero or the difference is not finite, the error is infinite.
+    The error is infinite if the difference is not finite, or if only the reference is zero.
     """
     _, full, difference = _differences(half, full)
     error, size = np.linalg.norm(difference.ravel()), np.linalg.norm(full.ravel())

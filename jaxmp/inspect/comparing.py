@@ -49,8 +49,9 @@ class Comparison(tables.Shown):
     Attributes:
       dtype: the half dtype of most of the function's products; ``"float32"`` if nothing is half.
       is_changed: whether the policies change the dtype of a product.
-      rows: the compared values. First come the values that modules and named scopes return, and the result, in program
-        order. Then come their gradients, in the order of the backward pass, and then the gradients of the arguments.
+      rows: the compared values. First come the values that modules and named scopes return, in program order, and the
+        result. Then come the gradients of these values, in the order of the backward pass, and then the gradients of
+        the arguments.
       entered: the path of the module or scope where the error enters, or None if the error enters nowhere. The error
         enters at the first value or gradient whose relative error is more than 4 times that of its inputs, and more
         than 4 times the error of one rounding to half. If code between modules computes this value, ``entered`` is the
@@ -97,9 +98,9 @@ def compare(
 ) -> Callable[..., Comparison]:
     """Compare a function with its float32 version, layer by layer.
 
-    ``fun`` runs twice. The first run uses the policies and autocasts in ``fun``. The reference run turns off every
-    policy, :func:`jaxmp.precision` region and autocast. Casts in the code of ``fun``, and dtypes that you set on
-    modules, stay in both runs.
+    ``fun`` runs twice. The first run uses ``policy``, and the policies and autocasts in ``fun``. The reference run
+    turns off every policy, :func:`jaxmp.precision` region and autocast. Casts in the code of ``fun``, and dtypes that
+    you set on modules, stay in both runs.
 
     Args:
       fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. With

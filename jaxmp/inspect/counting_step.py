@@ -51,7 +51,7 @@ class CountingStep(TrainStep):
         """See :class:`jaxmp.training.step.TrainStep`."""
         loss, grads, model_state, metrics = super().gradients(state, batch, rng)
         true_grads = get_loss_scale(state.opt_state).unscale(widen(grads))
-        # XLA merges these updates with the same updates in the step.
+        # The step computes the same updates, and XLA merges the two computations.
         updates = updates_of(state.tx, true_grads, state.opt_state, state.params, loss)
         metrics[_RECORDS] = records_of_step(loss, state.params, grads, updates, metrics[_RECORDS])
         return loss, grads, model_state, metrics

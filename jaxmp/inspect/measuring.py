@@ -113,9 +113,9 @@ def numerics(
     """Count the values of one training step by magnitude, layer by layer.
 
     The returned function, ``(params, *args, opt_state=None) -> Numerics``, computes the gradients of the loss once and
-    does not change its arguments. It is compiled once for each set of shapes, and copies about 20 kB per tensor to the
-    host. All iterations of a ``jax.lax.while_loop`` are counted together. A function with a custom derivative rule
-    counts as one operation.
+    does not change its arguments. The function is compiled once for each set of shapes, and copies about 20 kB per
+    tensor to the host. All iterations of a ``jax.lax.while_loop`` are counted together. A function with a custom
+    derivative rule counts as one operation.
 
     Args:
       loss_fn: ``loss_fn(params, *args)``, which returns the loss (a floating scalar), or a tuple whose first element is

@@ -35,7 +35,7 @@ class ArrayInMemory:
 
 def arguments_in_memory(compiled: Any, program: HloProgram, leaves: Sequence[Leaf]) -> Iterator[ArrayInMemory]:
     """Yield a compiled program's arguments, with the kinds of ``leaves``."""
-    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for unused arguments
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for an unused argument
     used = [(leaf.kind, leaf.path) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
     parameters = {}
     for instruction in program.computations[program.entry].values():
@@ -78,7 +78,7 @@ def _in_memory(array: Array, kind: str, path: str, source: str = "") -> ArrayInM
 
 
 def _is_activation(program: HloProgram, buffer: memory_of_hlo.Buffer) -> bool:
-    """Return whether the forward pass computes a buffer that is read after the pass."""
+    """Return whether a buffer from the forward pass is read after that pass."""
     maker, last_reader = program.made_by(buffer.maker), program.made_by(buffer.last)
     return _is_forward(maker.op_name) and not _is_forward(last_reader.op_name)
 

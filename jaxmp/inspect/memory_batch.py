@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _PROBES_ON_A_LINE = 8
-"""The largest number of known peaks with which a size is guessed from a line; later, the interval is halved."""
+"""The number of known peaks up to which a size is guessed from a line. After that, the interval is halved."""
 
 
 class _Search:
     """A search for the largest number with a peak of at most ``limit``.
+
+    A number stands for the batch size divided by the ``step`` of :func:`largest_multiple_that_fits`.
 
     A guess comes from the line through two known peaks, because the memory of most programs is linear in the batch
     size. The program is compiled for each guess.

@@ -58,9 +58,9 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
       args: the arguments of a call, or its results.
       names: the names of the arguments, if known.
       unknown: the kind of leaves that are not recognised. Set it for results. Flax's collections are then not
-        recognised either, because a collection of params among the results may contain gradients. Leave it empty for
-        arguments: leaves of the first argument are then the params, and leaves of later arguments are the batch. In an
-        argument that is recognised in part, the other leaves are params.
+        recognised either, because a collection of params among the results may contain gradients. Leave
+        ``unknown`` empty for arguments: leaves of the first argument are then the params, and leaves of later arguments
+        are the batch. In an argument that is recognised in part, the other leaves are params.
     """
 
     def kind_of(node: Any, path: Sequence[Any] = ()) -> str | None:

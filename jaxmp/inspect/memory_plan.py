@@ -29,7 +29,7 @@ from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
 _SHOWN = 20
 _DOES_NOT_COMPILE = 2**62
-"""Stands for the peak of a program that is too large to compile, because XLA runs kernels to choose between them."""
+"""The peak that stands for a failed compilation, in which XLA ran out of memory while it tried kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,15 +134,17 @@ class Memory(tables.Shown):
 def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
     """Return a function that computes the memory of a call of ``fun``.
 
-    Nothing is executed. The type of an argument determines its kind (params, batch and so on) if it is a
+    Nothing is executed. The type of an argument determines its kind (params, batch and so on) if this is a
     ``TrainState``, an NNX model or optimizer, an optax state, or Flax's collections. For other types, the argument's
     name determines the kind if it is ``params``, ``opt_state``, ``model_state``, ``batch`` or ``rng``. For other names,
     the first argument is the params, and later arguments are the batch.
 
     Args:
-      fun: a train step, a function that JAX can compile, or a jitted function, whose donated arguments are respected.
+      fun: a train step, a function that JAX can compile, or a jitted function. The donated arguments of a jitted
+        function are taken into account.
       device: None for the attached device, or the name of a GPU that is not attached (``"h200"``, ``"h100"``,
-        ``"a100"``, ``"b200"``, ``"l4"``, ``"t4"``), which needs the packages of the extra ``compile-only``.
+        ``"a100"``, ``"b200"``, ``"l4"``, ``"t4"``). A GPU that is not attached needs the packages of the extra
+        ``compile-only``.
       topology: the topology of a cluster of such GPUs: slices × hosts × GPUs per host (``"1x1x8"`` or ``"2 hosts x
         4"``); None for one host. With a topology, the arguments are arrays or shapes with a ``NamedSharding``, whose
         mesh may be a ``jax.sharding.AbstractMesh``. All numbers are for one device.

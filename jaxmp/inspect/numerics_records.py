@@ -208,7 +208,7 @@ class _CountingTaps(Taps):
         return old.added(new)
 
     def named(self, kind: str, records: Mapping[Key, Any]) -> TensorRecords:
-        """Return the tensors with their records; all tensors have this kind."""
+        """Return the records with their tensors, which have the kind ``kind``."""
         tensors = []
         for border, aval in self.borders:
             record = records.get(border.key, {}).get(border.position)

@@ -30,7 +30,8 @@ Matrix products were measured on an H200, without the time that their bytes take
 in TF32, 0.73 to 0.77 in float32 (three shapes each). Convolutions and attentions run in cuDNN. Their shares were chosen
 so that predictions fit the recorded steps of ResNet-50 and BERT.
 """
-_ONLY_MOVE = ("__cub$", "AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")  # or sort data
+_ONLY_MOVE = ("__cub$", "AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")
+"""The targets of custom calls that only move or sort data begin with these."""
 LIMITS = ("arithmetic", "bytes", "launch")
 ACHIEVED_BANDWIDTH = 0.9
 """The share of the memory's bandwidth that kernels reach; on an H200, a copy moved 4.3 of 4.8 TB/s."""
@@ -130,10 +131,10 @@ _SHOWN = 20
 def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
     """Return a function that predicts the time of a call of ``fun``.
 
-    Nothing is executed. The time of a kernel is the sum of three times: that of its products, that of its bytes, and
-    that of a launch. Products run at a share of the peak rate, and bytes move at a share of the bandwidth. (The model
-    does not let arithmetic and bytes overlap, because the sum fits measured kernels better than the longer time.)
-    Kernels run one after the other. A conditional counts as its slowest branch. A loop of unknown length counts as one
+    Nothing is executed. The time of a kernel is the sum of the time of its products, the time of its bytes, and the
+    time of a launch. Products run at a share of the peak rate, and bytes move at a share of the bandwidth. (The times
+    are added because, in measurements, products with many bytes took longer than the larger of these times.) Kernels
+    run one after the other. A conditional counts as its slowest branch. A loop of unknown length counts as one
     iteration.
 
     The model is the roofline of Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for

@@ -60,7 +60,7 @@ class Taps(ABC):
 
     @abstractmethod
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
-        """Return the sink of a value: zeros for all iterations of the scans around."""
+        """Return the sink of a value: zeros for all iterations of the scans around it."""
 
     @abstractmethod
     def merge(self, old: Any, new: Any) -> Any:

@@ -27,12 +27,12 @@ class Collective:
       kind: XLA's kind: ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"``, …
       dtype: the dtype of the data that is sent.
       axis: the mesh axes over which devices communicate, joined by ``+``; the number of devices, such as
-        ``"8 devices"``, if there is no mesh or no axes fit.
+        ``"8 devices"``, if there is no mesh or if the devices do not lie along mesh axes.
       count: the number of executions in a call, including iterations of loops.
       bytes: the bytes that one operation moves: those of the gathered array for an all-gather, and those of one
         device's operand for the other kinds.
-      wire: the bytes that one device sends in a ring, for all executions: (n - 1)/n of ``bytes`` for each execution
-        over n devices; twice as many for an all-reduce, and all of ``bytes`` for a collective-permute.
+      wire: the bytes that one device sends in all executions. In each execution, a device in a ring of n devices sends
+        (n - 1)/n of ``bytes``. In an all-reduce it sends twice as much, and in a collective-permute all of ``bytes``.
       path: the names of modules and scopes around the operations, joined by ``/``.
       source: the file and line in the user's code; empty if the compiled program does not have them.
       arrays: the bytes of each array that one operation moves; their sum is ``bytes``.
@@ -162,7 +162,7 @@ def _arrays_by_dtype(
 
 
 def _sent_share(kind: str, devices: int) -> float:
-    """Return how many times the bytes of an array each device sends around a ring."""
+    """Return the bytes that each device sends, divided by the bytes of the array."""
     if kind == "collective-permute":
         return float(devices > 1)
     rounds = 2 if kind == "all-reduce" else 1

@@ -64,8 +64,8 @@ def _groups_of_reshaped(shape: list[int], order: list[int], transposed: list[int
 def _groups_of_mesh(sizes: dict[str, int], device_ids: list[int], axes: str) -> Groups:
     """Return the groups of a text such as ``mesh['x'=8,'y'=2] {'x':(2)4}``.
 
-    Each axis of the mesh is reshaped into three axes, and the groups lie along the middle ones. In this example, ``x``
-    becomes (2, 4, 1). Axes without a communication, such as ``y``, have a middle axis of size 1.
+    Each axis of the mesh is reshaped into three axes, and the devices of a group lie along the middle ones. In this
+    example, ``x`` becomes (2, 4, 1). A mesh axis without communication, such as ``y``, has a middle axis of size 1.
     """
     devices = np.array(device_ids) if device_ids else np.arange(math.prod(sizes.values()))
     parts = {}
@@ -85,7 +85,8 @@ def _groups_of_mesh(sizes: dict[str, int], device_ids: list[int], axes: str) -> 
 def axis_of(groups: Groups, mesh: Any) -> str:
     """Return the fewest mesh axes such that each group lies along these axes.
 
-    If there are no such axes, return the number of devices in a group, such as ``"8 devices"``.
+    The names of the axes are joined by ``+``. If there are no such axes, return the number of devices in a group, such
+    as ``"8 devices"``.
     """
     shape = dict(mesh.shape) if mesh is not None else {}
     devices = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))

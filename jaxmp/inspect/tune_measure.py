@@ -105,7 +105,7 @@ def candidates_of(plain: Callable[..., Any], args: Sequence[Any], half: Policy) 
 
 
 class Measurement:
-    """Measures the errors of a function under overrides.
+    """A measurement of the errors of a function under overrides.
 
     Args:
       plain: the function without policies.

@@ -55,11 +55,11 @@ def search(
     """Search for few candidates in float32 that meet the tolerance.
 
     1. If the error is infinite, the search finds the candidates that overflow, by bisection, and chooses them.
-    2. It tries each other candidate in float32 together with the overflowing ones, and sorts these candidates by the
-       error.
+    2. It tries each other candidate in float32 together with the overflowing ones, and sorts the other candidates by
+       this error.
     3. It adds candidates to the choice in this order, as few as meet the tolerance. Their number is found by bisection.
-    4. It removes each of the added candidates from the choice if the tolerance is still met. Candidates with the most
-       FLOPs are tried first.
+    4. It removes each of the added candidates from the choice if the tolerance is met without this candidate. The
+       candidates with the most FLOPs are tried first.
     5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
        operations from the choice as in step 4.
 
@@ -71,7 +71,7 @@ def search(
       evaluator: measures errors.
       tolerance: the largest allowed error.
       operations: whether to try single operations.
-      spent: the number of evaluations before the search, which are included in the limit.
+      spent: the number of evaluations before the search. The limit includes them.
     """
     progress = _progress(len(candidates))
     run = _Search(candidates, evaluator, tolerance, spent, progress)
@@ -154,7 +154,7 @@ class _Search:
         overflowing: list[Candidate] = []
         most = max(len(self.candidates) // 2, 1)
         while math.isinf(self.error_of(frozenset(overflowing))) and len(self.errors) <= most:
-            # The error is finite (or infinite) if so many candidates at the start of the list are half.
+            # The error is finite if the first `finite` candidates are half, and infinite if the first `infinite` are.
             finite, infinite = 0, len(self.candidates)
             if math.isinf(self.error_of(frozenset(self.candidates))):
                 break

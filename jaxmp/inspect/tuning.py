@@ -34,8 +34,8 @@ class TunedRow:
 
     Attributes:
       path: the path of the module, the scope or the operation, as an override takes it.
-      error: the error of the function with this module and all modules that overflow in float32; NaN if this error was
-        not measured.
+      error: the error of the function if this module and all modules that overflow in half compute in float32; NaN if
+        this error was not measured.
       flops: the FLOPs of the products in the module, scope or operation, without those in submodules.
       is_float32: whether the search chose float32.
     """
@@ -225,7 +225,7 @@ def tune(
         # Autocast has a much smaller error than the floor if it keeps the sensitive products in float32.
         if allowed < floor < 2 * measurement.error({}):
             raise ValueError(
-                f"the tolerance must be at least {floor:.2e}, the error of half operands in products alone, got "
+                f"tolerance must be at least {floor:.2e}, the error if only the operands of products are half, got "
                 f"{tolerance}; pass a larger tolerance"
             )
         candidates = candidates_of(plain, args, half)

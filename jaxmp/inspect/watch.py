@@ -18,7 +18,7 @@ from jaxmp.training.step import TrainStep
 
 
 class Watch:
-    """Counts the values of every n-th step.
+    """A watch that counts the values of every n-th step.
 
     Call a watch of a train step in place of the step. The watch takes the step and returns the step's results. Every
     n-th call runs a program that also counts values. The results of this program equal those of the plain step up to
@@ -105,7 +105,7 @@ class Watch:
         return result
 
     def take(self, wait: bool = True) -> dict[int, Numerics]:
-        """Return the numerics of the watched steps, and forget them.
+        """Return the numerics of the watched steps, and remove them from the watch.
 
         Args:
           wait: whether to wait for the device. If False, only the steps that are ready are returned.

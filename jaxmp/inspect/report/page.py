@@ -15,7 +15,7 @@ from jaxmp.inspect.report import charts
 from jaxmp.inspect.report.reading import Run, read_run
 
 TOLERANCE = 0.02
-"""A run reaches the loss of a reference run if it ends at most this share, or the spread over seeds, above it."""
+"""The share by which the final loss of a run may exceed that of the reference and still count as reached."""
 
 
 def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str | Path | None = None) -> Path:
