@@ -67,7 +67,7 @@ class Blame(tables.Shown):
         scale = ", by the loss scale alone" if self.scaled_only else ""
         if self.phase == "input" and not self.primitive:
             return f"the input {self.path!r}{scale}"
-        turn = "" if self.turn is None else f", turn {self.turn} of its loop"
+        turn = "" if self.turn is None else f", iteration {self.turn} of the loop"
         path = f"{self.path!r} " if self.path else ""
         source = f"({self.source}{turn})" if self.source or turn else ""
         kind = "a constant" if self.phase == "input" else f"{self.phase} {self.kind}"

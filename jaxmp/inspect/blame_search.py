@@ -142,19 +142,19 @@ def first_suspect(starts: Sequence[Value], run: ProgramRun, early: set[Value]) -
       run: the program that was run.
       early: the values of the forward pass. Of suspects with equal rank, those in ``early`` come first.
     """
-    looks = 1
+    number_to_examine = 1
     while True:
         suspects, unknown = _search_back(starts, run)
         order = _order_of_suspects(suspects, early)
         first = min(suspects, key=order, default=None)
-        before = sorted(unknown, key=order)
+        earlier = sorted(unknown, key=order)
         if first is not None:
-            before = [suspect for suspect in before if order(suspect) < order(first)]
+            earlier = [suspect for suspect in earlier if order(suspect) < order(first)]
         selections = [suspect for suspect in unknown if suspect.value.name == "select_n"]
-        if not before and not selections:
+        if not earlier and not selections:
             return first
-        run.look_at({suspect.at for suspect in (*before[:looks], *selections)})
-        looks *= 4
+        run.look_at({suspect.at for suspect in (*earlier[:number_to_examine], *selections)})
+        number_to_examine *= 4
 
 
 def _order_of_suspects(suspects: Sequence[Suspect], early: set[Value]) -> Callable[[Suspect], Any]:

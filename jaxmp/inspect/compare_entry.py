@@ -117,12 +117,12 @@ def _nearest(value: Value, turns: Turns, known: Collection[_Node]) -> Iterator[_
     stack, visited = [(value, turns)], {(value, turns)}
     while stack:
         value, turns = stack.pop()
-        for _, other, other_turns in value.sources(turns):
-            source = other, other_turns
+        for _, operand, operand_turns in value.sources(turns):
+            source = operand, operand_turns
             if source in visited:
                 continue
             visited.add(source)
-            if source in known or other.name == "argument":
+            if source in known or operand.name == "argument":
                 yield source
             else:
                 stack.append(source)

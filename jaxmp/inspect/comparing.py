@@ -208,8 +208,8 @@ def _compared(half: RecordedProgram, full: RecordedProgram) -> Comparison:
     counted = [*rows, *(row for n, row in gradients.items() if n in numbers)]
     if not counted:
         raise ValueError(
-            "compare needs a function with floating results or gradients, got none; return floating values before "
-            "they become integers"
+            "compare needs a function with floating results or gradients, got neither; return the floating values from "
+            "which the results are computed"
         )
     return Comparison(
         dtype=dtype,

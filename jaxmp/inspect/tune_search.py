@@ -172,12 +172,12 @@ class _Search:
 
         If none of them is needed, or if the error is still infinite, they are not measured and not sorted.
         """
-        others = [candidate for candidate in self.candidates if candidate not in overflowing]
+        finite = [candidate for candidate in self.candidates if candidate not in overflowing]
         if not self.tolerance < self.error_of(frozenset(overflowing)) < math.inf:
-            return others
-        for candidate in others:
+            return finite
+        for candidate in finite:
             self.result.errors[candidate] = self.error_of(frozenset([*overflowing, candidate]))
-        return sorted(others, key=lambda other: _usefulness(other, self.result.errors, self.tolerance))
+        return sorted(finite, key=lambda candidate: _usefulness(candidate, self.result.errors, self.tolerance))
 
     def take_back(self, chosen: Chosen, some: Sequence[Candidate]) -> None:
         """Remove unneeded candidates from the choice, those with most FLOPs first."""

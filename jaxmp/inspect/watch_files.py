@@ -24,14 +24,14 @@ def metrics(folder: Path) -> list[dict[str, str]]:
     """
     file = folder / "metrics.csv"
     if not file.is_file():
-        raise FileNotFoundError(f"a run's folder has metrics.csv, but {folder} has none; give the folder of --run-dir")
+        raise FileNotFoundError(f"a run's folder has metrics.csv, but {folder} has none; pass the folder of --run-dir")
     with file.open() as opened:
         rows = csv.DictReader(opened)
         missing = [name for name in _COLUMNS if name not in (rows.fieldnames or _COLUMNS)]
         if missing:
             raise ValueError(
                 f"the metrics.csv of a run has the columns {', '.join(_COLUMNS)}, but {file} has no "
-                f"{', '.join(missing)}; give the folder of --run-dir"
+                f"{', '.join(missing)}; pass the folder of --run-dir"
             )
         return [row for row in rows if row["split"] == "train" and row["skipped"]]
 
