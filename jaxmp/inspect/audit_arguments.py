@@ -1,4 +1,4 @@
-"""Find the kinds of the arguments of an audited call."""
+"""Find the kinds of an audited call's arguments: params, batch and so on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxmp.sharding.specs import axes_in_spec as axes_of
 def is_loss_scaled(args: Any) -> bool | None:
     """Return whether the arguments have a loss scale that is not a no-op.
 
-    Without a loss scale, return None.
+    Return None if the arguments have no loss scale at all.
     """
 
     def is_loss_scale(node: Any) -> bool:
@@ -31,10 +31,15 @@ def is_loss_scaled(args: Any) -> bool | None:
 
 
 def arguments_of(jitted: Any, inputs: tuple[Any, ...]) -> list[Leaf]:
-    """Return the arrays among the arguments with their kinds; ``"unknown"`` if a kind is unknown.
+    """Return the leaves of an audited call's arguments, with their kinds.
 
-    The kinds are those of :func:`jaxmp.inspect.memory`. Types and names determine the kind. Without these, the first
-    argument is the params if it is a tree.
+    The kinds are those of :func:`jaxmp.inspect.memory`, or ``"unknown"``. The type or the name of an argument
+    determines its kind. If the params or another part of the state are recognised in this way, all unrecognised leaves
+    are the batch. Otherwise:
+
+    - If no argument is recognised, and the first argument is an array or the only argument, all kinds are unknown. But
+      if the call has one array in total, this array is the batch.
+    - In all other calls, an unrecognised first argument is the params, and later ones are the batch.
     """
     leaves = list(leaves_of(inputs, names_of_arguments(jitted)))
     is_array = hasattr(inputs[0], "dtype") if inputs else False
@@ -48,17 +53,18 @@ def arguments_of(jitted: Any, inputs: tuple[Any, ...]) -> list[Leaf]:
 
 
 def sent_over_batch_axes(rows: Sequence[Collective], arguments: Sequence[Leaf]) -> Iterator[Sent]:
-    """Yield the collectives over axes that split the batch.
+    """Yield the collectives over mesh axes that split the batch.
 
-    An array is treated as a weight if it has the size of an argument other than the batch, or of one of its layers.
+    Collectives whose axes are unknown are included, and so are all collectives if no axis splits the batch. An array
+    counts as a weight if it has the size of an argument other than the batch, or of one layer of such an argument.
     """
-    over = set(batch_axes(leaf.value for leaf in arguments if leaf.kind == "batch"))
+    axes_of_batch = set(batch_axes(leaf.value for leaf in arguments if leaf.kind == "batch"))
     shardings = [sharding_on_mesh(leaf.value) for leaf in arguments]
     mesh_axes = {name for sharding in shardings if sharding for name in sharding.mesh.shape}
-    axes_by_size = _axes_of_weights(arguments, over)
+    axes_by_size = _axes_of_weights(arguments, axes_of_batch)
     for row in rows:
         axes = set(row.axis.split("+"))
-        if over and not axes & over and axes <= mesh_axes:
+        if axes_of_batch and not axes & axes_of_batch and axes <= mesh_axes:
             continue
         itemsize = np.dtype(row.dtype).itemsize
         weights = split = 0
@@ -69,17 +75,18 @@ def sent_over_batch_axes(rows: Sequence[Collective], arguments: Sequence[Leaf]) 
         yield Sent(row, weights, row.bytes - weights, split)
 
 
-def _axes_of_weights(arguments: Sequence[Leaf], over: set[str]) -> dict[int, set[str]]:
+def _axes_of_weights(arguments: Sequence[Leaf], axes_of_batch: set[str]) -> dict[int, set[str]]:
     """Return the mesh axes that split weights, by the size of the weights.
 
-    Sizes are numbers of elements: of a whole weight, and of one of its layers.
+    A size is the number of elements of a weight, or of one layer of the weight (one index of axis 0). It is the size on
+    one device after the weight is gathered over ``axes_of_batch``.
     """
     axes_by_size: dict[int, set[str]] = {}
     for leaf in arguments:
         sharding = sharding_on_mesh(leaf.value)
         if sharding is not None and leaf.kind != "batch" and leaf.value.shape:
             axes = set(axes_of(sharding.spec))
-            size = leaf.value.size // math.prod(sharding.mesh.shape[name] for name in axes - over)
+            size = leaf.value.size // math.prod(sharding.mesh.shape[name] for name in axes - axes_of_batch)
             axes_by_size.setdefault(size, set()).update(axes)
             axes_by_size.setdefault(size // max(leaf.value.shape[0], 1), set()).update(axes)
     return axes_by_size

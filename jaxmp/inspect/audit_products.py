@@ -25,20 +25,20 @@ class Product:
     """A matrix product or convolution in a program.
 
     Attributes:
-      path: the modules and scopes around it, joined by ``/``.
-      source: the user's file and line.
-      primitive: JAX's primitive.
+      path: the modules and scopes around the product, joined by ``/``.
+      source: the file and line in the user's code.
+      primitive: the name of JAX's primitive.
       operands: the dtypes of the two operands in the traced program. Operands that are float8 values times a scale
         count as float8.
       result: the dtype of the result.
-      ran: the dtype of the operands in the compiled program; None if it is unknown.
+      ran: the wider dtype of the operands in the compiled program; None if this dtype is unknown.
       flops: the FLOPs of one execution. A multiplication and an addition count as two. Padding, and the zeros of a
         dilated convolution, do not count.
-      count: how often it is executed; None if this is known only at run time.
+      count: the number of executions; None if the number is known only at run time.
       bytes: the bytes of the operands and the result.
-      bound: ``"arithmetic"`` or ``"bytes"``, whichever takes longer at the device's peak rates; None if these are
-        unknown.
-      aligned: whether its dimensions, except the batch, are multiples of 16 bytes (of 8 values if a value has 16 bits).
+      bound: ``"arithmetic"`` or ``"bytes"``, whichever takes longer at the device's peak rates; None if the peak rates
+        are unknown.
+      aligned: whether all dimensions except the batch are multiples of 16 bytes (of 8 values if a value has 16 bits).
       phase: ``"forward"``, ``"backward"`` or ``"update"``.
     """
 
@@ -60,8 +60,8 @@ def product_of(value: Value, ran: str | None, device: Hardware, weights: Sequenc
     """Return the product that computes a value.
 
     Args:
-      value: the result.
-      ran: the dtype of its operands in the compiled program, if it is known.
+      value: the result of the product.
+      ran: the dtype of the product's operands in the compiled program; None if this dtype is unknown.
       device: the hardware to run on.
       weights: the positions of the operands that may be weights.
     """
@@ -98,7 +98,7 @@ def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardwar
 def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
     """Yield the products inside kernels and solvers.
 
-    The number of their executions is unknown.
+    Their ``count`` is None, because the number of executions is unknown.
     """
     for place in values.places.values():
         if place.bodies is not None:
@@ -115,12 +115,12 @@ def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
 
 
 def widest(dtypes: Collection[str]) -> str:
-    """Return the dtype in which a product of these operands is computed."""
+    """Return the widest dtype: the compute dtype of a product of such operands."""
     return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 
 def shares_of_flops(products: Sequence[Product]) -> dict[str, float]:
-    """Return the share of FLOPs by the dtype of products, largest first."""
+    """Return the share of the products' FLOPs in each compute dtype, largest first."""
     flops = Counter[str]()
     for product in products:
         flops[widest(product.operands)] += work(product)

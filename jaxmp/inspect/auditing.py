@@ -30,7 +30,7 @@ _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "ali
 
 
 class AuditError(AssertionError):
-    """The precision of a program is wrong; the text has a line for each problem."""
+    """The error of :meth:`Audit.check`, with one line for each problem."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +59,16 @@ class Audit(tables.Shown):
         allow: str | Collection[str | tuple[str, str]] = (),
         max_bytes: float | None = None,
     ) -> None:
-        """Raise an error if the precision is wrong; use it in your tests.
+        """Raise an error if the precision is wrong; call this method in your tests.
 
         Args:
-          min_half_flops: the minimum of ``half_flops``; ignored without products.
-          allow: the findings that are not errors: a kind, or a list. Each item of the list is a kind or a pair
-            ``(kind, glob)``, whose glob matches the path.
-          max_bytes: the maximum memory at the peak.
+          min_half_flops: the minimum of ``half_flops``; ignored if the program has no products.
+          allow: the findings to accept: a kind of finding, or a list of kinds and of pairs ``(kind, glob)``. A pair
+            accepts findings of this kind in the modules and scopes whose path matches the glob.
+          max_bytes: the maximum number of bytes at the memory peak.
 
         Raises:
-          AuditError: there is a problem; the text has a line for each, with its remedy.
+          AuditError: the audit found a problem. The message has one line for each problem, with the remedy.
           ValueError: a kind is unknown, or ``max_bytes`` is set and nothing was compiled.
 
         >>> half = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
@@ -109,8 +109,8 @@ class Audit(tables.Shown):
         names = [f"{product.path or '(no scope)'} ({product.source or 'no line known'})" for product in largest]
         return [
             f"half_flops: {self.half_flops:.1%} of the products' FLOPs are in 16 bits or fewer, not "
-            f"{min_half_flops:.1%} ({self._shares()}); the largest others: {', '.join(names)}; cast the operands of "
-            "these to half, put the model under a policy, or lower min_half_flops"
+            f"{min_half_flops:.1%} ({self._shares()}); the largest wider products: {', '.join(names)}; cast their "
+            "operands to half, put the model under a policy, or lower min_half_flops"
         ]
 
     def _faults_of_memory(self, max_bytes: float) -> list[str]:
@@ -120,7 +120,7 @@ class Audit(tables.Shown):
             return []
         return [
             f"memory: {tables.short(self.memory.peak)}B at the peak, more than {tables.short(max_bytes)}B; "
-            "take a smaller batch, remat, or a half policy"
+            "use a smaller batch, remat, or a half policy"
         ]
 
     def _shown(self) -> Any:
@@ -182,15 +182,15 @@ def audit(
       fun: a train step, a loss or any other function that JAX can trace.
       policy: the policy that the program should have, or a PolicyMap; it does not change the program. With None, only
         the policies of modules are checked, such as those of :func:`jaxmp.linen.apply_policy`.
-      device: the device to compile for: None for the attached one, or the name of a GPU that is not attached, such as
-        ``"h200"`` (see :mod:`jaxmp.inspect.program.targets`).
+      device: the device to compile for: None for the attached device, or the name of a GPU that is not attached, such
+        as ``"h200"`` (see :mod:`jaxmp.inspect.program.targets`).
       topology: the topology of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
       compile: whether to compile the program. If False, attributes and findings that need the compiled program are
         missing.
 
     Raises:
       ValueError: the policy, device or topology is unknown, or the arguments do not fit the topology.
-      ModuleNotFoundError: the packages that compile for an absent GPU are not installed.
+      ModuleNotFoundError: the packages that compile for a GPU that is not attached are not installed.
 
     >>> shapes = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
     >>> half_product = jaxmp.autocast(jnp.matmul, "mixed_float16")

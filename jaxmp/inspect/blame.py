@@ -40,16 +40,17 @@ class Blame(tables.Shown):
     Attributes:
       phase: ``"input"``, ``"forward"`` or ``"backward"``. A value that only the derivative uses is backward, such as
         0.5/sqrt(0) in the derivative of a square root.
-      primitive: JAX's name of the operation; for an input, the operation that reads it (empty for an argument).
-      path: the modules and scopes around the operation, joined by ``/``; for an argument, its name and the path of the
-        array in it.
-      source: the user's file and line.
+      primitive: the name of the operation's JAX primitive. For a constant, this is the primitive that reads the
+        constant. For an argument, it is empty.
+      path: the modules and scopes around the operation, joined by ``/``; for an argument, the name of the argument and
+        the path of the array in it.
+      source: the file and line in the user's code.
       kind: ``"overflow"``, ``"division by zero"`` (a pole: 1/0, log 0, rsqrt 0), ``"invalid"`` (0/0, inf - inf, the
         square root of a negative number) or ``"input"``.
-      operands: the ranges of the operands, in the blamed iteration.
-      turn: the iteration of the innermost loop, from 0; None outside of loops. In the derivative of a scan, it is the
-        iteration of the forward scan.
-      scaled_only: whether only the loss scale is to blame: with a loss scale of 1, everything is finite.
+      operands: the ranges of the operands in the blamed iteration; for an argument, the range of the argument.
+      turn: the iteration of the innermost loop, counted from 0; None outside of loops. In the derivative of a scan,
+        this is the index into the scanned arrays: the iteration of the forward scan, unless that scan is reversed.
+      scaled_only: whether only the loss scale is to blame, because everything is finite with a loss scale of 1.
     """
 
     phase: str
@@ -66,7 +67,7 @@ class Blame(tables.Shown):
         scale = ", by the loss scale alone" if self.scaled_only else ""
         if self.phase == "input" and not self.primitive:
             return f"the input {self.path!r}{scale}"
-        turn = "" if self.turn is None else f", turn {self.turn} of its loop"
+        turn = "" if self.turn is None else f", iteration {self.turn} of the loop"
         path = f"{self.path!r} " if self.path else ""
         source = f"({self.source}{turn})" if self.source or turn else ""
         kind = "a constant" if self.phase == "input" else f"{self.phase} {self.kind}"
@@ -87,22 +88,27 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
 
     The function and its derivative run one operation at a time, also inside of loops. The search starts at the results
     and goes back through values that are not finite. So an infinity that does not reach a result is not blamed, such as
-    a mask of ``-inf`` before a softmax. Operations on finite numbers are blamed first. If there are none, the blame
-    goes to an infinite argument, else to an operation that turns an infinite constant into NaN, else to the constant.
+    a mask of ``-inf`` before a softmax. If there are several suspects, the blame goes to the first in this order:
+
+    1. an argument or a constant with a NaN, or an operation that computes an infinity or NaN from finite numbers;
+    2. an infinite argument;
+    3. an operation that computes NaN from an infinite constant;
+    4. an infinite constant.
 
     Args:
-      fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. Or a train
-        step; you then call the result with the step's arguments, and the loss scale and the rng of its state are used.
+      fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. It may also
+        be a train step. Then call the returned function with the step's arguments. The loss scale and the rng are those
+        of the step's state.
       grad: whether to check the gradients too, with respect to the first argument that has floating arrays. If False,
         ``fun`` may return anything.
-      loss_scale: the factor of the loss before it is differentiated.
+      loss_scale: the factor by which the loss is multiplied before the differentiation.
 
     Returns:
-      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if everything is finite. All roundings to
-      half happen as in the traced program.
+      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if everything is finite. The run
+      keeps all roundings to half that the traced program has.
 
     Raises:
-      ValueError: ``loss_scale`` is not a positive finite number.
+      ValueError: ``loss_scale`` is not a positive finite number, or is set for a train step.
       TypeError: with ``grad``, the first result of ``fun`` is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -177,7 +183,8 @@ def _without_loss_scale(opt_state: Any) -> Any:
 def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
     """Return a function of a loss scale and ``fun``'s arguments.
 
-    It returns the loss and the scaled loss, the other results of ``fun``, and the gradients.
+    The returned function returns the loss and the scaled loss, the other results of ``fun``, and the gradients. If its
+    loss scale is None, the loss is not scaled.
     """
     numbers = differentiated(args)
 
@@ -200,7 +207,10 @@ def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
-    """Return the blame in a function of losses, other results and gradients."""
+    """Return the blame in a function.
+
+    The function returns losses, other results and gradients.
+    """
     jaxpr, consts, structure = program_of(fun, *args)
     run = ProgramRun(jaxpr, consts, jax.tree.leaves(tuple(args)))
     values = values_of(jaxpr, consts, is_whole)
@@ -213,7 +223,7 @@ def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     if suspect is None:
         return None
     if suspect.rank is Rank.CONSTANT and not bad_losses_and_gradients:
-        return None  # a returned mask may be infinite
+        return None  # an infinite constant in another result, such as a returned mask, is intended
     value = suspect.value
     if value.name == "argument":
         return _blame_of_input(run.inputs[value.position], paths[value.position])

@@ -22,7 +22,7 @@ nextafter one_minus_square pow reduce_precision rem rsqrt select_n sign sin sinh
 """.split()  # noqa: SIM905
 _OVERFLOWS_TO_NAN = PRODUCTS.union(("add_any", "convert_element_type", "cumsum", "fft", "psum", "reduce_precision"))
 _OVERFLOWS_TO_NAN |= {"reduce_sum", "reduce_window_sum", "scatter-add"}
-"""Operations that return NaN at an overflow: inf - inf inside, or a dtype without infinities."""
+"""Operations whose overflow may give NaN: they add inf and -inf, or return a dtype without infinities."""
 
 
 def _is_zero(x: Any) -> Any:
@@ -62,14 +62,15 @@ _IS_POLE: dict[str, Callable[..., Any]] = {
     "pow": _has_base_zero,
     "log1p": _is_minus_one,
 }
-"""Functions with poles, and tests for the operands of the poles."""
+"""For each function with poles, a test that returns where its operands are at a pole."""
 
 
 @dataclass(frozen=True)
 class Range:
     """The dtype and shape of an operand, with its smallest and largest value.
 
-    NaN is ignored; if all elements are NaN, ``low`` and ``high`` are NaN.
+    NaN elements are ignored. If all elements are NaN, ``low`` and ``high`` are NaN. For a complex
+    operand, ``low`` and ``high`` are magnitudes.
     """
 
     dtype: str
@@ -82,16 +83,16 @@ class Range:
 
 
 class Origin(NamedTuple):
-    """The origin of the values in an operation's results that are not finite.
+    """The origin of the infinities and NaNs in an operation's results.
 
-    Elementwise operations are examined element by element, all others as a whole.
+    An elementwise operation is examined element by element, any other operation as a whole.
 
     Attributes:
-      through: for each operand, whether it is not finite at elements where the result is not.
-      is_born: whether finite operands gave a result that is not finite.
+      through: for each operand, whether the operand and a result are infinite or NaN at the same element.
+      is_born: whether finite operands gave an infinity or NaN.
       is_nan: whether finite operands gave NaN.
-      is_pole: whether finite operands hit a pole of the function.
-      makes_nan: whether operands without NaN (but perhaps infinite) gave NaN.
+      is_pole: whether finite operands at a pole of the function gave an infinity or NaN.
+      makes_nan: whether finite or infinite operands without NaN gave NaN.
       ranges: the ranges of the operands.
     """
 
@@ -104,14 +105,14 @@ class Origin(NamedTuple):
 
 
 def origin_of(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Origin:
-    """Return the origin of results.
+    """Return the origin of the infinities and NaNs in an operation's results.
 
-    It is computed with NumPy, because compiling with XLA would take longer.
+    NumPy computes the origin, because compiling with XLA would take longer.
 
     Args:
-      name: the name of the primitive.
-      operands: arrays of JAX or NumPy.
-      results: arrays of JAX or NumPy.
+      name: the name of the operation's primitive.
+      operands: JAX or NumPy arrays.
+      results: JAX or NumPy arrays.
     """
     operands = [on_host(operand) for operand in operands]
     results = [on_host(result) for result in results]
@@ -141,14 +142,14 @@ def origin_of(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Ori
 
 
 def failure_kind(name: str, origin: Origin) -> str:
-    """Return ``"overflow"``, ``"division by zero"`` or ``"invalid"``."""
+    """Return "overflow", "division by zero" or "invalid"."""
     if not origin.is_born or (origin.is_nan and name not in _OVERFLOWS_TO_NAN):
         return "invalid"
     return "division by zero" if origin.is_pole else "overflow"
 
 
 def on_host(value: Any) -> Any:
-    """Return a value as a NumPy array; a random key is unchanged."""
+    """Return a value as a NumPy array; return a random key unchanged."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
         return value
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -167,7 +168,10 @@ def where_nan(value: Any) -> Any:
 
 
 def ranges_of(operands: Sequence[Any]) -> tuple[Range, ...]:
-    """Return the ranges of NumPy arrays that have numbers."""
+    """Return the ranges of NumPy arrays.
+
+    Arrays that are empty or not numeric are left out.
+    """
     ranges = []
     for operand in operands:
         if not jnp.issubdtype(operand.dtype, jnp.number) or not operand.size:

@@ -1,4 +1,4 @@
-"""Search back from the results, through values that are not finite."""
+"""Search for the origin of infinities and NaNs, starting at the results."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ from jaxmp.inspect.program import stepping
 from jaxmp.inspect.program.values import Turns, Value
 
 _FLAGS_AT_ONCE = 4096
-"""The number of operations whose flags are fetched together. Single fetches would take most of the time."""
+"""The number of operations whose flags are fetched from the device together, because separate fetches take long.
+
+A flag tells whether a result is finite.
+"""
 
 
 class Failure(NamedTuple):
     """An operation with results that are not finite."""
 
     name: str
-    bad: set[int]  # the numbers of the results that are not finite
-    while_turn: int  # -1 outside of while loops
+    bad: set[int]  # the positions of the results that are not finite
+    while_turn: int  # the iteration of the innermost while loop; -1 outside of while loops
 
 
 class _AllLookedAt(Exception):
-    """Ends a run when all origins are known."""
+    """Ends a run when the origins of all wanted failures are known."""
 
 
 class ProgramRun:
     """A program that was run once, operation by operation.
 
     Attributes:
-      inputs: the leaves of its arguments.
-      results: the leaves of its results.
-      branches: the branches that its conditionals took.
-      failures: the operations with results that were not finite, by equation and iteration. In a while loop, only the
-        first iteration in which an operation fails is included.
-      origins: the origins of failures that :meth:`look_at` was called for.
+      inputs: the leaves of the program's arguments.
+      results: the leaves of the program's results.
+      branches: the branches that the conditionals took.
+      failures: the operations with results that were not finite, by equation and iteration. If an operation in a while
+        loop fails in several iterations, only the first failure is included.
+      origins: the origins of the failures that :meth:`look_at` examined.
     """
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -66,7 +69,7 @@ class ProgramRun:
                 self.failures.setdefault((moment.key, moment.turns), Failure(name, bad, moment.while_turn))
 
     def look_at(self, wanted: set[stepping.At]) -> None:
-        """Run again, up to the last of the wanted failures, to find their origins."""
+        """Run the program again until the origins of all wanted failures are known."""
 
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
             at = moment.key, moment.turns
@@ -79,37 +82,41 @@ class ProgramRun:
             stepping.step_through(self._jaxpr, self._consts, self.inputs, visit, wanted)
 
     def origin(self, at: stepping.At) -> Origin:
-        """Return the origin of a failure; run again if it is not known yet."""
+        """Return the origin of a failure.
+
+        If the origin is not known yet, run the program again.
+        """
         if at not in self.origins:
             self.look_at({at})
         return self.origins[at]
 
 
 def _numbers_of_bad(flags: Sequence[Any]) -> set[int]:
-    """Return the numbers of the results that are not finite."""
+    """Return the positions of the results that are not finite."""
     return {number for number, flag in enumerate(flags) if flag is not None and np.asarray(flag) != 0}
 
 
 class Rank(enum.IntEnum):
-    """The order of suspects.
+    """The order in which suspects are blamed.
 
-    Infinite inputs are often intended, so operations on finite numbers are blamed first.
+    Infinite arguments and constants are often intended, so operations on finite numbers are blamed first.
     """
 
-    BORN = 0  # computed from finite operands, or a NaN among the inputs
+    BORN = 0  # an infinity or NaN that was computed from finite operands, or an argument or constant with a NaN
     ARGUMENT = 1  # an infinite argument
-    MADE = 2  # a NaN, computed from infinities
+    MADE = 2  # a NaN that was computed from infinities
     CONSTANT = 3  # an infinite constant
 
 
 class Suspect(NamedTuple):
-    """A value that may be to blame, in one iteration of the loops around it.
+    """A value that may be to blame, in one iteration of the scans around it.
 
     Attributes:
-      rank: its place in the order of suspects.
+      rank: the rank of the value in the order of blame.
       value: an argument, a constant, or the result of an operation.
       turns: the iterations of the scans around it.
-      reader: for an argument or a constant, the operation that reads it, if any.
+      reader: for an argument or a constant, the operation that reads it, and that operation's iterations; None if the
+        program returns the value unchanged.
     """
 
     rank: Rank
@@ -119,34 +126,35 @@ class Suspect(NamedTuple):
 
     @property
     def at(self) -> stepping.At:
-        """Return its operation, in its iteration."""
+        """Return the key of the suspect's operation, and its iterations."""
         return self.value.key, self.turns
 
 
 def first_suspect(starts: Sequence[Value], run: ProgramRun, early: set[Value]) -> Suspect | None:
-    """Return the first suspect behind values that are not finite, if there is one.
+    """Return the suspect to blame for values that are not finite, or None.
 
-    Origins are computed in program order until a suspect comes before all failures with unknown origins. Usually one
-    run is enough. A select passes on only the selected elements, so the origin of each select is computed.
+    The origins of failures are computed in program order. The search ends when a suspect comes before all failures with
+    unknown origins; usually one more run is enough. The origins of all selects are computed, because an infinity that a
+    select does not pass on must not be followed.
 
     Args:
       starts: the values that are not finite.
-      run: the program.
-      early: the values of the forward pass. They come before others of equal rank.
+      run: the program that was run.
+      early: the values of the forward pass. Of suspects with equal rank, those in ``early`` come first.
     """
-    looks = 1
+    number_to_examine = 1
     while True:
         suspects, unknown = _search_back(starts, run)
         order = _order_of_suspects(suspects, early)
         first = min(suspects, key=order, default=None)
-        before = sorted(unknown, key=order)
+        earlier = sorted(unknown, key=order)
         if first is not None:
-            before = [suspect for suspect in before if order(suspect) < order(first)]
+            earlier = [suspect for suspect in earlier if order(suspect) < order(first)]
         selections = [suspect for suspect in unknown if suspect.value.name == "select_n"]
-        if not before and not selections:
+        if not earlier and not selections:
             return first
-        run.look_at({suspect.at for suspect in (*before[:looks], *selections)})
-        looks *= 4
+        run.look_at({suspect.at for suspect in (*earlier[:number_to_examine], *selections)})
+        number_to_examine *= 4
 
 
 def _order_of_suspects(suspects: Sequence[Suspect], early: set[Value]) -> Callable[[Suspect], Any]:
@@ -159,7 +167,7 @@ def _order_of_suspects(suspects: Sequence[Suspect], early: set[Value]) -> Callab
 
 
 def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect], list[Suspect]]:
-    """Return the suspects, and the failures with unknown origins."""
+    """Return the suspects behind the starts, and the failures with unknown origins."""
     suspects: list[Suspect] = []
     unknown: list[Suspect] = []
     stack: list[tuple[Value, Turns, Any]] = [(value, (), None) for value in starts]
@@ -193,7 +201,7 @@ def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect
 
 
 def _suspects_of_input(value: Value, reader: Any, run: ProgramRun) -> list[Suspect]:
-    """Return an argument or a constant as a suspect if it is not finite."""
+    """Return a list with an argument or a constant; empty if it is finite."""
     is_argument = value.name == "argument"
     array = run.inputs[value.position] if is_argument else value.constant
     if stepping.is_finite(array):

@@ -1,8 +1,8 @@
 """Find the scope where the error of a comparison enters.
 
-A node is a value in one iteration of the scans around it. The error enters at the first node with a relative error that
-is more than 4 times the largest error of its inputs, and more than 4 times one rounding error of half precision. The
-forward pass is searched first, in program order, and then the backward pass, in reverse order.
+A node is a value in one iteration of the scans around it. The error enters at the first node whose relative error is
+more than 4 times the largest relative error of its inputs, and more than 4 times the error of one rounding to half. The
+nodes of the forward pass are searched first, in program order, and then their gradients, in reverse order.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def entered_in(
 ) -> str | None:
     """Return the path where the error enters.
 
-    Return None if it enters nowhere, and an empty path for code outside of all scopes.
+    Return None if the error enters nowhere, and an empty path if it enters outside of all scopes.
 
     Args:
       half: the program under policies.
       full: the reference.
-      pairs: the values that both have.
-      numbers: the numbers of the arguments whose gradients count.
+      pairs: the values that both programs have.
+      numbers: the numbers of the arrays among the arguments whose gradients count.
       rounding: the relative error of one rounding to half.
     """
     return _Entry(half, full, pairs, numbers, rounding).path()
@@ -88,7 +88,8 @@ class _Entry:
     def is_backward_entry(self, node: _Node) -> bool:
         """Return whether the error enters at the gradient of a node.
 
-        A gradient is computed from the gradients of the value's readers, and from all values that they read.
+        The gradient of a value is computed from the operations that read the value: from the gradients of their
+        results, from their results, and from their operands.
         """
         readers = self.readers.get(node, [])
         before = []
@@ -109,16 +110,19 @@ def _errors_by_turn(value: Value, half: np.ndarray, full: np.ndarray) -> dict[_N
 
 
 def _nearest(value: Value, turns: Turns, known: Collection[_Node]) -> Iterator[_Node]:
-    """Yield the nearest known nodes on which a value depends, and the arguments."""
+    """Yield the nearest nodes that a value depends on.
+
+    They are arguments or in ``known``.
+    """
     stack, visited = [(value, turns)], {(value, turns)}
     while stack:
         value, turns = stack.pop()
-        for _, other, other_turns in value.sources(turns):
-            source = other, other_turns
+        for _, operand, operand_turns in value.sources(turns):
+            source = operand, operand_turns
             if source in visited:
                 continue
             visited.add(source)
-            if source in known or other.name == "argument":
+            if source in known or operand.name == "argument":
                 yield source
             else:
                 stack.append(source)

@@ -14,20 +14,22 @@ from jaxmp.inspect.compare_run import RecordedProgram, Slot
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A value under the policies, compared with the reference.
+    """A value or a gradient under the policies, compared with the reference.
 
     All iterations of a loop are compared together.
 
     Attributes:
-      path: the module or scope that returns it; empty for the result; for the gradient of an argument, its path.
-      phase: ``"forward"``, or ``"backward"`` for the gradient with respect to it.
+      path: the module or scope that returns the value; empty for the result of the function. For the gradient of an
+        argument, the path of the argument.
+      phase: ``"forward"`` for a value, ``"backward"`` for the gradient with respect to a value or an argument.
       dtype: the compute dtype of the module or scope under the policies: the dtypes of its products' operands, joined
-        by commas, or without products the dtype of the value before its last cast. For the gradient of an argument,
-        the gradient's dtype.
-      relative_error: the L2 norm of the difference, divided by that of the reference.
+        by commas. If the module or scope has no products, this is the dtype of the value before its last casts. For
+        the gradient of an argument, this is the dtype of the gradient.
+      relative_error: the L2 norm of the difference, divided by the L2 norm of the reference.
       mean_absolute_difference: the mean absolute difference of the elements.
-      cosine: the cosine of the angle between both values as vectors.
-      ulps: the median difference in ulps: the spacing of the comparison's dtype at the reference.
+      cosine: the cosine of the angle between the value and the reference as vectors.
+      ulps: the median absolute difference of the elements in ulps. An ulp is the distance between neighbouring numbers
+        of :attr:`Comparison.dtype` at the magnitude of the reference.
     """
 
     path: str
@@ -40,7 +42,7 @@ class ComparedRow:
 
 
 class Pair(NamedTuple):
-    """A value of one scope in both programs."""
+    """A value that a scope returns or reads, in both programs."""
 
     path: str
     half: Slot
@@ -48,11 +50,14 @@ class Pair(NamedTuple):
 
 
 def matched_pairs(half: RecordedProgram, full: RecordedProgram) -> tuple[list[Pair], list[Pair], tuple[str, ...]]:
-    """Match values by their path and shape, call by call.
+    """Match the values of two programs by path and shape.
+
+    If several values in a program have the same path and shape, they are matched in program order.
 
     Returns:
-      The pairs that scopes return, the pairs that are passed into scopes (both in program order), and the paths of
-      scopes that return different numbers of values in the two programs.
+      Three items: the pairs of values that scopes return, in program order; the pairs of values that are passed into
+      scopes, in program order; and the paths of scopes that return more values of a shape in one program than in the
+      other.
     """
     returned, unmatched = _match(half, full, half.returned, full.returned)
     passed_in, _ = _match(half, full, half.passed_in, full.passed_in)
@@ -73,7 +78,7 @@ def _match(
     pairs: list[Pair] = []
     unmatched = []
     for (path, _), (of_half, of_full) in groups.items():
-        if len(of_half) > len(of_full):  # a scope returns a value in half and its cast to float32
+        if len(of_half) > len(of_full):  # under policies, a scope may return both a half value and its cast to float32
             of_half = [slot for slot in of_half if not half.values[slot].is_cast]
         if len(of_half) == len(of_full):
             pairs += [Pair(path, *slots) for slots in zip(of_half, of_full, strict=True)]
@@ -87,10 +92,10 @@ def _match(
 
 
 def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.ndarray, finfo: Any) -> ComparedRow:
-    """Return the row of a value; ``finfo`` is that of the comparison's dtype."""
+    """Return the row of a value, with ulps of the dtype that ``finfo`` describes."""
     half, full, difference = _differences(half, full)
     norms = np.linalg.norm(half.ravel()) * np.linalg.norm(full.ravel())
-    with np.errstate(invalid="ignore"):  # an infinity has no angle
+    with np.errstate(invalid="ignore"):  # the cosine is NaN if a value is infinite
         cosine = float(np.vdot(half, full) / norms) if norms else float(not half.any() and not full.any())
     exponents = np.maximum(np.frexp(full)[1] - 1, int(finfo.minexp))
     distances = np.abs(difference)
@@ -107,9 +112,9 @@ def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.n
 
 
 def relative_error(half: np.ndarray, full: np.ndarray) -> float:
-    """Return the L2 norm of the difference divided by that of the reference.
+    """Return the L2 norm of the difference, divided by the L2 norm of the reference.
 
-    It is infinite if the reference is zero or the difference is not finite.
+    The error is infinite if the difference is not finite, or if only the reference is zero.
     """
     _, full, difference = _differences(half, full)
     error, size = np.linalg.norm(difference.ravel()), np.linalg.norm(full.ravel())
@@ -121,7 +126,10 @@ def relative_error(half: np.ndarray, full: np.ndarray) -> float:
 def rows_of_scopes(
     half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], finfo: jnp.finfo
 ) -> list[ComparedRow]:
-    """Return the rows of scopes' values, of the results, and of scopes' gradients."""
+    """Return the rows of scopes' values, of the results, and of gradients.
+
+    The gradients are those with respect to the values that scopes return.
+    """
     dtypes = {pair.path: half.compute_dtype(pair.path, half.values[pair.half]) for pair in pairs}
     rows = []
     for pair in pairs:
@@ -137,7 +145,7 @@ def rows_of_scopes(
 
 
 def rows_of_gradients(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) -> dict[int, ComparedRow]:
-    """Return the rows of the gradients of arguments, by the leaf's number."""
+    """Return the rows of the gradients of arguments, by the number of the leaf."""
     return {
         n: compared_row(gradient.path, "backward", gradient.dtype, gradient.array, full.gradients[n].array, finfo)
         for n, gradient in half.gradients.items()
@@ -145,9 +153,10 @@ def rows_of_gradients(half: RecordedProgram, full: RecordedProgram, finfo: jnp.f
 
 
 def numbers_above_rounding(full: RecordedProgram, eps: float) -> set[int]:
-    """Return the numbers of the gradients that are more than rounding errors.
+    """Return the numbers of the gradients that are larger than rounding errors.
 
-    A gradient that cancels out, such as that of a bias before a batch norm, is rounding error in any precision.
+    These are gradients whose root mean square is more than ``eps`` times the largest root mean square. A smaller
+    gradient is only rounding errors in any precision, such as the gradient of a bias before a batch norm.
     """
     sizes = {}
     for n, (_, gradient, _) in full.gradients.items():
@@ -156,7 +165,7 @@ def numbers_above_rounding(full: RecordedProgram, eps: float) -> set[int]:
 
 
 def total_row(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) -> ComparedRow:
-    """Return the row of the results and of all gradients of arguments together."""
+    """Return one row for the results and all gradients of arguments together."""
 
     def all_numbers(program: RecordedProgram) -> np.ndarray:
         arrays = [array for _, array in program.results]
@@ -170,7 +179,7 @@ def total_row(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) ->
 def _differences(half: np.ndarray, full: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return both arrays and their difference.
 
-    The same infinity or NaN in both, as in a mask, counts as 0.
+    Elements that are the same infinity in both arrays, or NaN in both, are replaced by 0, because masks have them.
     """
     is_same = ~np.isfinite(full) & ((half == full) | (np.isnan(half) & np.isnan(full)))
     half, full = np.where(is_same, 0, half), np.where(is_same, 0, full)

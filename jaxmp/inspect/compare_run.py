@@ -1,4 +1,4 @@
-"""Run one side of a comparison, and record values and gradients."""
+"""Run one program of a comparison, and record its values and gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxmp.inspect.program.values import Value, leading_to
 from jaxmp.inspect.taps import Taps
 
 Slot = tuple[Key, int]
-"""The key of an equation and the number of one of its results."""
+"""The key of an equation, and the position of one of its results."""
 
 
 class Gradient(NamedTuple):
@@ -35,19 +35,19 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedProgram:
-    """A program that was run, with the values at the borders of its scopes.
+    """A program that was run, with the values that enter and leave its scopes.
 
-    All arrays are NumPy's, in float64.
+    All arrays are NumPy arrays in float64.
 
     Attributes:
-      values: the values on which the results depend.
+      values: the values on which the results depend, by slot.
       returned: the paths and slots of values that scopes return, in program order.
-      passed_in: the paths and slots of values that are passed into scopes.
-      forward: the arrays of these slots.
-      backward: the gradients of these slots.
+      passed_in: the paths and slots of values that are passed into scopes, in program order.
+      forward: the arrays of the values in ``returned`` and ``passed_in``, by slot.
+      backward: the gradients with respect to these values, by slot; values in while loops have none.
       results: the floating results to compare: the loss, or all results if there is no loss.
-      gradients: the gradients of arguments, by the number of the leaf.
-      products: the path and the dtype of each product in the forward pass.
+      gradients: the gradients of arguments, by the number of the argument's leaf.
+      products: the path and the compute dtype of each product in the forward pass.
     """
 
     values: dict[Slot, Value]
@@ -62,7 +62,8 @@ class RecordedProgram:
     def compute_dtype(self, path: str, value: Value) -> str:
         """Return the dtype in which a scope computes a value.
 
-        It is the dtype of the scope's products, or without products that of the value before its last cast.
+        This is the compute dtype of the scope's products; several dtypes are joined by commas. If the scope has no
+        products, this is the dtype of the value before its last casts.
         """
         inside = {dtype for scope, dtype in self.products if path and (scope == path or scope.startswith(f"{path}/"))}
         if inside:
@@ -75,14 +76,14 @@ class RecordedProgram:
 def run_and_record(
     fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str], grad: bool, loss_scale: float
 ) -> RecordedProgram:
-    """Run a function, and record the values at the borders of its scopes.
+    """Run a function, and record the values that enter and leave its scopes.
 
     Args:
-      fun: a function that returns the loss, alone or first in a tuple; without ``grad``, any function.
-      args: its arguments.
-      paths: the paths of their leaves.
+      fun: a function that returns the loss, alone or first in a tuple. If ``grad`` is False, any function.
+      args: the arguments of ``fun``.
+      paths: the paths of the arguments' leaves.
       grad: whether to differentiate.
-      loss_scale: the factor of the loss before it is differentiated; recorded gradients are divided by it.
+      loss_scale: the factor of the loss before the differentiation. Recorded gradients are divided by this factor.
     """
 
     def separate_loss(*args: Any) -> Any:
@@ -122,8 +123,8 @@ def _run_with_taps(
 ) -> tuple[Any, Any, Any, Any]:
     """Return results, records, gradients and the gradients of the sinks.
 
-    The first result times ``scale`` is differentiated with respect to the inputs with these numbers. If ``scale`` is
-    None, nothing is differentiated.
+    The first result times ``scale`` is differentiated with respect to the sinks and the inputs that ``numbers`` lists.
+    If ``scale`` is None, nothing is differentiated.
     """
 
     def run(leaves: Sequence[Any], sinks: Any, consts: Any, inputs: Any) -> Any:
@@ -143,9 +144,9 @@ def _run_with_taps(
 
 
 class _ValueTaps(Taps):
-    """Records whole values, and their gradients in float32 or wider.
+    """Taps that record whole values, and their gradients in float32 or wider.
 
-    In a while loop it records the last iteration.
+    In a while loop, they record the last iteration.
     """
 
     def record(self, value: jax.Array) -> jax.Array:
@@ -179,5 +180,5 @@ def _as_float64(value: Any) -> np.ndarray:
 
 
 def _dtype_of_product(product: Value) -> str:
-    """Return the compute dtype of a product: the wider one of its operands."""
+    """Return the compute dtype of a product: the wider dtype of its operands."""
     return max(map(multiplied, product.inputs[:2]), key=lambda name: np.dtype(name).itemsize)

@@ -1,4 +1,4 @@
-"""Compare a function under its policies with itself without them, layer by layer."""
+"""Compare a function under policies with itself without policies."""
 
 from __future__ import annotations
 
@@ -49,15 +49,18 @@ class Comparison(tables.Shown):
     Attributes:
       dtype: the half dtype of most of the function's products; ``"float32"`` if nothing is half.
       is_changed: whether the policies change the dtype of a product.
-      rows: the compared values. First come the values that modules and named scopes return, and the result, in program
-        order. Then come their gradients, in the order of the backward pass, and then the gradients of the arguments.
-      entered: the path where the error enters, or None if it enters nowhere. This is the first value or gradient with a
-        relative error of more than 4 times that of its inputs, and more than 4 times one rounding error of half
-        precision. For code between modules, it is the path of the module around them. It is empty outside of all
-        scopes.
-      worst: the row with the largest relative error.
+      rows: the compared values. First come the values that modules and named scopes return, in program order, and the
+        result. Then come the gradients of these values, in the order of the backward pass, and then the gradients of
+        the arguments.
+      entered: the path of the module or scope where the error enters, or None if the error enters nowhere. The error
+        enters at the first value or gradient whose relative error is more than 4 times that of its inputs, and more
+        than 4 times the error of one rounding to half. If code between modules computes this value, ``entered`` is the
+        path of the module around them. The path is empty for code outside of all scopes.
+      worst: the row with the largest relative error. Gradients of arguments that are only rounding errors in any
+        precision are left out, such as the gradient of a bias before a batch norm.
       total: one row for the result and all gradients of arguments together.
-      unmatched: the paths of scopes without a row, because they return other values under the policies.
+      unmatched: the paths of scopes whose values have no row, because the policies change how many values of a shape
+        these scopes return.
     """
 
     dtype: str
@@ -69,15 +72,18 @@ class Comparison(tables.Shown):
     unmatched: tuple[str, ...]
 
     def _shown(self) -> Any:
-        where = "nowhere" if self.entered is None else f"in {self.entered or 'code in no scope'}"
+        where = "nowhere" if self.entered is None else f"in {self.entered or 'code outside of all scopes'}"
         worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}"
         cells = []
         for row in (*self.rows, dataclasses.replace(self.total, path="total")):
             _, _, _, *numbers = dataclasses.astuple(row)
             cells.append((row.path or "result", row.phase, row.dtype, *(f"{number:.2e}" for number in numbers)))
-        notes = [f"no row, because they return other values: {', '.join(self.unmatched)}"] if self.unmatched else []
+        notes = []
+        if self.unmatched:
+            scopes = ", ".join(self.unmatched)
+            notes.append(f"without a row, because the policies change how many values they return: {scopes}")
         if not self.is_changed:
-            notes.append("No policy, region or autocast changes a product here; both runs have the code's own casts.")
+            notes.append("No policy, region or autocast changes a product here; both runs have only the code's casts.")
         return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, notes
 
 
@@ -92,26 +98,27 @@ def compare(
 ) -> Callable[..., Comparison]:
     """Compare a function with its float32 version, layer by layer.
 
-    ``fun`` runs twice. The first run uses the policies of its modules and its autocasts. The reference run turns off
-    every policy, :func:`jaxmp.precision` region and autocast. Casts in the code of ``fun``, and dtypes that you set on
-    modules, stay in both runs.
+    ``fun`` runs twice. The first run uses ``policy``, and the policies and autocasts in ``fun``. The reference run
+    turns off every policy, :func:`jaxmp.precision` region and autocast. Casts in the code of ``fun``, and dtypes that
+    you set on modules, stay in both runs.
 
     Args:
       fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. With
-        ``grad=False``, any function. Or a train step; you then call the result with the step's arguments, and its loss
-        function is compared under the loss scale of the state.
-      policy: a policy for :func:`jaxmp.autocast` of ``fun``, in addition to its own policies.
+        ``grad=False``, any function. It may also be a train step. Then call the returned function with the step's
+        arguments. The loss function of the step is compared under the loss scale of the state.
+      policy: a policy for :func:`jaxmp.autocast` of ``fun``, in addition to the policies in ``fun``.
       overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       reference: the dtype of the reference run. ``"float32"`` casts half arguments to float32 and uses true float32
         products. ``"float64"`` traces under ``jax.enable_x64`` and casts floating arguments to float64. (Random numbers
         differ in float64, so turn dropout off.)
       grad: whether to compare gradients too, with respect to all values that scopes return, and to the first argument
         that has floating arrays.
-      loss_scale: the factor of the loss before it is differentiated. The rows do not include it.
+      loss_scale: the factor by which the loss is multiplied before the differentiation. The gradients in the rows are
+        divided by this factor.
 
     Returns:
       A function of ``fun``'s arguments that returns a :class:`Comparison`. Both programs are compiled with
-      ``xla_allow_excess_precision=False``, so XLA removes no rounding to half. All values are copied to the host.
+      ``xla_allow_excess_precision=False``, so that XLA keeps all roundings to half. All values are copied to the host.
 
     Raises:
       ValueError: the reference is unknown; there are no floating values to compare; ``overrides`` is set without a
@@ -159,7 +166,7 @@ def compare(
 
 
 class _LossOnly(TrainStep):
-    """A train step whose loss is differentiated from outside."""
+    """A train step that computes only its loss, which the caller differentiates."""
 
     def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
         loss, (model_state, metrics) = loss_fn(state.params)
@@ -168,9 +175,9 @@ class _LossOnly(TrainStep):
 
 
 def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the loss of a train step as a function, and its arguments.
+    """Return the loss function of a train step, and the arguments to call it with.
 
-    The function also takes a random key after these arguments. By default it is the key of the step.
+    After these arguments, the function takes a random key. The default is the key of the step.
     """
     step, state, batch = call
     if step.options.gathered is not None:
@@ -201,8 +208,8 @@ def _compared(half: RecordedProgram, full: RecordedProgram) -> Comparison:
     counted = [*rows, *(row for n, row in gradients.items() if n in numbers)]
     if not counted:
         raise ValueError(
-            "compare needs a function with floating results or gradients, got none; return floating values before "
-            "they become integers"
+            "compare needs a function with floating results or gradients, got neither; return the floating values from "
+            "which the results are computed"
         )
     return Comparison(
         dtype=dtype,
@@ -224,7 +231,7 @@ def _dtypes_of_products(program: RecordedProgram) -> collections.Counter[str]:
 
 
 def _half_dtype(program: RecordedProgram) -> str:
-    """Return the half dtype that most products have; float32 without any."""
+    """Return the half dtype that most products have; float32 if no product is half."""
     for dtype, _ in _dtypes_of_products(program).most_common():
         if is_half(dtype):
             return dtype

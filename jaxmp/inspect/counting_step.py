@@ -20,7 +20,7 @@ _RECORDS = "jaxmp.inspect"
 
 
 class CountingStep(TrainStep):
-    """A train step that counts its values.
+    """A train step that counts its weights, activations, gradients and updates.
 
     Microbatches are counted together.
 
@@ -35,7 +35,7 @@ class CountingStep(TrainStep):
         self.loss_scale: Any = None
 
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
-        """Take a step, and keep its records."""
+        """Take a step, and keep its records and loss scale as attributes."""
         state, metrics = super().__call__(state, batch)
         counted: dict[str, Any] = metrics
         self.records, self.loss_scale = counted.pop(_RECORDS), metrics["loss_scale"]
@@ -51,19 +51,19 @@ class CountingStep(TrainStep):
         """See :class:`jaxmp.training.step.TrainStep`."""
         loss, grads, model_state, metrics = super().gradients(state, batch, rng)
         true_grads = get_loss_scale(state.opt_state).unscale(widen(grads))
-        # The compiler merges this with the step's own computation of the updates.
+        # The step computes the same updates, and XLA merges the two computations.
         updates = updates_of(state.tx, true_grads, state.opt_state, state.params, loss)
         metrics[_RECORDS] = records_of_step(loss, state.params, grads, updates, metrics[_RECORDS])
         return loss, grads, model_state, metrics
 
     def count(self, state: Any, batch: Any, rng: Any) -> StepRecords:
-        """Return the records of a step that is not taken."""
+        """Return the records of a step, without its new state."""
         *_, metrics = self.placed_gradients(state, batch, rng)
         records: StepRecords = metrics[_RECORDS]
         return records
 
 
 def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any, **more: Any) -> Any:
-    """Return an optimizer's updates for true gradients."""
+    """Return an optimizer's updates for unscaled gradients."""
     updates, _ = as_optimizer(tx).update(grads, opt_state, params, value=loss, **more)
     return updates

@@ -30,9 +30,9 @@ from jaxmp.training.step import TrainStep
 class Numerics(tables.Shown):
     """The result of :func:`numerics`.
 
-    Mappings go from path to :class:`Statistics`, in program order. The magnitudes of gradients do not include the loss
-    scale. The counts ``below_normal`` and ``overflow`` are those of the scaled gradients, as in training. Values that
-    became 0 during the computation are counted in ``zeros``.
+    The mappings go from path to :class:`Statistics`, in program order. The magnitudes of gradients do not include the
+    loss scale. The counts ``below_normal`` and ``overflow`` are those of the scaled gradients, as in training. Values
+    that underflowed to 0 during the computation are counted in ``zeros``.
 
     Attributes:
       loss: the loss.
@@ -55,9 +55,9 @@ class Numerics(tables.Shown):
     def recommended_scale(self, dtype: Any = "float16") -> float:
         """Return the loss scale with which the fewest gradients become 0 in a dtype.
 
-        It is a power of two from 1 to 2^24, so small that four times the largest gradient stays finite. Gradients of
-        activations and of params count. Of several equally good scales, it is the smallest. If no scale is possible, it
-        is 1.
+        The scale is a power of two from 1 to 2^24. Under this scale, four times the largest gradient is still finite.
+        Gradients of activations and of params count. If several scales are equally good, the smallest is returned. If
+        no such scale exists, the result is 1.
         """
         gradients = [*self.activation_gradients.values(), *self.gradients.values()]
         if not gradients:
@@ -74,7 +74,8 @@ class Numerics(tables.Shown):
                 yield kind.replace("_", " "), path, tensor
 
     def _shown(self) -> Any:
-        title = f"loss {self.loss:.6g} under a scale of {self.loss_scale:g}; for float16 {self.recommended_scale():g}"
+        title = f"loss {self.loss:.6g} at loss scale {self.loss_scale:g}; "
+        title += f"recommended for float16: {self.recommended_scale():g}"
         rows: list[tuple[Any, ...]] = []
         last_kind = ""
         for kind, path, tensor in self.rows():
@@ -112,20 +113,20 @@ def numerics(
     """Count the values of one training step by magnitude, layer by layer.
 
     The returned function, ``(params, *args, opt_state=None) -> Numerics``, computes the gradients of the loss once and
-    does not change its arguments. It is compiled once for each set of shapes, and transfers about 20 kB per tensor. All
-    iterations of a ``jax.lax.while_loop`` are counted together. A function with a custom derivative rule counts as one
-    operation.
+    does not change its arguments. The function is compiled once for each set of shapes, and copies about 20 kB per
+    tensor to the host. All iterations of a ``jax.lax.while_loop`` are counted together. A function with a custom
+    derivative rule counts as one operation.
 
     Args:
       loss_fn: ``loss_fn(params, *args)``, which returns the loss (a floating scalar), or a tuple whose first element is
         the loss. ``params`` is a pytree of arrays, or an ``nnx.Module``, whose Params are differentiated. ``args`` are
-        pytrees of arrays. Or a train step; you then call the result with the step's arguments. It computes the next
-        step, but does not change the state.
+        pytrees of arrays. ``loss_fn`` may also be a train step. Then call the returned function with the step's
+        arguments. It counts the values of the next step, but does not change the state.
       policy: a policy for :func:`jaxmp.autocast` of the loss function, or None.
-      loss_scale: a power of two that multiplies the loss before it is differentiated, so that half gradients
-        underflow as in training. The results do not include it.
-      tx: an optimizer that computes ``updates`` from the gradients, with or without :func:`jaxmp.loss_scaling`. Its
-        state is ``opt_state``, or its initial state if ``opt_state`` is None.
+      loss_scale: a power of two by which the loss is multiplied before the differentiation, so that half gradients
+        underflow as in training. The magnitudes in the result do not include this factor.
+      tx: an optimizer that computes ``updates`` from the gradients, with or without :func:`jaxmp.loss_scaling`. The
+        state of the optimizer is ``opt_state``, or its initial state if ``opt_state`` is None.
 
     Raises:
       ValueError: ``loss_scale`` is not a power of two; or ``policy``, ``tx`` or ``loss_scale`` is set for a train step.
@@ -176,9 +177,9 @@ def _count_train_step(step: Any) -> Callable[..., Numerics]:
 
 
 def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Callable[..., StepRecords]:
-    """Return a function that counts a step.
+    """Return a function that counts the values of a step.
 
-    It takes params, arguments, optimizer state and loss scale.
+    This function takes the params, the other arguments, the optimizer state and the loss scale.
     """
 
     @jax.jit
@@ -212,13 +213,13 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _TreeForm:
-    """The structure of params that are a tree of arrays.
+    """The form of params that are a tree of arrays.
 
-    :mod:`jaxmp.inspect.program.nnx_models` has the equivalent for models.
+    :mod:`jaxmp.inspect.program.nnx_models` has the corresponding class for NNX models.
     """
 
     def params_and_rebuild(self, params: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Return the arrays, and a function that rebuilds the loss's argument from them."""
+        """Return the arrays, and a function that rebuilds the params from arrays."""
         return params, lambda params: params
 
 

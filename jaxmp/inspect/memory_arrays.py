@@ -16,12 +16,13 @@ class ArrayInMemory:
     """An array that is in memory at the peak.
 
     Attributes:
-      bytes: its bytes on one device.
-      dtype: NumPy's name of its dtype.
-      shape: its shape.
+      bytes: the number of bytes on one device.
+      dtype: NumPy's name of the dtype.
+      shape: the shape on one device.
       kind: one of :data:`jaxmp.inspect.memory_plan.KINDS`.
-      path: the path of an argument or a result, or the modules and scopes that compute it, joined by ``/``.
-      source: the user's file and line that compute it; empty for an argument.
+      path: the path of an argument or a result; for a temporary array, the modules and scopes that compute it, joined
+        by ``/``.
+      source: the file and line in the user's code that compute a temporary array; empty for an argument or a result.
     """
 
     bytes: int
@@ -34,13 +35,13 @@ class ArrayInMemory:
 
 def arguments_in_memory(compiled: Any, program: HloProgram, leaves: Sequence[Leaf]) -> Iterator[ArrayInMemory]:
     """Yield a compiled program's arguments, with the kinds of ``leaves``."""
-    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for unused arguments
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for an unused argument
     used = [(leaf.kind, leaf.path) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
     parameters = {}
     for instruction in program.computations[program.entry].values():
         if instruction.opcode == "parameter":
             parameters[instruction.parameter] = instruction
-    constants = [("other", "constant")] * (len(parameters) - len(used))  # JAX may pass large constants first
+    constants = [("other", "constant")] * (len(parameters) - len(used))  # JAX passes them before the arguments
     for number, (kind, path) in enumerate(constants + used):
         for array in parameters[number].arrays:
             yield _in_memory(array, kind, path)
@@ -50,7 +51,7 @@ def results_in_memory(compiled: Any, program: HloProgram) -> Iterator[ArrayInMem
     """Yield the results of a compiled program that are not written into arguments."""
     *_, root = program.computations[program.entry].values()
     names = [(leaf.kind, leaf.path) for leaf in leaves_of((compiled.out_info,), [], unknown="other")]
-    if len(names) != len(root.arrays):  # JAX does not return a result that is an argument
+    if len(names) != len(root.arrays):  # the program does not compute a result that is an argument
         names = [("other", "result")] * len(root.arrays)
     for number, (array, (kind, path)) in enumerate(zip(root.arrays, names, strict=True)):
         if number not in program.aliases:
@@ -58,9 +59,9 @@ def results_in_memory(compiled: Any, program: HloProgram) -> Iterator[ArrayInMem
 
 
 def temporaries_in_memory(program: HloProgram, size: int) -> tuple[list[ArrayInMemory], int]:
-    """Return the compiler's buffers at the peak, and the remaining bytes.
+    """Return the compiler's buffers at the peak, and the bytes outside of them.
 
-    ``size`` is the sum of both, which the compiler reports.
+    ``size`` is the number of bytes that the compiler reports for all temporaries.
     """
     arrays = []
     for buffer in memory_of_hlo.buffers_at_peak(program):
@@ -77,7 +78,7 @@ def _in_memory(array: Array, kind: str, path: str, source: str = "") -> ArrayInM
 
 
 def _is_activation(program: HloProgram, buffer: memory_of_hlo.Buffer) -> bool:
-    """Return whether a buffer is computed in the forward pass and read after it."""
+    """Return whether a buffer from the forward pass is read after that pass."""
     maker, last_reader = program.made_by(buffer.maker), program.made_by(buffer.last)
     return _is_forward(maker.op_name) and not _is_forward(last_reader.op_name)
 

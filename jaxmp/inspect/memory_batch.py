@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _PROBES_ON_A_LINE = 8
-"""The number of guesses from a line; after these, the interval is halved."""
+"""The number of known peaks up to which a size is guessed from a line. After that, the interval is halved."""
 
 
 class _Search:
     """A search for the largest number with a peak of at most ``limit``.
 
-    A guess is on the line through two known peaks, because the memory of most programs is linear in the batch size.
-    Each guess is compiled.
+    A number stands for the batch size divided by the ``step`` of :func:`largest_multiple_that_fits`.
+
+    A guess comes from the line through two known peaks, because the memory of most programs is linear in the batch
+    size. The program is compiled for each guess.
     """
 
     def __init__(self, peak_of: Callable[[int], int], limit: int) -> None:
@@ -28,7 +30,7 @@ class _Search:
     def guess(self, low: int, first: int, second: int) -> int | None:
         """Return the number at which the line through two peaks reaches the limit.
 
-        None if the line does not rise.
+        Return None if the line does not rise.
         """
         slope = (self.peaks[second] - self.peaks[first]) / (second - first)
         return low + int((self._limit - self.peaks[low]) / slope) if slope > 0 else None
@@ -41,7 +43,7 @@ def largest_multiple_that_fits(peak_of: Callable[[int], int], limit: int, step: 
       peak_of: a function from batch size to peak in bytes.
       limit: the limit in bytes.
       step: the divisor of all sizes.
-      start: a size to try early.
+      start: the size to try after ``step``.
 
     Raises:
       ValueError: the peak does not depend on the size.
@@ -63,7 +65,7 @@ def largest_multiple_that_fits(peak_of: Callable[[int], int], limit: int, step: 
 
 
 def _bracket(search: _Search, step: int, number: int) -> tuple[int, int]:
-    """Return a number that fits and a larger one that does not."""
+    """Return a number that fits and a larger number that does not fit."""
     low = 1
     while search.fits(number):
         low = number
@@ -74,5 +76,5 @@ def _bracket(search: _Search, step: int, number: int) -> tuple[int, int]:
             )
         first, second = sorted(size for size in search.peaks if size)[-2:]
         guess = search.guess(low, first, second) or 2 * low
-        number = min(max(low + 1, guess), 256 * low)  # two sizes with almost the same peak give a poor line
+        number = min(max(low + 1, guess), 256 * low)  # a line through two almost equal peaks may lead too far
     return low, number

@@ -37,10 +37,11 @@ class Leaf(NamedTuple):
     Attributes:
       value: an array or a shape.
       kind: one of :data:`jaxmp.inspect.memory_plan.KINDS`.
-      path: its name.
-      is_recognised: whether its type or the argument's name determines the kind. Otherwise its position does.
-      path_in_state: its path in the params, the optimizer state or the statistics of a known type. None for all other
-        leaves, also for averaged params and caches, whose dtypes are free.
+      path: the name of the argument and the path in the argument, joined by ``/``.
+      is_recognised: whether the type of the leaf or the name of the argument determines the kind. Otherwise the
+        position of the argument does.
+      path_in_state: the path in the params, the optimizer state or the statistics, if the type of the state is known.
+        None for all other leaves. It is also None for averaged params and caches, because they may have any dtype.
     """
 
     value: Any
@@ -56,9 +57,10 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
     Args:
       args: the arguments of a call, or its results.
       names: the names of the arguments, if known.
-      unknown: the kind of leaves that are not recognised. If it is empty, as for arguments, the first argument is the
-        params and later ones are the batch. Set it for results, in which Flax's collections are not recognised, because
-        a collection of params may contain gradients.
+      unknown: the kind of leaves that are not recognised. Set it for results. Flax's collections are then not
+        recognised either, because a collection of params among the results may contain gradients. Leave
+        ``unknown`` empty for arguments: leaves of the first argument are then the params, and leaves of later arguments
+        are the batch. In an argument that is recognised in part, the other leaves are params.
     """
 
     def kind_of(node: Any, path: Sequence[Any] = ()) -> str | None:
@@ -83,9 +85,10 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
 
 
 def _kind_in(node: Any, path: Sequence[Any]) -> str | None:
-    """Return the kind of the leaf at ``path`` in a node of a known type.
+    """Return the kind of the leaf at ``path`` in a node.
 
-    Without a path it is the kind of the node's params. None for nodes of other types.
+    Return None if the type of the node is unknown. In a train state or in Flax's collections, an empty path stands for
+    the params.
     """
     field = str(getattr(path[0], "name", getattr(path[0], "key", ""))) if path else "params"
     if isinstance(node, nnx.Param):
@@ -102,9 +105,10 @@ def _kind_in(node: Any, path: Sequence[Any]) -> str | None:
 
 
 def _path_in_state(node: Any, path: Sequence[Any], inner: Sequence[Any]) -> tuple[str, ...] | None:
-    """Return the path in the params, the optimizer state or the statistics.
+    """Return the path of a leaf in the params, the optimizer state or the statistics.
 
-    The leaf is at ``inner`` in a node, and the node at ``path``. The result is None for other leaves.
+    The node is at ``path`` in the argument, and the leaf is at ``inner`` in the node. Return None for a leaf outside of
+    the params, the optimizer state and the statistics.
     """
     kind = _kind_in(node, inner)
     if isinstance(node, (nnx.Param, nnx.BatchStat)):
@@ -113,7 +117,7 @@ def _path_in_state(node: Any, path: Sequence[Any], inner: Sequence[Any]) -> tupl
         return _names((*path, *inner)) if kind == "optimizer" else None
     if kind is None:
         return None
-    field, *names = _names(inner)  # of a train state or of collections
+    field, *names = _names(inner)  # here the node is a train state or Flax's collections
     is_cache = field == "model_state" and names[:1] == ["cache"]
     if is_cache or field not in ("params", "opt_state", "model_state", "batch_stats"):
         return None

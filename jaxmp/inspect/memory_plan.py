@@ -29,7 +29,7 @@ from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
 _SHOWN = 20
 _DOES_NOT_COMPILE = 2**62
-"""The peak of a program that is too large for the kernels that the compiler tries."""
+"""The peak that stands for a failed compilation, in which XLA ran out of memory while it tried kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Memory(tables.Shown):
       device: the kind of the device.
       peak: the peak memory in bytes: arguments, results that do not reuse the memory of arguments, and temporaries.
       by_kind: the bytes at the peak by kind; their sum is ``peak``. ``activations`` are computed in the forward pass
-        and read after it. ``temporaries`` are all other buffers, including the gaps that the compiler leaves between
-        buffers. ``other`` are counters, keys, and results that are not a new state.
+        and read after that pass. ``temporaries`` are all other buffers of the compiler, with the gaps between buffers.
+        ``other`` are counters, keys, and results that are not a new state.
       by_dtype: the bytes at the peak by dtype; their sum is ``peak``. ``"unassigned"`` are bytes without a known array.
       at_peak: the arrays in memory at the peak, largest first, according to the compiler's schedule.
       batch: the size of axis 0 of the batch, on all devices together; None if there is no batch.
       devices: the number of devices.
       collectives: the operations with which one device sends data to others.
       ideal_wire: the minimum number of bytes that each device must send in a training step, see
-        :func:`jaxmp.inspect.ideal_wire`; None if the params or the batch are not on a mesh.
+        :func:`jaxmp.inspect.ideal_wire`; None if the params are not on a mesh or no mesh axis splits the batch.
       params: the number of values in the params.
     """
 
@@ -68,19 +68,19 @@ class Memory(tables.Shown):
     def largest_batch(self, limit: int, *, multiple_of: int = 1) -> int:
         """Return the largest batch size with a peak of at most ``limit`` bytes.
 
-        The result is the size of axis 0, on all devices together; 0 if nothing fits. Other sizes are tried by changing
-        axis 0 of all arrays of the batch that have the first array's size there. Only a few sizes are compiled. They
-        always include the result and the next larger size, which does not fit. If the memory does not always grow with
-        the size, a still larger batch may fit.
+        The result is the size of axis 0, on all devices together; 0 if nothing fits. A size is tried by changing axis 0
+        of the batch's first array, and of all its arrays whose axis 0 has the same size. Only a few sizes are compiled.
+        The result and the next larger size, which does not fit, are always compiled. If the memory does not always grow
+        with the size, a still larger batch may fit.
 
         Args:
           limit: the limit in bytes, such as :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
           multiple_of: the result is a multiple of this number. Use it for a step that accumulates gradients, or for
-            tensor cores. If the batch is split over devices, the result is also a multiple of the number of devices.
+            tensor cores. If the batch is split over devices, the result is also a multiple of the number of its parts.
 
         Raises:
-          ValueError: there is no batch, the peak does not depend on its size, or ``multiple_of`` is not a positive
-            integer.
+          ValueError: there is no batch, the peak does not depend on the batch size, or ``multiple_of`` is not a
+            positive integer.
         """
         if not isinstance(multiple_of, (int, np.integer)) or multiple_of < 1:
             raise ValueError(
@@ -122,27 +122,29 @@ class Memory(tables.Shown):
     def sent(self) -> str:
         """Return a line of text with the bytes that each device sends.
 
-        It has the total, the bytes per param beside their ideal, and the parts by kind, dtype and axis of the mesh.
+        The line has the total, the bytes per param with the ideal number, and the parts by kind, dtype and mesh axis.
         """
-        wire, a_param = self.collectives.wire, ""
+        wire, per_param = self.collectives.wire, ""
         if self.ideal_wire is not None:
-            a_param = f", {wire / self.params:.2f} bytes a param (ideal {self.ideal_wire / self.params:.2f})"
+            per_param = f", {wire / self.params:.2f} bytes per param (ideal {self.ideal_wire / self.params:.2f})"
         parts = (f"{' '.join(key)} {tables.short(size)}B" for key, size in self.collectives.totals.items())
-        return f"sent by each: {tables.short(wire)}B{a_param}: {', '.join(parts)}".removesuffix(": ")
+        return f"sent by each device: {tables.short(wire)}B{per_param}: {', '.join(parts)}".removesuffix(": ")
 
 
 def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
     """Return a function that computes the memory of a call of ``fun``.
 
-    Nothing is executed. The kind of an argument (params, batch and so on) is determined by its type: a ``TrainState``,
-    an NNX model or optimizer, an optax state, Flax's collections. Otherwise it is determined by its name: ``params``,
-    ``opt_state``, ``model_state``, ``batch`` or ``rng``. Otherwise the first argument is the params, and later ones are
-    the batch.
+    Nothing is executed. The type of an argument determines its kind (params, batch and so on) if this is a
+    ``TrainState``, an NNX model or optimizer, an optax state, or Flax's collections. For other types, the argument's
+    name determines the kind if it is ``params``, ``opt_state``, ``model_state``, ``batch`` or ``rng``. For other names,
+    the first argument is the params, and later arguments are the batch.
 
     Args:
-      fun: a train step, a function that JAX can compile, or a jitted function, whose donated arguments are respected.
+      fun: a train step, a function that JAX can compile, or a jitted function. The donated arguments of a jitted
+        function are taken into account.
       device: None for the attached device, or the name of a GPU that is not attached (``"h200"``, ``"h100"``,
-        ``"a100"``, ``"b200"``, ``"l4"``, ``"t4"``), which needs the packages of the extra ``compile-only``.
+        ``"a100"``, ``"b200"``, ``"l4"``, ``"t4"``). A GPU that is not attached needs the packages of the extra
+        ``compile-only``.
       topology: the topology of a cluster of such GPUs: slices × hosts × GPUs per host (``"1x1x8"`` or ``"2 hosts x
         4"``); None for one host. With a topology, the arguments are arrays or shapes with a ``NamedSharding``, whose
         mesh may be a ``jax.sharding.AbstractMesh``. All numbers are for one device.
@@ -231,7 +233,7 @@ def _resized(leaf: Leaf, size: int | None, new_size: int) -> Any:
 def _peak(stats: Any) -> int:
     """Return the bytes that a compiled program needs.
 
-    They are those of arguments, of results that reuse none of these, and of temporaries.
+    These are the bytes of arguments, of results that do not reuse the memory of arguments, and of temporaries.
     """
     if stats is None:
         raise ValueError(
@@ -244,7 +246,7 @@ def _peak(stats: Any) -> int:
 def _measured(
     compiled: jax.stages.Compiled, program: HloProgram, leaves: Sequence[Leaf]
 ) -> tuple[int, dict[str, int], dict[str, int], tuple[ArrayInMemory, ...]]:
-    """Return the peak, its bytes by kind and by dtype, and the arrays."""
+    """Return the peak in total, by kind and by dtype, and the arrays at the peak."""
     stats: Any = compiled.memory_analysis()
     peak = _peak(stats)
     temporaries, unassigned = temporaries_in_memory(program, int(stats.temp_size_in_bytes))
@@ -258,7 +260,7 @@ def _measured(
         by_kind[array.kind] += array.bytes
         by_dtype[array.dtype] += array.bytes
     by_kind["temporaries"] += unassigned
-    by_kind["other"] += peak - sum(by_kind.values())  # tables of pointers
+    by_kind["other"] += peak - sum(by_kind.values())  # such as XLA's tables of pointers
     by_dtype["unassigned"] += peak - sum(by_dtype.values())
     arrays.sort(key=lambda array: -array.bytes)
     return peak, dict(by_kind), dict(by_dtype.most_common()), tuple(arrays)

@@ -1,4 +1,4 @@
-"""The counts of a step: packed on the device, read on the host."""
+"""The records of a step's values: packed on the device, read on the host."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class RecordedTensor:
 
     Attributes:
       kind: one of :data:`TENSORS`.
-      path: its name.
+      path: the path of the param, or of the module or scope that returns the activation.
       dtype: the dtype of the tensor.
-      size: the number of its values in one iteration.
-      turns: the numbers of iterations of the loops around it.
-      number: its position among the params; 0 for activations.
+      size: the number of values in one iteration of the loops around the tensor.
+      turns: the number of iterations of each of these loops, outermost first; while loops are left out.
+      number: the position of the param among the params; 0 for activations.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class RecordedTensor:
 
 
 TensorRecords = list[tuple[RecordedTensor, jax.Array]]
-"""Tensors and their packed records, with the axes of the loops around."""
+"""Tensors with their packed records, whose leading axes are the loops around the tensor."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -56,7 +56,7 @@ TensorRecords = list[tuple[RecordedTensor, jax.Array]]
 class StepRecords:
     """The records of a step in one array.
 
-    Separate transfers of the records would take longer than counting.
+    They are in one array because separate transfers would take longer than counting.
 
     Attributes:
       numbers: the loss and the packed records, concatenated in float32.
@@ -134,10 +134,10 @@ def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activation
 
 
 def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[RecordedTensor, ...], jax.Array]]:
-    """Return the packed records of a tree.
+    """Return the tensors of a tree, in groups, and the packed records of each group.
 
-    The tree has the structure of the params, or is None. Tensors of the same shape are counted together, because XLA
-    would compile each count separately.
+    The tree has the structure of the params. If it is None, there are no records. Tensors of the same shape are counted
+    together, because XLA would compile the count of each tensor separately.
     """
     groups: dict[Any, list[tuple[RecordedTensor, Any, Any]]] = {}
     weights = jax.tree.leaves_with_path(params)
@@ -160,7 +160,7 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
     """Differentiate a function, and record the activations and their gradients.
 
     Args:
-      fun: a function that returns the scaled loss and auxiliary results.
+      fun: a function that returns the scaled loss, and auxiliary results.
       params: a tree of arrays.
 
     Returns:
@@ -186,7 +186,7 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
 
 
 class _CountingTaps(Taps):
-    """Counts the values that scopes return, and their gradients.
+    """Taps that count the values that scopes return, and their gradients.
 
     Only values on which the loss (the first result) depends are counted.
     """
@@ -208,7 +208,7 @@ class _CountingTaps(Taps):
         return old.added(new)
 
     def named(self, kind: str, records: Mapping[Key, Any]) -> TensorRecords:
-        """Return the records by their tensors."""
+        """Return the records with their tensors, which have the kind ``kind``."""
         tensors = []
         for border, aval in self.borders:
             record = records.get(border.key, {}).get(border.position)

@@ -1,6 +1,6 @@
-"""The predicted time of a compiled program on a GPU.
+"""Predict the time of a compiled program on a GPU.
 
-It follows from the peak rates, the bandwidth and the launch time of the GPU.
+The prediction uses the peak rates and the bandwidth of the GPU, and the time of a kernel launch.
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
 from jaxmp.inspect.program import compiling, targets
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
-"""The share of the peak rate that a library's arithmetic reaches, the same for all devices.
+"""The share of the peak rate that the arithmetic of a kernel reaches, the same for all devices.
 
-Measured for matrix products on an H200, without the time of their bytes: 0.80 to 0.95 in bfloat16, 0.77 to 0.84 in
-TF32, 0.73 to 0.77 in float32 (three shapes each). Convolutions and attentions run in cuDNN. Their shares were chosen to
-fit the recorded steps of ResNet-50 and BERT.
+Matrix products were measured on an H200, without the time that their bytes take: 0.80 to 0.95 in bfloat16, 0.77 to 0.84
+in TF32, 0.73 to 0.77 in float32 (three shapes each). Convolutions and attentions run in cuDNN. Their shares were chosen
+so that predictions fit the recorded steps of ResNet-50 and BERT.
 """
-_ONLY_MOVE = ("__cub$", "AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")  # or sort
+_ONLY_MOVE = ("__cub$", "AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")
+"""The targets of custom calls that only move or sort data begin with these."""
 LIMITS = ("arithmetic", "bytes", "launch")
 ACHIEVED_BANDWIDTH = 0.9
-"""The share of the memory's bandwidth that kernels reach: a copy moved 4.3 of an H200's 4.8 TB/s."""
+"""The share of the memory's bandwidth that kernels reach; on an H200, a copy moved 4.3 of 4.8 TB/s."""
 ON_RECORD = "NVIDIA H200"
 ERROR = 0.12
-"""The largest measured relative error of a prediction, all on an H200; see docs/inspect.md."""
+"""The largest measured relative error of a prediction. All measurements were on an H200; see docs/inspect.md."""
 LAUNCH = 2e-6
 """Seconds from the end of a kernel to the start of the next one, with or without a CUDA graph."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The cost of an instruction, over all iterations of loops.
+    """The cost of an instruction in the compiled program, over all its launches.
 
     Attributes:
       name: the name of the instruction in the text of the compiled program.
       path: the names of modules and scopes, joined by ``/``.
-      source: the user's file and line.
-      dtype: the dtype of its products; empty without products.
+      source: the file and line in the user's code.
+      dtype: the dtype of the instruction's largest product; empty without products.
       count: the number of launches.
-      flops: the FLOPs of its products; a multiply-add is 2.
-      bytes: the bytes that it reads and writes.
-      bound: the longest of its parts: ``"arithmetic"``, ``"bytes"`` or ``"launch"``.
+      flops: the FLOPs of the products in all launches; a multiply-add is 2.
+      bytes: the bytes that all launches read and write.
+      bound: the part that takes the longest time: ``"arithmetic"``, ``"bytes"`` or ``"launch"``.
       milliseconds: the predicted time.
-      recomputed: whether it is a recomputation in the backward pass (``jax.checkpoint``).
+      recomputed: whether the backward pass computes the instruction again (``jax.checkpoint``).
     """
 
     name: str
@@ -80,8 +81,8 @@ class Roofline(tables.Shown):
       kernels: the kernels, slowest first.
       model_flop_utilisation: the time of the products at the device's peak rates, as a share of ``milliseconds``.
         Recomputed products are left out.
-      uncounted: the kernels with unknown FLOPs (of Triton, Pallas or a solver), and the collectives. They take longer
-        than predicted, because only their bytes are counted.
+      uncounted: the names of kernels with unknown FLOPs (of Triton, Pallas or a solver), and of collectives. They take
+        longer than predicted, because only their bytes are counted.
     """
 
     device: str
@@ -99,13 +100,14 @@ class Roofline(tables.Shown):
         if len(self.kernels) > _SHOWN:
             notes.append(f"… and {len(self.kernels) - _SHOWN} more")
         if self.uncounted:
-            notes.append(f"takes longer, because only bytes are counted for: {', '.join(self.uncounted)}")
+            names = ", ".join(self.uncounted)
+            notes.append(f"take longer than predicted, because only their bytes are counted: {names}")
         times = dict.fromkeys(LIMITS, 0.0)
         for kernel in self.kernels:
             times[kernel.bound] += kernel.milliseconds
         notes.append("bound by: " + ", ".join(f"{bound} {time:.3g} ms" for bound, time in times.items()))
         if self.device == ON_RECORD:
-            notes.append(f"measured errors were up to {ERROR:.0%}: times that differ by less are a tie")
+            notes.append(f"measured errors are up to {ERROR:.0%}, so do not rank times that differ by less")
         return title, _COLUMNS, [_cells(kernel) for kernel in self.kernels[:_SHOWN]], notes
 
 
@@ -129,17 +131,19 @@ _SHOWN = 20
 def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
     """Return a function that predicts the time of a call of ``fun``.
 
-    Nothing is executed. The time of a kernel is the sum of three times: that of its products, that of its bytes, and
-    that of a launch. Products run at a share of the peak rate, and bytes move at a share of the bandwidth. (The times
-    are added because products with many bytes were measured to take longer than the longer of the two.) Kernels run one
-    after the other. Of a conditional, the slowest branch counts; of a loop of unknown length, one iteration.
+    Nothing is executed. The time of a kernel is the sum of the time of its products, the time of its bytes, and the
+    time of a launch. Products run at a share of the peak rate, and bytes move at a share of the bandwidth. (The times
+    are added because, in measurements, products with many bytes took longer than the larger of these times.) Kernels
+    run one after the other. A conditional counts as its slowest branch. A loop of unknown length counts as one
+    iteration.
 
     The model is the roofline of Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for
     multicore architectures", CACM 2009.
 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function.
-      device: None for the attached GPU, or the name of one that is not attached, as for :func:`jaxmp.inspect.memory`.
+      device: None for the attached GPU, or the name of a GPU that is not attached, as for
+        :func:`jaxmp.inspect.memory`.
 
     Returns:
       A function of ``fun``'s arguments, or their shapes, that returns a :class:`Roofline`.
@@ -160,7 +164,7 @@ def _hardware(device: str | None) -> hardware.Hardware:
     known = hardware.detect(device)
     if not known.peak_tflops or known.peak_bandwidth is None:
         raise ValueError(
-            f"a roofline needs the device's peak rates, but jaxmp.hardware has none of {known.name!r}; name a known "
+            f"a roofline needs the device's peak rates, but jaxmp.hardware has none for {known.name!r}; name a known "
             f"GPU: {targets.choice()}"
         )
     return known
@@ -231,6 +235,6 @@ def _kernel(
 
 
 def _rate(dtype: str, device: hardware.Hardware) -> float:
-    """Return the peak FLOP/s of a dtype; float32's if it is unknown."""
+    """Return the peak FLOP/s of a dtype, or of float32 if the rate is unknown."""
     rates = device.peak_tflops
     return 1e12 * rates.get(dtype, rates["float32"])

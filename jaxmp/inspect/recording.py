@@ -25,7 +25,7 @@ _WAITING = 20
 
 
 class Record:
-    """A folder to which a training loop writes; :func:`record` creates it.
+    """A folder for the files of a training loop; :func:`record` creates it.
 
     Attributes:
       folder: the path of the folder.
@@ -35,7 +35,7 @@ class Record:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("plan.json", "memory.json", watch_files.FILE):
-            (folder / name).unlink(missing_ok=True)  # of an earlier record
+            (folder / name).unlink(missing_ok=True)  # left by an earlier record
         _write_json(folder / "summary.json", _environment())
         self._file = (folder / "metrics.csv").open("w", buffering=1, newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="", extrasaction="ignore")
@@ -79,23 +79,23 @@ class Record:
         (self.folder / "memory.json").write_text(plan.to_json())
 
     def watch(self, watch: Watch, dtype: Any = "float16") -> None:
-        """Write the watched steps that were not written yet, and clear the watch.
+        """Write the watched steps, and remove them from the watch.
 
         Args:
-          watch: the watch of this loop.
-          dtype: the half dtype whose underflow is shown.
+          watch: the watch of this training loop.
+          dtype: the half dtype for which underflow is counted.
         """
         lines = [line(step, numerics, {}, dtype) for step, numerics in watch.take().items()]
         with (self.folder / watch_files.FILE).open("a") as file:
             file.writelines(f"{text}\n" for text in lines)
 
     def summary(self, **values: Any) -> None:
-        """Add values to the summary, such as ``test_loss``, ``ms_per_step`` or ``policy``."""
+        """Add values to the summary, such as ``test_loss`` or ``ms_per_step``."""
         file = self.folder / "summary.json"
         _write_json(file, {**json.loads(file.read_text()), **values})
 
     def close(self) -> None:
-        """Write everything that was not written yet."""
+        """Write the metrics that still wait for the device, and close the file."""
         while self._waiting:
             self._write_oldest()
         self._file.close()

@@ -18,9 +18,10 @@ from jaxmp._internals.jax.walk import PRODUCTS, interpreted
 def with_rounded_operands(fun: Callable[..., Any], half: np.dtype) -> Callable[..., Any]:
     """Return ``fun`` with the operands of its products rounded to a half dtype.
 
-    Only floating operands are rounded. Products and all other operations keep their dtypes. Compile the result with
-    :data:`jaxmp.inspect.program.calls.AS_WRITTEN`, or XLA leaves the roundings out. Round a whole gradient function,
-    not the function in it: the gradient of a rounding is another rounding.
+    Only floating operands are rounded. Products and all other operations keep their dtypes. Compile the returned
+    function with the options :data:`jaxmp.inspect.program.calls.AS_WRITTEN`, because XLA otherwise removes the
+    roundings. For gradients, pass the gradient function as ``fun``. If you differentiate a function with rounded
+    operands instead, the cotangents of these operands are also rounded.
     """
 
     def call(*args: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Record the values at the borders of scopes, and their gradients.
+"""Record the values that enter and leave scopes, and their gradients.
 
-A tap returns its first argument and ignores the second one, the sink. Its custom derivative rule returns a record of
-the cotangent as the gradient of the sink. So the gradients with respect to all sinks are the records of all cotangents,
-and the program is differentiated once.
+A tap is a function of a value and a second argument, the sink. It returns the value and ignores the sink. Its custom
+derivative rule returns a record of the value's cotangent as the gradient of the sink. So one differentiation with
+respect to all sinks returns the records of all cotangents.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 
 class Taps(ABC):
-    """A recorder of the values at the borders of scopes.
+    """A recorder of the values that enter and leave scopes.
 
     Attributes:
-      borders: the values, with the shape and dtype of one iteration.
+      borders: the places of these values in the program, each with the shape and dtype of the value in one iteration.
     """
 
     def __init__(self, jaxpr: Any, borders: Sequence[AtBorder]) -> None:
@@ -52,25 +52,29 @@ class Taps(ABC):
 
     @abstractmethod
     def record(self, value: jax.Array) -> Any:
-        """Return the record of a value: arrays in a pytree."""
+        """Return the record of a value: a pytree of arrays."""
 
     @abstractmethod
     def record_cotangent(self, cotangent: jax.Array) -> jax.Array:
-        """Return the record of a cotangent: the gradient of the value's sink."""
+        """Return the record of a cotangent, which becomes the gradient of the sink."""
 
     @abstractmethod
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
-        """Return the sink of a value: zeros for all iterations of the loops around it."""
+        """Return the sink of a value: zeros for all iterations of the scans around it."""
 
     @abstractmethod
     def merge(self, old: Any, new: Any) -> Any:
-        """Return the record of a while loop so far.
+        """Return the record of a value in a while loop after an iteration.
 
-        ``old`` is the record of earlier iterations, zeros at first.
+        ``old`` is the record of the earlier iterations, or zeros in the first iteration. ``new`` is the record of this
+        iteration.
         """
 
     def sinks(self) -> dict[Key, dict[int, jax.Array]]:
-        """Return a sink for each value outside of while loops, which have no gradients."""
+        """Return the sinks by key and position.
+
+        Values in while loops have no sinks, because they have no gradients.
+        """
         sinks: dict[Key, dict[int, jax.Array]] = {}
         for border, aval in self.borders:
             turns = tuple(turn for turn in border.turns if turn is not None)
@@ -79,14 +83,14 @@ class Taps(ABC):
         return sinks
 
     def at(self, key: Key, results: list[Any], sinks: Mapping[int, Any] | None) -> tuple[list[Any], Any]:
-        """Return the results of an equation to continue with, and their records by position.
+        """Return the tapped results of an equation, and their records by position.
 
-        Without a border at the equation, the records are None.
+        If no result is in ``borders``, the results are unchanged and the records are None.
 
         Args:
           key: the key of the equation.
-          results: its results, traced.
-          sinks: the sinks of its results by position; in a loop, those of this iteration.
+          results: the traced results of the equation.
+          sinks: the sinks of the results by position; in a loop, the sinks of this iteration.
         """
         positions = self._positions.get(key)
         if positions is None:
@@ -100,6 +104,6 @@ class Taps(ABC):
     def merged(self, old: Any, new: Any) -> Any:
         """Return the records of an equation in a while loop after an iteration.
 
-        ``old`` is zeros in the first iteration.
+        ``old`` and ``new`` are as in :meth:`merge`.
         """
         return {position: self.merge(old[position], new[position]) for position in new}

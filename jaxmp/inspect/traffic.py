@@ -19,19 +19,23 @@ from jaxmp.sharding.specs import axes_in_spec
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Equal operations that move data between devices.
+    """Equal operations of a program that move arrays between devices.
+
+    They have the same kind, dtype, axis, arrays, path and source.
 
     Attributes:
       kind: XLA's kind: ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"``, …
       dtype: the dtype of the data that is sent.
-      axis: the axes of the mesh, joined by ``+``; the number of devices if there is no mesh.
+      axis: the mesh axes over which devices communicate, joined by ``+``; the number of devices, such as
+        ``"8 devices"``, if there is no mesh or if the devices do not lie along mesh axes.
       count: the number of executions in a call, including iterations of loops.
-      bytes: the bytes of the whole array: the gathered array, or each device's part of a sum before the reduction.
-      wire: the bytes that one device sends for all of them in a ring: (n - 1)/n of the whole, twice that for an
-        all-reduce.
-      path: the names of modules and scopes around them, joined by ``/``.
-      source: the user's file and line; empty if the program does not have it.
-      arrays: the bytes of each array, if one operation moves several.
+      bytes: the bytes that one operation moves: those of the gathered array for an all-gather, and those of one
+        device's operand for the other kinds.
+      wire: the bytes that one device sends in all executions. In each execution, a device in a ring of n devices sends
+        (n - 1)/n of ``bytes``. In an all-reduce it sends twice as much, and in a collective-permute all of ``bytes``.
+      path: the names of modules and scopes around the operations, joined by ``/``.
+      source: the file and line in the user's code; empty if the compiled program does not have them.
+      arrays: the bytes of each array that one operation moves; their sum is ``bytes``.
     """
 
     kind: str
@@ -50,7 +54,7 @@ class Collectives(tables.Shown):
     """The collectives of a compiled program.
 
     Attributes:
-      rows: the collectives, sorted by the bytes that they send, most first.
+      rows: the collectives; those that send the most bytes come first.
     """
 
     rows: tuple[Collective, ...]
@@ -74,19 +78,20 @@ class Collectives(tables.Shown):
             (round(row.wire), row.count, row.bytes, row.kind, row.dtype, row.axis, row.path, row.source)
             for row in self.rows
         ]
-        columns = ("sent", "count", "whole", "kind", "dtype", "axis", "path", "source")
-        return f"{self.wire:,.0f} bytes sent by a device", columns, cells, ()
+        columns = ("sent", "count", "bytes", "kind", "dtype", "axis", "path", "source")
+        return f"{self.wire:,.0f} bytes sent by each device", columns, cells, ()
 
 
 def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
     """Return the minimum number of bytes that one device sends in a training step.
 
-    It is 8 (n - 1)/n bytes per param for n devices. Each weight is gathered in 16 bits for the forward pass, and again
-    for the backward pass. Its gradient is reduced in float32.
+    If n devices split the batch and no other axes split the params, the minimum is 8 (n - 1)/n bytes per param. Each
+    weight is gathered in 16 bits for the forward pass, and again for the backward pass. The gradient of each weight is
+    reduced in float32.
 
     Args:
       params: a tree of arrays or shapes, each with a ``NamedSharding``.
-      axes: the axes of the mesh that split the batch.
+      axes: the mesh axes that split the batch.
 
     >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
     >>> ideal_wire(jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("fsdp"))))
@@ -110,8 +115,8 @@ def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
 def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = None) -> Collectives:
     """Return the collectives of a compiled program.
 
-    Equal collectives are counted together. On a CPU, XLA runs half collectives in float32. To see their dtypes on a
-    GPU, compile for one; it need not be attached.
+    Equal collectives are counted together. On a CPU, XLA runs half collectives in float32. To see the dtypes that a GPU
+    uses, compile for a GPU, which need not be attached.
 
     Args:
       compiled: ``jax.jit(fun).lower(*args).compile()`` with arguments on a mesh.
@@ -145,7 +150,7 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
 def _arrays_by_dtype(
     program: hlo.HloProgram, computation: str, instruction: hlo.Instruction, kind: str, devices: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the bytes of the whole arrays that a collective moves, by dtype."""
+    """Return the bytes of each array that a collective moves, by dtype."""
     instructions = program.computations[computation]
     sizes: dict[str, list[int]] = {}
     for name in instruction.operands:
@@ -157,7 +162,7 @@ def _arrays_by_dtype(
 
 
 def _sent_share(kind: str, devices: int) -> float:
-    """Return the share of an array that each device sends around a ring."""
+    """Return the bytes that each device sends, divided by the bytes of the array."""
     if kind == "collective-permute":
         return float(devices > 1)
     rounds = 2 if kind == "all-reduce" else 1

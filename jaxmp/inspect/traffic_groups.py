@@ -20,9 +20,9 @@ Groups = list[list[int]]
 
 
 def groups_of(text: str) -> Groups:
-    """Return the groups of devices of an instruction.
+    """Return the groups of devices that exchange data in an instruction.
 
-    The list is empty if all devices exchange data.
+    The list is empty if all devices are one group.
 
     Args:
       text: the instruction, as XLA prints it.
@@ -40,7 +40,7 @@ def groups_of(text: str) -> Groups:
     if match := _WRITTEN.search(text):
         raise ValueError(
             "groups of devices must be in one of XLA's notations {{0,1},…}, [2,4]<=[8] or mesh['x'=8], got "
-            f"{match[0]}; take a JAX that jaxmp is tested with (jaxmp doctor)"
+            f"{match[0]}; use a JAX version that jaxmp is tested with (jaxmp doctor)"
         )
     return []
 
@@ -50,9 +50,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _groups_of_reshaped(shape: list[int], order: list[int], transposed: list[int]) -> Groups:
-    """Return the groups of ``[2,4]<=[4,2]T(1,0)``.
+    """Return the groups of a text such as ``[2,4]<=[4,2]T(1,0)``.
 
-    All devices in order are reshaped, transposed and reshaped again.
+    The device numbers in order are reshaped to (4, 2), transposed, and reshaped to (2, 4). Each row is a group.
     """
     devices = np.arange(math.prod(order)).reshape(order)
     if transposed:
@@ -62,10 +62,10 @@ def _groups_of_reshaped(shape: list[int], order: list[int], transposed: list[int
 
 
 def _groups_of_mesh(sizes: dict[str, int], device_ids: list[int], axes: str) -> Groups:
-    """Return the groups of ``mesh['x'=8,'y'=2] {'x':(2)4}``.
+    """Return the groups of a text such as ``mesh['x'=8,'y'=2] {'x':(2)4}``.
 
-    If only a part of an axis communicates, here 4 of the 8 after a factor of 2, the axis is split in three: the factors
-    before the part, the part, and the factors after it.
+    Each axis of the mesh is reshaped into three axes, and the devices of a group lie along the middle ones. In this
+    example, ``x`` becomes (2, 4, 1). A mesh axis without communication, such as ``y``, has a middle axis of size 1.
     """
     devices = np.array(device_ids) if device_ids else np.arange(math.prod(sizes.values()))
     parts = {}
@@ -83,9 +83,10 @@ def _groups_of_mesh(sizes: dict[str, int], device_ids: list[int], axes: str) -> 
 
 
 def axis_of(groups: Groups, mesh: Any) -> str:
-    """Return the fewest axes of the mesh along which the groups lie.
+    """Return the fewest mesh axes such that each group lies along these axes.
 
-    If the groups lie along no axes, return the number of devices.
+    The names of the axes are joined by ``+``. If there are no such axes, return the number of devices in a group, such
+    as ``"8 devices"``.
     """
     shape = dict(mesh.shape) if mesh is not None else {}
     devices = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))

@@ -1,7 +1,4 @@
-"""The errors of a function's loss and gradients under overrides.
-
-The reference is float32.
-"""
+"""Measure the errors of a loss and its gradients, relative to float32."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
 
 _HALF = {"float16", "bfloat16"}
-# Each program runs once for each batch: LLVM's optimizations take longer than they save. A GPU's kernels need them.
+# A program runs only once for each batch, so on a CPU the optimizations of LLVM take longer than they save.
 _COMPILED_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 _PRODUCTS_ONLY = {"class:half": "half", EVERY: "float32"}
@@ -36,12 +33,12 @@ _PRODUCTS_ONLY = {"class:half": "half", EVERY: "float32"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module or scope with half operations of its own, or one of its operations.
+    """A module or scope that the search can make float32, or one of its operations.
 
     Attributes:
-      path: its path in an override.
-      flops: the FLOPs of its own products.
-      operations: its half operations.
+      path: the path of the module, the scope or the operation, as an override takes it.
+      flops: the FLOPs of the products in it, without those in submodules.
+      operations: the half operations of a module or scope, without those in submodules; empty for an operation.
     """
 
     path: str
@@ -50,7 +47,7 @@ class Candidate:
 
 
 def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fun`` without the policies and autocasts inside of it."""
+    """Return ``fun`` with all policies and autocasts in it turned off."""
 
     def plain(*args: Any) -> Any:
         with policies_off(True):
@@ -66,7 +63,7 @@ def named_copy(args: Sequence[Any]) -> Any:
 
 
 def with_folded_keys(args: Any, seed: int) -> Any:
-    """Return arguments whose typed PRNG keys are folded with a seed.
+    """Return the arguments with a seed folded into their typed PRNG keys.
 
     Raises:
       ValueError: there is no typed PRNG key.
@@ -108,13 +105,14 @@ def candidates_of(plain: Callable[..., Any], args: Sequence[Any], half: Policy) 
 
 
 class Measurement:
-    """The errors of a function by its overrides.
+    """A measurement of the errors of a function under overrides.
 
     Args:
       plain: the function without policies.
-      all_args: arguments for each batch; their first floating argument is differentiated.
+      all_args: the arguments for each batch. The function is differentiated with respect to the first argument that has
+        floating arrays.
       half: the half policy.
-      loss_scale: the factor of the loss before it is differentiated under autocast.
+      loss_scale: the factor of the loss before the differentiation, except in the float32 reference.
     """
 
     def __init__(
@@ -129,7 +127,7 @@ class Measurement:
     def batch_that_is_not_finite(self) -> int | None:
         """Return the number of the first batch that is not finite in float32, or None.
 
-        Its loss and its gradients are checked.
+        A batch is finite if its loss and gradients are.
         """
         for n, (loss, gradient) in enumerate(self._references):
             if not (np.isfinite(loss) and np.isfinite(gradient).all()):
@@ -137,10 +135,10 @@ class Measurement:
         return None
 
     def lower_loss_scale(self) -> None:
-        """Lower the loss scale until gradients are finite.
+        """Lower the loss scale until the loss and the gradients are finite.
 
-        They are measured with only the products in float16. If they are not finite under any scale, the scale stays:
-        the program overflows by itself.
+        They are measured with only products in float16. If they are not finite even at loss scale 1, the loss scale is
+        not the cause, and is not changed.
         """
         scale = self.loss_scale
         while np.isinf(self.error(_PRODUCTS_ONLY)):
@@ -152,7 +150,8 @@ class Measurement:
     def floor(self) -> float:
         """Return the error if only the operands of products are rounded to half.
 
-        If float16 overflows, it is the error of bfloat16 divided by 8, for float16's three more bits of mantissa.
+        If float16 overflows, return the error of bfloat16 divided by 8, because the mantissa of float16 has three more
+        bits.
         """
         floor = self._floor(self._half.compute_dtype)
         return floor if np.isfinite(floor) else self._floor(np.dtype(jnp.bfloat16)) / 8
@@ -166,7 +165,7 @@ class Measurement:
     def error(self, overrides: Mapping[str, str]) -> float:
         """Return the largest error of all batches under overrides.
 
-        It is infinite if a loss or a gradient is not finite.
+        The error is infinite if a loss or a gradient is not finite.
         """
         self.evaluations += 1
         cast = autocast(self._plain, self._half, overrides)
@@ -186,7 +185,7 @@ class Measurement:
     def overrides(self, candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> dict[str, str]:
         """Return overrides that give float32 to the chosen candidates and operations.
 
-        Their children keep the policy, unless they are chosen too.
+        Submodules of a chosen module keep the half policy, unless they are chosen too.
         """
         overrides = {}
         touched = {candidate for candidate in candidates if not {candidate, *candidate.operations}.isdisjoint(chosen)}
@@ -208,8 +207,8 @@ class Measurement:
     ) -> list[tuple[float, np.ndarray]]:
         """Return the loss and the gradients of each batch.
 
-        The gradients are one float64 vector. The function is compiled once. ``transform`` changes the function that
-        returns the gradient.
+        The gradients of a batch are one float64 vector. ``transform`` is applied to the gradient function, which is
+        compiled once for all batches.
         """
         structure = jax.tree.structure(tuple(all_args[0]))
         numbers = differentiated(all_args[0])
@@ -231,15 +230,15 @@ class Measurement:
 
 
 def _parent(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the nearest candidate above another one."""
+    """Return the nearest candidate that encloses a candidate, or None."""
     above = [other for other in candidates if candidate.path.startswith(f"{other.path}/")]
     return max(above, key=lambda other: len(other.path), default=None)
 
 
 def _relative(value: Any, true: Any, least: float = 0.0) -> float:
-    """Return the L2 norm of the difference, divided by that of the true value.
+    """Return the L2 norm of the difference, divided by the L2 norm of the true value.
 
-    It is divided by ``least`` if that is larger.
+    If ``least`` is larger than the norm of the true value, the difference is divided by ``least``.
     """
     difference, size = float(np.linalg.norm(np.subtract(value, true))), max(float(np.linalg.norm(true)), least)
     if difference == 0:

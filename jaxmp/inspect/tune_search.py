@@ -1,4 +1,4 @@
-"""Search for the fewest candidates that need float32."""
+"""Search for a small set of modules, scopes and operations that need float32."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Chosen = frozenset[Candidate]
 
 
 class Evaluator(Protocol):
-    """The part of a measurement that the search needs.
+    """The methods of a measurement that the search uses.
 
-    It is implemented by :class:`jaxmp.inspect.tune_measure.Measurement`.
+    :class:`jaxmp.inspect.tune_measure.Measurement` implements them.
     """
 
     def error(self, overrides: Any) -> float:
@@ -30,13 +30,14 @@ class Result:
     """The state of a search: the best choice so far, and each candidate's effect.
 
     Attributes:
-      candidates: the modules and scopes.
-      chosen: the candidates and operations in float32.
+      candidates: the modules and scopes that have half operations.
+      chosen: the best choice: the modules, scopes and operations in float32.
       error: the error with this choice.
       error_before: the error with nothing in float32.
-      errors: the error with each candidate in float32, beside those that overflow; empty if it was not needed.
-      operations: the operations of chosen candidates that were tried.
-      interrupted: whether the keyboard ended the search.
+      errors: for each candidate, the error with the candidate and all overflowing candidates in float32. Empty if the
+        search did not need these errors.
+      operations: the operations of chosen candidates that the search tried to choose alone.
+      interrupted: whether Ctrl-C ended the search.
     """
 
     candidates: Sequence[Candidate]
@@ -51,23 +52,26 @@ class Result:
 def search(
     candidates: Sequence[Candidate], evaluator: Evaluator, tolerance: float, *, operations: bool = True, spent: int = 0
 ) -> Result:
-    """Return few candidates in float32 that keep the error within the tolerance.
+    """Search for few candidates in float32 that meet the tolerance.
 
-    1. If the error is infinite, bisection over the candidates finds those that overflow. They are chosen.
-    2. Each other candidate is tried in float32 beside them, and ranked by the error that is left.
-    3. The shortest beginning of this list that meets the tolerance is found by bisection.
-    4. Each of these is taken back if the tolerance holds without it, those with the most FLOPs first.
-    5. Within each that is left, only its operations get float32. Each is taken back in the same way.
+    1. If the error is infinite, the search finds the candidates that overflow, by bisection, and chooses them.
+    2. It tries each other candidate in float32 together with the overflowing ones, and sorts the other candidates by
+       this error.
+    3. It adds candidates to the choice in this order, as few as meet the tolerance. Their number is found by bisection.
+    4. It removes each of the added candidates from the choice if the tolerance is met without this candidate. The
+       candidates with the most FLOPs are tried first.
+    5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
+       operations from the choice as in step 4.
 
-    There are at most ``2 * (candidates + operations tried) + 10`` evaluations. At that number, or at an interrupt from
-    the keyboard, the search ends with the best choice so far.
+    There are at most ``2 * (candidates + operations tried) + 10`` evaluations. At that number, or at Ctrl-C, the search
+    ends with the best choice so far.
 
     Args:
-      candidates: children before parents.
+      candidates: the modules and scopes with half operations, children before parents.
       evaluator: measures errors.
-      tolerance: the largest error allowed.
+      tolerance: the largest allowed error.
       operations: whether to try single operations.
-      spent: evaluations before the search, which count.
+      spent: the number of evaluations before the search. The limit includes them.
     """
     progress = _progress(len(candidates))
     run = _Search(candidates, evaluator, tolerance, spent, progress)
@@ -84,7 +88,7 @@ def search(
 
 
 class _BudgetSpent(Exception):
-    """No evaluation is left."""
+    """Ends a search that has no evaluations left."""
 
 
 class _Search:
@@ -99,7 +103,10 @@ class _Search:
         self.task = progress.add_task("tuning", total=self.left)
 
     def error_of(self, chosen: Chosen) -> float:
-        """Measure a choice once, and keep it if it is better."""
+        """Return the error of a choice, and accept the choice if it is the best so far.
+
+        The error of each choice is measured only once.
+        """
         if chosen not in self.errors:
             if self.left < 1:
                 raise _BudgetSpent
@@ -137,17 +144,18 @@ class _Search:
                 too_few = middle
         chosen = frozenset(order[:enough])
         self.accept(chosen)
-        self.take_back(chosen, order[len(overflowing) : enough - 1])  # the last one is needed
+        self.take_back(chosen, order[len(overflowing) : enough - 1])  # the last added candidate is needed
 
     def overflowing(self) -> list[Candidate]:
-        """Return candidates without which the error is infinite.
+        """Return the candidates that must be float32 for a finite error.
 
-        If there are many, the search for them ends before all are found.
+        Some may be missing, because the search for them ends after about half as many evaluations as candidates.
         """
         overflowing: list[Candidate] = []
         most = max(len(self.candidates) // 2, 1)
         while math.isinf(self.error_of(frozenset(overflowing))) and len(self.errors) <= most:
-            finite, infinite = 0, len(self.candidates)  # with so many of the candidates in half
+            # The error is finite if the first `finite` candidates are half, and infinite if the first `infinite` are.
+            finite, infinite = 0, len(self.candidates)
             if math.isinf(self.error_of(frozenset(self.candidates))):
                 break
             while infinite - finite > 1:
@@ -160,19 +168,19 @@ class _Search:
         return overflowing
 
     def most_helpful(self, overflowing: Sequence[Candidate]) -> list[Candidate]:
-        """Return the other candidates, the most helpful first.
+        """Return the candidates that do not overflow, the most helpful first.
 
-        They are not sorted if none of them is needed, or if the error is still infinite.
+        If none of them is needed, or if the error is still infinite, they are not measured and not sorted.
         """
-        others = [candidate for candidate in self.candidates if candidate not in overflowing]
+        finite = [candidate for candidate in self.candidates if candidate not in overflowing]
         if not self.tolerance < self.error_of(frozenset(overflowing)) < math.inf:
-            return others
-        for candidate in others:
+            return finite
+        for candidate in finite:
             self.result.errors[candidate] = self.error_of(frozenset([*overflowing, candidate]))
-        return sorted(others, key=lambda other: _usefulness(other, self.result.errors, self.tolerance))
+        return sorted(finite, key=lambda candidate: _usefulness(candidate, self.result.errors, self.tolerance))
 
     def take_back(self, chosen: Chosen, some: Sequence[Candidate]) -> None:
-        """Take back the candidates that are not needed, those with most FLOPs first."""
+        """Remove unneeded candidates from the choice, those with most FLOPs first."""
         for candidate in sorted(some, key=lambda candidate: (-candidate.flops, candidate.path)):
             if self.meets(chosen - {candidate}):
                 chosen -= {candidate}
@@ -194,10 +202,11 @@ class _Search:
 
 
 def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[Any, ...]:
-    """Return the key for sorting: the smallest error first.
+    """Return a key that sorts candidates by their error, the smallest first.
 
-    Errors within the tolerance count as equal, as do errors within about a tenth of each other. Then modules with half
-    operations beside products win, for products alone add no more than the floor. Then fewer FLOPs win.
+    Errors within the tolerance count as equal, and so do errors that differ by less than about a tenth. Among equal
+    errors, modules with half operations other than products come first, because products alone cause an error of at
+    most the floor. After that, modules with fewer FLOPs come first.
     """
     error = max(errors[candidate], tolerance)
     size = round(math.log(error, 1.1)) if 0 < error < math.inf else error

@@ -1,7 +1,4 @@
-"""The search for the parts of a function that need float32.
-
-It measures the errors of the loss and the gradients.
-"""
+"""Find the parts of a function that need float32."""
 
 from __future__ import annotations
 
@@ -33,14 +30,14 @@ _FEW_IN_HALF = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class TunedRow:
-    """A module or scope with half operations of its own, or one of its operations.
+    """A module or scope that the search can make float32, or one of its operations.
 
     Attributes:
-      path: the module, the scope or the operation, as an override takes it.
-      error: the error of the function with this module in float32, beside those that overflow in half; NaN if it was
-        not measured.
-      flops: FLOPs of the products of the candidate, without those of modules below it.
-      is_float32: whether it has to compute in float32.
+      path: the path of the module, the scope or the operation, as an override takes it.
+      error: the error of the function if this module and all modules that overflow in half compute in float32; NaN if
+        this error was not measured.
+      flops: the FLOPs of the products in the module, scope or operation, without those in submodules.
+      is_float32: whether the search chose float32.
     """
 
     path: str
@@ -53,24 +50,27 @@ class TunedRow:
 class Tuned(tables.Shown):
     """Overrides that keep the loss and the gradients near those of float32.
 
-    They are the smallest set that the search found. The error is the larger of two errors. One is the error of the
-    loss, divided by the absolute value of the loss or by 1, whichever is larger. The other is the relative L2 error of
-    all gradients together. Overrides of named scopes and of operations (``"flow:add"``) need autocast:
-    :func:`jaxmp.autocast`, :func:`jaxmp.linen.autocast` or :func:`jaxmp.nnx.autocast`.
+    The overrides are the smallest set that the search found. The error of a function is the larger of two numbers:
+
+    - the error of the loss, divided by the absolute value of the loss or by 1, whichever is larger;
+    - the relative L2 error of all gradients together.
+
+    Overrides of named scopes and of operations (``"flow:add"``) need autocast: :func:`jaxmp.autocast`,
+    :func:`jaxmp.linen.autocast` or :func:`jaxmp.nnx.autocast`.
 
     Attributes:
       policy: the policy with the overrides. Pass it to ``autocast`` or ``make_train_step(policy=)``. If all overrides
         are of modules, you can also pass it to ``apply_policy``.
-      overrides: the policies by path, in the order in which they apply; empty if none is needed.
+      overrides: the policies by path; empty if no override is needed. The first override that matches a path applies.
       error: the error with the overrides.
       error_before: the error without them.
       floor: the error if only the operands of products are rounded to half, and all other computations are float32.
-      tolerance: the largest error that was allowed.
+      tolerance: the largest allowed error.
       met: whether ``error`` is at most ``tolerance``.
       interrupted: whether Ctrl-C ended the search.
       half_flops: the share of the products' FLOPs in half with the overrides, from 0 to 1.
       loss_scale: a good first loss scale in float16; None in bfloat16.
-      rows: the modules and operations that the search could make float32; those that it made float32 come first.
+      rows: the modules, scopes and operations that the search could make float32; the chosen ones come first.
       evaluations: the number of errors that were measured. Each measurement compiles the function once.
     """
 
@@ -118,7 +118,7 @@ class Tuned(tables.Shown):
         if self.half_flops < _FEW_IN_HALF:
             notes.append("few products are left in half: train in float32, or allow a larger error with tolerance=")
         if self.loss_scale is not None:
-            notes.append(f"loss scale {self.loss_scale:g}, a good first one")
+            notes.append(f"a good first loss scale: {self.loss_scale:g}")
         return self._title(), _COLUMNS, cells, notes
 
     def _title(self) -> str:
@@ -152,10 +152,11 @@ def tune(
       fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train
         step. Then call the function that ``tune`` returns with the step's arguments.
       policy: a half policy without overrides, such as ``"mixed_bfloat16"``.
-      tolerance: the largest error to allow, relative to float32 (:class:`Tuned` defines the error). None means twice
-        the ``floor``, which is the error if only the operands of products are half.
-      seeds: the number of measurements of each error, with different random numbers; the largest error counts. After
-        the first measurement, each typed PRNG key among the arguments is folded with 1, 2, ….
+      tolerance: the largest allowed error relative to float32 (:class:`Tuned` defines the error). None means twice the
+        ``floor``, which is the error if only the operands of products are rounded to half.
+      seeds: the number of measurements of each error, with different random numbers; the largest error counts. The
+        first measurement uses the arguments as they are. For the others, 1, 2, … is folded into each typed PRNG key
+        among the arguments.
       operations: whether the overrides may be of single operations. Pass False to get overrides for ``apply_policy``,
         which takes only modules.
 
@@ -167,8 +168,8 @@ def tune(
 
     Raises:
       ValueError: the policy is not half, or has overrides; the tolerance is below the floor, and the error of autocast
-        is more than half the floor; the float32 function is not finite; the function has no products; or ``seeds`` is
-        more than 1 and no argument has a typed PRNG key.
+        is more than half the floor; the float32 loss or gradients are not finite, or the gradients are zero; no module
+        or named scope has a half operation; or ``seeds`` is more than 1 and no argument has a typed PRNG key.
       TypeError: the first result of ``fun`` is not a floating scalar; or ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -221,9 +222,11 @@ def tune(
         allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
         if not np.isfinite(floor):
             raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
-        if allowed < floor < 2 * measurement.error({}):  # else autocast keeps the sensitive products in float32
+        # Autocast has a much smaller error than the floor if it keeps the sensitive products in float32.
+        if allowed < floor < 2 * measurement.error({}):
             raise ValueError(
-                f"half operands of products alone give an error of {floor:.2e}, got tolerance={tolerance}; allow more"
+                f"tolerance must be at least {floor:.2e}, the error if only the operands of products are half, got "
+                f"{tolerance}; pass a larger tolerance"
             )
         candidates = candidates_of(plain, args, half)
         result = search(candidates, measurement, allowed, operations=operations, spent=measurement.evaluations)

@@ -18,22 +18,24 @@ from jaxmp.training.step import TrainStep
 
 
 class Watch:
-    """Counts the values of every n-th step.
+    """A watch that counts the values of every n-th step.
 
-    Call a watch of a train step in place of the step: it takes the step and returns its results. Every n-th call runs a
-    program that also counts values. Its results equal those of a plain step up to rounding. No call waits for the
-    device. The counts are read when a later call finds them ready, or when you read ``steps``.
+    Call a watch of a train step in place of the step. The watch takes the step and returns the step's results. Every
+    n-th call runs a program that also counts values. The results of this program equal those of the plain step up to
+    rounding. No call waits for the device. The counts are read when a later call finds them ready, or when you read
+    ``steps``.
 
     Args:
       loss_fn: as for :func:`jaxmp.inspect.numerics`; or the result of :func:`jaxmp.make_train_step` or
-        :func:`jaxmp.nnx.make_train_step`. You call the watch with the number of the step and then its arguments.
-      every: the distance of watched steps.
+        :func:`jaxmp.nnx.make_train_step`. You call the watch with the number of the step, followed by the arguments of
+        the loss function or the train step.
+      every: the watch counts the steps whose number is a multiple of ``every``.
       policy: as for :func:`jaxmp.inspect.numerics`; not allowed for a train step.
       tx: as for :func:`jaxmp.inspect.numerics`; not allowed for a train step.
 
     Attributes:
-      counting: the train step that also counts, which you can pass to ``jaxmp.inspect.roofline`` and other tools; None
-        for a loss function.
+      counting: the train step that also counts values; None for a loss function. You can pass it to
+        ``jaxmp.inspect.roofline`` and other tools.
 
     Raises:
       ValueError: ``every`` is less than 1; or ``policy`` or ``tx`` is set for a train step.
@@ -73,7 +75,7 @@ class Watch:
 
     @property
     def steps(self) -> dict[int, Numerics]:
-        """Return the numerics of the watched steps by step number, and wait for them."""
+        """Wait for the watched steps, and return their numerics by step number."""
         self._read(wait=True)
         return self._steps
 
@@ -86,7 +88,7 @@ class Watch:
           **kwargs: for a loss function, ``opt_state=None`` and ``loss_scale=1.0``.
 
         Returns:
-          The results of the train step. For a loss function its numerics, or None if the step is not watched.
+          The results of the train step. For a loss function, its numerics, or None if the step is not watched.
         """
         is_watched = step % self.every == 0
         if self.counting is None:
@@ -103,10 +105,10 @@ class Watch:
         return result
 
     def take(self, wait: bool = True) -> dict[int, Numerics]:
-        """Return the numerics of the watched steps, and forget them.
+        """Return the numerics of the watched steps, and remove them from the watch.
 
         Args:
-          wait: whether to wait for the device; otherwise only the steps that are ready are returned.
+          wait: whether to wait for the device. If False, only the steps that are ready are returned.
         """
         self._read(wait)
         steps, self._steps = self._steps, {}
@@ -117,14 +119,14 @@ class Watch:
             step, (records, scale) = next(iter(self._unread.items()))
             if not wait and not scale.is_ready():
                 break
-            # A scale that is not a power of two counts as the next lower one.
+            # A scale that is not a power of two counts as the next lower power of two.
             self._steps[step] = read_records(records, math.floor(math.log2(float(scale))))
             del self._unread[step]
 
     def shares(self, kind: str = "activation_gradients", dtype: Any = "float16") -> dict[str, list[float]]:
-        """Return the shares of values that become 0, by path, for each watched step.
+        """Return the shares of values that become 0 in ``dtype``, by path.
 
-        Values are rounded to ``dtype``. Gradients are first multiplied by the loss scale of their step.
+        Each list has one share for each watched step. Gradients are first multiplied by the loss scale of their step.
         """
         vanished = [_vanished_shares(step, kind, dtype) for step in self.steps.values()]
         paths = dict.fromkeys(path for shares in vanished for path in shares)
@@ -144,9 +146,9 @@ def _zero_shares(step: Numerics, kind: str) -> dict[str, float]:
 
 
 def _exponents(step: Numerics, kind: str, dtype: Any) -> dict[int, int]:
-    """Return the number of values of all tensors, by binary exponent.
+    """Return the number of values of all tensors of a kind, by binary exponent.
 
-    The exponents are those of the values under the scale of the step.
+    Gradients are first multiplied by the loss scale of the step.
     """
     tensors = list(getattr(step, kind).values())
     scale = step.loss_scale if kind.endswith("gradients") else 1.0
@@ -156,9 +158,12 @@ def _exponents(step: Numerics, kind: str, dtype: Any) -> dict[int, int]:
 def line(step: int, numerics: Numerics, metrics: Mapping[str, float], dtype: Any = "float16") -> str:
     """Return a watched step as a line of JSON.
 
-    It has the metrics, and by kind and path: ``vanished``, the share of values that become 0 in ``dtype`` under the
-    step's scale; ``zeros``, the share of values that are 0; ``ratio``, the norm of the update divided by the weight's.
-    ``exponents`` has, by kind, the number of values of all tensors by their binary exponent.
+    The line has the metrics, the loss scales, the number of values that are not finite, and:
+
+    - ``vanished``: by kind and path, the share of values that become 0 in ``dtype`` (gradients under the loss scale);
+    - ``zeros``: by kind and path, the share of values that are 0;
+    - ``exponents``: by kind, the number of values for each binary exponent;
+    - ``ratio``: by path, the norm of a param's update divided by the norm of the param.
     """
     kinds = [kind for kind in TENSORS if kind != "weights"]
     row = {

@@ -16,20 +16,22 @@ _COLUMNS = ("step", "split", "loss", "grad_norm", "loss_scale", "skipped")
 def metrics(folder: Path) -> list[dict[str, str]]:
     """Return the rows of a run's ``metrics.csv`` that are training steps.
 
+    A row that is still being written is left out.
+
     Raises:
-      FileNotFoundError: the folder is not that of a run.
+      FileNotFoundError: the folder has no ``metrics.csv``.
       ValueError: the file was written by another program.
     """
     file = folder / "metrics.csv"
     if not file.is_file():
-        raise FileNotFoundError(f"a run's folder has metrics.csv, but {folder} has none; give the folder of --run-dir")
+        raise FileNotFoundError(f"a run's folder has metrics.csv, but {folder} has none; pass the folder of --run-dir")
     with file.open() as opened:
         rows = csv.DictReader(opened)
         missing = [name for name in _COLUMNS if name not in (rows.fieldnames or _COLUMNS)]
         if missing:
             raise ValueError(
                 f"the metrics.csv of a run has the columns {', '.join(_COLUMNS)}, but {file} has no "
-                f"{', '.join(missing)}; give the folder of --run-dir"
+                f"{', '.join(missing)}; pass the folder of --run-dir"
             )
         return [row for row in rows if row["split"] == "train" and row["skipped"]]
 
@@ -40,7 +42,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     A line that is still being written is left out.
 
     Raises:
-      FileNotFoundError: the run is not watched, or has no watched step yet.
+      FileNotFoundError: the run is not watched, or no watched step is written yet.
       ValueError: the file was written by another program.
     """
     file = folder / FILE

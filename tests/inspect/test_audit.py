@@ -170,12 +170,12 @@ def test_check_lists_each_fault_with_its_remedy() -> None:
     wide = audit(jnp.matmul, compile=False)(shape(8, 8), shape(8, 8))
     with pytest.raises(
         AuditError,
-        match=r"half_flops: 0.0% .* not 80.0% \(float32 100.0%\); the largest others: \(no scope\) \(no line known\); "
-        "cast the operands of these to half, put the model under a policy, or lower min_half_flops$",
+        match=r"half_flops: 0.0% .* not 80.0% \(float32 100.0%\); the largest wider products: \(no scope\) "
+        r"\(no line known\); cast their operands to half, put the model under a policy, or lower min_half_flops$",
     ):
         wide.check()
     wide.check(min_half_flops=0)
-    with pytest.raises(AuditError, match=r"memory: 2kB at the peak, more than 1kB; take a smaller batch"):
+    with pytest.raises(AuditError, match=r"memory: 2kB at the peak, more than 1kB; use a smaller batch"):
         dataclasses.replace(report, memory=types.SimpleNamespace(peak=2000)).check(
             allow=["half-exponential"], max_bytes=1000
         )

@@ -63,7 +63,7 @@ class TestMemory:
         title, *lines = str(plan).splitlines()
         assert title.endswith("MiB at the peak on each of 8 NVIDIA H200 141GB HBM3e, batch of 4096")
         assert lines[2].startswith(
-            "sent by each: 8.26MB, 5.25 bytes a param (ideal 7.00): reduce-scatter float32 fsdp 5.5"
+            "sent by each device: 8.26MB, 5.25 bytes per param (ideal 7.00): reduce-scatter float32 fsdp 5.5"
         )
         plain = json.loads(plan.to_json())
         assert plain["devices"] == 8 and {row["axis"] for row in plain["collectives"]["rows"]} == {"fsdp"}
@@ -110,7 +110,7 @@ class TestMemory:
             weights, placed(P("fsdp"), BATCH, IN, dtype="bfloat16", mesh=mesh)
         )
         assert (plan.devices, plan.collectives.rows, plan.ideal_wire, plan.params) == (1, (), 0, PARAMS)
-        assert "sent by each" not in str(plan)
+        assert "sent by each device" not in str(plan)
 
 
 def kinds(report):
@@ -122,7 +122,7 @@ class TestAudit:
     def test_gathers_in_half_and_sums_that_are_scattered_are_clean(self):
         report = audit(jax.grad(loss), "mixed_bfloat16", device="h200", topology="1x1x8")(WEIGHTS, X)
         assert not kinds(report) and report.memory.devices == 8
-        assert "sent by each: 8.26MB, 5.25 bytes a param (ideal 7.00)" in str(report)
+        assert "sent by each device: 8.26MB, 5.25 bytes per param (ideal 7.00)" in str(report)
 
     def test_a_weight_that_is_cast_after_it_is_gathered(self):
         report = audit(jax.grad(lambda params, batch: loss(params, batch, gathered_wide)), device="h200")(WEIGHTS, X)
@@ -243,7 +243,7 @@ class TestCommand:
         plan = json.loads(capsys.readouterr().out)
         assert plan["devices"] == 8 and plan["by_kind"]["params"] == 4 * 1024 * 512 // 8
         assert self.run("audit", "--device", "h200", "--topology", "2 hosts x 4") == 0
-        assert "bytes a param (ideal 7.00): reduce-scatter float32 fsdp" in capsys.readouterr().out
+        assert "bytes per param (ideal 7.00): reduce-scatter float32 fsdp" in capsys.readouterr().out
 
     def test_what_is_wrong_is_one_line(self, capsys):
         for flags, message in (

@@ -282,7 +282,7 @@ def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(fo
 
 def test_text_table_and_json(found):
     text = str(found)
-    assert "\nactivation gradients\n  " in text and "under a scale of 1" in text
+    assert "\nactivation gradients\n  " in text and "at loss scale 1;" in text
     assert found.table().row_count == len(list(found.rows())) + 5  # and a line for each kind
     there = json.loads(found.to_json())
     assert there["gradients"]["w"]["count"] == 64 and "_fine" not in there["gradients"]["w"]

@@ -127,7 +127,7 @@ def test_the_command_says_what_it_needs(tmp_path, capsys):
         assert f"{FILE} has lines that are not watched steps; pass the folder" in capsys.readouterr().err
     (tmp_path / "metrics.csv").write_text("epoch,split,loss\n1,train,2\n")  # another program's
     assert cli.main(["watch", str(tmp_path)]) == 2
-    assert "metrics.csv has no step, grad_norm, loss_scale, skipped; give the folder" in capsys.readouterr().err
+    assert "metrics.csv has no step, grad_norm, loss_scale, skipped; pass the folder" in capsys.readouterr().err
 
 
 def test_the_bars_of_one_step_are_under_those_of_another_at_80_columns():

@@ -136,7 +136,7 @@ def test_each_picture_says_what_it_needs(watched, tmp_path):
         plots.underflow(tmp_path, dtype="bfloat16")
     with pytest.raises(ValueError, match="a timeline needs a step, but there is none yet; wait for the first step"):
         plots.loss_scale([])
-    with pytest.raises(FileNotFoundError, match=r"a run's folder has metrics.csv, but .* has none; give the folder of"):
+    with pytest.raises(FileNotFoundError, match=r"a run's folder has metrics.csv, but .* has none; pass the folder of"):
         plots.loss_scale(tmp_path)
 
 

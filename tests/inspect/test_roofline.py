@@ -125,7 +125,7 @@ def test_it_is_shown_as_text_a_table_and_json():
     lines = str(found).splitlines()
     assert lines[0].endswith(f"ms predicted on NVIDIA H200, model FLOP utilisation {found.model_flop_utilisation:.1%}")
     assert lines[-2].startswith("bound by: arithmetic ")
-    assert lines[-1] == "measured errors were up to 12%: times that differ by less are a tie"
+    assert lines[-1] == "measured errors are up to 12%, so do not rank times that differ by less"
     other = module.of_program(hlo.HloProgram(TEXT), module._hardware("a100"))  # of which nothing is on record
     assert str(other).splitlines()[-1].startswith("bound by: arithmetic ")
     assert found.table().row_count == len(found.kernels)
@@ -168,5 +168,7 @@ def test_what_is_not_counted_is_named():
     assert module.of_program(hlo.HloProgram(TEXT), H200).uncounted == ()
     found = module.of_program(hlo.HloProgram(others), H200)
     assert found.uncounted == ("__gpu$xla.gpu.triton", "all-reduce", "cusolver_geqrf_ffi")
-    assert "takes longer, because only bytes are counted for: __gpu$xla.gpu.triton, all-reduce" in str(found)
+    assert "take longer than predicted, because only their bytes are counted: __gpu$xla.gpu.triton, all-reduce" in str(
+        found
+    )
     assert json.loads(found.to_json())["uncounted"] == list(found.uncounted)

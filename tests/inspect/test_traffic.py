@@ -26,7 +26,7 @@ def test_collectives_of_a_gather_and_its_gradient_by_layer():
     assert sum(row.count for row in gathers) == 2 * LAYERS  # once for two weights in each turn: the result is kept
     assert {(row.dtype, row.axis) for row in found.rows} == {("float32", "fsdp")}
     assert sum(row.wire for row in gathers) == 2 * LAYERS * weight * 3 / 4
-    assert f"{found.wire:,.0f} bytes sent by a device" in str(found)
+    assert f"{found.wire:,.0f} bytes sent by each device" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_wrong_arguments_raise():
     for policy in ("float32", "O2"):
         with pytest.raises(ValueError, match="one half policy"):
             tune(loss_fn, policy)
-    with pytest.raises(ValueError, match="half operands of products alone give an error"):
+    with pytest.raises(ValueError, match="the error if only the operands of products are half"):
         tune(loss_fn, "mixed_bfloat16", tolerance=1e-9)(params, X)
     with pytest.raises(ValueError, match="tolerance must be a finite number that is not negative, got -1"):
         tune(loss_fn, "mixed_bfloat16", tolerance=-1)

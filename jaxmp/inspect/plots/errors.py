@@ -102,7 +102,7 @@ def _summary(comparison: Comparison) -> str:
     elif comparison.entered:
         entered = f"in {short_path(comparison.entered)}"
     else:
-        entered = "in code in no scope"
+        entered = "in code outside of all scopes"
     worst = comparison.worst
     backward = ", backward" if worst.phase == "backward" else ""
     return f"The error enters {entered}; largest: {worst.relative_error:.1e} in {short_path(worst.path)}{backward}"

@@ -1,4 +1,4 @@
-"""A page on a training run: one HTML file without any request to a network."""
+"""Write a page about a training run, as one HTML file that needs no network."""
 
 from jaxmp.inspect.report.page import write_report
 

@@ -1,4 +1,4 @@
-"""Charts as SVG, which take the page's colours and fonts."""
+"""Draw charts as SVG, with the colours and fonts of the page."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BLUE = "#3D8FD1"  # can be read on light and on dark pages
 
 
 def losses(runs: Sequence[Run]) -> str:
-    """Draw the losses of runs, and accuracies if there are any.
+    """Draw the losses of runs, and their accuracies if a run has any.
 
-    Lines are training metrics, dots are held-out metrics.
+    Lines are training metrics, and dots are held-out metrics.
     """
     values: dict[str, Callable[[Row], float]] = {"loss": lambda row: row.loss}
     if any(math.isfinite(row.accuracy) for run in runs for row in (*run.train, *run.test)):
@@ -32,7 +32,7 @@ def losses(runs: Sequence[Run]) -> str:
     panels = page.subplots(len(values), 1, sharex=True, squeeze=False)[:, 0]
     colored = list(zip(runs, colors_of(runs), strict=True))
     for axes, (name, value) in zip(panels, values.items(), strict=True):
-        for run, color in reversed(colored):  # the run to judge is drawn last, on top
+        for run, color in reversed(colored):  # the first run, which the page is about, is drawn on top
             _curve(axes, run, value, color)
         style(axes, "", "step" if axes is panels[-1] else "", name)
     return svg(page)
@@ -47,9 +47,9 @@ def colors_of(runs: Sequence[Run]) -> list[str]:
 
 
 def _curve(axes: Any, run: Run, value: Callable[[Row], float], color: str) -> None:
-    """Draw the mean of a run over its seeds.
+    """Draw a metric of a run as the mean over its seeds.
 
-    A band reaches from the lowest to the highest seed. Dots are held-out metrics.
+    A band reaches from the lowest to the highest value of the seeds. Dots are held-out metrics.
     """
     steps = list(zip(*(seed.train for seed in run.seeds), strict=False))
     means = [(rows[0].step, statistics.fmean(map(value, rows))) for rows in steps]
@@ -63,7 +63,7 @@ def _curve(axes: Any, run: Run, value: Callable[[Row], float], color: str) -> No
 
 
 def scales(run: Run) -> str:
-    """Draw the loss scale, skipped steps, and the norm of the gradients."""
+    """Draw the loss scale, the skipped steps and the gradient norm of a run."""
     page = figure(9, 4.6)
     above, below = page.subplots(2, 1, sharex=True)
     _line(above, [(row.step, row.loss_scale) for row in run.train], _BLUE)
@@ -79,7 +79,7 @@ def scales(run: Run) -> str:
 
 
 def underflow(run: Run) -> str:
-    """Draw the share of activation gradients that vanish, layer by step."""
+    """Draw the share of activation gradients that become 0, by layer and step."""
     kind = "activation_gradients"
     rows = run.watched[:: max(1, len(run.watched) // 200)]
     page = figure(9, heat_height(rows, kind))
@@ -88,9 +88,9 @@ def underflow(run: Run) -> str:
 
 
 def exponents(run: Run) -> str:
-    """Draw the magnitudes of all values of the last watched step, by kind.
+    """Draw a histogram of the magnitudes in the last watched step, for each kind.
 
-    Dotted lines mark the range of the run's format.
+    Dotted lines mark the smallest number, the smallest normal number and the largest number of the watched dtype.
     """
     row = run.watched[-1]
     by_kind = {kind: counts for kind, counts in row["exponents"].items() if counts}
@@ -124,7 +124,7 @@ def memory(parts: dict[str, float]) -> str:
 
 
 def svg(page: Any) -> str:
-    """Return a figure as SVG without a size, in the page's text colour."""
+    """Return a figure as SVG without a size, with the text colour of the page."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxmp"}):
@@ -141,9 +141,9 @@ def svg(page: Any) -> str:
 
 
 def _line(axes: Any, points: Sequence[tuple[int, float]], color: str) -> None:
-    """Draw a line through the smallest and the largest value of each span.
+    """Draw a line through the smallest and the largest value of each span of steps.
 
-    There are at most ``_POINTS`` spans.
+    All points together are split into at most ``_POINTS`` spans.
     """
     points = [(step, value) for step, value in points if math.isfinite(value)]
     length = max(1, math.ceil(len(points) / _POINTS))

@@ -1,4 +1,4 @@
-"""Write the page of a run."""
+"""Write the page about a run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jaxmp.inspect.report import charts
 from jaxmp.inspect.report.reading import Run, read_run
 
 TOLERANCE = 0.02
-"""A run reaches the loss of another one if it ends at most 2 % above it, or within its spread over seeds."""
+"""The share by which the final loss of a run may exceed that of the reference and still count as reached."""
 
 
 def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str | Path | None = None) -> Path:
-    """Write a page on a run as one HTML file that needs no network.
+    """Write a page about a run as one HTML file that needs no network.
 
     Args:
       run: the folder of a script's run, or of :func:`jaxmp.inspect.record`. A run of several seeds is a folder with the
         subfolders ``seed0``, ``seed1``, ….
-      against: folders of runs to compare with, the float32 one first.
+      against: folders of runs to compare with, the float32 run first.
       file: the path of the page; by default ``report.html`` in the run's folder.
 
     Returns:
@@ -32,7 +32,7 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
 
     Raises:
       FileNotFoundError: a folder has no ``metrics.csv``.
-      ValueError: a file was written by another program, or has no step.
+      ValueError: a file was written by another program, or has no training step.
       ModuleNotFoundError: Jinja or matplotlib is not installed (the extra ``report``).
     """
     from jinja2 import Environment, PackageLoader, select_autoescape
@@ -114,7 +114,7 @@ def _milliseconds(number: float) -> str:
 
 
 def verdict(run: Run, references: Sequence[Run]) -> str:
-    """Return a sentence on the run's loss and gains beside the first reference run."""
+    """Return a sentence that compares a run with the first reference run."""
     loss = statistics.fmean(run.final_losses)
     steps = f"{sum(len(seed.train) for seed in run.seeds)} recorded steps, {run.skipped} of them skipped, "
     steps += f"end at a loss of {loss:.4g}"
@@ -126,7 +126,8 @@ def verdict(run: Run, references: Sequence[Run]) -> str:
         return f"{steps}; it cannot be compared with {reference.name}, which ends at {other:.4g}."
     if not math.isfinite(loss):
         return (
-            f"{run.name} does not reach the loss of {reference.name}: it diverged, and the other ends at {other:.4g}."
+            f"{run.name} does not reach the loss of {reference.name}: it diverged, but {reference.name} ends at "
+            f"{other:.4g}."
         )
     spread = 2 * float(np.std(reference.final_losses, ddof=1)) if reference.other_seeds else 0.0
     reached = "reaches" if loss - other <= max(TOLERANCE * abs(other), spread) else "does not reach"
@@ -140,10 +141,10 @@ def verdict(run: Run, references: Sequence[Run]) -> str:
     ]
     times = [compared.summary.get("ms_per_step") or 0 for compared in (run, reference)]
     if run.is_on_cpu:
-        parts.append("a CPU does not show its gains in time and memory")
+        parts.append("a CPU does not show gains in time and memory")
     elif all(times):
-        parts.append(f"a step takes {_milliseconds(times[0])} ms and {_milliseconds(times[1])} ms")
+        parts.append(f"a step takes {_milliseconds(times[0])} ms instead of {_milliseconds(times[1])} ms")
     if run.memory and reference.memory and not run.is_on_cpu:
         saved = 1 - run.memory["peak"] / reference.memory["peak"]
-        parts.append(f"its peak memory is {100 * abs(saved):.0f} % {'lower' if saved >= 0 else 'higher'}")
+        parts.append(f"the peak memory is {100 * abs(saved):.0f} % {'lower' if saved >= 0 else 'higher'}")
     return f"{'; '.join(parts)}."

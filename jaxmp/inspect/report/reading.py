@@ -34,11 +34,11 @@ class Run:
       name: the folder's name.
       train: the metrics of training steps.
       test: held-out metrics by step.
-      summary: summary.json, or empty.
-      watched: the watched steps, or empty.
-      plan: plan.json, a cast plan or an audit, or None.
-      memory: memory.json, or None.
-      other_seeds: the same run from other seeds.
+      summary: the content of summary.json; empty if the file is missing.
+      watched: the watched steps; empty if the run was not watched.
+      plan: the content of plan.json, a cast plan or an audit; None if the file is missing.
+      memory: the content of memory.json; None if the file is missing.
+      other_seeds: the same run with other seeds.
     """
 
     name: str
@@ -52,34 +52,37 @@ class Run:
 
     @property
     def seeds(self) -> tuple[Run, ...]:
-        """This run and those from other seeds."""
+        """Return this run, and the same run with other seeds."""
         return (self, *self.other_seeds)
 
     @property
     def final_losses(self) -> list[float]:
-        """The loss at the end for each seed."""
+        """Return the loss at the end of the run for each seed."""
         return [seed._final_loss for seed in self.seeds]
 
     @property
     def final_accuracies(self) -> list[float]:
-        """The last held-out accuracy for each seed."""
+        """Return the last held-out accuracy for each seed."""
         return [seed._final_accuracy for seed in self.seeds]
 
     @property
     def skipped(self) -> int:
-        """The number of skipped steps, of all seeds."""
+        """Return the number of skipped steps of all seeds."""
         return sum(row.skipped for seed in self.seeds for row in seed.train)
 
     @property
     def is_on_cpu(self) -> bool:
-        """True for a CPU, which computes half no faster and in float32 buffers."""
+        """Return whether the run was on a CPU.
+
+        On a CPU, half precision saves neither time nor memory.
+        """
         return bool(self.summary.get("platform") == "cpu")
 
     @property
     def _final_loss(self) -> float:
-        """Return the last held-out loss, or else the mean loss of the last steps.
+        """Return the last held-out loss, or the mean training loss of the last steps.
 
-        Skipped steps are left out. The loss is NaN if the run diverged.
+        The mean leaves skipped steps out. The loss is NaN if the run diverged.
         """
         if "test_loss" in self.summary:
             return _from_json(self.summary["test_loss"])
@@ -99,11 +102,11 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read the folder of a script's run, or of :func:`jaxmp.inspect.record`.
 
-    A run of several seeds is a folder with the folders ``seed0``, ``seed1``, … in it.
+    A run of several seeds is a folder with the subfolders ``seed0``, ``seed1``, ….
 
     Raises:
-      FileNotFoundError: it has no ``metrics.csv``.
-      ValueError: the file was written by another program, or has no step.
+      FileNotFoundError: the folder has no ``metrics.csv``.
+      ValueError: the file was written by another program, or has no training step.
     """
     seeds = sorted(file.parent for file in folder.glob("seed*/metrics.csv"))
     if (folder / "metrics.csv").is_file() or not seeds:
@@ -151,7 +154,10 @@ def _number(text: str | None) -> float:
 
 
 def _from_json(number: float | None) -> float:
-    """Return a number of a JSON file, which has null for NaN and infinities."""
+    """Return a number from a JSON file, and NaN for null.
+
+    The files have null in place of NaN and infinities.
+    """
     return math.nan if number is None else float(number)
 
 
