@@ -22,6 +22,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +32,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 README, SURVIVORS = Path(__file__).parents[1] / "README.md", Path(__file__).with_name("survivors.txt")
-BEGIN, END = "<!-- mutants: written by `python tests/tools/mutants.py --record` -->\n", "<!-- /mutants -->\n"
+BEGIN, END = "<!-- mutants: written by `python tests/tools/mutants.py --record now` -->\n", "<!-- /mutants -->\n"
+BEGIN_EARLIER = "<!-- earlier mutants: written by `python tests/tools/mutants.py --record earlier` -->\n"
+END_EARLIER = "<!-- /earlier mutants -->\n"
 FOLDERS = ("jaxmp/engine", "jaxmp/optim", "jaxmp/training", "jaxmp/linen", "jaxmp/nnx")
 SECONDS = 240  # a run of tests that takes longer counts as failed
 
@@ -195,7 +198,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20, help="the time for more tests of a mutant")
     parser.add_argument("--mutants", type=Path, help="the results of an earlier run, to test its survivors again")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--record", action="store_true", help="write the result into tests/README.md")
+    parser.add_argument(
+        "--record",
+        choices=("now", "earlier"),
+        help="write the result of these tests, or of earlier ones, into tests/README.md",
+    )
     options = parser.parse_args()
     # Mutants run in forks of this process, so that these modules are imported only once.
     for name in ("flax.linen", "flax.nnx", "jax", "optax", "pytest"):
@@ -229,7 +236,9 @@ def main() -> None:
     effort = {name: max(getattr(options, name), before.get(name, 0)) for name in ("tests", "seconds")}
     options.out.write_text(json.dumps({"found": count, "of": len(rows), **effort, "rows": rows}, indent=1))
     print(f"{count} of {len(rows)} mutants found")
-    if options.record:
+    if options.record == "earlier":
+        record_earlier(rows, len(seconds), root)
+    if options.record == "now":
         tried = (
             f"{effort['tests']} quickest tests that run its line, and then with more of these tests for "
             f"{effort['seconds']:g} seconds"
@@ -258,9 +267,27 @@ def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
         "`tools/survivors.txt` lists the mutants\nthat were not found.\n\n"
         "| folder | found |\n|---|---:|\n" + "".join(cells)
     )
-    text_before, _, old_block = README.read_text().partition(BEGIN)
-    _, _, text_after = old_block.partition(END)
-    README.write_text(f"{text_before}{BEGIN}\n{table}\n{END}{text_after}")
+    _write(BEGIN, table, END)
+
+
+def record_earlier(rows: list[dict[str, Any]], count: int, root: Path) -> None:
+    """Write the number of mutants that ``count`` earlier tests found into tests/README.md."""
+    commit = subprocess.check_output(["git", "-C", root, "rev-parse", "--short", "HEAD"], text=True).strip()
+    all_by_folder = collections.Counter(row["mutant"][0].split("/")[1] for row in rows)
+    found_by_folder = collections.Counter(row["mutant"][0].split("/")[1] for row in rows if row["found"])
+    folders = ", ".join(f"{name} {found_by_folder[name]} of {all_by_folder[name]}" for name in sorted(all_by_folder))
+    text = (
+        f"For comparison, at commit {commit} the same folders had {count:,} test cases. They found "
+        f"{found_by_folder.total()} of {len(rows)}\nmutants of the library of that time ({folders}).\n"
+    )
+    _write(BEGIN_EARLIER, text, END_EARLIER)
+
+
+def _write(begin: str, text: str, end: str) -> None:
+    """Write ``text`` between two marks of tests/README.md."""
+    text_before, _, old_block = README.read_text().partition(begin)
+    _, _, text_after = old_block.partition(end)
+    README.write_text(f"{text_before}{begin}\n{text}\n{end}{text_after}")
 
 
 def _in(root: Path, mutant: Mutant) -> Mutant | None:
