@@ -21,6 +21,7 @@ def test_the_site_builds_without_a_warning_and_shows_every_public_name(tmp_path:
     assert built.returncode == 0, built.stdout + built.stderr
     reference = (tmp_path / "reference" / "jaxmp.html").read_text()
     assert "jaxmp.make_train_step" in reference and "jaxmp.loss_scaling" in reference
+    assert '<ol start="12">' in (tmp_path / "autocast.html").read_text()  # plans and pictures name rules by number
     assert "&gt;&gt;&gt;" in reference and ":func:" not in reference
     page, report = (tmp_path / "tools" / name for name in ("report.html", "example_report.html"))
     assert 'href="example_report.html"' in page.read_text() and report.stat().st_size < 2e6
