@@ -1,14 +1,14 @@
-"""Measure the time to trace, lower and compile a train step of GPT-2.
+"""Measure the time to trace, lower and compile a train step of GPT-2 under jaxmp.
 
-It is compared with half precision by hand.
+The time is compared with the time of the same step with Flax's `dtype=` set by hand.
 
 python -m experiments.benchmarks.first_step
 
 The model by hand has Flax's `dtype=bfloat16` on every module and float32 params. It is compared with the float32 model
 under `apply_policy`, and with the loss of the float32 model under `jaxmp.autocast`. All have the same train step: value
-and gradients, then optax's Adam. Each measurement has a new process, where nothing is cached, and the models take
-turns. A ratio is the time of one round over the time of the model by hand in the same round. The median over the rounds
-is reported.
+and gradients, then optax's Adam. Each measurement has a new process, where nothing is cached. In each round, every
+model is measured once. The ratio of a model in a round is its time divided by the time of the model by hand. The median
+of the ratios over the rounds is reported.
 
 The reported seconds are processor time, summed over all threads, so that other processes on the machine hardly matter.
 first_step.json has the wall-clock seconds too. The run folder holds first_step.md and first_step.json.

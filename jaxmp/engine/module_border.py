@@ -218,7 +218,8 @@ def like(new: Any, old: Any) -> Any:
 def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...]) -> Any:
     """Compute ``fun(*args)`` under ``rules``, and cache its program for eager calls.
 
-    The operations of an eager call run one by one, as without the engine.
+    An eager call then need not trace ``fun`` again. It runs the operations of the cached program one by one, as JAX
+    does outside of ``jit``.
 
     Args:
       programs: the programs of earlier calls; the oldest ones are dropped.

@@ -61,7 +61,7 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]]:
-    """Return which operands of each body are equal for all examples.
+    """Return which operands of each loop body or branch are equal for all examples of a ``jax.vmap``.
 
     For a loop, these are the operands that examples share in all iterations.
     """

@@ -119,9 +119,9 @@ def _name_or_number(fun: Any, args: Sequence[Any]) -> list[str]:
 
 
 def differentiated(args: Sequence[Any]) -> list[int]:
-    """Return the numbers of the arrays to differentiate with respect to.
+    """Return the indices of the arrays whose gradients are computed.
 
-    These are all floating or complex arrays of the first argument that has such arrays.
+    The indices count all arrays of all arguments. The arrays are all floating or complex arrays of the first argument that has such arrays.
     """
     leaves = jax.tree.leaves_with_path(tuple(args))
     floats = [(n, path[0].idx) for n, (path, leaf) in enumerate(leaves) if is_inexact(leaf)]
