@@ -65,8 +65,8 @@ def make_train_step(
       TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; or as for
         :func:`jaxmp.make_train_step`.
       ValueError: the step has no ``policy``, and the model was passed to ``apply_policy`` earlier (use the copy that
-        ``apply_policy`` returned); the loss function writes to trained Variables, adds or removes Variables, or changes an attribute that is not an array; or as for
-        :func:`jaxmp.make_train_step`.
+        ``apply_policy`` returned); the loss function writes to trained Variables, adds or removes Variables, or changes
+        an attribute that is not an array; or as for :func:`jaxmp.make_train_step`.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())

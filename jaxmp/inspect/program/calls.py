@@ -121,7 +121,8 @@ def _name_or_number(fun: Any, args: Sequence[Any]) -> list[str]:
 def differentiated(args: Sequence[Any]) -> list[int]:
     """Return the indices of the arrays whose gradients are computed.
 
-    The indices count all arrays of all arguments. The arrays are all floating or complex arrays of the first argument that has such arrays.
+    These are the floating and complex arrays of the first argument that has any. The indices count the arrays of all
+    arguments.
     """
     leaves = jax.tree.leaves_with_path(tuple(args))
     floats = [(n, path[0].idx) for n, (path, leaf) in enumerate(leaves) if is_inexact(leaf)]
