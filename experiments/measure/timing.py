@@ -98,9 +98,9 @@ def against(times: Mapping[K, list[float]], reference: K) -> dict[K, dict[str, A
 
 
 def turn(compiled: Any, state: Any, batch: Any) -> Any:
-    """Return ``compiled`` as a function without arguments.
+    """Return a function without arguments that runs ``compiled`` on ``batch``.
 
-    It starts from the state of its last call. ``compiled`` may donate the state.
+    Each call uses the state that the call before returned, so ``compiled`` may donate the state.
     """
 
     def step() -> Any:

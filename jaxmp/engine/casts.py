@@ -29,8 +29,9 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
 def put_casts_off(nodes: Sequence[Node]) -> list[Node]:
     """Postpone the author's casts of weights to half until an operation reads them.
 
-    Moves of data do not count as reading. Each reader then casts the weight, so the cotangents of its elements, rows
-    and uses are summed in float32. After an early cast they would be summed in half.
+    Moves of data do not count as reading. If a weight is broadcast, looked up or used several times, the backward pass
+    sums several cotangents. Each reader now casts on its own, so this sum is in float32. After an early cast it would
+    be in half.
 
     Returns:
       The values that the author casts to half, weights or not.

@@ -84,7 +84,7 @@ class Watch:
 
         Args:
           step: the number of the step.
-          *args: the arguments of the train step, or of the numerics of a loss function.
+          *args: the arguments of the train step or of the loss function.
           **kwargs: for a loss function, ``opt_state=None`` and ``loss_scale=1.0``.
 
         Returns:

@@ -46,7 +46,7 @@ _OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.Floor
 
 
 class Mutant(NamedTuple):
-    """A change of one line: the file, the number of the line, and the line before and after."""
+    """A change of one line: its file, its number, its old text and its new text."""
 
     file: str
     line: int
