@@ -60,6 +60,23 @@ def test_a_choice_between_a_half_value_and_a_float32_one_is_float32():
     assert dtypes_of("mul", half(fun), X, W)[-1] == "float32"
 
 
+COPIES = {
+    "reshaped": (lambda total: total.reshape(1, 8), "bfloat16"),
+    "broadcast": (lambda total: jnp.broadcast_to(total, (4, 8)), "float32"),
+}
+
+
+@pytest.mark.parametrize("move", COPIES)
+def test_a_sum_that_a_product_reads_is_half_for_other_readers_unless_it_is_broadcast(move):
+    copy, dtype = COPIES[move]
+
+    def fun(x, w):
+        total = jnp.sum(x @ w, 0)
+        return copy(total) @ w, (total * 1.5) @ w
+
+    assert dtypes_of("mul", half(fun), X, W) == [dtype]
+
+
 def test_operations_on_arguments_alone_stay_float32():
     def fun(x, w):
         return x @ (w * 3.0 + 1.0)
