@@ -195,6 +195,14 @@ def test_a_cast_by_the_author_wins():
     assert products(half(fun), X, W) == ["bfloat16", "bfloat16"]
 
 
+def test_an_exponential_of_a_weight_that_its_author_rounds_reads_the_rounded_weight():
+    def fun(x, w):
+        return jnp.exp(w.astype(jnp.bfloat16)), x @ w
+
+    exact = jnp.exp(W.astype(jnp.bfloat16).astype(jnp.float32))
+    assert jnp.array_equal(half(fun)(X, W)[0], exact.astype(jnp.bfloat16))
+
+
 def test_a_product_of_the_authors_half_operands_keeps_its_dtypes():
     def fun(x, w):
         x, w = x.astype(jnp.float16), w.astype(jnp.float16)
@@ -265,10 +273,18 @@ def test_a_network_equals_one_with_casts_by_hand_bit_for_bit(policy):
         assert jnp.allclose(got, want, rtol=0.02, atol=2 * jnp.finfo(dtype).eps * float(jnp.max(jnp.abs(want))))
 
 
-def test_gradients_of_a_weight_that_its_author_rounds_are_summed_in_float32():
+WEIGHTS = {
+    "rounded": lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
+    "rounded and transposed": lambda w: w.astype(jnp.bfloat16).T.astype(jnp.float32),
+    "rows picked by constants": lambda w: w[jnp.clip(jnp.arange(8), 1, 6)],
+}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_gradients_of_a_rounded_or_moved_weight_are_summed_in_float32(weight):
     def fun(x, w):
-        rounded = w.astype(jnp.bfloat16).astype(jnp.float32)
-        return jnp.sum(x @ rounded @ rounded)
+        moved = WEIGHTS[weight](w)
+        return jnp.sum(x @ moved @ moved)
 
     gradient = jax.make_jaxpr(jax.grad(half(fun), 1))(X, W)
     sums = [eqn.outvars[0].aval.dtype for eqn in equations(gradient) if eqn.primitive.name == "add_any"]
