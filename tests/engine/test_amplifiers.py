@@ -102,6 +102,14 @@ def test_only_the_last_of_the_layers_before_a_phase_is_float32():
     assert layers(jax.nn.relu, jnp.floor) == dtypes["ReLU"]
 
 
+def test_a_phase_with_a_bias_is_float32_even_if_a_product_reads_it_too():
+    def fun(x, bias):
+        phase = x @ W + bias
+        return jnp.sin(phase), phase @ W
+
+    assert products(half(fun), normal(0, 4, 8), jnp.ones(8)) == ["float32", "bfloat16"]
+
+
 def test_a_factorised_matrix_is_float32_even_if_a_product_reads_it_too():
     def fun(x, w):
         kernel = jnp.exp(-((x @ w) ** 2))

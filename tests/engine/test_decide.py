@@ -60,6 +60,23 @@ def test_a_choice_between_a_half_value_and_a_float32_one_is_float32():
     assert dtypes_of("mul", half(fun), X, W)[-1] == "float32"
 
 
+COPIES = {
+    "reshaped": (lambda total: total.reshape(1, 8), "bfloat16"),
+    "broadcast": (lambda total: jnp.broadcast_to(total, (4, 8)), "float32"),
+}
+
+
+@pytest.mark.parametrize("move", COPIES)
+def test_a_sum_that_a_product_reads_is_half_for_other_readers_unless_it_is_broadcast(move):
+    copy, dtype = COPIES[move]
+
+    def fun(x, w):
+        total = jnp.sum(x @ w, 0)
+        return copy(total) @ w, (total * 1.5) @ w
+
+    assert dtypes_of("mul", half(fun), X, W) == [dtype]
+
+
 def test_operations_on_arguments_alone_stay_float32():
     def fun(x, w):
         return x @ (w * 3.0 + 1.0)
@@ -178,6 +195,14 @@ def test_a_cast_by_the_author_wins():
     assert products(half(fun), X, W) == ["bfloat16", "bfloat16"]
 
 
+def test_an_exponential_of_a_weight_that_its_author_rounds_reads_the_rounded_weight():
+    def fun(x, w):
+        return jnp.exp(w.astype(jnp.bfloat16)), x @ w
+
+    exact = jnp.exp(W.astype(jnp.bfloat16).astype(jnp.float32))
+    assert jnp.array_equal(half(fun)(X, W)[0], exact.astype(jnp.bfloat16))
+
+
 def test_a_product_of_the_authors_half_operands_keeps_its_dtypes():
     def fun(x, w):
         x, w = x.astype(jnp.float16), w.astype(jnp.float16)
@@ -248,10 +273,18 @@ def test_a_network_equals_one_with_casts_by_hand_bit_for_bit(policy):
         assert jnp.allclose(got, want, rtol=0.02, atol=2 * jnp.finfo(dtype).eps * float(jnp.max(jnp.abs(want))))
 
 
-def test_gradients_of_a_weight_that_its_author_rounds_are_summed_in_float32():
+WEIGHTS = {
+    "rounded": lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
+    "rounded and transposed": lambda w: w.astype(jnp.bfloat16).T.astype(jnp.float32),
+    "rows picked by constants": lambda w: w[jnp.clip(jnp.arange(8), 1, 6)],
+}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_gradients_of_a_rounded_or_moved_weight_are_summed_in_float32(weight):
     def fun(x, w):
-        rounded = w.astype(jnp.bfloat16).astype(jnp.float32)
-        return jnp.sum(x @ rounded @ rounded)
+        moved = WEIGHTS[weight](w)
+        return jnp.sum(x @ moved @ moved)
 
     gradient = jax.make_jaxpr(jax.grad(half(fun), 1))(X, W)
     sums = [eqn.outvars[0].aval.dtype for eqn in equations(gradient) if eqn.primitive.name == "add_any"]

@@ -60,6 +60,12 @@ def recorded(log, optimize_remat=False):
     return product
 
 
+def test_the_rule_of_a_function_that_returns_its_argument_is_half():
+    same = jax.custom_vjp(lambda x, w: x)
+    same.defvjp(lambda x, w: (x, w), lambda w, g: (g @ w.T, None))
+    assert products(jax.grad(half(lambda x: jnp.sum(same(x, W) @ W))), X) == ["bfloat16"] * 3
+
+
 @pytest.mark.parametrize("optimize_remat", [False, True])
 def test_a_custom_vjp_keeps_its_rule_and_the_rule_is_half(optimize_remat):
     log: list[str] = []
@@ -246,6 +252,15 @@ def test_residuals_are_saved_in_half():
     _, pullback = jax.vjp(half(fun), W)
     saved = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == X.shape]
     assert saved and {leaf.dtype.name for leaf in saved} <= {"bfloat16", "bool"}
+
+
+def test_inputs_of_a_checkpoint_are_saved_in_half():
+    def fun(w):
+        block = jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w)
+        return jnp.sum(block(jnp.cumsum(X @ w, 0)))
+
+    _, pullback = jax.vjp(half(fun), W)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(pullback) if leaf.shape == X.shape} == {"bfloat16"}
 
 
 def test_calling_the_function_elsewhere_changes_no_bit_of_its_gradients():

@@ -52,6 +52,21 @@ def test_a_post_norm_stream_is_carried_in_half():
     assert carries(half(fun), X, jnp.stack([W] * 2)) == ["bfloat16"]
 
 
+@pytest.mark.parametrize("is_in_a_loop", [False, True])
+def test_rows_of_a_table_start_a_half_residual_stream(is_in_a_loop):
+    def loss(table, ids):
+        x = table[ids]
+        x = x + jax.nn.relu(layer_norm(x) @ W) @ W.T
+        return jnp.mean(layer_norm(x) @ W)
+
+    def fun(table, ids):
+        return jax.lax.map(lambda ids: loss(table, ids), ids[None]) if is_in_a_loop else loss(table, ids)
+
+    program = jax.make_jaxpr(half(fun))(normal(3, 10, 8), jnp.zeros(4, int))
+    adds = [eqn.outvars[0].aval for eqn in equations(program) if eqn.primitive.name == "add"]
+    assert [aval.dtype.name for aval in adds if aval.shape == (4, 8)] == ["bfloat16"]
+
+
 def test_a_sum_of_products_is_carried_in_float32():
     def fun(x, w):
         def body(carry, row):

@@ -164,6 +164,14 @@ def test_factorisations_below_a_half_path_stay_float32_unless_named():
     assert np.isfinite(jaxmp.autocast(fun, "mixed_bfloat16", {"**/head": "half"})(W))
 
 
+def test_the_products_of_a_solver_are_half_if_an_override_names_it():
+    def fun(b):
+        return jax.lax.custom_linear_solve(lambda x: 2 * x, b, lambda _, b: b @ (W / 2))
+
+    assert products(half(fun), X) == ["float32"]
+    assert products(half(fun, overrides={"primitive:custom_linear_solve": "half"}), X) == ["bfloat16"]
+
+
 # -- policies --------------------------------------------------------------------------------------------------------
 
 

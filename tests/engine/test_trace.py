@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxmp
 from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.walk import jaxprs_in
 from jaxmp.engine.marks import SPECIAL
@@ -42,6 +43,20 @@ def test_special_functions_are_traced_in_a_scope():
 
 def test_a_density_is_traced_in_a_scope():
     assert all(SPECIAL in names for names in scopes(lambda x: jax.scipy.stats.norm.logpdf(x), jnp.float32(1)))
+
+
+def test_autocast_dtype_is_the_half_dtype_except_in_float32_regions():
+    dtypes = []
+
+    def fun(x):
+        dtypes.append(jaxmp.autocast_dtype())
+        for level in ("half", "float32"):
+            with jaxmp.precision(level):
+                dtypes.append(jaxmp.autocast_dtype())
+        return x
+
+    jax.eval_shape(jaxmp.autocast(fun, "mixed_bfloat16"), jnp.ones(2))
+    assert dtypes == [jnp.bfloat16, jnp.bfloat16, None]
 
 
 def test_only_jaxs_special_functions_in_the_engines_trace_have_the_scope():

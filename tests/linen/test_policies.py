@@ -209,6 +209,20 @@ def test_a_precision_that_a_module_sets_around_a_submodule_stays():
     assert precisions(apply_policy(Careful(), "mixed_float16")) == ["HIGHEST", "-"]
 
 
+def test_a_float32_region_in_a_module_with_a_dtype_field_is_float32():
+    class Careful(nn.Module):
+        dtype: Any = None
+
+        @nn.compact
+        def __call__(self, x):
+            x = x.astype(self.dtype)
+            with jaxmp.precision("float32"):
+                return x @ self.param("kernel", nn.initializers.ones, (4, 4)).astype(self.dtype)
+
+    bare = nn.Sequential([nn.Dense(4), Careful()])
+    assert model_products(apply_policy(bare, "mixed_float16"), X) == ["float16", "float32"]
+
+
 def test_the_precision_is_restored_after_the_call_and_after_an_exception():
     class Fails(nn.Module):
         @nn.compact
