@@ -107,6 +107,8 @@ def test_patterns_of_a_root_in_a_bare_parent_are_checked_and_outer_patterns_may_
     part = apply_policy(MLP(), "mixed_float16")
     model = apply_policy(nn.Sequential([part, nn.Dense(3)]), "mixed_bfloat16", {"layers_0/Dense_0": "float32"})
     assert model_products(model, X) == ["float16", "float16", "bfloat16"]
+    misspelled = apply_policy(nn.Sequential([part, nn.Dense(3)]), "mixed_bfloat16", {"layers_2": "float32"})
+    assert "'layers_2' matched none" in message(misspelled)
 
 
 # --- a half policy that changes no product ----------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def test_arguments_that_are_not_a_module_policy_or_override_raise_at_once():
         apply_policy(MLP(), "mixed_float16", {"Dense_0": "O2"})
     with pytest.raises(
         TypeError,
-        match=r"a pattern must be a glob on the module path.*or a module class, got an instance of Dense; write",
+        match=r"a pattern must be a glob on the module path.*or a module class, got an instance of Dense; for",
     ):
         apply_policy(MLP(), "mixed_float16", {nn.Dense(3): "float32"})
 

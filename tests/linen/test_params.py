@@ -426,6 +426,28 @@ def test_training_leaves_params_statistics_and_moments_float32():
         assert jax.eval_shape(step, variables, state) == (variables, state)
 
 
+class Counts(nn.Module):
+    """A module with a variable whose value is a dict of arrays of two dtypes."""
+
+    @nn.compact
+    def __call__(self, x):
+        means = self.variable(
+            "means", "of", lambda: {"wide": jnp.zeros((), "float32"), "half": jnp.zeros((), "float16")}
+        )
+        y = nn.Dense(4)(x)
+        if not self.is_initializing():
+            means.value = {"wide": y.mean(), "half": y.astype("float32").mean()}
+        return y
+
+
+@pytest.mark.parametrize("mutable", [["means"], True])
+def test_the_arrays_in_a_variable_keep_their_dtypes(mutable):
+    model = apply_policy(Counts(), "mixed_float16")
+    variables = shapes(model, X)
+    apply = functools.partial(model.apply, mutable=mutable)
+    assert jax.eval_shape(apply, variables, X)[1]["means"] == variables["means"] == shapes(Counts(), X)["means"]
+
+
 def test_params_from_a_half_checkpoint_are_used_without_a_cast():
     model = apply_policy(Linear(), "mixed_float16")
     variables = model.init(rngs(), X)

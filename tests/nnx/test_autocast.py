@@ -66,6 +66,9 @@ def test_the_products_of_every_module_are_half_and_have_its_path_as_scope():
         assert nnx.eval_shape(model, data(2, 4)).dtype == policy.output_dtype
         assert dtypes_of(values(model)) == {"float32"}
 
+    nested = autocast(Outer(Outer(nnx.Linear(4, 4, rngs=rngs()), rngs()), rngs()), "mixed_bfloat16")
+    assert [scope for scope, _ in products_of(nested, data(2, 4))] == ["first", "inner/first", "inner/inner"]
+
 
 def test_the_first_override_that_matches_wins_and_half_means_the_compute_dtype():
     for half in ("half", "bfloat16", "mixed_bfloat16"):

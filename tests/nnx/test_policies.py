@@ -141,6 +141,38 @@ def test_a_default_dtype_that_a_parent_passes_on_is_replaced_and_another_dtype_i
     assert model_products(by_hand, VECTORS) == ["bfloat16"] * 2
 
 
+class WithoutSelf(nnx.Module):
+    """A module whose method reads a property, a static method, a class method and a nested class."""
+
+    class Factor:
+        value = 2
+
+    def __init__(self) -> None:
+        self.inner = nnx.Linear(8, 8, rngs=rngs())
+
+    @property
+    def factor(self) -> int:
+        return self.Factor.value
+
+    @staticmethod
+    def scaled(x: jax.Array, factor: int) -> jax.Array:
+        return x * factor
+
+    @classmethod
+    def doubled(cls, x: jax.Array) -> jax.Array:
+        return cls.scaled(x, 2)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.scaled(self.doubled(self.inner(x)), self.factor)
+
+
+@pytest.mark.parametrize("under", [apply_policy, autocast])
+def test_properties_and_static_and_class_methods_work_as_before(under):
+    model = under(WithoutSelf(), "mixed_float16")
+    assert (model.factor, type(model).scaled(3, 2), type(model).doubled(3)) == (2, 6, 6)
+    assert model_products(model, VECTORS) == ["float16"]
+
+
 @pytest.mark.once
 def test_a_second_policy_replaces_the_first():
     model = apply_policy(apply_policy(Net(rngs()), "mixed_float16", {"norm": "float32"}), "mixed_bfloat16")
