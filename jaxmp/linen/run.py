@@ -227,8 +227,7 @@ class RootRun:
         decision = vars(module).get(_DECISION)
         if decision is None:
             decision = self._decide(module, path)
-            if self.variables is not None:
-                object.__setattr__(module, _DECISION, decision)
+            object.__setattr__(module, _DECISION, decision)
         set_flag(scope, POLICY_FLAG, decision.key)
         scope.push = functools.partial(_push, weakref.ref(scope), weakref.ref(module))
         self.decisions[path] = decision

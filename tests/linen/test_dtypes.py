@@ -350,6 +350,16 @@ def test_a_parent_can_read_the_dtype_in_which_its_submodule_computes():
     model = apply_policy(Model(), "mixed_float16")
     assert jax.eval_shape(model.apply, shapes(model, x), x).dtype == jnp.float32
 
+    class Holder(nn.Module):
+        dense: nn.Module
+
+        def __call__(self, x):
+            return self.dense(jnp.ones((), self.dense.dtype) * x.astype("float16"))
+
+    model = apply_policy(Holder(nn.Dense(3)), "mixed_float16")
+    called = jax.eval_shape(lambda variables: model.bind(variables)(x), shapes(model, x))
+    assert called.dtype == jnp.float32
+
 
 def test_only_the_outputs_of_the_root_are_cast_and_integers_are_not():
     class Model(nn.Module):

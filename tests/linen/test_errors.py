@@ -107,8 +107,8 @@ def test_patterns_of_a_root_in_a_bare_parent_are_checked_and_outer_patterns_may_
     part = apply_policy(MLP(), "mixed_float16")
     model = apply_policy(nn.Sequential([part, nn.Dense(3)]), "mixed_bfloat16", {"layers_0/Dense_0": "float32"})
     assert model_products(model, X) == ["float16", "float16", "bfloat16"]
-    misspelled = apply_policy(nn.Sequential([part, nn.Dense(3)]), "mixed_bfloat16", {"layers_2": "float32"})
-    assert "'layers_2' matched none" in message(misspelled)
+    absent = apply_policy(nn.Sequential([part, nn.Dense(3)]), "mixed_bfloat16", {nn.Conv: "float32"})
+    assert "'type:Conv' matched none" in message(absent)
 
 
 # --- a half policy that changes no product ----------------------------------------------------------------------------

@@ -350,6 +350,21 @@ def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_i
     assert [eqn.outvars[0].aval.dtype.name for eqn in residuals] == ["bfloat16", "bfloat16"]
 
 
+def test_a_value_that_a_module_passes_to_its_own_method_keeps_its_dtype():
+    class Rounds(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return self.param("scale", normal, (4,)) * self.doubled(x.astype("float16")).astype("float32")
+
+        def doubled(self, x):
+            dtypes.append(x.dtype.name)
+            return x + x
+
+    dtypes: list[str] = []
+    shapes(apply_policy(Rounds(), "mixed_bfloat16"), X)
+    assert set(dtypes) == {"float16"}
+
+
 def test_integers_bools_keys_and_other_objects_reach_modules_unchanged():
     arguments = {}
 
