@@ -235,7 +235,7 @@ def test_a_wrong_reference_and_functions_without_a_loss_or_floating_results_are_
         compare(_chain(_exact, "a"), "mixed_bfloat16", reference="float16")
     with pytest.raises(TypeError, match="a loss must be a floating scalar"):
         compare(lambda x: x @ W["a"], "mixed_bfloat16")(X)
-    with pytest.raises(ValueError, match="a function with floating results or gradients, got none"):
+    with pytest.raises(ValueError, match="a function with floating results or gradients, got neither"):
         compare(lambda x: (x @ x).astype(jnp.int32), "mixed_bfloat16", grad=False)(jnp.ones((4, 4)))
 
 

@@ -236,7 +236,7 @@ def plan():
 def test_a_plan_names_the_rows_that_each_row_reads(plan):
     at = {n: row for n, row in enumerate(plan.rows)}
     named = {n: [at[m].primitive for m in row.reads] for n, row in at.items()}
-    (scores,) = [n for n, row in at.items() if row.source.endswith(":37") and row.primitive == "dot_general"]
+    (scores,) = [n for n, row in at.items() if row.source.endswith(":39") and row.primitive == "dot_general"]
     assert named[scores] == ["dot_general", "dot_general"]  # queries and keys
     (head,) = [n for n, row in at.items() if row.path == "head"]
     assert [at[m].path for m in at[head].reads] == ["mlp"] and named[head] == ["add"]  # out of the loop

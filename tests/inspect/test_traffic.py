@@ -55,7 +55,7 @@ def test_groups_are_read_in_each_notation_of_xla():
         "source_target_pairs={{0,1},{1,0}}": [[0, 1], [1, 0]],
     }
     assert {text: traffic_groups.groups_of(text) for text in notations} == notations
-    with pytest.raises(ValueError, match=r"XLA's notations .* got replica_groups=<4x2>; take a JAX"):
+    with pytest.raises(ValueError, match=r"XLA's notations .* got replica_groups=<4x2>; use a JAX version"):
         traffic_groups.groups_of("all-reduce(%x), replica_groups=<4x2>, to_apply=%add")
 
 
