@@ -385,7 +385,7 @@ def test_images_may_lose_half_a_point_of_accuracy_seed_by_seed():
             [0.794, 0.814],
             None,
             "open: any is -0.60 ± 0.00 points of accuracy from float32 over 2 seeds, of 3 that "
-            "are wanted, the goal at most 0.5 lost (aim 0.1: not reached)",
+            "are needed, the goal at most 0.5 lost (aim 0.1: not reached)",
         ),
     ]:
         baseline = images("float32", [0.8, 0.82, 0.81])
