@@ -63,7 +63,7 @@ def test_a_piece_runs_small_and_is_not_run_again(on, tmp_path, capsys):
     gpu.main(config)
     out = capsys.readouterr().out
     assert states(tmp_path / "run") == {"input_pipeline": "done"}
-    assert "== input_pipeline: how many images" in out and "images/s" in out  # the output of the piece
+    assert "== input_pipeline: the images per second" in out and "images/s" in out  # the output of the piece
     assert (tmp_path / "run/input_pipeline/input_pipeline.md").exists() and not (tmp_path / "results").exists()
     gpu.main(config)
     assert "==" not in capsys.readouterr().out
