@@ -158,10 +158,12 @@ def measured_block(root: Path = ROOT) -> str:
     lines += folded(
         MEASURED, [f"[{file.parent.name}]({file.relative_to(root)}): {_provenance(run)}\n" for file, run in runs]
     )
-    others = sorted({*results.glob("*/*.md")} - {*results.glob("demo/*")} - {*results.glob("loss_scaling*/*")})
-    others = [file for file in others if not re.search(r"^- command: .* --smoke", file.read_text(), re.MULTILINE)]
-    if others:
-        links = [f"- [{file.parent.name}]({file.relative_to(root)})" for file in others]
+    other_results = sorted({*results.glob("*/*.md")} - {*results.glob("demo/*")} - {*results.glob("loss_scaling*/*")})
+    other_results = [
+        file for file in other_results if not re.search(r"^- command: .* --smoke", file.read_text(), re.MULTILINE)
+    ]
+    if other_results:
+        links = [f"- [{file.parent.name}]({file.relative_to(root)})" for file in other_results]
         lines += ["## All files of results", "", *folded("Files", links)]
     return "\n".join(lines).replace("](docs/", "](").replace("](experiments/", "](../experiments/")
 
