@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -40,12 +39,14 @@ from experiments.benchmarks.train_step.rows import Row
 from experiments.measure.environment import environment
 from experiments.models import GPT2, attention
 from experiments.models.workloads import Workload, workload
+from experiments.report.marked_text import write_marked
 from experiments.training import cli, kept, loop, text_training
 from experiments.training.run_folders import run_folder
 from jaxmp.inspect import Memory, Watch, compare, memory, plots
 
 Name = Literal["training", "compare", "scale", "plan", "memory"]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+COMMAND = "python -m experiments.report.inspect_pictures"
 ROWS = {
     "float32": Row("", "jaxmp", "fp32"),
     "mixed_bfloat16": Row("", "jaxmp", "bf16"),
@@ -204,16 +205,6 @@ def memory_text(case: Workload, plans: dict[str, Memory]) -> Iterator[str]:
     )
 
 
-def write(file: Path, name: str, text: str) -> None:
-    """Replaces the text between the markers of a picture."""
-    begin, end = f"<!-- {name}: written by `python -m experiments.report.inspect_pictures` -->\n", f"<!-- /{name} -->"
-    page = file.read_text()
-    match = re.search(f"(?s){re.escape(begin)}.*?{re.escape(end)}", page)
-    if match is None:
-        raise SystemExit(f"error: {file} must have the lines {begin!r} and {end!r}")
-    file.write_text(f"{page[: match.start()]}{begin}\n{text}\n\n{end}{page[match.end() :]}")
-
-
 OF = {"training": of_training, "compare": of_compare, "scale": of_scale, "plan": of_plan, "memory": of_memory}
 
 
@@ -231,7 +222,8 @@ def main(config: Config) -> None:
             if config.smoke:
                 print(image, picture.text, facts, sep="\n")
             else:
-                write(docs / "inspect.md", picture.name, f"{image}\n\n{picture.text}\n\n{facts}")
+                text = f"{image}\n\n{picture.text}\n\n{facts}"
+                write_marked(docs / "inspect.md", picture.name, COMMAND, text)
 
 
 if __name__ == "__main__":

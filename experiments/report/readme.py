@@ -25,11 +25,12 @@ from pathlib import Path
 from experiments.benchmarks.gradient_sums import NOTE, sentence
 from experiments.benchmarks.tune import NOTE as TUNE_NOTE
 from experiments.report import headline, predictions
+from experiments.report.marked_text import write_marked
 from jaxmp.inspect.program.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = "How it was measured"
-BEGIN, END = "<!-- results: written by `python -m experiments.report.readme` -->\n", "<!-- /results -->"
+COMMAND = "python -m experiments.report.readme"
 
 
 def sections(file: Path) -> dict[str, str]:
@@ -280,13 +281,16 @@ def roofline_block(root: Path = ROOT) -> str:
     return f"{text}\n{source.line(root)}\n".replace("](experiments/", "](../experiments/")
 
 
-def write(file: Path, text: str) -> None:
-    """Replaces the text between the markers of ``file``."""
-    before, begin, rest = file.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"error: {file} must have the lines {BEGIN!r} and {END!r}")
-    file.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+PAGES = {
+    "README.md": block,
+    "docs/measured.md": measured_block,
+    "docs/gradient_sums.md": gradient_sums_block,
+    "docs/sharding.md": sharding_block,
+    "docs/inspect.md": roofline_block,
+    "docs/real_libraries.md": real_libraries_block,
+    "docs/tools/tune.md": tune_block,
+}
+"""The function that returns the text of each page."""
 
 
 if __name__ == "__main__":
@@ -294,12 +298,7 @@ if __name__ == "__main__":
         print(__doc__)
         sys.exit()
     try:
-        write(ROOT / "README.md", block())
-        write(ROOT / "docs" / "measured.md", measured_block())
-        write(ROOT / "docs" / "gradient_sums.md", gradient_sums_block())
-        write(ROOT / "docs" / "sharding.md", sharding_block())
-        write(ROOT / "docs" / "inspect.md", roofline_block())
-        write(ROOT / "docs" / "real_libraries.md", real_libraries_block())
-        write(ROOT / "docs" / "tools" / "tune.md", tune_block())
+        for page, block_of_page in PAGES.items():
+            write_marked(ROOT / page, "results", COMMAND, block_of_page())
     except ValueError as error:
         sys.exit(f"error: {error}")

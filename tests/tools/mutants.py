@@ -31,10 +31,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.report.marked_text import write_marked
+
 README, SURVIVORS = Path(__file__).parents[1] / "README.md", Path(__file__).with_name("survivors.txt")
-BEGIN, END = "<!-- mutants: written by `python tests/tools/mutants.py --record now` -->\n", "<!-- /mutants -->\n"
-BEGIN_EARLIER = "<!-- earlier mutants: written by `python tests/tools/mutants.py --record earlier` -->\n"
-END_EARLIER = "<!-- /earlier mutants -->\n"
 FOLDERS = ("jaxmp/engine", "jaxmp/optim", "jaxmp/training", "jaxmp/linen", "jaxmp/nnx")
 SECONDS = 240  # a run of tests that takes longer counts as failed
 
@@ -272,7 +271,7 @@ def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
         "`tools/survivors.txt` lists the mutants\nthat were not found.\n\n"
         "| folder | found |\n|---|---:|\n" + "".join(cells)
     )
-    _write(BEGIN, table, END)
+    write_marked(README, "mutants", "python tests/tools/mutants.py --record now", table)
 
 
 def record_earlier(rows: list[dict[str, Any]], count: int, root: Path) -> None:
@@ -285,14 +284,7 @@ def record_earlier(rows: list[dict[str, Any]], count: int, root: Path) -> None:
         f"For comparison, at commit {commit} the same folders had {count:,} test cases. They found "
         f"{found_by_folder.total()} of {len(rows)}\nmutants of the library of that time ({folders}).\n"
     )
-    _write(BEGIN_EARLIER, text, END_EARLIER)
-
-
-def _write(begin: str, text: str, end: str) -> None:
-    """Write ``text`` between two marks of tests/README.md."""
-    text_before, _, old_block = README.read_text().partition(begin)
-    _, _, text_after = old_block.partition(end)
-    README.write_text(f"{text_before}{begin}\n{text}\n{end}{text_after}")
+    write_marked(README, "earlier mutants", "python tests/tools/mutants.py --record earlier", text)
 
 
 def _in(root: Path, mutant: Mutant) -> Mutant | None:

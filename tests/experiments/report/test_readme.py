@@ -12,28 +12,17 @@ from experiments.benchmarks.train_step import report as train_step_report
 from experiments.models.workloads import FULL, SMOKE
 from experiments.report import headline, predictions, readme
 from experiments.report.json_files import write_json
+from experiments.report.marked_text import read_marked, write_marked
 from jaxmp.inspect import prediction
 
 GPU = {"device": "1 × H200 (gpu)", "versions": "jax 1", "date": "2026-11-21 10:00 +0000", "command": "python -m some"}
 MIB = 2**20
 
 
-def test_the_readme_and_the_pages_have_what_the_script_writes():
-    text = (readme.ROOT / "README.md").read_text()
-    between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
-    assert between == f"\n{readme.block()}\n", "run python -m experiments.report.readme"
-    text = (readme.ROOT / "docs" / "measured.md").read_text()
-    between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
-    assert between == f"\n{readme.measured_block()}\n", "run python -m experiments.report.readme"
-    text = (readme.ROOT / "docs" / "gradient_sums.md").read_text()
-    between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
-    assert between == f"\n{readme.gradient_sums_block()}\n", "run python -m experiments.report.readme"
-    _, _, rest = (readme.ROOT / "docs" / "sharding.md").read_text().partition(readme.BEGIN)
-    assert rest.partition(readme.END)[0] == f"\n{readme.sharding_block()}\n", "run python -m experiments.report.readme"
-    _, _, rest = (readme.ROOT / "docs" / "tools" / "tune.md").read_text().partition(readme.BEGIN)
-    assert rest.partition(readme.END)[0] == f"\n{readme.tune_block()}\n", "run python -m experiments.report.readme"
-    _, _, rest = (readme.ROOT / "docs" / "inspect.md").read_text().partition(readme.BEGIN)
-    assert rest.partition(readme.END)[0] == f"\n{readme.roofline_block()}\n", "run python -m experiments.report.readme"
+@pytest.mark.parametrize("page", readme.PAGES)
+def test_the_readme_and_the_pages_have_what_the_script_writes(page):
+    text = read_marked(readme.ROOT / page, "results", readme.COMMAND)
+    assert text == readme.PAGES[page]().strip(), f"run {readme.COMMAND}"
 
 
 def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_pairs_beyond_it():
@@ -46,15 +35,18 @@ def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_
     assert all(predictions.apart(*pair) <= prediction.ERROR for pair in ties)
 
 
-def test_only_text_between_the_markers_is_replaced_and_a_damaged_result_is_named(tmp_path):
-    file = tmp_path / "README.md"
-    file.write_text(f"before\n{readme.BEGIN}old\n{readme.END}\nafter\n")
-    readme.write(file, readme.block())
-    assert file.read_text() == f"before\n{readme.BEGIN}\n{readme.block()}\n{readme.END}\nafter\n"
-    file.write_text("no markers")
-    with pytest.raises(SystemExit, match="must have the lines"):
-        readme.write(file, "")
+def test_only_text_between_the_markers_is_replaced(tmp_path):
+    page = tmp_path / "README.md"
+    begin, end = "<!-- results: written by `make it` -->", "<!-- /results -->"
+    page.write_text(f"before\n{begin}\n\nold\n\n{end}\nafter\n")
+    write_marked(page, "results", "make it", "new\n")
+    assert page.read_text() == f"before\n{begin}\n\nnew\n\n{end}\nafter\n"
+    page.write_text("no markers")
+    with pytest.raises(SystemExit, match="must have"):
+        write_marked(page, "results", "make it", "")
 
+
+def test_a_damaged_result_is_named(tmp_path):
     (tmp_path / "accuracy-1").mkdir()
     (tmp_path / "accuracy-1" / "accuracy.json").write_text('{"runs": [')
     with pytest.raises(
