@@ -17,7 +17,7 @@ _ScopesAndPass = tuple[frozenset[str], bool]
 
 
 def _scopes_of_instruction(instruction: hlo.Instruction) -> _ScopesAndPass | None:
-    """Return the scopes and the pass of an instruction; None if it has no name."""
+    """Return an instruction's scopes and pass; None if JAX did not name it."""
     name = instruction.op_name
     return (_scopes_in_name(name), "transpose(" in name) if name else None
 

@@ -110,8 +110,8 @@ class Audit(tables.Shown):
         names = [f"{product.path or '(no scope)'} ({product.source or 'no line known'})" for product in largest]
         return [
             f"half_flops: {self.half_flops:.1%} of the products' FLOPs are in 16 bits or fewer, not "
-            f"{min_half_flops:.1%} ({self._shares()}); the largest products in wider dtypes: {', '.join(names)}; cast their "
-            "operands to half, put the model under a policy, or lower min_half_flops"
+            f"{min_half_flops:.1%} ({self._shares()}); the largest products in wider dtypes: {', '.join(names)}; cast "
+            "their operands to half, put the model under a policy, or lower min_half_flops"
         ]
 
     def _faults_of_memory(self, max_bytes: float) -> list[str]:

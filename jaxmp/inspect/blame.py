@@ -184,8 +184,8 @@ def _without_loss_scale(opt_state: Any) -> Any:
 def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
     """Return a function of a loss scale and ``fun``'s arguments.
 
-    This function returns the loss and the scaled loss, the other results of ``fun``, and the gradients. If the loss
-    scale is None, the loss is not scaled.
+    The returned function returns the loss and the scaled loss, the other results of ``fun``, and the gradients. If the
+    loss scale is None, the loss is not scaled.
     """
     numbers = differentiated(args)
 

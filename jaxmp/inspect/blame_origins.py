@@ -1,6 +1,7 @@
 """Find the origin of infinities and NaNs in the results of one operation.
 
-The origin tells whether the operation computes them from finite operands, or which operands already contain them.
+The origin tells whether the operation computes an infinity or NaN from finite operands, or which operands already have
+one.
 """
 
 from __future__ import annotations

@@ -133,9 +133,10 @@ class Suspect(NamedTuple):
 def first_suspect(starts: Sequence[Value], run: ProgramRun, early: set[Value]) -> Suspect | None:
     """Return the suspect to blame for values that are not finite, or None.
 
-    Only another run of the program can tell the origin of a failure. So the earliest failures are examined first, and
-    the search ends when a suspect comes before all failures with unknown origins. Usually one more run is enough. All
-    failures of ``select_n`` are examined, because the search must not follow an infinity that is not selected.
+    Only another run of the program can tell the origin of a failure (an operation with non-finite results). So the
+    earliest failures are examined first. The search ends when a suspect comes before all failures with unknown origins;
+    usually one more run is enough. All failures of ``select_n`` are examined, because the search must not follow an
+    infinity that is not selected.
 
     Args:
       starts: the values that are not finite.
@@ -201,7 +202,7 @@ def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect
 
 
 def _suspects_of_input(value: Value, reader: Any, run: ProgramRun) -> list[Suspect]:
-    """Return an argument or constant as a suspect in a list; [] if it is finite."""
+    """Return an input that is not finite as a suspect, in a list; else []."""
     is_argument = value.name == "argument"
     array = run.inputs[value.position] if is_argument else value.constant
     if stepping.is_finite(array):

@@ -46,7 +46,7 @@ class ComparedRow:
 
 
 class Pair(NamedTuple):
-    """A value that a scope returns or reads, as a slot of each program."""
+    """A value that a scope returns or reads, with its slot in each program."""
 
     path: str
     half: Slot
@@ -130,9 +130,9 @@ def relative_error(half: np.ndarray, full: np.ndarray) -> float:
 def rows_of_scopes(
     half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], finfo: jnp.finfo
 ) -> list[ComparedRow]:
-    """Return the rows of the results, and of values and gradients at scopes.
+    """Return rows for the results, for values that scopes return, and for gradients.
 
-    The values are those that scopes return. The gradients are with respect to these values.
+    The gradients are with respect to the values that scopes return.
     """
     dtypes = {pair.path: half.compute_dtype(pair.path, half.values[pair.half]) for pair in pairs}
     rows = []

@@ -82,7 +82,7 @@ class Comparison(tables.Shown):
         notes = []
         if self.unmatched:
             scopes = ", ".join(self.unmatched)
-            notes.append(f"without a row, because the policies change how many values they return: {scopes}")
+            notes.append(f"scopes without a row, because the policies change how many values they return: {scopes}")
         if not self.is_changed:
             notes.append("No policy, region or autocast changes a product here; both runs have only the code's casts.")
         return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, notes
@@ -119,7 +119,8 @@ def compare(
 
     Returns:
       A function of ``fun``'s arguments that returns a :class:`Comparison`. Both programs are compiled with
-      ``xla_allow_excess_precision=False``, so that XLA keeps all roundings to half. All values are copied to the host.
+      ``xla_allow_excess_precision=False``, so that XLA keeps all roundings to half precision. All values are copied to
+      the host.
 
     Raises:
       ValueError: the reference is unknown; there are no floating values to compare; ``overrides`` is set without a

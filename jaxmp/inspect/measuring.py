@@ -112,10 +112,10 @@ def numerics(
 ) -> Callable[..., Numerics]:
     """Count the values of one training step by magnitude, layer by layer.
 
-    The returned function, ``(params, *args, opt_state=None) -> Numerics``, computes the gradients of the loss once and
-    does not change its arguments. The function is compiled once for each set of shapes, and copies about 20 kB per
-    tensor to the host. All iterations of a ``jax.lax.while_loop`` are counted together. Values inside a function with a
-    custom derivative rule are not counted.
+    The returned function, ``(params, *args, opt_state=None, loss_scale=loss_scale) -> Numerics``, differentiates the
+    loss once and does not change its arguments. The function is compiled once for each set of shapes, and copies
+    about 20 kB per tensor to the host. All iterations of a ``jax.lax.while_loop`` are counted together. Values inside a
+    function with a custom derivative rule are not counted.
 
     Args:
       loss_fn: ``loss_fn(params, *args)``, which returns the loss (a floating scalar), or a tuple whose first element is

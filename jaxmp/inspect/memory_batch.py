@@ -42,7 +42,7 @@ def largest_multiple_that_fits(peak_of: Callable[[int], int], limit: int, step: 
     Args:
       peak_of: a function from batch size to peak in bytes.
       limit: the limit in bytes.
-      step: the number of which all batch sizes are multiples.
+      step: all batch sizes are multiples of this number.
       start: the batch size to try after ``step``.
 
     Raises:
@@ -71,7 +71,7 @@ def _bracket(search: _Search, step: int, number: int) -> tuple[int, int]:
         low = number
         if search.peaks[1] == search.peaks[low] or low * step > 2**40:
             raise ValueError(
-                f"largest_batch needs memory that depends on the batch, got the same for {step} and {low * step} "
+                f"largest_batch needs memory that depends on the batch, got the same peak for {step} and {low * step} "
                 "examples; pass the batch after the params"
             )
         first, second = sorted(size for size in search.peaks if size)[-2:]

@@ -60,8 +60,8 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
       names: the names of the arguments, if known.
       unknown: the kind of unrecognised leaves. Set ``unknown`` if ``args`` are results. Flax's collections are then not
         recognised either, because a collection of params among the results may contain gradients. Leave ``unknown``
-        empty for arguments. Unrecognised leaves of the first argument are then the params, and those of a later
-        argument are the batch. But if another part of the later argument is recognised, they are the params.
+        empty for arguments. The unrecognised leaves of the first argument are then the params, and those of a later
+        argument are the batch. But if a part of the later argument is recognised, its other leaves are the params.
     """
 
     def kind_of(node: Any, path: Sequence[Any] = ()) -> str | None:
@@ -88,8 +88,8 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
 def _kind_in(node: Any, path: Sequence[Any]) -> str | None:
     """Return the kind of the leaf at ``path`` in a node.
 
-    Return None if the type of the node is unknown. For a train state or Flax's collections, an empty path returns
-    ``"params"``.
+    Return None if the type of the node is unknown. For a train state or Flax's collections, return ``"params"`` if the
+    path is empty.
     """
     field = str(getattr(path[0], "name", getattr(path[0], "key", ""))) if path else "params"
     if isinstance(node, nnx.Param):

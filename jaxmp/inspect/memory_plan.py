@@ -70,8 +70,8 @@ class Memory(tables.Shown):
 
         The result is the size of axis 0, on all devices together; 0 if nothing fits. To try a size, this method changes
         axis 0 of the batch's first array, and of all arrays of the batch whose axis 0 has the same size. Each size
-        needs a compilation, so only a few sizes are tried. These always include the result and the next larger size,
-        which does not fit. If the memory does not always grow with the batch size, a still larger batch may fit.
+        needs a compilation, so only a few sizes are tried. The result, and the next larger size (which does not fit),
+        are always tried. If the memory does not always grow with the batch size, a still larger batch may fit.
 
         Args:
           limit: the limit in bytes, such as :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
@@ -135,14 +135,14 @@ class Memory(tables.Shown):
 def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
     """Return a function that computes the memory of a call of ``fun``.
 
-    ``fun`` is compiled but not executed. Each argument has a kind (params, batch and so on). The type of an argument
-    determines the kind of a ``TrainState``, an NNX model or optimizer, an optax state, or Flax's collections. For other
-    types, the names ``params``, ``opt_state``, ``model_state``, ``batch`` and ``rng`` determine the kind. For other
-    names, the first argument is the params, and later arguments are the batch.
+    ``fun`` is compiled but not executed. Each array of the arguments has a kind (params, batch and so on). For a
+    ``TrainState``, an NNX model or optimizer, an optax state, and Flax's collections, the type determines the kind. For
+    other types, the names ``params``, ``opt_state``, ``model_state``, ``batch`` and ``rng`` determine the kind. For
+    other names, the first argument is the params, and later arguments are the batch.
 
     Args:
-      fun: a train step, a function that JAX can compile, or a jitted function. If a jitted function donates arguments,
-        results may reuse their memory.
+      fun: a train step, a function that JAX can compile, or a jitted function. If results reuse the memory of donated
+        arguments, this memory is counted once.
       device: None for the attached device, or the name of a GPU that is not attached (``"h200"``, ``"h100"``,
         ``"a100"``, ``"b200"``, ``"l4"``, ``"t4"``). A GPU that is not attached needs the packages of the extra
         ``compile-only``.
