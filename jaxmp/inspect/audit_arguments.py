@@ -34,7 +34,7 @@ def arguments_of(jitted: Any, inputs: tuple[Any, ...]) -> list[Leaf]:
     """Return the leaves of an audited call's arguments, with their kinds.
 
     The kinds are those of :func:`jaxmp.inspect.memory`, or ``"unknown"``. A leaf is recognised if the type or the name
-    of its argument determines the kind, and the kind is not ``"other"``. The other kinds depend on the whole call:
+    of its argument determines a kind except ``"other"``. The kinds of unrecognised leaves depend on the whole call:
 
     - If the params or another part of the state are recognised, all unrecognised leaves are the batch.
     - If nothing is recognised, and the first argument is an array or the only argument, all kinds are unknown. But if

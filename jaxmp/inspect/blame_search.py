@@ -202,7 +202,7 @@ def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect
 
 
 def _suspects_of_input(value: Value, reader: Any, run: ProgramRun) -> list[Suspect]:
-    """Return an input that is not finite as a suspect, in a list; else []."""
+    """Return a list with one suspect, or an empty list if the input is finite."""
     is_argument = value.name == "argument"
     array = run.inputs[value.position] if is_argument else value.constant
     if stepping.is_finite(array):
