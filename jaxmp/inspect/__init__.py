@@ -1,7 +1,7 @@
 """Tools that inspect programs and runs.
 
-They report precision, underflow, the first infinity, differences, memory and time. The rest of jaxmp does not depend on
-them, and ``import jaxmp`` does not load them: write ``import jaxmp.inspect``.
+The tools report precision, underflow, rounding errors, the first infinity or NaN, memory, communication and time.
+``import jaxmp`` does not load the tools: write ``import jaxmp.inspect``.
 """
 
 from jaxmp.base.formats import formats

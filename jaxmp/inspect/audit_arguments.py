@@ -18,9 +18,9 @@ from jaxmp.sharding.specs import axes_in_spec as axes_of
 
 
 def is_loss_scaled(args: Any) -> bool | None:
-    """Return whether the arguments have a loss scale that is not a no-op.
+    """Return whether an argument has a loss scale other than ``NoOpLossScale``.
 
-    Return None if the arguments have no loss scale at all.
+    Return None if no argument has any loss scale.
     """
 
     def is_loss_scale(node: Any) -> bool:
@@ -33,13 +33,13 @@ def is_loss_scaled(args: Any) -> bool | None:
 def arguments_of(jitted: Any, inputs: tuple[Any, ...]) -> list[Leaf]:
     """Return the leaves of an audited call's arguments, with their kinds.
 
-    The kinds are those of :func:`jaxmp.inspect.memory`, or ``"unknown"``. The type or the name of an argument
-    determines its kind. If the params or another part of the state are recognised in this way, all unrecognised leaves
-    are the batch. Otherwise:
+    The kinds are those of :func:`jaxmp.inspect.memory`, or ``"unknown"``. A leaf is recognised if the type or the name
+    of its argument determines a kind except ``"other"``. The kinds of unrecognised leaves depend on the whole call:
 
-    - If no argument is recognised, and the first argument is an array or the only argument, all kinds are unknown. But
-      if the call has one array in total, this array is the batch.
-    - In all other calls, an unrecognised first argument is the params, and later ones are the batch.
+    - If the params or another part of the state are recognised, all unrecognised leaves are the batch.
+    - If nothing is recognised, and the first argument is an array or the only argument, all kinds are unknown. But if
+      the first argument is the only array in the call, this array is the batch.
+    - In all other calls, an unrecognised first argument is the params, and unrecognised later arguments are the batch.
     """
     leaves = list(leaves_of(inputs, names_of_arguments(jitted)))
     is_array = hasattr(inputs[0], "dtype") if inputs else False
@@ -55,8 +55,9 @@ def arguments_of(jitted: Any, inputs: tuple[Any, ...]) -> list[Leaf]:
 def sent_over_batch_axes(rows: Sequence[Collective], arguments: Sequence[Leaf]) -> Iterator[Sent]:
     """Yield the collectives over mesh axes that split the batch.
 
-    Collectives whose axes are unknown are included, and so are all collectives if no axis splits the batch. An array
-    counts as a weight if it has the size of an argument other than the batch, or of one layer of such an argument.
+    Collectives whose axes are unknown are included. If no axis splits the batch, all collectives are included. A
+    :class:`Sent` also has the bytes of weights. A sent array counts as a weight if its size is that of an argument
+    other than the batch, or of one index of axis 0 of such an argument (one layer of stacked weights).
     """
     axes_of_batch = set(batch_axes(leaf.value for leaf in arguments if leaf.kind == "batch"))
     shardings = [sharding_on_mesh(leaf.value) for leaf in arguments]
@@ -78,8 +79,8 @@ def sent_over_batch_axes(rows: Sequence[Collective], arguments: Sequence[Leaf]) 
 def _axes_of_weights(arguments: Sequence[Leaf], axes_of_batch: set[str]) -> dict[int, set[str]]:
     """Return the mesh axes that split weights, by the size of the weights.
 
-    A size is the number of elements of a weight, or of one layer of the weight (one index of axis 0). It is the size on
-    one device after the weight is gathered over ``axes_of_batch``.
+    All arguments except the batch are weights here. A size is the number of elements on one device after the weight is
+    gathered over ``axes_of_batch``. Each weight has two sizes: for all layers, and for one layer (one index of axis 0).
     """
     axes_by_size: dict[int, set[str]] = {}
     for leaf in arguments:

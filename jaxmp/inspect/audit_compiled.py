@@ -1,4 +1,4 @@
-"""Find operations in a compiled program by their scopes and sizes."""
+"""Find the traced products and casts in a compiled program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ScopesAndPass = tuple[frozenset[str], bool]
 
 
 def _scopes_of_instruction(instruction: hlo.Instruction) -> _ScopesAndPass | None:
-    """Return the scopes and the pass of an instruction; None without metadata."""
+    """Return an instruction's scopes and pass; None if JAX did not name it."""
     name = instruction.op_name
     return (_scopes_in_name(name), "transpose(" in name) if name else None
 
@@ -33,9 +33,9 @@ def _scopes_in_name(op_name: str) -> frozenset[str]:
 def dtypes_that_ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Value, str]:
     """Return the dtype in which a compiled program runs each traced product.
 
-    A traced product matches the compiled products with the same scopes, pass (forward or backward) and size. If no
-    compiled product has this size, all compiled products with the same scopes and pass match. A traced product is left
-    out if it has no matches or if its matches have several dtypes.
+    A traced product matches the compiled products with the same scopes, pass (forward or backward) and result size. If
+    no compiled product has this size, all compiled products with the same scopes and pass match. A traced product is
+    left out if it has no matches, or if its matches have several dtypes.
     """
     compiled: dict[Any, set[str]] = {}
     for computation, instruction, _ in program.instructions_by_run():
@@ -63,14 +63,14 @@ class CastsInLoops:
         self._casts: set[Any] = set()
         for name in _computations_in_loops(program):
             for instruction in program.computations.get(name, {}).values():
-                # A cast with another op_name was added by the backend.
+                # XLA adds casts of its own, which have other names.
                 if instruction.opcode == "convert" and instruction.op_name.endswith("/convert_element_type"):
                     (array,) = instruction.arrays
                     size = math.prod(array.shape)
                     self._casts.add((_scopes_of_instruction(instruction), hlo.dtype_name(array.dtype), size))
 
     def __call__(self, value: Value) -> bool:
-        """Return whether the compiled program repeats the cast that computes ``value``."""
+        """Return whether the compiled program repeats a cast with the result ``value``."""
         return (_scopes_of_value(value), value.dtype.name, math.prod(value.shape)) in self._casts
 
 

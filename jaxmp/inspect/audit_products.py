@@ -1,4 +1,4 @@
-"""The products of an audited program."""
+"""Describe the matrix products and convolutions of an audited program."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class Product:
         dilated convolution, do not count.
       count: the number of executions; None if the number is known only at run time.
       bytes: the bytes of the operands and the result.
-      bound: ``"arithmetic"`` or ``"bytes"``, whichever takes longer at the device's peak rates; None if the peak rates
-        are unknown.
-      aligned: whether all dimensions except the batch are multiples of 16 bytes (of 8 values if a value has 16 bits).
+      bound: ``"arithmetic"`` or ``"bytes"`` (memory traffic): the one that takes longer at the device's peak rates.
+        None if these rates are unknown.
+      aligned: whether the contracted dimension and the output features are multiples of 16 bytes (of 8 values in half
+        precision).
       phase: ``"forward"``, ``"backward"`` or ``"update"``.
     """
 
@@ -61,9 +62,9 @@ def product_of(value: Value, ran: str | None, device: Hardware, weights: Sequenc
 
     Args:
       value: the result of the product.
-      ran: the dtype of the product's operands in the compiled program; None if this dtype is unknown.
-      device: the hardware to run on.
-      weights: the positions of the operands that may be weights.
+      ran: as in :class:`Product`.
+      device: the hardware that determines ``bound``.
+      weights: the positions of the operands that may be the product's weight.
     """
     place, (left, right) = value.at, value.inputs[:2]
     operands = multiplied(left), multiplied(right)
@@ -98,7 +99,7 @@ def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardwar
 def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
     """Yield the products inside kernels and solvers.
 
-    Their ``count`` is None, because the number of executions is unknown.
+    The ``count`` of these products is None, because the number of executions is unknown.
     """
     for place in values.places.values():
         if place.bodies is not None:
@@ -115,7 +116,7 @@ def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
 
 
 def widest(dtypes: Collection[str]) -> str:
-    """Return the widest dtype: the compute dtype of a product of such operands."""
+    """Return the widest dtype: the compute dtype of a product with these operands."""
     return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 

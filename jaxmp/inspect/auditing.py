@@ -1,4 +1,4 @@
-"""Report the precision of each product in a program; nothing is executed."""
+"""Report the precision of each product in a program, without running it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Audit(tables.Shown):
       products: the matrix products and convolutions, in program order.
       flops: for each compute dtype, its share of the products' FLOPs. A loop with an unknown number of iterations
         counts as one iteration.
-      half_flops: the share of the products' FLOPs in 16 bits or fewer; None without products.
+      half_flops: the share of the products' FLOPs whose compute dtype has 16 bits or fewer; None if there are no
+        products.
       memory: the result of :func:`jaxmp.inspect.memory`; None if nothing was compiled.
       findings: the precision problems.
     """
@@ -63,8 +64,8 @@ class Audit(tables.Shown):
 
         Args:
           min_half_flops: the minimum of ``half_flops``; ignored if the program has no products.
-          allow: the findings to accept: a kind of finding, or a list of kinds and of pairs ``(kind, glob)``. A pair
-            accepts findings of this kind in the modules and scopes whose path matches the glob.
+          allow: the findings to accept: a kind of finding, or a list. Each item of the list is a kind, or a pair
+            ``(kind, glob)``. A pair accepts findings of this kind in modules and scopes whose path matches the glob.
           max_bytes: the maximum number of bytes at the memory peak.
 
         Raises:
@@ -109,8 +110,8 @@ class Audit(tables.Shown):
         names = [f"{product.path or '(no scope)'} ({product.source or 'no line known'})" for product in largest]
         return [
             f"half_flops: {self.half_flops:.1%} of the products' FLOPs are in 16 bits or fewer, not "
-            f"{min_half_flops:.1%} ({self._shares()}); the largest wider products: {', '.join(names)}; cast their "
-            "operands to half, put the model under a policy, or lower min_half_flops"
+            f"{min_half_flops:.1%} ({self._shares()}); the largest products in wider dtypes: {', '.join(names)}; cast "
+            "their operands to half, put the model under a policy, or lower min_half_flops"
         ]
 
     def _faults_of_memory(self, max_bytes: float) -> list[str]:
@@ -174,14 +175,14 @@ def audit(
     topology: str | None = None,
     compile: bool = True,
 ) -> Callable[..., Audit]:
-    """Return a function that audits a call of ``fun``; nothing is executed.
+    """Return a function that audits a call of ``fun`` without running ``fun``.
 
-    The function takes ``fun``'s arguments, or their shapes, and returns an :class:`Audit`.
+    The returned function takes the arguments of ``fun``, or their shapes, and returns an :class:`Audit`.
 
     Args:
       fun: a train step, a loss or any other function that JAX can trace.
-      policy: the policy that the program should have, or a PolicyMap; it does not change the program. With None, only
-        the policies of modules are checked, such as those of :func:`jaxmp.linen.apply_policy`.
+      policy: the policy or PolicyMap that the program should already follow; the audit does not apply it. With None,
+        only the policies of modules are checked, such as those of :func:`jaxmp.linen.apply_policy`.
       device: the device to compile for: None for the attached device, or the name of a GPU that is not attached, such
         as ``"h200"`` (see :mod:`jaxmp.inspect.program.targets`).
       topology: the topology of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
@@ -228,9 +229,9 @@ def _audit_of(
 ) -> Audit:
     """Return the audit of a traced call.
 
-    If the call was not compiled, ``program`` and ``memory`` are None.
+    ``program`` is the compiled call. If the call was not compiled, ``program`` and ``memory`` are None.
     """
-    values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has its own class of traces
+    values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit wraps the trace of jax.jit
     arguments = arguments_of(jitted, inputs)
     weights = weights_in(values, arguments)
     ran = {} if program is None else dtypes_that_ran(program, values.all)

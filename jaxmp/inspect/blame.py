@@ -38,8 +38,8 @@ class Blame(tables.Shown):
     """The operation that made the first infinity or NaN.
 
     Attributes:
-      phase: ``"input"``, ``"forward"`` or ``"backward"``. A value that only the derivative uses is backward, such as
-        0.5/sqrt(0) in the derivative of a square root.
+      phase: ``"input"`` (an argument or a constant), ``"forward"`` or ``"backward"``. A value that only the derivative
+        uses is backward, such as 0.5/sqrt(0) in the derivative of a square root.
       primitive: the name of the operation's JAX primitive. For a constant, this is the primitive that reads the
         constant. For an argument, it is empty.
       path: the modules and scopes around the operation, joined by ``/``; for an argument, the name of the argument and
@@ -49,8 +49,9 @@ class Blame(tables.Shown):
         square root of a negative number) or ``"input"``.
       operands: the ranges of the operands in the blamed iteration; for an argument, the range of the argument.
       turn: the iteration of the innermost loop, counted from 0; None outside of loops. In the derivative of a scan,
-        this is the index into the scanned arrays: the iteration of the forward scan, unless that scan is reversed.
-      scaled_only: whether only the loss scale is to blame, because everything is finite with a loss scale of 1.
+        ``turn`` is an index into the scanned arrays. This index equals the iteration of the forward scan, unless the
+        forward scan is reversed.
+      scaled_only: whether everything is finite with a loss scale of 1, so that only the loss scale is to blame.
     """
 
     phase: str
@@ -86,30 +87,30 @@ class Blame(tables.Shown):
 def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Callable[..., Blame | None]:
     """Find the operation that made the first infinity or NaN.
 
-    The function and its derivative run one operation at a time, also inside of loops. The search starts at the results
-    and goes back through values that are not finite. So an infinity that does not reach a result is not blamed, such as
-    a mask of ``-inf`` before a softmax. If there are several suspects, the blame goes to the first in this order:
+    ``fun`` and its derivative run one operation at a time, also inside loops. The search starts at the non-finite
+    results and goes back through non-finite values. So an infinity that makes no result infinite or NaN is not blamed,
+    such as a mask of ``-inf`` before a softmax. If there are several suspects, the first in this order is blamed:
 
-    1. an argument or a constant with a NaN, or an operation that computes an infinity or NaN from finite numbers;
+    1. an argument or constant that contains NaN, or an operation that computes an infinity or NaN from finite numbers;
     2. an infinite argument;
     3. an operation that computes NaN from an infinite constant;
     4. an infinite constant.
 
     Args:
-      fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. It may also
-        be a train step. Then call the returned function with the step's arguments. The loss scale and the rng are those
-        of the step's state.
+      fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. ``fun`` may
+        also be a train step. Then call the returned function with the step's arguments. The loss scale and the random
+        key come from the step's state.
       grad: whether to check the gradients too, with respect to the first argument that has floating arrays. If False,
         ``fun`` may return anything.
       loss_scale: the factor by which the loss is multiplied before the differentiation.
 
     Returns:
-      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if everything is finite. The run
-      keeps all roundings to half that the traced program has.
+      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if everything is finite. In this run, XLA
+      keeps every rounding to half precision (float16 or bfloat16) that the traced program has.
 
     Raises:
       ValueError: ``loss_scale`` is not a positive finite number, or is set for a train step.
-      TypeError: with ``grad``, the first result of ``fun`` is not a floating scalar.
+      TypeError: ``grad`` is True, and the first result of ``fun`` is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
 
     >>> def loss_fn(params, x):
@@ -183,7 +184,7 @@ def _without_loss_scale(opt_state: Any) -> Any:
 def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
     """Return a function of a loss scale and ``fun``'s arguments.
 
-    The returned function returns the loss and the scaled loss, the other results of ``fun``, and the gradients. If its
+    The returned function returns the loss and the scaled loss, the other results of ``fun``, and the gradients. If the
     loss scale is None, the loss is not scaled.
     """
     numbers = differentiated(args)
@@ -207,9 +208,9 @@ def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
-    """Return the blame in a function.
+    """Return the blame in ``fun``, or None.
 
-    The function returns losses, other results and gradients.
+    ``fun`` returns a tuple of three items: losses, other results, and gradients.
     """
     jaxpr, consts, structure = program_of(fun, *args)
     run = ProgramRun(jaxpr, consts, jax.tree.leaves(tuple(args)))
@@ -223,7 +224,7 @@ def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     if suspect is None:
         return None
     if suspect.rank is Rank.CONSTANT and not bad_losses_and_gradients:
-        return None  # an infinite constant in another result, such as a returned mask, is intended
+        return None  # an infinite constant is intended if it is returned as another result, such as a mask
     value = suspect.value
     if value.name == "argument":
         return _blame_of_input(run.inputs[value.position], paths[value.position])

@@ -1,4 +1,8 @@
-"""Find the origin of infinities and NaNs in the results of one operation."""
+"""Find the origin of infinities and NaNs in the results of one operation.
+
+The origin tells whether the operation computes an infinity or NaN from finite operands, or which operands already have
+one.
+"""
 
 from __future__ import annotations
 
@@ -85,10 +89,12 @@ class Range:
 class Origin(NamedTuple):
     """The origin of the infinities and NaNs in an operation's results.
 
-    An elementwise operation is examined element by element, any other operation as a whole.
+    The operands and results of an elementwise operation are compared element by element. For any other operation, one
+    infinite or NaN element counts for the whole array.
 
     Attributes:
-      through: for each operand, whether the operand and a result are infinite or NaN at the same element.
+      through: for each operand, whether the operand and a result are infinite or NaN at the same element (for an
+        operation that is not elementwise: at any elements).
       is_born: whether finite operands gave an infinity or NaN.
       is_nan: whether finite operands gave NaN.
       is_pole: whether finite operands at a pole of the function gave an infinity or NaN.
@@ -142,7 +148,7 @@ def origin_of(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Ori
 
 
 def failure_kind(name: str, origin: Origin) -> str:
-    """Return "overflow", "division by zero" or "invalid"."""
+    """Return the kind of a failure: "overflow", "division by zero" or "invalid"."""
     if not origin.is_born or (origin.is_nan and name not in _OVERFLOWS_TO_NAN):
         return "invalid"
     return "division by zero" if origin.is_pole else "overflow"
@@ -168,10 +174,7 @@ def where_nan(value: Any) -> Any:
 
 
 def ranges_of(operands: Sequence[Any]) -> tuple[Range, ...]:
-    """Return the ranges of NumPy arrays.
-
-    Arrays that are empty or not numeric are left out.
-    """
+    """Return the ranges of NumPy arrays, without empty and non-numeric arrays."""
     ranges = []
     for operand in operands:
         if not jnp.issubdtype(operand.dtype, jnp.number) or not operand.size:

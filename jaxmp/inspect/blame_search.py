@@ -16,7 +16,7 @@ from jaxmp.inspect.program import stepping
 from jaxmp.inspect.program.values import Turns, Value
 
 _FLAGS_AT_ONCE = 4096
-"""The number of operations whose flags are fetched from the device together, because separate fetches take long.
+"""The number of operations whose flags are fetched from the device together, because separate fetches are slow.
 
 A flag tells whether a result is finite.
 """
@@ -114,9 +114,9 @@ class Suspect(NamedTuple):
     Attributes:
       rank: the rank of the value in the order of blame.
       value: an argument, a constant, or the result of an operation.
-      turns: the iterations of the scans around it.
-      reader: for an argument or a constant, the operation that reads it, and that operation's iterations; None if the
-        program returns the value unchanged.
+      turns: the iterations of the scans around the value.
+      reader: for an argument or a constant, the operation that reads the value, and that operation's iterations; None
+        if the program returns the value unchanged.
     """
 
     rank: Rank
@@ -133,14 +133,15 @@ class Suspect(NamedTuple):
 def first_suspect(starts: Sequence[Value], run: ProgramRun, early: set[Value]) -> Suspect | None:
     """Return the suspect to blame for values that are not finite, or None.
 
-    The origins of failures are computed in program order. The search ends when a suspect comes before all failures with
-    unknown origins; usually one more run is enough. The origins of all selects are computed, because an infinity that a
-    select does not pass on must not be followed.
+    Only another run of the program can tell the origin of a failure (an operation with non-finite results). So the
+    earliest failures are examined first. The search ends when a suspect comes before all failures with unknown origins;
+    usually one more run is enough. All failures of ``select_n`` are examined, because the search must not follow an
+    infinity that is not selected.
 
     Args:
       starts: the values that are not finite.
       run: the program that was run.
-      early: the values of the forward pass. Of suspects with equal rank, those in ``early`` come first.
+      early: the values of the forward pass. Among suspects with equal rank, these values come first.
     """
     number_to_examine = 1
     while True:
@@ -167,7 +168,7 @@ def _order_of_suspects(suspects: Sequence[Suspect], early: set[Value]) -> Callab
 
 
 def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect], list[Suspect]]:
-    """Return the suspects behind the starts, and the failures with unknown origins."""
+    """Search from ``starts``; return suspects, and failures with unknown origins."""
     suspects: list[Suspect] = []
     unknown: list[Suspect] = []
     stack: list[tuple[Value, Turns, Any]] = [(value, (), None) for value in starts]
@@ -201,7 +202,7 @@ def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect
 
 
 def _suspects_of_input(value: Value, reader: Any, run: ProgramRun) -> list[Suspect]:
-    """Return a list with an argument or a constant; empty if it is finite."""
+    """Return a list with one suspect, or an empty list if the input is finite."""
     is_argument = value.name == "argument"
     array = run.inputs[value.position] if is_argument else value.constant
     if stepping.is_finite(array):

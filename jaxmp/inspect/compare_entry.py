@@ -1,8 +1,9 @@
 """Find the scope where the error of a comparison enters.
 
-A node is a value in one iteration of the scans around it. The error enters at the first node whose relative error is
-more than 4 times the largest relative error of its inputs, and more than 4 times the error of one rounding to half. The
-nodes of the forward pass are searched first, in program order, and then their gradients, in reverse order.
+A node is a value in one iteration of the scans around it. The error enters at the first node whose relative error
+exceeds two limits: 4 times the largest relative error of its inputs, and 4 times the error of one rounding to half
+precision. The nodes of the forward pass are searched first, in program order. Then the gradients of the nodes are
+searched, in reverse order.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def entered_in(
 
     Args:
       half: the program under policies.
-      full: the reference.
+      full: the reference, without policies.
       pairs: the values that both programs have.
-      numbers: the numbers of the arrays among the arguments whose gradients count.
-      rounding: the relative error of one rounding to half.
+      numbers: the indices of the argument leaves whose gradients are searched.
+      rounding: the relative error of one rounding to half precision.
     """
     return _Entry(half, full, pairs, numbers, rounding).path()
 
@@ -88,8 +89,8 @@ class _Entry:
     def is_backward_entry(self, node: _Node) -> bool:
         """Return whether the error enters at the gradient of a node.
 
-        The gradient of a value is computed from the operations that read the value: from the gradients of their
-        results, from their results, and from their operands.
+        Each operation that reads a value contributes to the value's gradient. The contribution is computed from the
+        operation's operands, its results, and the gradients of its results.
         """
         readers = self.readers.get(node, [])
         before = []
@@ -110,9 +111,9 @@ def _errors_by_turn(value: Value, half: np.ndarray, full: np.ndarray) -> dict[_N
 
 
 def _nearest(value: Value, turns: Turns, known: Collection[_Node]) -> Iterator[_Node]:
-    """Yield the nearest nodes that a value depends on.
+    """Yield the nearest nodes on which a value depends.
 
-    They are arguments or in ``known``.
+    Only arguments and nodes in ``known`` are yielded. The search goes on through other nodes.
     """
     stack, visited = [(value, turns)], {(value, turns)}
     while stack:

@@ -1,4 +1,8 @@
-"""Match the values of two recorded programs, and measure their differences."""
+"""Match the values of two recorded programs, and measure their differences.
+
+In this file, ``half`` is the program under policies, and ``full`` is the reference without policies. A ``Slot``
+identifies a value in a program.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,9 @@ class ComparedRow:
         the gradient of an argument, this is the dtype of the gradient.
       relative_error: the L2 norm of the difference, divided by the L2 norm of the reference.
       mean_absolute_difference: the mean absolute difference of the elements.
-      cosine: the cosine of the angle between the value and the reference as vectors.
-      ulps: the median absolute difference of the elements in ulps. An ulp is the distance between neighbouring numbers
-        of :attr:`Comparison.dtype` at the magnitude of the reference.
+      cosine: the cosine of the angle between the value and the reference, as vectors.
+      ulps: the median absolute difference of the elements, in ulps. An ulp is the distance between neighbouring numbers
+        in the dtype :attr:`Comparison.dtype`, at the magnitude of the reference.
     """
 
     path: str
@@ -42,7 +46,7 @@ class ComparedRow:
 
 
 class Pair(NamedTuple):
-    """A value that a scope returns or reads, in both programs."""
+    """A value that a scope returns or reads, with its slot in each program."""
 
     path: str
     half: Slot
@@ -114,7 +118,7 @@ def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.n
 def relative_error(half: np.ndarray, full: np.ndarray) -> float:
     """Return the L2 norm of the difference, divided by the L2 norm of the reference.
 
-    The error is infinite if the difference is not finite, or if only the reference is zero.
+    The error is infinite if the difference is not finite, or if the reference is zero and the difference is not.
     """
     _, full, difference = _differences(half, full)
     error, size = np.linalg.norm(difference.ravel()), np.linalg.norm(full.ravel())
@@ -126,9 +130,9 @@ def relative_error(half: np.ndarray, full: np.ndarray) -> float:
 def rows_of_scopes(
     half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], finfo: jnp.finfo
 ) -> list[ComparedRow]:
-    """Return the rows of scopes' values, of the results, and of gradients.
+    """Return rows for the results, for values that scopes return, and for gradients.
 
-    The gradients are those with respect to the values that scopes return.
+    The gradients are with respect to the values that scopes return.
     """
     dtypes = {pair.path: half.compute_dtype(pair.path, half.values[pair.half]) for pair in pairs}
     rows = []
@@ -145,7 +149,7 @@ def rows_of_scopes(
 
 
 def rows_of_gradients(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) -> dict[int, ComparedRow]:
-    """Return the rows of the gradients of arguments, by the number of the leaf."""
+    """Return a row for the gradient of each argument leaf, by the leaf's index."""
     return {
         n: compared_row(gradient.path, "backward", gradient.dtype, gradient.array, full.gradients[n].array, finfo)
         for n, gradient in half.gradients.items()
@@ -153,10 +157,10 @@ def rows_of_gradients(half: RecordedProgram, full: RecordedProgram, finfo: jnp.f
 
 
 def numbers_above_rounding(full: RecordedProgram, eps: float) -> set[int]:
-    """Return the numbers of the gradients that are larger than rounding errors.
+    """Return the indices of the gradients that are larger than rounding errors.
 
-    These are gradients whose root mean square is more than ``eps`` times the largest root mean square. A smaller
-    gradient is only rounding errors in any precision, such as the gradient of a bias before a batch norm.
+    The root mean square of such a gradient is more than ``eps`` times that of the largest gradient. A smaller gradient
+    consists of rounding errors in any precision, such as the gradient of a bias before a batch norm.
     """
     sizes = {}
     for n, (_, gradient, _) in full.gradients.items():
@@ -179,7 +183,8 @@ def total_row(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) ->
 def _differences(half: np.ndarray, full: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return both arrays and their difference.
 
-    Elements that are the same infinity in both arrays, or NaN in both, are replaced by 0, because masks have them.
+    An element that is the same infinity in both arrays, or NaN in both, is replaced by 0 in both. Masks contain such
+    elements.
     """
     is_same = ~np.isfinite(full) & ((half == full) | (np.isnan(half) & np.isnan(full)))
     half, full = np.where(is_same, 0, half), np.where(is_same, 0, full)

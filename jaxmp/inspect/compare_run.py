@@ -44,9 +44,9 @@ class RecordedProgram:
       returned: the paths and slots of values that scopes return, in program order.
       passed_in: the paths and slots of values that are passed into scopes, in program order.
       forward: the arrays of the values in ``returned`` and ``passed_in``, by slot.
-      backward: the gradients with respect to these values, by slot; values in while loops have none.
+      backward: the gradients with respect to the values in ``forward``, by slot. Values in while loops have none.
       results: the floating results to compare: the loss, or all results if there is no loss.
-      gradients: the gradients of arguments, by the number of the argument's leaf.
+      gradients: the gradients of arguments, by the index of the argument's leaf.
       products: the path and the compute dtype of each product in the forward pass.
     """
 
@@ -79,11 +79,13 @@ def run_and_record(
     """Run a function, and record the values that enter and leave its scopes.
 
     Args:
-      fun: a function that returns the loss, alone or first in a tuple. If ``grad`` is False, any function.
+      fun: a function that returns the loss, or a tuple that begins with the loss. If ``grad`` is False, ``fun`` may
+        return anything.
       args: the arguments of ``fun``.
       paths: the paths of the arguments' leaves.
       grad: whether to differentiate.
-      loss_scale: the factor of the loss before the differentiation. Recorded gradients are divided by this factor.
+      loss_scale: the factor by which the loss is multiplied before the differentiation. Recorded gradients are divided
+        by this factor.
     """
 
     def separate_loss(*args: Any) -> Any:
@@ -121,10 +123,10 @@ def run_and_record(
 def _run_with_taps(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], numbers: Sequence[int], taps: Taps, scale: float | None
 ) -> tuple[Any, Any, Any, Any]:
-    """Return results, records, gradients and the gradients of the sinks.
+    """Return results, records, gradients of inputs, and gradients of sinks.
 
-    The first result times ``scale`` is differentiated with respect to the sinks and the inputs that ``numbers`` lists.
-    If ``scale`` is None, nothing is differentiated.
+    Sinks are explained in ``taps.py``. The first result times ``scale`` is differentiated with respect to the sinks and
+    the inputs that ``numbers`` lists. If ``scale`` is None, nothing is differentiated.
     """
 
     def run(leaves: Sequence[Any], sinks: Any, consts: Any, inputs: Any) -> Any:
@@ -146,7 +148,7 @@ def _run_with_taps(
 class _ValueTaps(Taps):
     """Taps that record whole values, and their gradients in float32 or wider.
 
-    In a while loop, they record the last iteration.
+    For a value in a while loop, the record is that of the last iteration.
     """
 
     def record(self, value: jax.Array) -> jax.Array:

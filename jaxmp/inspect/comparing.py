@@ -47,17 +47,18 @@ class Comparison(tables.Shown):
     """The effect of policies on a function's numbers.
 
     Attributes:
-      dtype: the half dtype of most of the function's products; ``"float32"`` if nothing is half.
+      dtype: the most common half dtype (float16 or bfloat16) of the function's products; ``"float32"`` if no product is
+        half.
       is_changed: whether the policies change the dtype of a product.
       rows: the compared values. First come the values that modules and named scopes return, in program order, and the
         result. Then come the gradients of these values, in the order of the backward pass, and then the gradients of
         the arguments.
       entered: the path of the module or scope where the error enters, or None if the error enters nowhere. The error
-        enters at the first value or gradient whose relative error is more than 4 times that of its inputs, and more
-        than 4 times the error of one rounding to half. If code between modules computes this value, ``entered`` is the
-        path of the module around them. The path is empty for code outside of all scopes.
-      worst: the row with the largest relative error. Gradients of arguments that are only rounding errors in any
-        precision are left out, such as the gradient of a bias before a batch norm.
+        enters at the first value or gradient whose relative error exceeds two limits: 4 times the largest relative
+        error of its inputs, and 4 times the error of one rounding to half. If code between modules computes this value,
+        ``entered`` is the path of the module around this code. The path is empty for code outside of all scopes.
+      worst: the row with the largest relative error. Gradients of arguments are left out if they consist of rounding
+        errors in any precision, such as the gradient of a bias before a batch norm.
       total: one row for the result and all gradients of arguments together.
       unmatched: the paths of scopes whose values have no row, because the policies change how many values of a shape
         these scopes return.
@@ -81,7 +82,7 @@ class Comparison(tables.Shown):
         notes = []
         if self.unmatched:
             scopes = ", ".join(self.unmatched)
-            notes.append(f"without a row, because the policies change how many values they return: {scopes}")
+            notes.append(f"scopes without a row, because the policies change how many values they return: {scopes}")
         if not self.is_changed:
             notes.append("No policy, region or autocast changes a product here; both runs have only the code's casts.")
         return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, notes
@@ -104,13 +105,13 @@ def compare(
 
     Args:
       fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. With
-        ``grad=False``, any function. It may also be a train step. Then call the returned function with the step's
-        arguments. The loss function of the step is compared under the loss scale of the state.
-      policy: a policy for :func:`jaxmp.autocast` of ``fun``, in addition to the policies in ``fun``.
+        ``grad=False``, ``fun`` may return anything. ``fun`` may also be a train step. Then call the returned function
+        with the step's arguments. The loss function of the step is compared under the loss scale of the state.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``.
       overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       reference: the dtype of the reference run. ``"float32"`` casts half arguments to float32 and uses true float32
-        products. ``"float64"`` traces under ``jax.enable_x64`` and casts floating arguments to float64. (Random numbers
-        differ in float64, so turn dropout off.)
+        products, not TensorFloat-32. ``"float64"`` traces under ``jax.enable_x64`` and casts floating arguments to
+        float64. (Random numbers differ in float64, so turn dropout off.)
       grad: whether to compare gradients too, with respect to all values that scopes return, and to the first argument
         that has floating arrays.
       loss_scale: the factor by which the loss is multiplied before the differentiation. The gradients in the rows are
@@ -118,13 +119,14 @@ def compare(
 
     Returns:
       A function of ``fun``'s arguments that returns a :class:`Comparison`. Both programs are compiled with
-      ``xla_allow_excess_precision=False``, so that XLA keeps all roundings to half. All values are copied to the host.
+      ``xla_allow_excess_precision=False``, so that XLA keeps all roundings to half precision. All values are copied to
+      the host.
 
     Raises:
       ValueError: the reference is unknown; there are no floating values to compare; ``overrides`` is set without a
-        policy; ``fun`` is a train step on a mesh, or ``loss_scale`` is set for a train step; or as for
-        :func:`jaxmp.autocast`.
-      TypeError: with ``grad``, the first result of ``fun`` is not a floating scalar.
+        policy; ``fun`` is a train step on a mesh; ``loss_scale`` is set for a train step; or :func:`jaxmp.autocast`
+        rejects ``policy`` or ``overrides``.
+      TypeError: ``grad`` is True, and the first result of ``fun`` is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
 
     >>> def loss_fn(params, x):
@@ -177,7 +179,7 @@ class _LossOnly(TrainStep):
 def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the loss function of a train step, and the arguments to call it with.
 
-    After these arguments, the function takes a random key. The default is the key of the step.
+    The loss function also takes a random key as the last argument. The default is the key of the step.
     """
     step, state, batch = call
     if step.options.gathered is not None:
@@ -231,7 +233,7 @@ def _dtypes_of_products(program: RecordedProgram) -> collections.Counter[str]:
 
 
 def _half_dtype(program: RecordedProgram) -> str:
-    """Return the half dtype that most products have; float32 if no product is half."""
+    """Return the most common half dtype of products; float32 if no product is half."""
     for dtype, _ in _dtypes_of_products(program).most_common():
         if is_half(dtype):
             return dtype

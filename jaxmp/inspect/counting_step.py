@@ -1,4 +1,4 @@
-"""A train step that also counts its values."""
+"""A train step that also counts its values by magnitude."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CountingStep(TrainStep):
     Microbatches are counted together.
 
     Attributes:
-      records: the records of the last call.
+      records: the counts of the last call.
       loss_scale: the loss scale of the last call.
     """
 
@@ -51,7 +51,7 @@ class CountingStep(TrainStep):
         """See :class:`jaxmp.training.step.TrainStep`."""
         loss, grads, model_state, metrics = super().gradients(state, batch, rng)
         true_grads = get_loss_scale(state.opt_state).unscale(widen(grads))
-        # The step computes the same updates, and XLA merges the two computations.
+        # The train step computes the same updates again, and XLA merges the two computations.
         updates = updates_of(state.tx, true_grads, state.opt_state, state.params, loss)
         metrics[_RECORDS] = records_of_step(loss, state.params, grads, updates, metrics[_RECORDS])
         return loss, grads, model_state, metrics

@@ -31,8 +31,8 @@ class Numerics(tables.Shown):
     """The result of :func:`numerics`.
 
     The mappings go from path to :class:`Statistics`, in program order. The magnitudes of gradients do not include the
-    loss scale. The counts ``below_normal`` and ``overflow`` are those of the scaled gradients, as in training. Values
-    that underflowed to 0 during the computation are counted in ``zeros``.
+    loss scale. But ``below_normal`` and ``overflow`` of gradients are the counts of the scaled gradients, as in
+    training. Values that underflowed to 0 during the computation are counted in ``zeros``.
 
     Attributes:
       loss: the loss.
@@ -55,9 +55,9 @@ class Numerics(tables.Shown):
     def recommended_scale(self, dtype: Any = "float16") -> float:
         """Return the loss scale with which the fewest gradients become 0 in a dtype.
 
-        The scale is a power of two from 1 to 2^24. Under this scale, four times the largest gradient is still finite.
-        Gradients of activations and of params count. If several scales are equally good, the smallest is returned. If
-        no such scale exists, the result is 1.
+        The gradients are those of activations and of params. The scale is a power of two from 1 to 2^24, with which
+        four times the largest gradient is still finite. If several scales are equally good, the smallest is returned.
+        If no such scale exists, the result is 1.
         """
         gradients = [*self.activation_gradients.values(), *self.gradients.values()]
         if not gradients:
@@ -112,21 +112,21 @@ def numerics(
 ) -> Callable[..., Numerics]:
     """Count the values of one training step by magnitude, layer by layer.
 
-    The returned function, ``(params, *args, opt_state=None) -> Numerics``, computes the gradients of the loss once and
-    does not change its arguments. The function is compiled once for each set of shapes, and copies about 20 kB per
-    tensor to the host. All iterations of a ``jax.lax.while_loop`` are counted together. A function with a custom
-    derivative rule counts as one operation.
+    The returned function, ``(params, *args, opt_state=None, loss_scale=loss_scale) -> Numerics``, differentiates the
+    loss once and does not change its arguments. The function is compiled once for each set of shapes, and copies
+    about 20 kB per tensor to the host. All iterations of a ``jax.lax.while_loop`` are counted together. Values inside a
+    function with a custom derivative rule are not counted.
 
     Args:
       loss_fn: ``loss_fn(params, *args)``, which returns the loss (a floating scalar), or a tuple whose first element is
         the loss. ``params`` is a pytree of arrays, or an ``nnx.Module``, whose Params are differentiated. ``args`` are
         pytrees of arrays. ``loss_fn`` may also be a train step. Then call the returned function with the step's
-        arguments. It counts the values of the next step, but does not change the state.
-      policy: a policy for :func:`jaxmp.autocast` of the loss function, or None.
-      loss_scale: a power of two by which the loss is multiplied before the differentiation, so that half gradients
-        underflow as in training. The magnitudes in the result do not include this factor.
-      tx: an optimizer that computes ``updates`` from the gradients, with or without :func:`jaxmp.loss_scaling`. The
-        state of the optimizer is ``opt_state``, or its initial state if ``opt_state`` is None.
+        arguments. The returned function counts the values of the next step, but does not change the state.
+      policy: a policy with which :func:`jaxmp.autocast` runs the loss function, or None.
+      loss_scale: a power of two by which the loss is multiplied before the differentiation, so that gradients in half
+        precision underflow as in training. The magnitudes in the result do not include this factor.
+      tx: an optimizer that computes ``updates`` from the gradients, with or without :func:`jaxmp.loss_scaling`. If
+        ``opt_state`` is None, the optimizer starts in its initial state.
 
     Raises:
       ValueError: ``loss_scale`` is not a power of two; or ``policy``, ``tx`` or ``loss_scale`` is set for a train step.
@@ -179,7 +179,7 @@ def _count_train_step(step: Any) -> Callable[..., Numerics]:
 def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Callable[..., StepRecords]:
     """Return a function that counts the values of a step.
 
-    This function takes the params, the other arguments, the optimizer state and the loss scale.
+    The returned function takes the params, the other arguments of ``loss_fn``, the optimizer state and the loss scale.
     """
 
     @jax.jit
@@ -213,7 +213,7 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _TreeForm:
-    """The form of params that are a tree of arrays.
+    """The conversion between params and arrays, for params that are a tree of arrays.
 
     :mod:`jaxmp.inspect.program.nnx_models` has the corresponding class for NNX models.
     """

@@ -1,4 +1,4 @@
-"""The arrays in memory at the peak of a compiled program."""
+"""List the arrays in memory at the peak of a compiled program."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def results_in_memory(compiled: Any, program: HloProgram) -> Iterator[ArrayInMem
     """Yield the results of a compiled program that are not written into arguments."""
     *_, root = program.computations[program.entry].values()
     names = [(leaf.kind, leaf.path) for leaf in leaves_of((compiled.out_info,), [], unknown="other")]
-    if len(names) != len(root.arrays):  # the program does not compute a result that is an argument
+    if len(names) != len(root.arrays):  # JAX removes results that are unchanged arguments
         names = [("other", "result")] * len(root.arrays)
     for number, (array, (kind, path)) in enumerate(zip(root.arrays, names, strict=True)):
         if number not in program.aliases:
@@ -59,7 +59,7 @@ def results_in_memory(compiled: Any, program: HloProgram) -> Iterator[ArrayInMem
 
 
 def temporaries_in_memory(program: HloProgram, size: int) -> tuple[list[ArrayInMemory], int]:
-    """Return the compiler's buffers at the peak, and the bytes outside of them.
+    """Return the compiler's buffers at the peak, and the bytes without a buffer.
 
     ``size`` is the number of bytes that the compiler reports for all temporaries.
     """

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _PROBES_ON_A_LINE = 8
-"""The number of known peaks up to which a size is guessed from a line. After that, the interval is halved."""
+"""The number of known peaks up to which the next size is guessed from a line. Later, the search halves the interval."""
 
 
 class _Search:
-    """A search for the largest number with a peak of at most ``limit``.
+    """A search for the largest batch whose peak memory is at most ``limit``.
 
-    A number stands for the batch size divided by the ``step`` of :func:`largest_multiple_that_fits`.
+    A ``number`` is the batch size divided by the ``step`` of :func:`largest_multiple_that_fits`.
 
-    A guess comes from the line through two known peaks, because the memory of most programs is linear in the batch
-    size. The program is compiled for each guess.
+    The search guesses a number from the line through two known peaks, because the memory of most programs is linear in
+    the batch size. Each guess needs a compilation.
     """
 
     def __init__(self, peak_of: Callable[[int], int], limit: int) -> None:
@@ -37,16 +37,16 @@ class _Search:
 
 
 def largest_multiple_that_fits(peak_of: Callable[[int], int], limit: int, step: int, start: int) -> int:
-    """Return the largest multiple of ``step`` that fits; 0 if nothing fits.
+    """Return the largest batch that fits, a multiple of ``step``; 0 if nothing fits.
 
     Args:
       peak_of: a function from batch size to peak in bytes.
       limit: the limit in bytes.
-      step: the divisor of all sizes.
-      start: the size to try after ``step``.
+      step: all batch sizes are multiples of this number.
+      start: the batch size to try after ``step``.
 
     Raises:
-      ValueError: the peak does not depend on the size.
+      ValueError: the peak does not depend on the batch size.
     """
     search = _Search(lambda number: peak_of(number * step), limit)
     if not search.fits(1):
@@ -71,7 +71,7 @@ def _bracket(search: _Search, step: int, number: int) -> tuple[int, int]:
         low = number
         if search.peaks[1] == search.peaks[low] or low * step > 2**40:
             raise ValueError(
-                f"largest_batch needs memory that depends on the batch, got the same for {step} and {low * step} "
+                f"largest_batch needs memory that depends on the batch, got the same peak for {step} and {low * step} "
                 "examples; pass the batch after the params"
             )
         first, second = sorted(size for size in search.peaks if size)[-2:]

@@ -1,4 +1,4 @@
-"""The kinds of a call's arguments: params, optimizer state, batch and others."""
+"""Find the kinds of a call's arguments: params, optimizer state, batch, others."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class Leaf(NamedTuple):
       value: an array or a shape.
       kind: one of :data:`jaxmp.inspect.memory_plan.KINDS`.
       path: the name of the argument and the path in the argument, joined by ``/``.
-      is_recognised: whether the type of the leaf or the name of the argument determines the kind. Otherwise the
-        position of the argument does.
-      path_in_state: the path in the params, the optimizer state or the statistics, if the type of the state is known.
-        None for all other leaves. It is also None for averaged params and caches, because they may have any dtype.
+      is_recognised: whether the type of the leaf or the name of the argument determines the kind. Otherwise, the
+        position of the argument determines the kind.
+      path_in_state: the path in the params, the optimizer state or the statistics, if the type of the state is known;
+        None for all other leaves. The audit checks the dtypes of leaves with this path. Averaged params and caches may
+        have any dtype, so their ``path_in_state`` is None too.
     """
 
     value: Any
@@ -57,10 +58,10 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
     Args:
       args: the arguments of a call, or its results.
       names: the names of the arguments, if known.
-      unknown: the kind of leaves that are not recognised. Set it for results. Flax's collections are then not
-        recognised either, because a collection of params among the results may contain gradients. Leave
-        ``unknown`` empty for arguments: leaves of the first argument are then the params, and leaves of later arguments
-        are the batch. In an argument that is recognised in part, the other leaves are params.
+      unknown: the kind of unrecognised leaves. Set ``unknown`` if ``args`` are results. Flax's collections are then not
+        recognised either, because a collection of params among the results may contain gradients. Leave ``unknown``
+        empty for arguments. The unrecognised leaves of the first argument are then the params, and those of a later
+        argument are the batch. But if a part of the later argument is recognised, its other leaves are the params.
     """
 
     def kind_of(node: Any, path: Sequence[Any] = ()) -> str | None:
@@ -87,8 +88,8 @@ def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> I
 def _kind_in(node: Any, path: Sequence[Any]) -> str | None:
     """Return the kind of the leaf at ``path`` in a node.
 
-    Return None if the type of the node is unknown. In a train state or in Flax's collections, an empty path stands for
-    the params.
+    Return None if the type of the node is unknown. For a train state or Flax's collections, return ``"params"`` if the
+    path is empty.
     """
     field = str(getattr(path[0], "name", getattr(path[0], "key", ""))) if path else "params"
     if isinstance(node, nnx.Param):
@@ -98,7 +99,7 @@ def _kind_in(node: Any, path: Sequence[Any]) -> str | None:
     if isinstance(node, nnx.Optimizer) or _is_state_of_optimizer(node):
         return "optimizer"
     is_collections = isinstance(node, Mapping) and ("params" in node or "batch_stats" in node)
-    is_train_state = hasattr(node, "params") and hasattr(node, "opt_state")  # jaxmp's and Flax's
+    is_train_state = hasattr(node, "params") and hasattr(node, "opt_state")  # jaxmp's or Flax's train state
     if is_collections or (is_train_state and not isinstance(node, Mapping)):
         return _KIND_OF_NAME.get(field, "model_state")
     return None
@@ -135,7 +136,7 @@ def _is_state_of_optimizer(node: Any) -> bool:
 
 
 def sharding_on_mesh(leaf: Any) -> NamedSharding | None:
-    """Return the sharding of a leaf on a mesh, or None."""
+    """Return the ``NamedSharding`` of a leaf, or None if it has none."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
 

@@ -1,4 +1,4 @@
-"""The memory that a compiled program needs, and the batch that fits."""
+"""Report the memory that a compiled program needs, and the batch that fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
 _SHOWN = 20
 _DOES_NOT_COMPILE = 2**62
-"""The peak that stands for a failed compilation, in which XLA ran out of memory while it tried kernels."""
+"""The peak of a program whose compilation fails, because XLA runs out of memory when it tries kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Memory(tables.Shown):
       device: the kind of the device.
       peak: the peak memory in bytes: arguments, results that do not reuse the memory of arguments, and temporaries.
       by_kind: the bytes at the peak by kind; their sum is ``peak``. ``activations`` are computed in the forward pass
-        and read after that pass. ``temporaries`` are all other buffers of the compiler, with the gaps between buffers.
-        ``other`` are counters, keys, and results that are not a new state.
+        and read after that pass. ``temporaries`` are all other buffers of the compiler, and the gaps between buffers.
+        ``other`` are counters, random keys, and results that are not a new state.
       by_dtype: the bytes at the peak by dtype; their sum is ``peak``. ``"unassigned"`` are bytes without a known array.
       at_peak: the arrays in memory at the peak, largest first, according to the compiler's schedule.
       batch: the size of axis 0 of the batch, on all devices together; None if there is no batch.
@@ -68,15 +68,16 @@ class Memory(tables.Shown):
     def largest_batch(self, limit: int, *, multiple_of: int = 1) -> int:
         """Return the largest batch size with a peak of at most ``limit`` bytes.
 
-        The result is the size of axis 0, on all devices together; 0 if nothing fits. A size is tried by changing axis 0
-        of the batch's first array, and of all its arrays whose axis 0 has the same size. Only a few sizes are compiled.
-        The result and the next larger size, which does not fit, are always compiled. If the memory does not always grow
-        with the size, a still larger batch may fit.
+        The result is the size of axis 0, on all devices together; 0 if nothing fits. To try a size, this method changes
+        axis 0 of the batch's first array, and of all arrays of the batch whose axis 0 has the same size. Each size
+        needs a compilation, so only a few sizes are tried. The result, and the next larger size (which does not fit),
+        are always tried. If the memory does not always grow with the batch size, a still larger batch may fit.
 
         Args:
           limit: the limit in bytes, such as :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
-          multiple_of: the result is a multiple of this number. Use it for a step that accumulates gradients, or for
-            tensor cores. If the batch is split over devices, the result is also a multiple of the number of its parts.
+          multiple_of: the result is a multiple of this number. Pass the number of microbatches of a step that
+            accumulates gradients, or 8 for tensor cores. If devices split the batch, the result is also a multiple of
+            the number of parts.
 
         Raises:
           ValueError: there is no batch, the peak does not depend on the batch size, or ``multiple_of`` is not a
@@ -134,14 +135,14 @@ class Memory(tables.Shown):
 def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
     """Return a function that computes the memory of a call of ``fun``.
 
-    Nothing is executed. The type of an argument determines its kind (params, batch and so on) if this is a
-    ``TrainState``, an NNX model or optimizer, an optax state, or Flax's collections. For other types, the argument's
-    name determines the kind if it is ``params``, ``opt_state``, ``model_state``, ``batch`` or ``rng``. For other names,
-    the first argument is the params, and later arguments are the batch.
+    ``fun`` is compiled but not executed. Each array of the arguments has a kind (params, batch and so on). For a
+    ``TrainState``, an NNX model or optimizer, an optax state, and Flax's collections, the type determines the kind. For
+    other types, the names ``params``, ``opt_state``, ``model_state``, ``batch`` and ``rng`` determine the kind. For
+    other names, the first argument is the params, and later arguments are the batch.
 
     Args:
-      fun: a train step, a function that JAX can compile, or a jitted function. The donated arguments of a jitted
-        function are taken into account.
+      fun: a train step, a function that JAX can compile, or a jitted function. If results reuse the memory of donated
+        arguments, this memory is counted once.
       device: None for the attached device, or the name of a GPU that is not attached (``"h200"``, ``"h100"``,
         ``"a100"``, ``"b200"``, ``"l4"``, ``"t4"``). A GPU that is not attached needs the packages of the extra
         ``compile-only``.
@@ -220,9 +221,9 @@ def of_call(
 
 
 def _resized(leaf: Leaf, size: int | None, new_size: int) -> Any:
-    """Return an array of the batch as a shape with ``new_size`` examples.
+    """Return the shape of a batch's array, resized to ``new_size`` examples.
 
-    Other leaves are returned unchanged.
+    Leaves outside of the batch are returned unchanged.
     """
     value = leaf.value
     if leaf.kind != "batch" or np.shape(value)[:1] != (size,):

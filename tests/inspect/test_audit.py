@@ -171,7 +171,7 @@ def test_check_lists_each_fault_with_its_remedy() -> None:
     wide = audit(jnp.matmul, compile=False)(shape(8, 8), shape(8, 8))
     with pytest.raises(
         AuditError,
-        match=r"half_flops: 0.0% .* not 80.0% \(float32 100.0%\); the largest wider products: \(no scope\) "
+        match=r"half_flops: 0.0% .* not 80.0% \(float32 100.0%\); the largest products in wider dtypes: \(no scope\) "
         r"\(no line known\); cast their operands to half, put the model under a policy, or lower min_half_flops$",
     ):
         wide.check()
