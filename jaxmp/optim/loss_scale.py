@@ -384,7 +384,7 @@ def as_loss_scale(x: Any) -> LossScale:
 
 
 def _require_scalar(x: LossScale) -> None:
-    """Raise a ValueError if a number in ``x`` is not a scalar, or the scale is invalid."""
+    """Raise a ValueError if a number in ``x`` is no scalar, or the scale is invalid."""
     for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
         if np.ndim(getattr(x, name)):
             raise ValueError(
