@@ -316,7 +316,8 @@ def to_reduce_in(dtype: Any) -> np.dtype:
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
     """Return the dtype in which gradients of ``dtype`` are summed over devices.
 
-    The dtype is ``reduce_dtype``, with one exception: float64 gradients are summed in float64, not in float32.
+    The dtype is ``reduce_dtype``, with one exception: if ``reduce_dtype`` is float32, float64 gradients are summed in
+    float64.
     """
     return at_least_float32(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
 
