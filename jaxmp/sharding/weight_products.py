@@ -48,7 +48,7 @@ def product_by_rows(eqn: Any, position: int, use: Use, values: Sequence[Any]) ->
 class _RowProduct:
     """A product or a lookup with a weight as its operand at ``position``.
 
-    The ``operands`` of its methods are the other operands, and ``half`` is the gathered weight.
+    In the methods, ``operands`` are the operands other than the weight, and ``half`` is the gathered weight.
     """
 
     eqn: Any
