@@ -74,8 +74,8 @@ def loss_scaling(
       RuntimeError: the state or the params were donated to an earlier step.
       TypeError: ``inner`` is not an optimizer; ``loss_scale`` is not a loss scale; or ``update`` got a state that does
         not come from ``init``.
-      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; ``inner`` has ``low_precision``
-        inside another transform; or an update does not have the shape of its param.
+      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; ``inner`` has
+        ``low_precision`` inside another transform; or an update does not have the shape of its param.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
