@@ -31,7 +31,7 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return tx
 
-    # optax.contrib.sam takes grad_fn= but no other extra argument, such as the loss.
+    # optax.contrib.sam accepts only the extra argument grad_fn=. Others, such as the loss, are dropped.
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         known_args = {name: value for name, value in extra_args.items() if name in parameters}
         return tx.update(updates, state, params, **known_args)
@@ -58,7 +58,7 @@ def require_loss(loss: Any, otherwise: str) -> Any:
 def is_number(value: Any) -> bool:
     """Return whether ``value`` is a number or an array.
 
-    Arrays of JAX and NumPy, Python numbers and NNX Variables count.
+    Arrays of JAX and NumPy, Python numbers and NNX Variables count as numbers.
     """
     number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
     return number or hasattr(value, "__jax_array__")

@@ -2,15 +2,16 @@
 
 In float16, values below 2^-25 become zero, and gradients are often that small. Multiplying the loss by S multiplies
 every gradient of the backward pass by S. The gradients are divided by S in float32 before the optimizer sees them
-(Micikevicius et al. 2017, "Mixed Precision Training", arXiv 1710.03740). There are four ways to choose S:
+(Micikevicius et al. 2017, "Mixed Precision Training", arXiv 1710.03740). In this module, a finite step is a step whose
+gradients are all finite. There are four ways to choose S:
 
 - :class:`NoOpLossScale`: no scaling, for bfloat16 and float32, which have a large enough range.
 - :class:`StaticLossScale`: a fixed S.
-- :class:`DynamicLossScale`: S grows after a series of finite steps and backs off at a non-finite one.
+- :class:`DynamicLossScale`: S grows after a series of finite steps, and backs off at a non-finite step.
 - :class:`HeadroomLossScale`: S follows the largest gradient, so that overflows are rare.
 
 A loss scale is an immutable pytree. The next S is computed in float32, on the device and without branches. So the
-device does not wait for the host, and a new value of S compiles nothing. S is treated as a constant in derivatives.
+device does not wait for the host, and a new value of S does not recompile the step. S is a constant in derivatives.
 """
 
 from __future__ import annotations
@@ -80,10 +81,11 @@ class LossScale:
         return _map_inexact(times, tree)
 
     def unscale(self, tree: T) -> T:
-        """Divide ``tree`` by S; exact if S is a power of two and results are normal.
+        """Divide ``tree`` by S.
 
-        Half-precision leaves become float32, because small gradients would become 0 in float16. Wider leaves keep their
-        dtype. Integers, bools, keys and everything else are unchanged.
+        The division is exact if S is a power of two and the results are normal numbers. Half-precision leaves become
+        float32, because small gradients would become 0 in float16. Wider leaves keep their dtype. Integers, bools, keys
+        and everything else are unchanged.
         """
 
         @functools.cache
@@ -176,16 +178,17 @@ class StaticLossScale(LossScale):
 class DynamicLossScale(ScaleState, LossScale):
     """A loss scale that grows after finite steps and backs off at non-finite ones.
 
-    After ``period`` finite steps in a row, the scale is multiplied by ``factor``. A non-finite step multiplies it by
-    ``backoff`` and restarts the count. The scale never falls below ``min_loss_scale``. If growth would exceed
-    ``max_loss_scale``, the scale does not grow, so a power of two stays a power of two. torch's GradScaler has no
-    bounds, and its scale can reach 0. As long as no bound is reached, a DynamicLossScale and a GradScaler with the same
-    parameters have the same scales (bit for bit if float32 holds ``factor`` and ``backoff`` exactly).
+    After ``period`` finite steps in a row, the scale is multiplied by ``factor``. A non-finite step multiplies the
+    scale by ``backoff`` and restarts the count of finite steps. The scale never falls below ``min_loss_scale``. If
+    growth would exceed ``max_loss_scale``, the scale does not grow, so a power of two stays a power of two. torch's
+    GradScaler has no bounds, and its scale can reach 0. As long as no bound is reached, a DynamicLossScale and a
+    GradScaler with the same parameters have the same scales (bit for bit if float32 holds ``factor`` and ``backoff``
+    exactly).
 
     If ``hysteresis`` is h > 1, the first h - 1 non-finite steps do not change the scale. The h-th non-finite step and
-    all later ones multiply it by ``backoff``. The count of non-finite steps restarts after ``period`` finite steps in a
-    row. Megatron-LM's ``DynamicGradScaler`` has the same rule, and so does DeepSpeed with ``consecutive_hysteresis``
-    off.
+    all later ones multiply the scale by ``backoff``. The count of non-finite steps restarts after ``period`` finite
+    steps in a row. Megatron-LM's ``DynamicGradScaler`` has the same rule, and so does DeepSpeed with
+    ``consecutive_hysteresis`` off.
 
     Attributes:
       loss_scale: the scale, a float32 scalar; a leaf.
@@ -195,10 +198,10 @@ class DynamicLossScale(ScaleState, LossScale):
       min_loss_scale: the lower bound; 0 means 2^-126, float32's smallest normal number.
       backoff: the factor of a backoff, between 0 and 1; None means ``1 / factor``.
       max_loss_scale: the upper bound.
-      hysteresis: the number of the non-finite step at which the scale first backs off; with 1, every non-finite step
-        backs off.
-      countdown: the number of non-finite steps that are left until the scale backs off, an int32 scalar; a leaf. It is
-        None if ``hysteresis`` is 1.
+      hysteresis: the first non-finite step, counted from 1, that lowers the scale. With 1, every non-finite step lowers
+        the scale.
+      countdown: the number of non-finite steps that are left until the scale backs off, an int32 scalar; a leaf. If
+        ``hysteresis`` is 1, ``countdown`` is None.
 
     Raises:
       ValueError: a number is outside its range, or the scale is outside its bounds. Tracers are not checked.
@@ -278,20 +281,20 @@ class DynamicLossScale(ScaleState, LossScale):
 class HeadroomLossScale(ScaleState, LossScale):
     """A power-of-two loss scale that keeps the largest gradient well below overflow.
 
-    It keeps a running maximum of the true gradients' absolute values. A larger gradient raises the maximum at once.
-    Otherwise the maximum decays, by half in ``period`` steps. The scale is the largest power of two for which
+    The class stores a running maximum of the true gradients' absolute values. A larger gradient raises the maximum at
+    once. Otherwise the maximum decays: in ``period`` steps, it halves. The scale is the largest power of two for which
     ``running_max * scale`` is at most the largest number of ``dtype`` divided by ``2**headroom``. So a step overflows
     only if a gradient is more than ``2**headroom`` times the running maximum. (:class:`DynamicLossScale` finds the
     limit only by overflowing from time to time.) In one step, the scale at most doubles.
 
-    A non-finite step halves the scale. It also raises the running maximum to the value that fits the new scale, because
-    the overflow may be in the gradient of an activation, which the gradients of the params do not show. So the scale
-    can grow again only after ``period`` steps. A step whose gradients are all zero changes nothing. The method is
-    similar to the LogMax scaling of OpenSeq2Seq (Kuchaiev et al. 2018, arXiv 1805.10387), but a zero gradient does not
-    make the scale NaN.
+    A non-finite step halves the scale, and raises the running maximum to the value that fits the new scale. So the
+    scale can grow again only after ``period`` steps. The maximum must rise because the overflow may be in the gradient
+    of an activation, but only the gradients of params are measured. A step whose gradients are all zero changes
+    nothing. The method is similar to the LogMax scaling of OpenSeq2Seq (Kuchaiev et al. 2018, arXiv 1805.10387), but a
+    zero gradient does not make the scale NaN.
 
     Attributes:
-      headroom: the base-2 logarithm of the margin to overflow, 0 or more.
+      headroom: the base-2 logarithm of the margin before overflow, 0 or more.
       loss_scale: the scale, a float32 scalar; a leaf.
       running_max: the running maximum of the gradients, a float32 scalar, 0 before the first step; a leaf.
       period: the number of steps in which the running maximum decays by half.
@@ -381,7 +384,7 @@ def as_loss_scale(x: Any) -> LossScale:
 
 
 def _require_scalar(x: LossScale) -> None:
-    """Raise a ValueError if a scale or counter of ``x`` is not a (valid) scalar."""
+    """Raise a ValueError if a number in ``x`` is no scalar, or the scale is invalid."""
     for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
         if np.ndim(getattr(x, name)):
             raise ValueError(

@@ -49,7 +49,7 @@ class ScaleState:
         return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, self._leaves[name])
 
     def _check_bounds(self) -> None:
-        """Raise a ValueError if the scale is outside its bounds, or these are swapped."""
+        """Raise a ValueError if the scale is outside its bounds, or they are swapped."""
         scale, low, high = (vars(self)[name] for name in ("loss_scale", "min_loss_scale", "max_loss_scale"))
         if low > high:
             raise ValueError(f"min_loss_scale must not be above max_loss_scale, got {low} and {high}: change one")
@@ -108,8 +108,8 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # a test, "must be
 def register(cls: Any) -> None:
     """Register a dataclass as a pytree that Flax can save.
 
-    Its leaves are the fields that are not in ``static_fields``. If the author of the class has already registered it
-    with JAX or Flax, that registration stays. A class that is not a dataclass is not registered.
+    The leaves are the fields that are not in ``static_fields``. If the author of the class has already registered the
+    class with JAX or Flax, that registration stays. A class that is not a dataclass is not registered.
     """
     is_dataclass = dataclasses.is_dataclass(cls)
     if not is_dataclass:

@@ -50,8 +50,8 @@ def loss_scaling(
     ``update`` takes the true gradients of :func:`value_and_grad` and tests whether the sum of their squares is finite
     in float32. If it is finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the
     scale backs off, ``inner``'s state does not change, and all updates are -0.0. (Adding -0.0 changes no bit of a
-    param.) ``inner`` gets float32 gradients and params, so its state is float32. Only :func:`jaxmp.low_precision` gets
-    the params in their own dtypes.
+    param.) ``inner`` gets float32 gradients and params, so its state is float32. Only a :func:`jaxmp.low_precision`
+    optimizer gets the params without a cast.
 
     Put clipping, momentum, weight decay and schedules into ``inner``. A transform that follows ``loss_scaling`` in a
     chain does not know that a step was skipped. Put ``optax.MultiSteps`` into ``inner`` too: a non-finite microbatch is
@@ -64,8 +64,8 @@ def loss_scaling(
       loss_scale: a ``DynamicLossScale``, ``StaticLossScale``, ``HeadroomLossScale`` or ``NoOpLossScale``, a subclass of
         :class:`LossScale`, or a loss scale of jmp.
       axis_name: the names of mapped axes (of ``pmap``, ``vmap`` or ``shard_map``). If the gradients at one index of
-        these axes are not finite, the step is skipped at all indices. Under ``jit`` with sharded arrays, it is not
-        needed.
+        these axes are not finite, the step is skipped at all indices. Under ``jit`` with sharded arrays, ``axis_name``
+        is not needed.
       grad_norm: whether to store the global norm of the gradients in the state.
       check_updates: whether to skip a step also if its updates are not finite. Use it for optimizers that may overflow
         or divide by zero although the gradients are finite. The optimizer's state is then read once more in each step.
@@ -74,8 +74,8 @@ def loss_scaling(
       RuntimeError: the state or the params were donated to an earlier step.
       TypeError: ``inner`` is not an optimizer; ``loss_scale`` is not a loss scale; or ``update`` got a state that does
         not come from ``init``.
-      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; ``inner`` is another transform
-        around ``low_precision``; or an update does not have the shape of its param.
+      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; ``inner`` has
+        ``low_precision`` inside another transform; or an update does not have the shape of its param.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -116,7 +116,7 @@ class Derived(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _ScalingTransform:
-    """The methods of the transform :func:`loss_scaling`, and its arguments."""
+    """The arguments and the methods of the transform :func:`loss_scaling`."""
 
     inner: optax.GradientTransformationExtraArgs
     loss_scale: LossScale
@@ -180,7 +180,7 @@ class _ScalingTransform:
         return result, self._new_state(state, inner_state, finite, grad_max, squares)
 
     def _params_of_inner(self, params: Any) -> Any:
-        """Return the params for ``inner``, in float32 unless it is ``low_precision``."""
+        """Return the params for ``inner``, in float32 unless ``inner`` is low_precision."""
         return params if isinstance(self.inner, LowPrecision) else widen(params)
 
     def _agreed(self, finite: jax.Array, grad_max: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -245,12 +245,12 @@ def take_step(
     if is_outermost:
         result, new_state = tx.step(grads, opt_state, params, derived, **extra_args)
     else:
-        # Clipping by value, before loss_scaling in a chain, would make infinities finite. It keeps NaN.
+        # Clipping by value, before loss_scaling in a chain, would make infinities finite. Clipping keeps NaN.
         result, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
     skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
     if not is_outermost:
         # A transform around loss_scaling may drop non-finite gradients itself (MultiSteps), so that loss_scaling counts
-        # no skip. Or its own state may change in a step that loss_scaling skips.
+        # no skip. Or the state of that transform may change in a step that loss_scaling skips.
         finite = jnp.isfinite(global_norm(grads))
         skipped = jnp.maximum(skipped, 1 - finite.astype(jnp.int32))
         new_state = _keep_scale(skipped == 0, new_state, opt_state)
@@ -262,9 +262,10 @@ def take_step(
 def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
     """Return ``make()`` if the bool scalar ``pred`` is true, else ``otherwise``.
 
-    In a program for a CPU without a mesh this is a branch, because XLA compiles a select into more kernels and copies.
-    Everywhere else it is a select, because a branch waits for the host and is harder to split over devices. If ``make``
-    has side effects, such as prints, it is a select too, and they happen even if ``pred`` is false.
+    In a program for a CPU without a mesh, the choice is a branch (``lax.cond``), because XLA compiles a select into
+    more kernels and copies. Everywhere else the choice is a select, because a branch waits for the host and is harder
+    to split over devices. If ``make`` has side effects, such as prints, the choice is also a select. The side effects
+    then happen even if ``pred`` is false.
     """
     is_alone = jax.sharding.get_abstract_mesh().empty
     if not (is_alone and is_tracing() and hardware.detect().platform == "cpu"):

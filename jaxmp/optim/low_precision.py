@@ -1,6 +1,6 @@
 """Train with bfloat16 params, and store moments in 16 or 8 bits.
 
-A bfloat16 param has 8 significant bits. Rounding to nearest loses every update that is below half of the last bit.
+A bfloat16 param has 8 significant bits. Rounding to nearest loses every update below half a unit in the last place.
 Stochastic rounding goes up or down at random, so that the average is the exact update (Gupta et al. 2015,
 arXiv:1502.02551; for bfloat16 language models, Ozkara et al. 2025, arXiv:2502.20566). Kahan's compensation stores the
 rounding error in another 16 bits.
@@ -41,7 +41,7 @@ class LowPrecisionState(NamedTuple):
 
     Attributes:
       count: the number of updates so far, an int32 scalar. The random bits of an update depend on the count.
-      inner_state: the state of the wrapped optimizer, with stored moments.
+      inner_state: the state of the wrapped optimizer, with the moments in their storage format.
       compensation: with ``"kahan"``, the rounding error of each bfloat16 param in bfloat16 (None for other params);
         otherwise None.
     """
@@ -72,15 +72,15 @@ def low_precision(
     Moments are recognised by the types of optax's states. ``print(tx)`` shows how each moment is stored. With
     ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (Rounded to nearest, a second moment
     with a decay of 0.999 would never fall.) ``"float8"`` stores float8_e4m3fn numbers with one float32 scale for each
-    block. For second moments, the square roots are stored. If the block size does not divide a moment's last axis, the
-    moment stays float32.
+    block of ``block`` values. It stores the square roots of second moments. If the block size does not divide a
+    moment's last axis, the moment stays float32.
 
     Args:
       inner: any optax transform.
       rounding: the rounding of bfloat16 params: ``"stochastic"``; ``"kahan"``, which stores the rounding error in 16
         more bits per param; or ``"nearest"``, which loses every update that is smaller than half a unit in the param's
         last place.
-      moments: the storage of moments between steps.
+      moments: the format in which moments are stored between steps.
       seed: the seed of stochastic rounding.
       block: the number of values along the last axis that share one scale in ``"float8"``.
 
@@ -124,7 +124,7 @@ class LowPrecision(optax.GradientTransformationExtraArgs):
 
 @dataclasses.dataclass(frozen=True)
 class _LowPrecisionTransform:
-    """The methods of the transform :func:`low_precision`, and its arguments."""
+    """The arguments and the methods of the transform :func:`low_precision`."""
 
     inner: optax.GradientTransformationExtraArgs
     rounding: str
@@ -171,8 +171,8 @@ class _LowPrecisionTransform:
         stored, scales = state.inner_state, None
         if self.moments == "float8":
             # A float8 code depends on the scale of its whole block. Storing the new float32 moments until the scales
-            # are known would cost 8 bytes per param. So the moments are computed twice, for the scales and for the
-            # codes. The barrier in readable_with_scales keeps XLA from merging the two computations.
+            # are known would cost 8 bytes per param. So the moments are computed twice: first for the scales, then for
+            # the codes. The barrier in readable_with_scales keeps XLA from merging the two computations.
             _, new_state = self.inner.update(grads, decoded(stored), wide, **extra_args)
             stored, scales = readable_with_scales(stored, new_state, self.block)
         changes, inner_state = self.inner.update(grads, decoded(stored), wide, **extra_args)
@@ -216,7 +216,8 @@ class _LowPrecisionTransform:
           state: the state in float32.
           old: the stored state before this update.
           count: the number of updates so far.
-          scales: the scales of each leaf's blocks, None for a leaf without blocks; None to compute them.
+          scales: a list with the scales of each leaf's blocks, or None for a leaf without blocks. If ``scales`` is
+            None, the scales are computed here.
         """
         leaves, structure = jax.tree.flatten(state)
         old_leaves = jax.tree.leaves(old, is_leaf=is_blocks)
@@ -274,7 +275,7 @@ def rounds_params(opt_state: Any) -> bool:
 
 
 def with_compensation(weights: Any, opt_state: Any) -> Any:
-    """Return the params, with the compensation added to params that are now float32."""
+    """Add Kahan's compensation to the params that are now float32."""
     if not isinstance(opt_state, LowPrecisionState) or opt_state.compensation is None:
         return weights
 
@@ -285,7 +286,7 @@ def with_compensation(weights: Any, opt_state: Any) -> Any:
 
 
 def _rounded_update(weight: Any, change: Any, lost: Any, draw: Draw | None) -> tuple[Any, Any]:
-    """Return the update to the rounded new weight, and the rounding error.
+    """Return the update that gives the rounded weight, and the rounding error.
 
     Args:
       weight: the bfloat16 param.

@@ -120,8 +120,8 @@ def value_and_grad(
 
     Returns:
       A function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
-      The loss is float32. The gradients of half and float32 params are float32. A gradient that overflowed is NaN. Pass
-      the gradients to ``tx.update``, which skips the step if one of them is NaN.
+      The loss is float32. The gradients of half-precision and float32 params are float32. A gradient that overflowed is
+      NaN. Pass the gradients to ``tx.update``, which skips the step if one of them is NaN.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
@@ -147,10 +147,10 @@ def value_and_grad(
 def scaled_value_and_grad(
     fun: Callable[..., Any], loss_scale: LossScale, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return the function of :func:`value_and_grad` without the division.
+    """Return a function that computes the loss and the gradients of the scaled loss.
 
-    Its gradients are those of the scaled loss. A train step sums the gradients of its microbatches before it divides
-    the sum by the scale.
+    :func:`value_and_grad` divides these gradients by the scale. A train step sums the gradients of its microbatches
+    before it divides the sum by the scale.
     """
     scaled_fun = scaled_loss(fun, loss_scale, has_aux)
 
@@ -162,7 +162,7 @@ def scaled_value_and_grad(
 
 
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
-    """Return ``fun`` with the results ``(scaled loss, (true loss, aux))``."""
+    """Return a version of ``fun`` that returns ``(scaled loss, (true loss, aux))``."""
     require_flag("has_aux", has_aux, "pass has_aux=True for a function that returns (loss, aux)")
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
@@ -177,7 +177,7 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
         loss = _float32_loss(require_loss(loss, returned))
         return loss_scale.scale(loss), (loss, aux)
 
-    # NNX reads the signature, but not that of a partial.
+    # NNX reads the signature of a function, but not the signature of a partial.
     return scaled_fun if isinstance(fun, functools.partial) else functools.wraps(fun)(scaled_fun)
 
 

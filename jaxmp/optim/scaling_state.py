@@ -81,12 +81,10 @@ def has_loss_scale(opt_state: optax.OptState) -> bool:
 
 
 def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
-    """Return the only :class:`LossScalingState` in an optimizer's state.
-
-    It may lie at any depth.
+    """Return the only loss-scaling state in an optimizer's state, at any depth.
 
     Raises:
-      ValueError: there is none, or there are several.
+      ValueError: ``opt_state`` has no loss scale, or several.
     """
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("an optimizer's state is needed, got the optimizer itself; pass opt_state = tx.init(params)")
@@ -118,7 +116,7 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
 
 
 def at_hand(opt_state: optax.OptState) -> LossScale:
-    """Return the loss scale in ``opt_state``.
+    """Return the loss scale in a state that was not donated.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
@@ -137,8 +135,8 @@ def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
 
     Args:
       opt_state: the optimizer's state that ``tx.update`` returned in this step. :func:`loss_scaling` must be the
-        outermost transform, or in a chain. (Inside of ``optax.MultiSteps`` or ``optax.apply_if_finite``,
-        ``loss_scaling`` is not called in every step.)
+        outermost transform, or part of an ``optax.chain``. (Inside of ``optax.MultiSteps`` or
+        ``optax.apply_if_finite``, ``loss_scaling`` is not called in every step.)
       new: any pytree of arrays, computed in this step.
       old: the same pytree before this step. The result has the dtypes of ``old``.
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LARGEST, NORMAL, SMALLEST = 448.0, 2.0**-6, 2.0**-9  # largest, smallest normal and smallest float8_e4m3fn numbers
+LARGEST, NORMAL, SMALLEST = 448.0, 2.0**-6, 2.0**-9  # largest, smallest normal, smallest positive float8_e4m3fn
 
 
 def stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
     """Round float32 values to bfloat16 stochastically.
 
-    ``bits`` are uint32 below 2^16.
+    ``bits`` are random uint32 numbers below 2^16.
     """
     words = jax.lax.bitcast_convert_type(values, jnp.uint32) + bits
     rounded = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -24,9 +24,9 @@ def stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def stochastic_float8(values: jax.Array, bits: jax.Array) -> jax.Array:
-    """Round float32 values stochastically to the grid of float8_e4m3fn.
+    """Round float32 values stochastically to float8_e4m3fn; return float32.
 
-    The values are at most 448, and ``bits`` are uint32 below 2^16.
+    The magnitudes are at most 448, and ``bits`` are random uint32 numbers below 2^16.
     """
     sizes = jnp.abs(values)
     # The mask keeps the exponent and 3 bits of the mantissa.
@@ -48,7 +48,7 @@ class Draw(NamedTuple):
         """Return two arrays of uint32 below 2^16, from a hash of each number's position.
 
         The bits do not depend on how the array is split over devices. The hash is the last step of MurmurHash3, applied
-        twice. Two words that are computed from the seed, the step and the name are its key.
+        twice. The key of the hash is two words, computed from the seed, the step and the name.
         """
         path = jnp.uint32(zlib.crc32(self.name.encode()))
         # The step is hashed first. With step ^ seed, step 0 of seed 1 would draw the same bits as step 1 of seed 0.

@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec
 from jaxmp.base.trees import path_name, widen
 from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
 
-# Fields of optax's states that are moments. Two kinds are left out, because stochastic rounding would raise AMSGrad's
-# maximum of the second moments, and could make the variance nu - mu² of a centred RMSProp negative.
+# Fields of optax's states that are moments. AMSGrad's maximum of the second moments is left out, because stochastic
+# rounding would raise it. The moments of a centred RMSProp are left out, because stochastic rounding could make the
+# variance nu - mu² negative.
 _SIGNED: dict[type, tuple[str, ...]] = {
     optax.ScaleByAdamState: ("mu",),
     optax.ScaleByAmsgradState: ("mu",),
@@ -103,9 +104,9 @@ def as_float8_blocks(leaf: jax.Array, squared: bool, block: int, draw: Draw, sca
 def _block_scales(leaf: jax.Array, block: int) -> jax.Array:
     """Return the power of two above the largest magnitude in each block.
 
-    If that magnitude is infinite or NaN, it is returned itself. The scale is a power of two, because it must be the
-    same on any number of devices. The largest magnitude can differ in its last bit: depending on the program, XLA
-    rounds a product and a sum once or twice.
+    If the largest magnitude is infinite or NaN, return that magnitude. The scale must be the same on any number of
+    devices, but the largest magnitude may differ in its last bit. (Depending on the program, XLA rounds a product and a
+    sum once or twice.) So the scale is a power of two.
     """
     largest = jnp.max(jnp.abs(_in_blocks(leaf, block)), axis=-1)
     exponents = jax.lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
@@ -193,7 +194,7 @@ def leaves_of_state(state: Any) -> list[StateLeaf]:
     for path, node in jax.tree.leaves_with_path(state, is_leaf=is_known):
         signed, second = _SIGNED.get(type(node), ()), _SECOND.get(type(node), ())
         for inner_path, leaf in jax.tree.leaves_with_path(node):
-            # A moment with another dtype than float32 keeps it, because the user chose it (for example by mu_dtype).
+            # A moment in another dtype than float32 stays as it is: the user chose the dtype, for example by mu_dtype.
             field = path_name(inner_path[:1]) if is_known(node) and leaf.dtype == jnp.float32 else None
             leaves.append(StateLeaf(path_name((*path, *inner_path)), field in (*signed, *second), field in second))
     return leaves

@@ -1,7 +1,8 @@
 """Gather weights in the bodies of calls, scans and branches.
 
-A weight is gathered before the call, scan or branch if other equations read it too. It is also gathered before a scan
-that reads all of it in every iteration.
+A weight is gathered before the equation (a call, a scan or a branch) if other equations read the weight too. A weight
+is also gathered before a scan that reads all of the weight in every iteration. ``gathered_loss.py`` defines weights,
+taps and common values. ``weights.py`` has :class:`Source` and :class:`Use`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class EnteredBodies:
             return source.param, weight, jnp.moveaxis(tap, 1, 0)
         if self._is_scan or not source.is_alone:
             source.gathered()
-            source.gathers_again &= self._name == "jit"  # other bodies would gather it again in each run
+            source.gathers_again &= self._name == "jit"  # other bodies would gather again in each run
         return source.param
 
     def _body(self, body: Any, *args: Any) -> list[Any]:
@@ -135,7 +136,7 @@ class EnteredBodies:
         return dataclasses.replace(use, source=inner)
 
     def _result(self, n: int, result: Any) -> RewrittenValue:
-        """Return the value of a result of the equation."""
+        """Return result ``n`` of the equation, from its array ``result``."""
         end, _ = self._results_of_bodies[-1][n]
         if self._bodies.kind == "call" and isinstance(end, Use):
             computed = dataclasses.replace(end.source, param=result, half=None, tap=None)
@@ -149,5 +150,8 @@ class EnteredBodies:
 
 
 def _is_stack_whole(use: Use) -> bool:
-    """Return whether a stack of weights must be gathered before a scan."""
+    """Return whether a stack of weights must be gathered before a scan.
+
+    It must if the stack was moved (for example reshaped), or if the axis that the scan slices is split over devices.
+    """
     return bool(use.moves) or any(use.source.spec[:1])

@@ -40,24 +40,24 @@ def fsdp_specs(
     min_size: int = 65_536,
     stacked: Iterable[str] | None = None,
 ) -> Any:
-    """Return a spec for each param, which splits the largest divisible axis.
+    """Return specs that split each param along its largest divisible axis.
 
     An axis is divisible if its size is a multiple of the number of devices along ``axis``. A leaf is not split if it
     has no divisible axis, or fewer than ``min_size`` values. Every device then holds the whole leaf in the leaf's
-    dtype, see :func:`gather`.
+    dtype. :func:`gather` describes how the gradient of such a leaf is summed.
 
     Args:
       shapes: the params as arrays or ShapeDtypeStructs (from ``jax.eval_shape``), or a whole :class:`jaxmp.TrainState`.
         In a state, the optimizer's moments and the moving average of a param get the spec of the param. (Moments
-        and averages are recognised by their path and shape.) All other leaves stay whole.
+        and averages are recognised by their path and shape.) All other leaves are not split.
       mesh: a ``Mesh`` or an ``AbstractMesh``.
       axis: the axis of the mesh to split over.
-      rules: a mapping from pattern to spec, such as ``{"**/mlp/up": P("fsdp", "tensor")}``. A pattern covers everything
-        that it matches and everything below it. The first match wins, as in :class:`jaxmp.PolicyMap`.
+      rules: a mapping from pattern to spec, such as ``{"**/mlp/up": P("fsdp", "tensor")}``. A pattern covers the paths
+        that it matches and all paths below them. The first match wins, as in :class:`jaxmp.PolicyMap`.
       min_size: the smallest number of values in a leaf that is split. In a stacked leaf, only the values of one layer
         count.
-      stacked: patterns of leaves that stack the params of several layers along axis 0, as ``nn.scan`` does. That axis
-        is never split.
+      stacked: patterns of leaves that stack the params of several layers along axis 0, as ``nn.scan`` does. Axis 0 of
+        such a leaf is never split.
 
     Returns:
       A tree of ``PartitionSpec`` with the structure of ``shapes``.
@@ -102,8 +102,8 @@ class ShardedLeaf:
     Attributes:
       path: the path of the leaf.
       shape: the shape of the whole array.
-      dtype: the name of its dtype.
-      spec: its spec as text.
+      dtype: the name of the array's dtype.
+      spec: the leaf's spec as text.
       bytes: the bytes on one device.
       whole: whether each device has the whole leaf.
     """

@@ -32,17 +32,18 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     at once. In the body of a scan over layers, pass the specs of one layer.
 
     The implementation depends on the current mesh: ``reshard`` for axes of type Explicit, collectives inside
-    ``shard_map``, and two constraints for axes of type Auto. On Auto axes, XLA sums gradients only in the dtype in
-    which they are computed. So pass ``reduce_dtype=dtype`` there, or create the mesh with Explicit axes.
+    ``shard_map``, and two sharding constraints for axes of type Auto. On Auto axes, XLA sums gradients only in the
+    dtype in which they are computed. So pass ``reduce_dtype=dtype`` there, or create the mesh with Explicit axes.
 
     Args:
       tree: the weights. Leaves that are not split over ``axes`` keep their dtype. In ``shard_map``, the gradients of
-        these leaves are summed in ``reduce_dtype``. Elsewhere JAX sums them in the dtype of the operation that uses the
-        leaf. To sum them in float32, use the leaf in float32 (for example, add a bias in float32), or use
-        ``make_train_step(sharding=)``.
+        these leaves are summed in ``reduce_dtype``. Outside ``shard_map``, JAX sums the gradients in the dtype of the
+        operation that uses the leaf. To sum them in float32, use the leaf in float32 (for example, add a bias in
+        float32), or use ``make_train_step(sharding=)``.
       specs: a ``PartitionSpec`` for each leaf, as :func:`fsdp_specs` returns them.
       dtype: the dtype in which weights are gathered.
-      reduce_dtype: the dtype of the sum over devices: float32 or half. (float64 weights are summed in float64.)
+      reduce_dtype: the dtype of the sum over devices: float32, bfloat16 or float16. (With float32, the gradients of
+        weights gathered in float64 are summed in float64.)
       axes: all axes of the mesh that split the batch. Weights are gathered, and gradients summed, over these axes.
         Write ``("data", "fsdp")`` if the weights are split over ``"fsdp"`` and copied along ``"data"``. Weights stay
         split over all other axes.
@@ -106,7 +107,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
 def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, _: str) -> Any:
     """Gather on axes of type Explicit.
 
-    In JAX, the type of the cotangent records that the devices have not yet summed it. ``reshard`` sums it.
+    The type of the cotangent records that the devices have not yet summed the cotangent. ``reshard`` sums it.
     """
 
     @jax.custom_vjp
@@ -158,9 +159,9 @@ def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
 def _gathered_by_constraints(
     leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, name: str
 ) -> Any:
-    """Gather on axes of type Auto, by two constraints.
+    """Gather on axes of type Auto, by two sharding constraints.
 
-    With the second constraint alone, XLA gathers some weights before it casts them.
+    Without the first constraint, XLA gathers some weights before it casts them.
     """
     if reduce_dtype != dtype:
         raise ValueError(

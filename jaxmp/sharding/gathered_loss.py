@@ -1,20 +1,22 @@
 """Rewrite a loss so that it gathers each split weight where it is used.
 
-The loss is traced with whole params. Policies, adapters and autocast are applied before the rewriting. Each param is
-gathered in the dtype in which the program reads it. This happens in the innermost body that contains all uses of the
-param, such as the body of a scan over layers.
+The loss is traced with params that are not split. Policies, adapters and autocast are applied before the rewriting.
+Each param is gathered in the dtype in which the program reads the param. The gather happens in the innermost body that
+contains all uses of the param, such as the body of a scan over layers. (A *body* is the jaxpr of a loss, loop, call or
+branch. *Half* is short for half precision: float16 or bfloat16.)
 
-There are two kinds of values:
+The rewriting distinguishes two kinds of values:
 
 * *Common* values are the same for all examples: params, the model state, constants, scalars, and values that are
   computed only from these. A common floating value that depends on params is a *weight*.
-* All other values are activations.
+* All other values are *activations*.
 
 Each device computes its part of a weight's gradient from its own examples, in float32. The *tap* of a weight is an
 array of zeros that has a part for each device. The cotangent of the tap sums the gradients of all uses of the weight.
-This sum is then reduced over the devices once, in the plan's ``reduce_dtype``. (Without the tap, XLA would reduce the
-gradient of each use in the dtype of the product that uses the weight.) The derivative of a product of two activations
-may also sum over examples. Such a derivative is summed in float32 and rounded once, as on one device.
+This sum is then reduced over the devices once, in the ``reduce_dtype`` of the :class:`Plan`. (Without the tap, XLA
+would reduce the gradient of each use in the dtype of the product that uses the weight.) The derivative of a product of
+two activations may also sum over examples. Such a derivative is summed in float32 and rounded once, as in a step on one
+device.
 
 The batch axis of an activation is assumed to be its first axis that is divisible by the number of devices. If the batch
 is on another axis, the results are the same, but the step is slower. This module works on mesh axes of type Auto.
@@ -143,8 +145,8 @@ class Gathered:
         """Return the dtype in which a param is gathered.
 
         A split param is gathered in half if all equations read it in the same half dtype. If these equations are only
-        lookups whose dtype autocast left unchanged, the half dtype of the program's products is taken. All other params
-        are gathered in their own dtype.
+        lookups whose dtype autocast left unchanged, the param is gathered in the half dtype of the program's products.
+        All other params are gathered without a cast.
         """
         dtypes = dtypes_read(jaxpr, var) - {None} or product_halves
         if len(dtypes) == 1 and self.plan.is_split(spec):
@@ -224,7 +226,7 @@ class _Rewriting:
 def _may_sum_examples(eqn: Any, operands: Sequence[RewrittenValue]) -> bool:
     """Return whether the derivative of an equation may sum over examples.
 
-    It may if the equation is a loose product of two activations, see :func:`_is_loose_product`.
+    It may sum over examples if the equation is a loose product of two activations, see :func:`_is_loose_product`.
     """
     return _is_loose_product(eqn) and not any(is_common for _, is_common in operands[:2])
 
@@ -251,7 +253,7 @@ def _is_loose_product(eqn: Any) -> bool:
 def _computed_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     """Compute a product, and sum its operands' cotangents in float32.
 
-    The results and the sums are then rounded to their dtypes in the program.
+    The results and the sums are then rounded to the dtypes that they have in the program.
     """
     results = computed_wide(eqn, arrays)
     return [result.astype(var.aval.dtype) for result, var in zip(results, eqn.outvars, strict=True)]
@@ -260,6 +262,6 @@ def _computed_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 def _is_scalar(value: Any) -> bool:
     """Return whether an array is a scalar, and not a PRNG key.
 
-    A scalar is the same for all examples. The draws from one PRNG key may differ between examples.
+    A scalar is the same for all examples. A key does not count, because draws from it may differ between examples.
     """
     return not isinstance(value, Use) and np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)

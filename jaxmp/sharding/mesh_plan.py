@@ -1,4 +1,8 @@
-"""The sharding of a train step, and the plan for its weights and gradients."""
+"""The sharding of a train step, and the plan for its weights and gradients.
+
+*Half* is short for half precision: float16 or bfloat16. The *batch axes* are the mesh axes that split a batch, and *the
+devices* are the devices along these axes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ class Sharding:
     Raises:
       TypeError: ``mesh`` is not a mesh.
       ValueError: the mesh has neither of the axes ``"data"`` and ``"fsdp"``, or their types differ; ``reduce_dtype`` is
-        neither float32 nor half; ``reduce`` is neither ``"each"`` nor ``"once"``.
+        not float32, bfloat16 or float16; ``reduce`` is neither ``"each"`` nor ``"once"``.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> params = {"w": jnp.zeros((512, 512))}
@@ -76,7 +80,7 @@ class Sharding:
         self.plan()
 
     def plan(self) -> Plan:
-        """Return the plan of a train step."""
+        """Return the :class:`Plan` of a train step."""
         return Plan(self.mesh, self.specs, self.reduce_dtype)
 
 
@@ -217,7 +221,7 @@ class Plan:
         param = jax.lax.stop_gradient(param)
         if not self.is_split(spec):
             return param.astype(dtype)
-        # With the second constraint alone, XLA gathers some weights before it casts them.
+        # Without the inner constraint, XLA gathers some weights before it casts them.
         return self.put(self.put(param.astype(dtype), spec), self.gathered(spec))
 
     def tap(self, param: Any, spec: PartitionSpec) -> Any:
@@ -260,7 +264,7 @@ class Plan:
                     part = jax.lax.psum_scatter(part, names, scatter_dimension=dim, tiled=True)
             return part
 
-        # shard_map covers all axes. Otherwise XLA first gathers the parts over axes that do not split the batch.
+        # shard_map also covers the other axes of the spec. Otherwise XLA first gathers the parts over these axes.
         others = self.gathered(spec)
         out = PartitionSpec(
             *((*as_tuple(other), *names) or None for other, names in zip(others, batch_axes, strict=True))
@@ -271,7 +275,7 @@ class Plan:
     def over_rows(self, fun: Callable[..., Any], dims: Sequence[int], args: Sequence[Any]) -> Any:
         """Apply ``fun`` on each device to its part of ``args``.
 
-        Each array is split along its axis in ``dims``. The results of the devices are stacked to (devices, …).
+        ``dims`` has the axis along which each array is split. The results of the devices are stacked to (devices, …).
         """
         split = (PartitionSpec(*[None] * dim, *self.rows) for dim in dims)
         specs = tuple(spec if np.ndim(arg) else PartitionSpec() for spec, arg in zip(split, args, strict=True))
@@ -299,12 +303,12 @@ def to_reduce_in(dtype: Any) -> np.dtype:
     """Return ``dtype`` as the dtype of sums over devices.
 
     Raises:
-      ValueError: ``dtype`` is neither float32 nor half.
+      ValueError: ``dtype`` is not float32, bfloat16 or float16.
     """
     checked = canonical_dtype(dtype)
     if checked not in _REDUCES:
         raise ValueError(
-            f"reduce_dtype must be float32 or a half dtype, got {checked.name!r}; write reduce_dtype='float32'"
+            f"reduce_dtype must be float32, bfloat16 or float16, got {checked.name!r}; write reduce_dtype='float32'"
         )
     return checked
 
@@ -312,7 +316,8 @@ def to_reduce_in(dtype: Any) -> np.dtype:
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
     """Return the dtype in which gradients of ``dtype`` are summed over devices.
 
-    It is ``reduce_dtype``. But if ``reduce_dtype`` is float32, float64 gradients are summed in float64.
+    The dtype is ``reduce_dtype``, with one exception: if ``reduce_dtype`` is float32, float64 gradients are summed in
+    float64.
     """
     return at_least_float32(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
 

@@ -2,8 +2,8 @@
 
 On axes of type Explicit, JAX checks the sharding of each array. The author of a loss may have to state shardings
 (``out_sharding=``, ``reshard``, ``auto_axes``). Generated programs, such as derivatives, have no author who could state
-them. So a loss is traced on Explicit axes, and its program is then rebuilt on axes of type Auto. The rebuilt program
-has a constraint for each sharding that the author stated.
+shardings. So a loss is traced on Explicit axes, and its program is then rebuilt on axes of type Auto. The rebuilt
+program has a constraint for each sharding that the author stated.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
 def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossFn:
     """Return ``loss_fn`` traced on Explicit axes, for a call on Auto axes.
 
-    The loss is traced for whole params, model state and rng. The examples of the batch are split over ``batch_axes``,
-    if the number of examples is divisible by the number of devices.
+    The loss is traced with params, model state and rng that are not split. The examples of the batch are split over
+    ``batch_axes``, if the number of examples is divisible by the number of devices.
 
     Args:
       loss_fn: a loss function, as for :func:`jaxmp.make_train_step`.

@@ -53,8 +53,8 @@ def copied_if_seen(leaf: Any, ids: set[int]) -> Any:
 def home_of(tree: Any) -> Any:
     """Return the sharding for uncommitted arrays, or None.
 
-    The sharding replicates over the mesh of ``tree``. If no array of ``tree`` is on a mesh, it is the sharding of a
-    committed array. It is None if no array is committed.
+    The sharding replicates over the mesh of ``tree``. If no array of ``tree`` is on a mesh, return the sharding of the
+    first committed array. If no array is committed, return None.
     """
     shardings = [leaf.sharding for leaf in jax.tree.leaves(tree) if is_put(leaf)]
     for sharding in shardings:

@@ -19,10 +19,10 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return specs of a state in which the optimizer's leaves follow their params.
+    """Return the specs of a state, from the specs of its params.
 
-    A leaf gets the spec of a param if its path ends in the param's path and it has the param's shape. All other leaves
-    are replicated.
+    The optimizer's leaves are split like their params. A leaf gets the spec of a param if the leaf's path ends in the
+    param's path and the shapes are equal. All other leaves are replicated.
     """
     known = {
         (parts_of(path), tuple(leaf.shape)): spec
@@ -60,7 +60,7 @@ def parts_of(path: Any) -> Path:
 
 
 def covers(pattern: str, path: Path) -> bool:
-    """Return whether a pattern matches a path or a path above it."""
+    """Return whether a pattern matches a path or one of its parent paths."""
     return any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
 
 

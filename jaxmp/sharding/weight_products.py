@@ -1,6 +1,8 @@
 """Products, lookups and convolutions of gathered weights.
 
-The gradients of the weights are summed in float32.
+The gradients of the weights are summed in float32. One axis of each activation is split over the devices. A *row* is an
+index of this axis. ``gathered_loss.py`` defines weights and taps. *Half* is short for half precision: float16 or
+bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _BY_ROWS = frozenset({("dot_general", 0), ("dot_general", 1), ("gather", 0), ("c
 
 
 def goes_by_rows(eqn: Any, position: int) -> bool:
-    """Return whether :func:`product_by_rows` takes a weight at ``position``."""
+    """Return whether :func:`product_by_rows` supports a weight at ``position``."""
     return (eqn.primitive.name, position) in _BY_ROWS
 
 
@@ -46,7 +48,7 @@ def product_by_rows(eqn: Any, position: int, use: Use, values: Sequence[Any]) ->
 class _RowProduct:
     """A product or a lookup with a weight as its operand at ``position``.
 
-    The ``operands`` of its methods are the other operands, and ``half`` is the gathered weight.
+    In the methods, ``operands`` are the operands other than the weight, and ``half`` is the gathered weight.
     """
 
     eqn: Any
@@ -113,7 +115,7 @@ class _RowProduct:
         return self.use.moved_back(_summed_in(source.sum_dtype, lambda part: pull(part)[0], cotangent, is_whole))
 
     def _cotangents_of_operands(self, half: Any, operands: Sequence[Any], cotangent: Any) -> list[Any]:
-        """Return the other operands' cotangents, or None for those not floating."""
+        """Return the other operands' cotangents, None for operands that are not floats."""
         floats = [n for n, value in enumerate(operands) if _tree.is_float_array(value)]
 
         def of_floats(*values: Any) -> Any:
@@ -157,7 +159,7 @@ def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | No
         return result
 
     def backward(factor: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
-        # The other operand's gradient quantises the cotangent too. XLA merges the two.
+        # The other operand's gradient needs the quantised cotangent too. XLA merges the two computations.
         of_result = (cotangent, factor[1]) if is_exact else float8_product.quantised(cotangent, recipe.gradient)[1:]
         parts = source.plan.over_rows(of_rows, (dims[0], 0, dims[1], 0), (*of_result, *factor))
         return cotangent, source.plan.of_parts(parts, source.spec), None, None
@@ -201,8 +203,8 @@ def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable
 def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
     """Return the batch axis in the result and in the operand that is not the weight.
 
-    It is the first axis that the result shares with this operand and that the devices divide. Return None if there is
-    no such axis.
+    The batch axis is the first axis that the result shares with this operand and that the devices divide. Return None
+    if there is no such axis.
     """
     name, params = eqn.primitive.name, eqn.params
     shape = eqn.invars[1 - position].aval.shape
@@ -226,9 +228,9 @@ def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
 
 
 def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
-    """Compute a product that sums over several axes as a matrix product.
+    """Compute a product over several axes as one matrix product.
 
-    On a CPU, XLA multiplies half operands to a float32 result only in matrix products.
+    On a CPU, XLA supports half operands with a float32 result only in matrix products.
     """
     matrices, shape = [], list[int]()
     for value, summed in zip(operands, eqn.params["dimension_numbers"][0], strict=True):
@@ -242,9 +244,9 @@ def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
 def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, is_whole: bool = False) -> Any:
     """Return ``fun(cotangent)`` in ``dtype``.
 
-    ``fun`` is the transpose of a product of half operands. Its matrix products have results in ``dtype``. Its
-    convolutions have half results, because cuDNN offers no others. With ``is_whole``, a convolution sums over the rows
-    of all devices, and XLA splits it. It is then computed in ``dtype``.
+    ``fun`` is the transpose of a product of half operands. The matrix products in ``fun`` have results in ``dtype``.
+    The convolutions have half results, because cuDNN offers no others. If ``is_whole`` is true, a convolution sums over
+    the rows of all devices. Such a convolution is split by XLA, and computed in ``dtype``.
     """
     jaxpr, consts = opened(jax.make_jaxpr(fun)(cotangent))
 
@@ -264,7 +266,7 @@ def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, is_whol
 
 
 def may_be_wide(eqn: Any) -> bool:
-    """Return whether an equation has a half operand that can be widened."""
+    """Return whether an equation has a half operand and may be computed in float32."""
     has_half = any(is_half(getattr(atom.aval, "dtype", np.int32)) for atom in eqn.invars)
     return has_half and not names_a_dtype(eqn)
 

@@ -1,4 +1,8 @@
-"""The equations that read a weight, and the dtypes in which they read it."""
+"""The equations that read a weight, and the dtypes in which they read it.
+
+A *move* is an equation that only rearranges a weight, such as a reshape or a slice. The *readers* of a weight are the
+equations that use the weight after all moves and casts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ def dtypes_read(jaxpr: Any, var: Any) -> set[Any]:
     """Return the dtypes in which equations read a weight, or rows of the weight.
 
     Moves, casts and calls are followed to the equations that read their results. None stands for a lookup whose dtype
-    autocast left unchanged. Such a lookup may be computed in any half dtype.
+    autocast left unchanged. Such a lookup may be computed in float16 or bfloat16.
     """
     dtypes, results = _dtypes_and_results(jaxpr, var)
     return dtypes | {np.dtype(jaxpr.outvars[n].aval.dtype) for n in results}
@@ -68,7 +72,7 @@ def _dtypes_and_results(jaxpr: Any, var: Any, scopes: Names = ()) -> tuple[set[A
 def _read_by(eqn: Any, position: int, scopes: Names) -> tuple[set[Any], list[Any]]:
     """Return the dtypes in which an equation reads a weight.
 
-    Also return the results of the equation whose readers count in place of the equation.
+    Also return the results that the caller must follow to their readers, such as the results of a lookup.
     """
     is_lookup = eqn.primitive.name == "gather" and position == 0
     if is_lookup and DECIDED in scopes and region_of(scopes).level is None:

@@ -1,4 +1,8 @@
-"""Weights in a body of a rewritten loss, which are gathered at their first use."""
+"""Weights in a body of a rewritten loss, which are gathered at their first use.
+
+``gathered_loss.py`` defines weights, taps and bodies. A *move* is an equation that only rearranges a weight, such as a
+reshape.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,10 @@ from jaxmp.base.trees import is_float_array
 from jaxmp.sharding.mesh_plan import Plan
 
 RewrittenValue = tuple[Any, bool]
-"""An array or the use of a weight, and whether this value is common, see gathered_loss.py. (The use always is.)"""
+"""An array or a :class:`Use`, and whether this value is common.
+
+``gathered_loss.py`` defines common values. A use is always common.
+"""
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,11 +38,11 @@ class Source:
     param: Any
     spec: PartitionSpec
     dtype: np.dtype  # of the gathered weight
-    is_alone: bool  # whether only one equation of the body reads it
+    is_alone: bool  # whether only one equation of the body reads the param
     gathers_again: bool  # whether the gathered weight is freed, and the backward pass gathers it again
-    is_gathered: bool = False  # whether it was gathered before the call of the loss
-    is_computed: bool = False  # whether the loss computes it from weights
-    half: Any = None  # the gathered weight, once it is gathered
+    is_gathered: bool = False  # whether the param was gathered before the call of the loss
+    is_computed: bool = False  # whether the loss computes the param from weights
+    half: Any = None  # the gathered weight, None before the gather
     tap: Any = None
     _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
 
@@ -64,7 +71,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
-    """A weight with the moves and casts between it and a variable of the program."""
+    """A variable of the program that is a weight after some moves and casts."""
 
     source: Source
     moves: tuple[tuple[Any, int], ...] = ()  # each equation, with the position of the moved weight in its results
@@ -103,14 +110,14 @@ class Use:
     def read(self, dtype: Any, shape: Sequence[int] | None = None) -> Any:
         """Return the weight as an array, broadcast to ``shape`` if that is not None.
 
-        The weight's gradient is computed whole, and each device keeps its part.
+        A gradient of the full shape is computed, and each device keeps its part of the gradient.
         """
         source, half = self.source, self.source.gathered()[0]
         plan, spec, param = source.plan, source.spec, source.param
 
         @jax.custom_vjp
         def value(param: Any, half: Any) -> Any:
-            return self.cast(half, source.sum_dtype)  # a wide result keeps cotangents exact
+            return self.cast(half, source.sum_dtype)  # so that cotangents have this dtype
 
         def backward(_: None, cotangent: Any) -> tuple[Any, None]:
             # XLA reduces the cotangent of a computed weight when the cotangent reaches a split param.

@@ -1,4 +1,8 @@
-"""Compute the equations of weights that are neither products by rows nor moves."""
+"""Compute equations that read whole weights.
+
+``weight_products.py`` computes the products and lookups in which each device sums the weight's gradient over its rows.
+*Half* is short for half precision: float16 or bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +84,7 @@ def _repeats_nothing(eqn: Any, position: int) -> bool:
 
 
 def _require_float32(use: Use, eqn: Any, position: int) -> None:
-    """Raise an error if an equation sums the cotangents of a weight in half."""
+    """Raise an error if an equation sums a weight's cotangents in half."""
     avals = [eqn.invars[position].aval, *(var.aval for inner in equations_inside(eqn) for var in inner.outvars)]
     halves = [aval.dtype.name for aval in avals if is_half(getattr(aval, "dtype", np.int32))]
     if halves and use.source.plan.reduce_dtype == _FLOAT32:

@@ -70,7 +70,7 @@ def gathers_itself(params, model_state, batch, rng):
         (lambda: step_of(of_two_types()), "all of type Explicit, got 'data' of type Auto"),
         (lambda: Sharding(mesh_of(), {}, reduce="twice"), "'each' or 'once', got 'twice'"),
         (lambda: jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(), {}, reduce="once")), "accumulate_steps=1"),
-        (lambda: step_of(reduce_dtype="float64"), "be float32 or a half dtype"),
+        (lambda: step_of(reduce_dtype="float64"), "be float32, bfloat16 or float16, got"),
         (lambda: step_of(reduce_dtype="int8"), "must be floating, got int8"),
     ],
 )

@@ -149,7 +149,7 @@ def of_two_types():
             "have the same type, got 'data' of type Auto, 'fsdp'",
         ),
         (lambda: gather_of_a(mesh_of(), axes=()), "have the same type, got none"),
-        (lambda: gather_of_a(mesh_of(), reduce_dtype="float64"), "half dtype, got .*'float64'; write"),
+        (lambda: gather_of_a(mesh_of(), reduce_dtype="float64"), "bfloat16 or float16, got .*'float64'; write"),
         (lambda: sharding.gather({"a": jnp.ones(4)}, {"a": P("fsdp")}, "bfloat16"), "needs a mesh, and none is set"),
         (lambda: in_shard_map(mesh_of(AxisType.Auto), check_vma=False), "check_vma=False.* hides this; remove"),
         (
