@@ -48,9 +48,8 @@ class Blame(tables.Shown):
       kind: ``"overflow"``, ``"division by zero"`` (a pole: 1/0, log 0, rsqrt 0), ``"invalid"`` (0/0, inf - inf, the
         square root of a negative number) or ``"input"``.
       operands: the ranges of the operands in the blamed iteration; for an argument, the range of the argument.
-      turn: the iteration of the innermost loop, counted from 0; None outside of loops. In the derivative of a scan,
-        ``turn`` is an index into the scanned arrays. This index equals the iteration of the forward scan, unless the
-        forward scan is reversed.
+      turn: the iteration of the innermost loop, counted from 0; None outside of loops. For a scan, and for the
+        derivative of a scan, it is the index into the scanned arrays, also if the scan is reversed.
       scaled_only: whether everything is finite with a loss scale of 1, so that only the loss scale is to blame.
     """
 
@@ -242,11 +241,9 @@ def _blame_of_input(array: Any, path: str) -> Blame:
 def _blame_of_operation(run: ProgramRun, values: Values, value: Value, turns: Turns, phase: str) -> Blame:
     place, failure = values.places[value.key], run.failures[value.key, turns]
     origin = run.origin((value.key, turns))
-    length = place.turns[-1] if place.turns else None
     turn = None
-    if length is not None:
-        turn = length - 1 - turns[-1] if value.scans[-1].reverse and phase == "forward" else turns[-1]
-    elif place.turns:
-        turn = failure.while_turn
+    if place.turns:
+        is_while = place.turns[-1] is None
+        turn = failure.while_turn if is_while else turns[-1]
     kind = "input" if phase == "input" else failure_kind(failure.name, origin)
     return Blame(phase, failure.name, place.path, place.source, kind, origin.ranges, turn, False)

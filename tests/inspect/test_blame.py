@@ -240,8 +240,8 @@ def test_an_overflow_by_the_loss_scale_alone():
     check(first_nonfinite(lambda x: jnp.exp(x).sum(), loss_scale=8.0)(X), "exp", "overflow")
 
 
-def test_the_turn_of_a_scan():
-    factors = jnp.array([1e10, 1.0, 1e20, 1e20, 1.0])
+def test_the_turn_of_a_scan_is_the_index_into_the_scanned_arrays():
+    factors = jnp.array([1e10, 1.0, 1e20, 1e20, 1.0, 1.0])
 
     def loss(x, reverse=False):
         return jax.lax.scan(lambda carry, factor: (carry * factor, carry), x.sum(), factors, reverse=reverse)[0]
@@ -250,10 +250,12 @@ def test_the_turn_of_a_scan():
     assert blame.operands[1].high == np.float32(1e20)
     check(first_nonfinite(functools.partial(loss, reverse=True))(X), "mul", "overflow", turn=2)
 
-    def roots(x):
-        return jax.lax.scan(lambda carry, value: (carry + jnp.sqrt(value), None), 0.0, x)[0]
+    def roots(x, reverse=False):
+        return jax.lax.scan(lambda carry, value: (carry + jnp.sqrt(value), None), 0.0, x, reverse=reverse)[0]
 
-    check(first_nonfinite(roots)(jnp.array([4.0, 1.0, 0.0, 9.0])), "div", "division by zero", "backward", turn=2)
+    x = jnp.array([4.0, 1.0, 0.0, 9.0])
+    for function in (roots, functools.partial(roots, reverse=True)):
+        check(first_nonfinite(function)(x), "div", "division by zero", "backward", turn=2)
 
 
 def test_scanned_layers_of_linen():
