@@ -1,12 +1,13 @@
 """Keep the operands of amplifiers in float32.
 
 An amplifier turns a small error of an operand into a large error of the result. In bfloat16 a coordinate of 300.4
-becomes 300, which is another pixel, and a phase of 300.4 becomes noise. So three rules make values float32:
+becomes 300, which is another pixel, and a phase of 300.4 becomes noise. A search back from each amplifier finds the
+values that must be float32:
 
-- Before an amplifier, the search goes back through moves, scales, offsets, bounds and products, because these keep the
-  low digits. It ends at an activation.
-- Before a factorisation or a solver, the search ends at the nearest products, which are float32 too.
-- Before a root or a logarithm, it ends after the nearest product, which stays half. Example: ``1 - x²``.
+- In general, the search goes back through moves, scales, offsets, bounds and products, because these operations keep
+  the low digits. The search ends at an activation.
+- From a factorisation or a solver, the search goes back to the nearest products, which are float32 too.
+- From a root or a logarithm, the search ends before the nearest product, which stays half. Example: ``1 - x²``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _READ_BY_ACTIVATION = PRODUCTS | {"reduce_sum"}
 
 
 def raise_amplified(graph: Graph) -> None:
-    """Make float32 the operands of amplifiers, and the values behind them."""
+    """Make operands of amplifiers float32, and the values that a search back finds."""
     quantised = {operand for step in graph.steps if _is_quantising(step) for operand in step.operands}
     for step in graph.steps:
         name = step.eqn.primitive.name
@@ -60,7 +61,7 @@ def _is_quantising(step: Step) -> bool:
 
 
 def _amplified_operands(step: Step, name: str, quantised: Collection[Node | None]) -> Sequence[Node]:
-    """Return the operands of a step whose low digits affect its result."""
+    """Return the operands whose low digits affect the result of a step."""
     if name in AMPLIFIERS:
         is_quantised = name in _ROUNDINGS and step.node is not None and _is_quantised(step.node, quantised)
         return () if is_quantised else _floats(step)[: AMPLIFIERS[name]]
@@ -101,7 +102,7 @@ def _back_to_products(node: Node) -> Sequence[Node]:
 
 
 def _keepers_of_range(node: Node) -> Sequence[Node]:
-    """Return the operands of ``node`` that a root or logarithm amplifies.
+    """Return operands of ``node`` that a root or logarithm of ``node`` amplifies.
 
     Examples of ``node`` are ``1 - x²`` and ``x² + eps``.
     """
@@ -111,7 +112,7 @@ def _keepers_of_range(node: Node) -> Sequence[Node]:
 
 
 def _keepers_of_digits(node: Node) -> Sequence[Node]:
-    """Return the operands of ``node`` whose low digits its result still has."""
+    """Return the operands whose low digits the result of ``node`` keeps."""
     if node.name in EXTREMES or not node.after_product:
         return ()
     if node.kind in (CLEAR, JOIN) or node.name in ("neg", _CAST):
@@ -121,7 +122,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
         return computed if len(computed) == 1 else ()
     is_choice = node.name in BOUNDS or node.name == "select_n"
     if is_choice or node.name in SUMS:
-        # The search ends at an activation (a choice that a product reads) or a residual stream (a sum that it reads).
+        # If a product reads the result, a choice is an activation, and a sum is a residual stream: the search ends.
         is_activation = is_choice or len(computed) > 1
         is_read = any(reader.name in _READ_BY_ACTIVATION for reader in readers_of(node))
         return () if is_activation and is_read else computed

@@ -46,9 +46,9 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
       overrides: a mapping from key to level. A key is ``"**/head"`` (a path of modules or scopes, and everything below
         it), ``"**/head:exp"`` (an operation at a path), ``"primitive:exp"`` or ``"class:accumulation"``. A level is
         ``"float32"``, ``"tensorfloat32"`` (float32 with JAX's default products), ``"half"``, or a float32 or half
-        policy. If the level of a path is a half policy, the rules decide for each operation below the path. If it is
-        ``"half"``, all operations below the path are half, except linear algebra. An override of a path wins over an
-        override of a primitive or class. A region marked with :func:`jaxmp.precision` wins over all overrides. If
+        policy. If the level of a path is a half policy, the rules decide for each operation below the path. With the
+        level ``"half"``, all operations below the path are half, except linear algebra. An override of a path wins over
+        an override of a primitive or class. A region marked with :func:`jaxmp.precision` wins over all overrides. If
         ``policy`` computes in float32, the level of a path may still be a half policy.
 
     Returns:

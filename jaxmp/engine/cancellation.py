@@ -1,7 +1,7 @@
 """Keep products in float32 if they sum squares, or cancel in a difference.
 
 ``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small compared with their terms. If the terms came from
-half products, the results would be mostly rounding error.
+products in half precision, the results would be mostly rounding error.
 """
 
 from __future__ import annotations

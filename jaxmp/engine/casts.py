@@ -1,4 +1,7 @@
-"""Decide where casts go: after repetitions of a weight, and before moves of data."""
+"""Decide where casts go: after repetitions of a weight, and before moves of data.
+
+*Half* is half precision: float16 or bfloat16.
+"""
 
 from __future__ import annotations
 

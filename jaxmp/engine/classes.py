@@ -1,8 +1,8 @@
 """The class of each primitive: its precision before neighbours are considered.
 
 Three questions determine the class. Does the error grow with the length of a sum or with the range of the argument? Is
-the primitive faster in half precision? Does its result mean the same in another dtype? An operation without a real
-floating result keeps its dtypes, whatever its class.
+the primitive faster in half precision (float16 or bfloat16)? Does its result mean the same in another dtype? An
+operation without a real floating result keeps its dtypes, whatever its class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decide which values are half, on the whole graph.
+"""Decide which values are in half precision, on the whole graph.
 
 Each value has a state: undecided, half, float32 or beyond half. Rules raise states to float32 until no state rises any
 more (:func:`_settle`). Then the undecided values between two products become half. A state only rises, so the order of
@@ -25,11 +25,11 @@ from jaxmp.engine.loops import decide_loops
 from jaxmp.engine.paths import readers_of
 
 RAISERS = (raise_amplified, raise_cancelled, decide_loops)
-"""The rules that do not read the states of neighbours, in any order."""
+"""The rules that do not read the states of neighbours. Their order does not matter."""
 
 _FLOAT32 = np.dtype(np.float32)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
-# A nonlinearity before a product reads a float32 activation in half. These operations are no nonlinearities.
+# A nonlinearity before a product reads a float32 activation in half. These operations are not nonlinearities.
 _NOT_NONLINEAR = frozenset({"add", "sub", "mul", "div", "select_n"})
 _CAST = "convert_element_type"
 
@@ -124,9 +124,9 @@ def _is_repeated_by(user: Node, operand: Node) -> bool:
 def _find_activations(nodes: Sequence[Node]) -> None:
     """Give each activation the number of the last product before it.
 
-    An activation is computed from a product by elementwise operations and moves of data. A value that a loop adds up in
-    float32 is not an activation. A difference of activations of two products is not an activation either, so a sum with
-    such a term is not a residual stream.
+    An activation is computed from a product by elementwise operations and moves of data. A value that a loop
+    accumulates in float32 is not an activation. A difference of activations of two products is not an activation
+    either, so a sum with such a term is not a residual stream.
     """
     count = 0
     for node in nodes:

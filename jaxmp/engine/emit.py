@@ -119,8 +119,8 @@ class _Evaluation:
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, met: Any = ()) -> Any:
         """Return ``value`` in ``dtype``.
 
-        ``met`` has a step that may repeat the value, and the operands of the step. If no step may repeat the value,
-        ``met`` is empty.
+        ``met`` has a step that may repeat (broadcast) the value, and the operands of the step. If no step may repeat
+        the value, ``met`` is empty.
         """
         if type(atom) is Literal:
             return np.asarray(value).astype(dtype)
@@ -131,7 +131,7 @@ class _Evaluation:
             narrow, node = self.narrow[atom]
             return self.read_as(self.read([narrow])[0], narrow, node, dtype, met)
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
-        # A cast to float32 is repeated at each use, because XLA stores a shared value, and should store it in half.
+        # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
         if (is_shared and not is_summed) or isinstance(value, np.ndarray):
             if (atom, dtype) not in self.shared:

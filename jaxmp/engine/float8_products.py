@@ -1,7 +1,7 @@
 """Choose the products that are computed in float8: large products of a weight.
 
 A recipe has the settings of float8 products. The engine creates a :class:`Float8Question` when it reads a product in
-code with a recipe. The answer is known only after the engine has decided which products are half.
+code with a recipe. The answer is known only after the engine has decided which products are in half precision.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Float8Question:
 
     @functools.cached_property
     def _answer(self) -> tuple[str | None, str]:
-        """Return ``"lhs"`` or ``"rhs"`` for the weight; or None and why not float8."""
+        """Return the weight (``"lhs"`` or ``"rhs"``), or None and the reason."""
         step, node, eqn = self._step, self._step.node, self._step.eqn
         dtypes = [operand and (node.compute or operand.written) for operand in step.operands[:2]] if node else []
         if not dtypes or any(dtype is None or dtype.itemsize != 2 for dtype in dtypes):

@@ -36,7 +36,7 @@ class Node:
     written: np.dtype  # its original dtype
     shape: tuple[int, ...]
     requested: str  # the level that a region or an override requests; empty if there is none
-    half: np.dtype | None  # the half dtype of the code around it
+    half: np.dtype | None  # the half dtype (float16 or bfloat16) of the code around it
     loop: int  # the number of the innermost loop body around it, 0 outside of loops
     in_rule: bool  # whether it is computed in a custom_vjp, whose rule may not be the true derivative
     dtype: np.dtype  # the decided dtype of the result
@@ -74,7 +74,7 @@ class Node:
 
     @property
     def value_dtype(self) -> np.dtype:
-        """Return the dtype that its readers see."""
+        """Return the dtype in which readers see the value, after a postponed cast."""
         return self.deferred_cast or self.dtype
 
     @property
@@ -198,7 +198,7 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rul
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
-    """Return whether small differences of floating operands may change the results."""
+    """Return whether small differences of operands may change integers or bools."""
     is_largest = any(
         operand.name in ("max", "min") and other in operand.inputs for operand in operands for other in operands
     )

@@ -1,4 +1,4 @@
-"""Check that a half policy changes at least one product of a model."""
+"""Check that a half policy (compute in float16 or bfloat16) changes a product."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ProductsCheck:
 
 
 def _has_no_half_product(graph: Graph) -> bool:
-    """Return whether marks or overrides cover products, but none is half."""
+    """Return whether marks or overrides cover products, but no product is half."""
     products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
     if any(_is_half_product(*product) for product in products):
         return False

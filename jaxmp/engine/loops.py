@@ -1,6 +1,6 @@
-"""Decide which carries are half, and which loops keep their products in float32.
+"""Decide which carries are half, and which loops have float32 products.
 
-The carry of a loop over a stack of layers is a residual stream, which is half. Every other carry stays float32:
+The carry of a loop over a stack of layers is a residual stream, in half precision. Every other carry stays float32:
 recurrent states, integrators, optimizers, running sums. A sum in bfloat16 would lose terms that are less than a 256th
 of the sum. A cycle is a group of values in a loop that depend on each other through a carry.
 """
@@ -81,7 +81,7 @@ def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
     """Return whether the carry of a cycle may be half.
 
     The carry may be half if autocast decides the dtype of a product on the cycle, or if the carry's initial value is an
-    activation. Otherwise, all products on the cycle keep the dtypes that their modules set, and so does the carry.
+    activation. Otherwise the carry keeps its dtype, because modules or the author set the dtypes of the products.
     """
     decided = any(node.name in PRODUCTS and node.kind is HALF for node in cycle)
     return decided or any(start.is_cast_once for start in starts)

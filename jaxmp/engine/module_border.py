@@ -1,9 +1,9 @@
 """Convert arrays where they enter and leave a module under a policy.
 
-The adapters of Linen and NNX share this code. A module with a ``dtype`` field computes in the dtype of the field.
-A module with params and without a ``dtype`` field is traced in float32, and the engine decides which of its operations
-are half. Half inputs of such a module are widened by a cast that the engine ignores. The results are returned in the
-compute dtype. Autocast of a whole model ignores the ``dtype`` fields.
+The adapters of Linen and NNX share this code. A module with a ``dtype`` field computes in the dtype of the field. A
+module with params and without a ``dtype`` field is traced in float32, and the engine decides which operations are in
+half precision. Half inputs of such a module are widened to float32 by a cast that the engine ignores. The results are
+returned in the compute dtype. Autocast of a whole model ignores the ``dtype`` fields.
 """
 
 from __future__ import annotations

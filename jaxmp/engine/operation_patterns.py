@@ -47,7 +47,7 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
 
 
 def _exponential(value: Node) -> Node | None:
-    """Return the exponential behind a value, its mask or its weights, or None."""
+    """Return the exponential in ``value``, perhaps masked or weighted, or None."""
     value = value.origin
     operands = [operand.origin for operand in value.inputs] if value.name in ("select_n", "mul") else [value]
     return next((operand for operand in operands if operand.name in _EXPONENTIALS), None)

@@ -95,12 +95,12 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
         if levels[key] == "half" and half == np.float32:
             raise ValueError(
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
-                f"{value!r}; make a half policy the default, and the rest float32 by overrides"
+                f"{value!r}; use a half policy, and write 'float32' overrides for the rest"
             )
         if key == f"class:{Class.LINALG}" and levels[key] == "half":
             raise ValueError(
-                f"{key!r} stays float32, as few of its kernels exist in half precision, got 'half'; leave it out, or "
-                "write 'primitive:<name>' for one that does"
+                f"{key!r} stays float32, because few of its kernels exist in half precision, got 'half'; leave out the "
+                "override, or write 'primitive:<name>' for one primitive"
             )
         names_operations = key.startswith(OPERATIONS) and key != EVERY  # also with an unknown name
         named: Any = ()

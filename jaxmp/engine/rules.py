@@ -40,7 +40,7 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass
 class Rules:
-    """The half dtype and the overrides of one function under autocast.
+    """The half dtype (float16, bfloat16) and the overrides of one autocast function.
 
     The object also records which overrides matched.
 

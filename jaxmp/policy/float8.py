@@ -172,7 +172,8 @@ def available() -> str:
 
     - ``"native"``: the device multiplies float8. The device is the first local device, or the device of
       :func:`jaxmp.hardware.assumed`.
-    - ``"emulate"``: the environment has ``JAXMP_FLOAT8=emulate``. Casts then give the same numbers on any device.
+    - ``"emulate"``: the environment has ``JAXMP_FLOAT8=emulate``. Products are computed with casts, which give the same
+      numbers on any device.
     - ``"no"``: products are bfloat16 instead. A warning says so once per process.
 
     Raises:

@@ -51,10 +51,9 @@ class PolicyMap:
       default: the policy of modules that no pattern matches. If ``default`` is a PolicyMap, its overrides are tried
         after ``overrides``.
       overrides: a mapping from pattern to policy. Patterns are tried in order. A pattern covers the modules that it
-        matches and everything below them. A string is a glob on the module path below the root: ``*`` matches within
-        one level, ``**`` matches zero or more levels (``"**/BatchNorm_*"``, ``"encoder/layer_0"``). ``"type:*Norm"`` is
-        a glob on the names of the module's class and its base classes. You can also use a class as a pattern; it
-        matches its instances.
+        matches and everything below them. A string is a glob on the module path below the root: ``*`` matches inside of
+        one name, ``**`` matches zero or more names (``"**/BatchNorm_*"``, ``"encoder/layer_0"``). ``"type:*Norm"`` is a
+        glob on the names of the module's class and its base classes. A class as a pattern matches its instances.
       strict: whether a pattern that matches nothing in the model is an error (see :meth:`check`).
 
     Raises:
