@@ -1,8 +1,8 @@
 """Decide which values are in half precision, on the whole graph.
 
-Each value has a state: undecided, half, float32 or beyond half. Rules raise states to float32 until no state rises any
-more (:func:`_settle`). Then the undecided values between two products become half. A state only rises, so the order of
-the rules does not matter. docs/autocast.md lists the rules.
+Each value has a state: undecided, half, float32, or beyond half (float32, because half precision cannot represent the
+value). Rules raise states until no state rises any more (:func:`_settle`). Then the undecided values between two
+products become half. A state only rises, so the order of the rules does not matter. docs/autocast.md lists the rules.
 """
 
 from __future__ import annotations

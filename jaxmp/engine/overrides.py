@@ -23,7 +23,7 @@ from jaxmp.policy.policy_map import PolicyMap, get_policy
 
 LEVELS = ("float32", "tensorfloat32", "half")
 Level = str | Policy
-"""One of ``LEVELS``, or a half policy. With a policy the rules decide, and its recipe of float8 products applies."""
+"""One of ``LEVELS``, or a half policy. With a policy, the rules and the policy's float8 recipe decide."""
 FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 

@@ -148,7 +148,8 @@ class _Product:
     def _tangent(self, tangents: Any, operands: Any) -> Any:
         """Return the tangent of the result.
 
-        It is a sum: each operand whose tangent is not None adds the product of the tangent and the other operand.
+        The tangent is a sum. Each operand whose tangent is not None adds the product of its tangent and the other
+        operand.
         """
         in_float8: list[Any] = []
         in_compute: list[Any] = []
