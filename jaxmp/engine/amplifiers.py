@@ -1,10 +1,13 @@
-"""Amplifiers: operations that turn an operand's low digits into high digits.
+"""Keep the operands of amplifiers in float32.
 
-In bfloat16 a coordinate of 300.4 becomes 300, which is another pixel, and a phase of 300.4 becomes noise. So the
-operands of an amplifier are float32. The values from which they are computed are float32 too, as long as the operations
-keep the digits: moves, scales, offsets, bounds and products. The search back ends at an activation. A factorisation
-amplifies everything that it depends on, back to the nearest products. A logarithm or a root amplifies the values
-between it and the nearest product (such as the ``1 - x²`` of a squashed action), but not that product.
+An amplifier turns a small error of an operand into a large error of the result. In bfloat16 a coordinate of 300.4
+becomes 300, which is another pixel, and a phase of 300.4 becomes noise. A search back from each amplifier finds the
+values that must be float32:
+
+- In general, the search goes back through moves, scales, offsets, bounds and products, because these operations keep
+  the low digits. The search ends at an activation.
+- From a factorisation or a solver, the search goes back to the nearest products, which are float32 too.
+- From a root or a logarithm, the search ends before the nearest product, which stays half. Example: ``1 - x²``.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _READ_BY_ACTIVATION = PRODUCTS | {"reduce_sum"}
 
 
 def raise_amplified(graph: Graph) -> None:
-    """Make the operands of amplifiers float32, and values from which they come."""
+    """Make operands of amplifiers float32, and the values that a search back finds."""
     quantised = {operand for step in graph.steps if _is_quantising(step) for operand in step.operands}
     for step in graph.steps:
         name = step.eqn.primitive.name
@@ -58,7 +61,7 @@ def _is_quantising(step: Step) -> bool:
 
 
 def _amplified_operands(step: Step, name: str, quantised: Collection[Node | None]) -> Sequence[Node]:
-    """Return the operands of a step whose low digits affect its result."""
+    """Return the operands whose low digits affect the result of a step."""
     if name in AMPLIFIERS:
         is_quantised = name in _ROUNDINGS and step.node is not None and _is_quantised(step.node, quantised)
         return () if is_quantised else _floats(step)[: AMPLIFIERS[name]]
@@ -84,10 +87,10 @@ def _is_quantised(rounded: Node, quantised: Collection[Node | None]) -> bool:
 
 
 def _is_scale_of(step: Step, place: Node, other: Node) -> bool:
-    """Return whether ``place`` is compared with positions or with a table."""
+    """Return whether ``place`` is compared with an array of positions or a table."""
     if place is other or other.after_product:
         return False
-    if other.is_constant and other.const is None:  # computed from integers: positions, or a single bound
+    if other.is_constant and other.const is None:  # computed from integers: an array of positions, or one bound
         return size_of(other.origin.shape) > 1
     size = size_of(step.eqn.outvars[0].aval.shape)
     is_table = 1 < size_of(other.origin.shape) < size and size_of(place.origin.shape) < size
@@ -99,7 +102,7 @@ def _back_to_products(node: Node) -> Sequence[Node]:
 
 
 def _keepers_of_range(node: Node) -> Sequence[Node]:
-    """Return the operands of ``node`` that a root or a logarithm of it amplifies.
+    """Return operands of ``node`` that a root or logarithm of ``node`` amplifies.
 
     Examples of ``node`` are ``1 - x²`` and ``x² + eps``.
     """
@@ -109,7 +112,7 @@ def _keepers_of_range(node: Node) -> Sequence[Node]:
 
 
 def _keepers_of_digits(node: Node) -> Sequence[Node]:
-    """Return the operands of ``node`` whose low digits its result still has."""
+    """Return the operands whose low digits the result of ``node`` keeps."""
     if node.name in EXTREMES or not node.after_product:
         return ()
     if node.kind in (CLEAR, JOIN) or node.name in ("neg", _CAST):
@@ -119,7 +122,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
         return computed if len(computed) == 1 else ()
     is_choice = node.name in BOUNDS or node.name == "select_n"
     if is_choice or node.name in SUMS:
-        # A choice or a sum of values that a product reads is an activation or a residual stream: the search ends.
+        # If a product reads the result, a choice is an activation, and a sum is a residual stream: the search ends.
         is_activation = is_choice or len(computed) > 1
         is_read = any(reader.name in _READ_BY_ACTIVATION for reader in readers_of(node))
         return () if is_activation and is_read else computed

@@ -27,15 +27,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = None) -> F:
-    """Return ``fun`` with a dtype chosen for each operation: half or float32.
+    """Return ``fun`` with half precision or float32 chosen for each operation.
 
     docs/autocast.md lists the rules, and :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced in its original
-    dtypes. Params stay float32, and results keep their dtypes. (Under a pure policy such as ``"bfloat16"``, results get
-    the output dtype.) You can use ``jit``, ``grad``, ``vmap`` and JAX's other transformations around it and inside of
-    it. The method follows TensorFlow's ``auto_mixed_precision`` graph pass.
+    dtypes. Params stay float32, and results keep their dtypes. (If the policy's output dtype is half, as in
+    ``"bfloat16"``, results are half.) You can use ``jit``, ``grad``, ``vmap`` and JAX's other transformations inside of
+    ``fun`` and around the returned function. The method follows TensorFlow's ``auto_mixed_precision`` graph pass.
 
-    ``fun`` may write to NNX objects that are its arguments (statistics, counts, metrics), as under NNX's own
-    transforms. It cannot write to objects that it closes over, as under ``jax.jit``.
+    As under NNX's transforms, ``fun`` may change NNX objects that are its arguments (statistics, counts, metrics). As
+    under ``jax.jit``, it cannot change objects that it closes over.
 
     Args:
       fun: any function of arrays in pytrees that JAX can trace. Other arguments (Python numbers, strings, None,
@@ -45,11 +45,11 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
         dtype. The patterns of a PolicyMap count as overrides.
       overrides: a mapping from key to level. A key is ``"**/head"`` (a path of modules or scopes, and everything below
         it), ``"**/head:exp"`` (an operation at a path), ``"primitive:exp"`` or ``"class:accumulation"``. A level is
-        ``"float32"``, ``"tensorfloat32"`` (float32 with JAX's default products), ``"half"``, or a policy that computes
-        in one of these. If the level of a path is a half policy, the rules decide for each operation below that path.
-        The level ``"half"`` makes all of these operations half, except linear algebra. An override of a path wins over
+        ``"float32"``, ``"tensorfloat32"`` (float32 with JAX's default products), ``"half"``, or a float32 or half
+        policy. If the level of a path is a half policy, the rules decide for each operation below the path. With the
+        level ``"half"``, all operations below the path are half, except linear algebra. An override of a path wins over
         an override of a primitive or class. A region marked with :func:`jaxmp.precision` wins over all overrides. If
-        ``policy`` computes in float32, overrides of paths may still ask for half.
+        ``policy`` computes in float32, the level of a path may still be a half policy.
 
     Returns:
       A function with the same parameters. Call it under ``jit``, because without ``jit`` it is traced again in every
@@ -58,7 +58,7 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
     Raises:
       ValueError: the policy computes in float64, or in float16 on a TPU; an override has an unknown level, primitive or
         class (``UnknownOperationError``), or an override matched nothing in a call (``UnmatchedOverrideError``).
-      TypeError: ``fun`` is a Linen module, a class of modules, or not a function; there is no policy; a key of the
+      TypeError: ``fun`` is a Linen module, a class of modules, or not a function; ``policy`` is missing; a key of the
         overrides, or a pattern of the PolicyMap, is a class of modules; or, in a call, an argument is a
         ShapeDtypeStruct.
 
@@ -97,11 +97,11 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     """Return the results of one call of ``fun`` under ``rules``.
 
     Args:
-      fun: a function. The code of modules in it is marked (see :mod:`jaxmp.engine.marks`).
-      rules: the rules for its operations.
-      args, kwargs: its arguments.
-      policy: the policy, if autocast wraps the whole function. Without a policy, all operations are decided even if the
-        function has no products.
+      fun: a function. Code of modules in the function has marks (see :mod:`jaxmp.engine.marks`).
+      rules: the rules for the operations.
+      args, kwargs: the arguments.
+      policy: the policy if :func:`autocast` wraps the function; None for a model. With None, operations are decided
+        even if the function has no product.
     """
     program, operands = traced(fun, args, kwargs, rules)
     if shapes := [leaf for leaf in operands if isinstance(leaf, jax.ShapeDtypeStruct)]:

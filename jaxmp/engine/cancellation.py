@@ -1,7 +1,7 @@
 """Keep products in float32 if they sum squares, or cancel in a difference.
 
-``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small compared with their terms. If the products in them
-were half, these differences would consist mostly of rounding errors.
+``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small compared with their terms. If the terms came from
+products in half precision, the results would be mostly rounding error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def raise_cancelled(graph: Graph) -> None:
 
 
 def _is_part_of_sum(node: Node) -> bool:
-    """Return whether the only reader of a value adds it, or a multiple of it."""
+    """Return whether a sum is the only reader of a value or of a multiple of it."""
     while len(node.users) == 1:
         node = node.users[0]
         if node.name in SUMS:
@@ -61,7 +61,10 @@ def _terms(total: Node) -> list[Node]:
 
 
 def _vectors(value: Node) -> Vectors | None:
-    """Return the two values, without constant factors, whose products ``value`` sums."""
+    """Return the two vectors whose elementwise products ``value`` sums, or None.
+
+    Constant factors are left out.
+    """
     if value.name in PRODUCTS and len(value.inputs) == 2:
         return multiple_of(value.inputs[0]), multiple_of(value.inputs[1])
     if value.name == "reduce_sum":
@@ -71,7 +74,7 @@ def _vectors(value: Node) -> Vectors | None:
 
 
 def _factors(value: Node) -> Vectors | None:
-    """Return the two factors of an elementwise product or a square."""
+    """Return the two factors of an elementwise product or a square, or None."""
     is_outer = value.name in PRODUCTS and value.kind is INFER
     if (value.name == "mul" or is_outer) and len(value.inputs) == 2:
         return multiple_of(value.inputs[0]), multiple_of(value.inputs[1])
@@ -85,7 +88,7 @@ def _factors(value: Node) -> Vectors | None:
 def _squared_vector(value: Node) -> Node | None:
     """Return the vector whose squares ``value`` sums, or None.
 
-    ``value`` has one sum for each vector, unlike a Gram matrix.
+    A Gram matrix does not count, because it also sums products of different vectors.
     """
     if value.name in SQUARES:  # the square of a norm
         root = value.inputs[0].origin
@@ -99,7 +102,7 @@ def _squared_vector(value: Node) -> Node | None:
 
 
 def _distances(total: Node) -> Iterator[Node]:
-    """Yield products in a sum if another term is the squared norm of a factor."""
+    """Yield products in a sum that also has the squared norm of one factor."""
     terms = _terms(total)
     squared = {vector for term in terms if (vector := _squared_vector(term)) is not None}
     for term in terms:
@@ -125,9 +128,9 @@ def _moments(total: Node) -> Iterator[Node]:
 
 
 def _are_same(product: Node, sums: Vectors) -> bool:
-    """Return whether ``sums`` sum the two vectors of ``product``.
+    """Return whether ``sums`` are the sums of the two factors of ``product``.
 
-    The sums may be weighted.
+    ``product`` and both sums may have the same weights.
     """
     vectors = _vectors(product)
     if vectors is None:
@@ -159,7 +162,7 @@ def _is_unit_vector(value: Node) -> bool:
 
 
 def _is_norm(value: Node) -> bool:
-    """Return whether a value is the norm of a vector, or its inverse."""
+    """Return whether a value is the norm of a vector, or the inverse of a norm."""
     if value.name == "div" and value.inputs[0].is_constant:
         value = value.inputs[1]
     root = multiple_of(value, OFFSETS)

@@ -1,4 +1,7 @@
-"""Decide where casts go: after repetitions of a weight, and before moves of data."""
+"""Decide where casts go: after repetitions of a weight, and before moves of data.
+
+*Half* is half precision: float16 or bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _FLOAT32, _JOINED = np.dtype(np.float32), frozenset({"concatenate", "stack"})
 def read_in(user: Node, operand: Node) -> np.dtype | None:
     """Return the dtype in which an operation reads an operand.
 
-    It is None if the operand is read in its own dtype.
+    The result is None if the operand needs no cast.
     """
     if user.compute is not None:
         return user.compute
@@ -27,14 +30,14 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
 
 
 def put_casts_off(nodes: Sequence[Node]) -> list[Node]:
-    """Postpone the author's casts of weights to half until an operation reads them.
+    """Postpone the author's casts of weights to half: each reader casts instead.
 
-    Moves of data do not count as reading. If a weight is broadcast, looked up or used several times, the backward pass
-    sums several cotangents. Each reader now casts on its own, so this sum is in float32. After an early cast it would
-    be in half.
+    Moves of data are not readers. If a weight is broadcast, looked up or used several times, the backward pass sums its
+    cotangents. After one early cast, this sum would be in half precision. With a cast in each reader, the sum is in
+    float32.
 
     Returns:
-      The values that the author casts to half, weights or not.
+      The operands of all casts to half in the author's code, also those that are not weights.
     """
     cast: list[Node] = []
     for node in nodes:
@@ -62,10 +65,10 @@ def _depends_on_arguments(node: Node) -> bool:
 
 
 def move_casts(nodes: Sequence[Node]) -> None:
-    """Cast before a move of data if all of its readers want the same half dtype.
+    """Cast before a move of data if all readers of the move want one half dtype.
 
-    XLA then fuses a transposition with the product. A weight that several readers, a loop or a broadcast repeat is not
-    cast here, but by each reader.
+    XLA then fuses a transposition with the product that reads it. If several readers, a loop or a broadcast repeat a
+    weight, each reader casts the weight instead.
     """
     for node in reversed(nodes):
         is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen

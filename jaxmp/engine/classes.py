@@ -1,8 +1,8 @@
 """The class of each primitive: its precision before neighbours are considered.
 
 Three questions determine the class. Does the error grow with the length of a sum or with the range of the argument? Is
-the primitive faster in half? Does its result mean the same in another dtype? A primitive without real floating operands
-keeps its dtypes, whatever its class.
+the primitive faster in half precision (float16 or bfloat16)? Does its result mean the same in another dtype? An
+operation without a real floating result keeps its dtypes, whatever its class.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Class(enum.StrEnum):
     LINALG = "linalg"
     """Float32: factorisations, solvers and transforms. Few of their kernels exist in half precision."""
     WIDEST = "widest"
-    """Has several operands, which are cast to the widest of their dtypes. Neighbours decide these dtypes."""
+    """Reads several operands in the widest of their dtypes. Neighbours decide these dtypes."""
     INFER = "infer"
     """Half between two half values, otherwise float32. The operation is well conditioned and rounds once."""
     CLEAR = "clear"
-    """Moves, selects or orders data without a rounding; neighbours on either side decide the dtype."""
+    """Moves, selects or orders data without rounding. The operands and the readers decide the dtype."""
     RECURSE = "recurse"
     """Has a body, whose equations are decided one by one. A body that jaxmp cannot rebuild keeps its dtypes."""
     OPAQUE = "opaque"
@@ -59,7 +59,7 @@ class Kind(enum.Enum):
     """Keeps its original dtypes."""
 
 
-# Constants are faster in the passes: on Python 3.11, looking up `Kind.HALF` takes ten times as long.
+# These names are for speed: on Python 3.11, looking up `Kind.HALF` takes ten times as long.
 SOURCE, HALF, FULL, STRICT, INFER, CLEAR, JOIN, KEPT = Kind
 
 
@@ -79,7 +79,7 @@ class State(enum.IntEnum):
 class Rule(enum.StrEnum):
     """The rules that raise the state of a value.
 
-    ``reasons.py`` has the words of a plan for each.
+    ``reasons.py`` has the text that a plan shows for each rule.
     """
 
     AMPLIFIED = "amplifier"
@@ -97,9 +97,9 @@ class Rule(enum.StrEnum):
 _TABLE: dict[Class, tuple[str, ...]] = {
     Class.HALF: tuple(sorted(PRODUCTS)),
     Class.POINTWISE: (
-        # the relative error of the result is |x| times the argument's; the result leaves float16's range at x = 11
+        # the relative error of the result is |x| times that of the argument; float16 overflows beyond x = 11
         "exp exp2 expm1 cosh sinh pow tan",
-        # near 1 or -1 the result depends on a small difference, which half has rounded away
+        # near 1 or -1 the result depends on a small difference, which half precision rounds away
         "log log1p log2 acos acosh asin atanh erf_inv",
         # the argument is often a variance or a sum of squares plus an epsilon, which vanishes in float16
         "rsqrt sqrt cbrt",
@@ -107,7 +107,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "sub",
         # an argument of 1000 rounded to bfloat16 is up to 2 radians off, and a float32 phase is often that large
         "sin cos",
-        # well conditioned, but float32 like similar functions, because their time never matters
+        # well conditioned, but float32 like similar functions, because these functions take little time
         "asinh atan",
         # series and continued fractions of tens of terms
         "lgamma digamma polygamma zeta igamma igammac igamma_grad_a regularized_incomplete_beta",
@@ -126,7 +126,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         # jax.experimental.sparse: gather, multiply and scatter-add, without tensor cores
         "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat coo_matvec",
         "coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv",
-        # equal indices are summed here too
+        # these sum entries with equal indices too
         "bcoo_sum_duplicates bcoo_todense bcsr_todense coo_todense csr_todense todense",
     ),
     Class.LINALG: (
@@ -144,9 +144,9 @@ _TABLE: dict[Class, tuple[str, ...]] = {
     ),
     Class.INFER: (
         "neg sign abs logistic tanh erf",
-        # its tail decays like exp(-x²), which amplifies rounding, but a gelu's tail is added to larger values
+        # its tail decays like exp(-x²), which amplifies rounding errors; but a gelu adds this tail to larger values
         "erfc",
-        # a sum makes its squares float32 too, because they feed only float32
+        # in a sum of squares, the squares are float32 too, because only the float32 sum reads them
         "square integer_pow",
         # (1+x)(1-x) in the derivative of tanh; older versions of JAX use mul and sub
         "one_minus_square",
@@ -158,7 +158,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         # identities
         "name stage stop_gradient optimization_barrier tie dce_sink zeros_like xla_metadata_value",
         "device_put sharding_constraint reshard shard_alike with_memory_space_constraint broadcast_to",
-        # moves between devices; these casts change the device axes of a type, not its dtype
+        # moves between devices, and casts that change the device axes of a type, not its dtype
         "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pmax pmin unreduced_pmax",
         "unreduced_pmin pbroadcast pbroadcast_dynamic preduced pvary reduced_vary_cast reduced_vary_cast_p",
         "vary_unreduced_cast vary_unreduced_cast_p global_array_to_host_local_array host_local_array_to_global_array",
@@ -182,7 +182,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         # code outside of JAX
         "pallas_call core_map mpmd_map custom_fusion fusible einshape_lo pack_dtype unpack_dtype ffi_call",
         "tpu_custom_call mosaic_gpu_p custom_partitioning call_exported io_callback pure_callback buffer_callback",
-        # attention and products of cuDNN: their operands are already half or fp8, their saved statistics float32
+        # attention and products of cuDNN; their operands are half or fp8 already, and their statistics are float32
         "cudnn_fusion dot_product_attention_* scaled_dot scaled_matmul* rnn_fwd rnn_bwd",
         # show or check the author's values
         "check debug_callback debug_print inspect_sharding unreachable assert_consumed_value consume",
@@ -222,7 +222,7 @@ _OPAQUE = re.compile("|".join(fnmatch.translate(name) for name in _NAMES[Class.O
 def classify(name: str) -> Class | None:
     """Return the class of the primitive ``name``.
 
-    It is None if no supported version of JAX has the primitive.
+    The class is None if no supported version of JAX has the primitive.
 
     >>> classify("dot_general")
     <Class.HALF: 'half'>

@@ -1,7 +1,8 @@
-"""Decide which values are half, on the whole graph.
+"""Decide which values are in half precision, on the whole graph.
 
-A few rules raise values to float32 until no state rises any more (:func:`_settle`). Then the remaining values between
-two products are half. A state only rises, so the order of the rules does not matter. docs/autocast.md lists the rules.
+Each value has a state: undecided, half, float32, or beyond half (float32, because half precision cannot represent the
+value). Rules raise states until no state rises any more (:func:`_settle`). Then the undecided values between two
+products become half. A state only rises, so the order of the rules does not matter. docs/autocast.md lists the rules.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from jaxmp.engine.loops import decide_loops
 from jaxmp.engine.paths import readers_of
 
 RAISERS = (raise_amplified, raise_cancelled, decide_loops)
-"""The rules that do not read the states of neighbours, in any order."""
+"""The rules that do not read the states of neighbours. Their order does not matter."""
 
 _FLOAT32 = np.dtype(np.float32)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
-# Unlike a nonlinearity, these do not end a float32 region.
+# A nonlinearity before a product reads a float32 activation in half. These operations are not nonlinearities.
 _NOT_NONLINEAR = frozenset({"add", "sub", "mul", "div", "select_n"})
 _CAST = "convert_element_type"
 
@@ -83,7 +84,8 @@ def _note_results(graph: Graph, dtypes: Sequence[Any]) -> None:
 def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], halves: Sequence[Node]) -> None:
     """Mark values that depend on a product, and values on which a product depends.
 
-    Half arguments and half results count as products here. An outer product that depends on a product becomes one.
+    Half arguments and half results count as products here. An outer product that depends on a product becomes a
+    product.
     """
     written = [
         node for node in named if node.kind is KEPT and all(operand.written.itemsize == 2 for operand in node.inputs)
@@ -122,10 +124,9 @@ def _is_repeated_by(user: Node, operand: Node) -> bool:
 def _find_activations(nodes: Sequence[Node]) -> None:
     """Give each activation the number of the last product before it.
 
-    Only elementwise operations and moves of data may lie between the product and the activation.
-
-    A value that a loop adds up in float32 is not an activation, and a difference of two activations is not one either.
-    If a term of a sum is not an activation, the sum is not a residual stream.
+    An activation is computed from a product by elementwise operations and moves of data. A value that a loop
+    accumulates in float32 is not an activation. A difference of activations of two products is not an activation
+    either, so a sum with such a term is not a residual stream.
     """
     count = 0
     for node in nodes:
@@ -146,7 +147,7 @@ def _find_activations(nodes: Sequence[Node]) -> None:
 
 
 def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
-    """Mark values that exist in half although they are computed in float32."""
+    """Mark values that some operations read in half, even if they are float32."""
     for node in walk(operands, _moved_from):
         node.has_half_copy = True
 
@@ -185,7 +186,7 @@ def _settle(nodes: Sequence[Node]) -> None:
 
 
 def _computed_from(node: Node) -> list[Node]:
-    """Return the ``INFER`` operations whose results a node reads, directly or moved."""
+    """Return ``INFER`` operations that a node reads, directly or through moves."""
     below = walk(node.inputs, lambda operand: operand.inputs if operand.kind is CLEAR else ())
     return [operand for operand in below if operand.kind is INFER]
 
@@ -214,7 +215,8 @@ def _state_key(node: Node) -> State:
 def _drags(operand: Node) -> bool:
     """Return whether a float32 operand makes its reader float32.
 
-    An operand with a half copy does not, unless its state is beyond half.
+    A float32 operand with a half copy does not, because its reader may read the copy. An operand beyond half always
+    does.
     """
     return operand.state is State.BEYOND_HALF or (operand.state is State.FLOAT32 and not operand.has_half_copy)
 
@@ -222,7 +224,7 @@ def _drags(operand: Node) -> bool:
 def _is_float32(reader: Node) -> bool:
     """Return whether a reader computes in float32.
 
-    The author's casts to float32 do not count.
+    A cast to float32 that the author wrote does not count as such a reader.
     """
     return reader.state >= State.FLOAT32 and not (reader.name == _CAST and reader.kind is FULL)
 
@@ -231,7 +233,7 @@ def is_stream(node: Node) -> bool:
     """Return whether a node is a residual stream.
 
     A residual stream is a sum of activations of different products; rows of a table may be one of the terms. The terms
-    of a softplus are activations of the same product, so their sum is not a stream. A half carry is a stream.
+    of a softplus are activations of the same product, so their sum is not a stream. A half carry is a stream too.
     """
     if node.name == "carry":
         return node.state is State.HALF
@@ -268,11 +270,11 @@ def _has_rounded_copy(node: Node) -> bool:
 def _dtypes(node: Node) -> tuple[np.dtype | None, np.dtype]:
     """Return the compute dtype of an operation, and the dtype of its result.
 
-    The compute dtype is None if the operation computes as written.
+    The compute dtype is None if the operation keeps its original dtypes or only moves data.
     """
     if node.kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
-        # A postponed cast, or a cast that the engine treats as a move.
+        # The node is a postponed cast, or a cast that the engine treats as a move.
         is_cast = node.deferred_cast is not None or node.name == _CAST
         return None, below.dtype if is_cast else below.deferred_cast or below.dtype
     if node.kind is KEPT:

@@ -47,10 +47,10 @@ _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 
 
 def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
-    """Decide the dtypes of a program, and evaluate it in them.
+    """Decide the dtypes of a program, and evaluate the program in these dtypes.
 
-    The steps and bodies of ``graph`` record the emitted casts. The dtypes of ``args`` may differ from those in the
-    trace. ``dtypes`` has the requested dtype of each result, or None. If ``force`` is true, all operations are decided
+    The steps and bodies of ``graph`` record the emitted casts. The dtypes of ``args`` may differ from the traced
+    dtypes. ``dtypes`` has the requested dtype of each result, or None. If ``force`` is true, all operations are decided
     even if there is no product.
     """
     for node, value in zip(graph.sources, args, strict=True):
@@ -86,12 +86,13 @@ class _Evaluation:
 
     def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
         self.rules, self.body = rules, body
-        self.is_noted = rules.programs is None  # a plan needs the casts and dtypes
+        self.is_noted = rules.programs is None  # whether to record casts and dtypes for a plan
         self.examples = Examples(body.jaxpr, args, body.consts, same)
         self.env = dict(zip((*body.jaxpr.invars, *body.jaxpr.constvars), (*args, *body.consts), strict=True))
-        self.casts = body.casts = list[int]()  # the casts of the current step, and at the end those of the results
+        self.casts = body.casts = list[int]()  # the casts for the current step, and at the end for the results
         self.shared: dict[Any, Any] = {}
-        # For the result of a cast to float32, its half operand and the operand's node: half readers use the operand.
+        # For each result of a cast to float32, the half operand of the cast and its node. Half readers of the result
+        # read the operand instead.
         self.narrow: dict[Any, tuple[Any, Any]] = {}
 
     def results(self) -> list[Any]:
@@ -118,7 +119,8 @@ class _Evaluation:
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, met: Any = ()) -> Any:
         """Return ``value`` in ``dtype``.
 
-        ``met`` has the step that may repeat the value, and the step's operands. It is empty if no step may.
+        ``met`` has a step that may repeat (broadcast) the value, and the operands of the step. If no step may repeat
+        the value, ``met`` is empty.
         """
         if type(atom) is Literal:
             return np.asarray(value).astype(dtype)
@@ -129,7 +131,7 @@ class _Evaluation:
             narrow, node = self.narrow[atom]
             return self.read_as(self.read([narrow])[0], narrow, node, dtype, met)
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
-        # Values are widened at each use. XLA stores a value that several kernels share, and should store it in half.
+        # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
         if (is_shared and not is_summed) or isinstance(value, np.ndarray):
             if (atom, dtype) not in self.shared:
@@ -142,7 +144,7 @@ class _Evaluation:
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
         """Return the ``value`` of ``node`` in ``dtype``.
 
-        If the author's cast was postponed, it is applied first.
+        A postponed cast of the author is applied first.
         """
         if node is not None and node.deferred_cast is not None:
             value = self.cast(value, node.deferred_cast)
@@ -220,14 +222,14 @@ class _Evaluation:
             step.operand_types = [jax.typeof(value)]
         result = self.cast(operand, node.dtype)
         if step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype:
-            del self.casts[-1:]  # this cast is the author's
+            del self.casts[-1:]  # the author wrote this cast, so autocast did not add it
         return result
 
     def results_of_bodies(self, step: Step, values: list[Any], operands: list[Any]) -> list[Any]:
         """Return the results of an equation whose bodies change."""
         name, same = step.eqn.primitive.name, self.examples.same
         make = functools.partial(_program, self.rules, step, same)
-        if name == "jit":  # layers with the same jitted body share its program, which JAX traces once
+        if name == "jit":  # layers with the same jitted body share one program, which JAX traces once
             return list(_result_of_equal_step(self.rules, step, same, make)(*operands))
         is_jitted = name in _LOOPS and not is_tracing()
         run = _result_of_equal_step(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
@@ -239,7 +241,7 @@ class _Evaluation:
 
 
 def _program(rules: Rules, step: Step, same: Same) -> Callable[..., list[Any]]:
-    """Return an equation with bodies, rewritten, as a function of its operands."""
+    """Return a rewritten equation with bodies, as a function of its operands."""
     assert step.bodies is not None
     inside = enumerate(same_in_bodies(step.bodies, same))
     functions = [functools.partial(_run_body, rules, step, position, of_body) for position, of_body in inside]
@@ -250,9 +252,9 @@ def _program(rules: Rules, step: Step, same: Same) -> Callable[..., list[Any]]:
 
 
 def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
-    """Return the half activations that many iterations of a scan read.
+    """Return the half operands that many iterations of a scan read.
 
-    Each entry is a position among the operands, and a dtype.
+    Each entry is the position and the dtype of an operand.
     """
     if step.bodies is None or step.bodies.kind != "scan" or step.node is None or step.node.in_rule:
         return []
@@ -266,7 +268,7 @@ def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node)
 
     If there are none and ``node`` is a weight, return an activation over which a later ``jax.vmap`` may map.
     """
-    # Operands in a rule may be tangents, and primal values must not depend on tangents.
+    # Operands in a derivative rule may be tangents, and primal values must not depend on tangents.
     if others or node.is_cast_once or WITH_RULE in step.names:
         return () if WITH_RULE in step.names else others
     pairs = zip(operands, step.operands, strict=True)
@@ -274,7 +276,10 @@ def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node)
 
 
 def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
-    """Return the results of a body of ``step``, in the dtypes of its joins."""
+    """Return the results of a body of ``step``.
+
+    Carries and the results of branches are cast to the dtypes of their joins.
+    """
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
     evaluation = _Evaluation(rules, body, args, same)
@@ -329,20 +334,20 @@ def _stands(step: Step, changed: set[Node]) -> bool:
 
 
 def _is_widening(step: Step) -> bool:
-    """Return whether an equation casts a value that has become half to float32."""
+    """Return whether an equation casts to float32 a value that is now half."""
     node, operand = step.node, step.operands[0] if step.eqn.primitive.name == _CAST else None
     return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
 
 
 def _wants(step: Step) -> list[np.dtype | None]:
-    """Return the dtype in which an equation reads each operand; None if unchanged."""
+    """Return the dtype in which an equation reads each operand; None for no cast."""
     if step.bodies is not None:
         return _wants_of_bodies(step, step.bodies)
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
     if node is None and name in COMPARISONS:
         largest: list[Node] = []
         if name in ("eq", "ne"):
-            # The derivative of a maximum compares the maximum with its operands, so they must be rounded alike.
+            # The derivative of a maximum compares the maximum with its operands, so all of them must be rounded alike.
             extremes = [operand for operand in operands if operand and operand.name in ("max", "min")]
             largest = [extreme for extreme in extremes if {*extreme.inputs} & {*operands}]
         dtypes = {operand.value_dtype for operand in largest or operands if operand and operand.const != (0.0, 0.0)}

@@ -1,7 +1,7 @@
 """Choose the products that are computed in float8: large products of a weight.
 
-The engine creates a :class:`Float8Question` when it reads a product in code with a float8 recipe. The answer is known
-only after the engine has decided which products are half.
+A recipe has the settings of float8 products. The engine creates a :class:`Float8Question` when it reads a product in
+code with a recipe. The answer is known only after the engine has decided which products are in half precision.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MASKING = _MOVES | {"select_n"}
 
 
 class Float8Question:
-    """The question whether a product is float8; true if it is.
+    """A half product that may become float8; ``bool()`` tells whether it does.
 
     Args:
       step: the step of the product in the engine's graph.
@@ -43,7 +43,7 @@ class Float8Question:
     def why(self) -> str:
         """Return the text for the plan, such as ``"; no float8: 768 < 1536"``.
 
-        It is ``"; float8"`` for a float8 product, and empty for a product that is not half.
+        The text is ``"; float8"`` for a float8 product, and empty for a product that is not half.
         """
         weight, reason = self._answer
         return "; float8" if weight else reason and f"; no float8: {reason}"
@@ -64,7 +64,8 @@ class Float8Question:
     def _is_fused(self) -> bool:
         """Return whether XLA may fuse an addition to the result into the product.
 
-        It must not if a half GELU reads the result. A value that leaves this program counts as read by a GELU.
+        XLA must not fuse if a half GELU reads the result (see ``float8_product.dot_general``). If the result leaves
+        this program, a GELU outside may read the result, so XLA must not fuse either.
         """
 
         def follow(node: Any) -> list[Any]:
@@ -75,7 +76,7 @@ class Float8Question:
 
     @functools.cached_property
     def _answer(self) -> tuple[str | None, str]:
-        """Return the position of the weight, or None and the reason against float8."""
+        """Return the weight (``"lhs"`` or ``"rhs"``), or None and the reason."""
         step, node, eqn = self._step, self._step.node, self._step.eqn
         dtypes = [operand and (node.compute or operand.written) for operand in step.operands[:2]] if node else []
         if not dtypes or any(dtype is None or dtype.itemsize != 2 for dtype in dtypes):
@@ -106,7 +107,7 @@ class Float8Question:
 
 
 def float8_question(step: Any, rules: Any) -> Float8Question | None:
-    """Return the question whether a product is float8; None without a recipe.
+    """Return a :class:`Float8Question` for a product; None without a recipe.
 
     Args:
       step: the step of the product in the engine's graph.
@@ -124,13 +125,14 @@ def float8_question(step: Any, rules: Any) -> Float8Question | None:
 
 
 def _weight_and_sources(node: Any) -> set[Any]:
-    """Return a weight with all values that it is moved or cast from.
+    """Return a weight ``node`` and all values from which it is moved or cast.
 
     If ``node`` is computed or has looked-up rows, it is not a weight, and the set is empty.
     """
 
     def is_moved(value: Any) -> bool:
-        # A value from integers has no inputs here, and looked-up rows belong to an example: both are no weights.
+        # A value computed from integers (which has no inputs here) is not a weight. Looked-up rows are not a weight
+        # either, because they belong to an example.
         return value.inputs and value.name in _MOVES and not (value.is_looked_up and _has_rows(value))
 
     path = {*walk([node], lambda value: value.inputs if value.name in _MOVES else ())}

@@ -1,11 +1,11 @@
 """Floating-point operations of an equation, counted from its shapes.
 
 A multiplication and an addition are two operations. A matrix product or a convolution has ``2 · results · terms``
-operations, where ``terms`` is the number of terms of one result. The zeros that a dilation puts between the elements of
-an input do not count. Padding counts in a plan, but not in an audit. An elementwise operation counts as one operation
-per element, for ``exp`` as for ``add``. A reduction counts as one operation per element that it reads. A Fourier
-transform counts as the customary ``5 n log2(n)``. Operations on integers, and operations that move, compare or select
-data, do not count.
+operations, where ``terms`` is the number of terms in the sum of one result. The zeros that a dilation puts between the
+elements of an input do not count. Padding counts in a plan, but not in an audit. An elementwise operation counts as one
+operation per element, even ``exp``. A reduction counts as one operation per element that it reads. A Fourier transform
+counts as the customary ``5 n log2(n)``. Operations on integers, and operations that move, compare or select data, do
+not count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The graph of a program, with a node for each floating value.
 
-One graph covers all nested programs. Arguments and results of a ``jit``, a branch or a loop are the same nodes inside
-and outside. If several values become one, they have a separate node, called a join: the carry of a loop (its initial
-value and the result of the body), and the result of a conditional (the results of its branches).
+A step is an equation with its nodes. One graph covers all nested programs: arguments and results of a ``jit``, a branch
+or a loop are the same nodes inside and outside. A join is a node in which several values become one. The carry of a
+loop joins its initial value and the result of the body. The result of a conditional joins the results of the branches.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Node:
     written: np.dtype  # its original dtype
     shape: tuple[int, ...]
     requested: str  # the level that a region or an override requests; empty if there is none
-    half: np.dtype | None  # the half dtype of the code around it
+    half: np.dtype | None  # the half dtype (float16 or bfloat16) of the code around it
     loop: int  # the number of the innermost loop body around it, 0 outside of loops
-    in_rule: bool  # whether it is computed in a custom_vjp, whose rule may differ from the true derivative
+    in_rule: bool  # whether it is computed in a custom_vjp, whose rule may not be the true derivative
     dtype: np.dtype  # the decided dtype of the result
     inputs: Sequence[Node]
     users: list[Node]
-    # The first node with this value. An equal operation with equal operands has the same value.
+    # The first node with an equal value. Equal operations on equal operands have equal values.
     same: Node = dataclasses.field(init=False)
     origin: Node = dataclasses.field(init=False)  # the value before it was moved or widened
     const: tuple[float, float] | None = None  # for a constant, its smallest nonzero and its largest magnitude
     step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
     is_constant: bool = False  # whether it depends only on constants and integers
-    is_looked_up: bool = False  # whether it is or depends on rows of a table, and so is not a weight
+    is_looked_up: bool = False  # whether it comes from rows of a table; then it is not a weight
 
     # Set by jaxmp.engine.decide. The functions in RAISERS run before `activation_of` and `has_half_copy` are set.
     after_product: bool = False  # whether it depends on a product or a half argument
@@ -59,8 +59,8 @@ class Node:
     is_rounded: bool = False  # whether it is a softmax that is stored in half for products
     state: State = State.UNDECIDED
     rule: Rule | None = None  # the rule that raised the state
-    cause: Node | None = None  # the node that caused it
-    compute: np.dtype | None = None  # its compute dtype; None if it computes as written or only moves data
+    cause: Node | None = None  # the node that triggered the rule
+    compute: np.dtype | None = None  # its compute dtype; None if it keeps its original dtypes or only moves data
     # The half dtype of the author's postponed cast, which each reader performs. The value itself is float32.
     deferred_cast: np.dtype | None = None
 
@@ -68,13 +68,13 @@ class Node:
     def is_cast_once(self) -> bool:
         """Return whether all half readers share one cast.
 
-        A weight is cast at each use instead.
+        A weight is cast at each use instead, so that its cotangents are summed in float32.
         """
         return self.after_product or self.is_looked_up
 
     @property
     def value_dtype(self) -> np.dtype:
-        """Return the dtype that its readers see."""
+        """Return the dtype in which readers see the value, after a postponed cast."""
         return self.deferred_cast or self.dtype
 
     @property
@@ -101,7 +101,7 @@ _UNMARKED = Region()
 class Form:
     """The properties of an equation without its operands.
 
-    The equations of equal layers share them.
+    The equations of equal layers share one form.
     """
 
     operation: object  # the same object for equal primitives with equal parameters
@@ -165,7 +165,7 @@ class Graph:
     sources: list[Node | None]
     patterns: list[Any] = dataclasses.field(default_factory=list)  # see jaxmp.engine.operation_patterns
     wanted: Collection[Node] = ()  # the results that are requested in half
-    changes: bool = False  # whether any operation computes in another dtype than in the original program
+    changes: bool = False  # False if `decide` found no product; then every operation keeps its dtypes
 
 
 inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users")
@@ -198,7 +198,7 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rul
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
-    """Return whether small differences of floating operands may change the results."""
+    """Return whether small differences of operands may change integers or bools."""
     is_largest = any(
         operand.name in ("max", "min") and other in operand.inputs for operand in operands for other in operands
     )
@@ -206,7 +206,7 @@ def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
 
 
 def _origin_of(node: Node) -> Node:
-    """Return the value that a node moves or casts, or itself."""
+    """Return the value before a move or a cast to float32, or the node itself."""
     is_moved = node.kind is CLEAR and node.name not in EXTREMES and node.name not in AMPLIFIERS
     is_cast = node.kind is FULL and node.name == "convert_element_type"
     return node.inputs[0].origin if (is_moved or is_cast) and len(node.inputs) == 1 else node.same
@@ -228,9 +228,9 @@ class _Builder:
         self.forms: dict[Any, Form] = {}
 
     def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
-        """Return the value of a node, with the number of its key.
+        """Return the value of a node, with a number that is equal for equal keys.
 
-        Without a key, the number is new. A value that is not floating has no node.
+        Without a key, the number is new. For an integer or bool value, the node is None.
         """
         same: Any = node or object()
         same = same if key is None else self.numbers.setdefault(key, same)
@@ -382,9 +382,9 @@ class _Builder:
         return value
 
     def check_range(self, join: Node | None) -> None:
-        """Make a join float32 if one of its constants is beyond half.
+        """Make a join float32 if half precision cannot represent one of its constants.
 
-        Such a constant is, for example, the ``finfo.min`` of a mask.
+        An example of such a constant is the ``finfo.min`` of a mask.
         """
         largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
         if join is not None and join.half and largest > range_of(join.half)[1]:

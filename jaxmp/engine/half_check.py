@@ -1,4 +1,4 @@
-"""Check that a half policy reaches at least one product of a model."""
+"""Check that a half policy (compute in float16 or bfloat16) changes a product."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ class Reason(NamedTuple):
 def reason_not_half(
     policy: Policy, computes: np.dtype, pattern: Pattern | None, operations: Iterable[tuple[str, Level]] = ()
 ) -> Reason | None:
-    """Return the reason why a module is not half; None if it is.
+    """Return the reason why a module does not compute in half; None if it does.
 
     Args:
       policy: the policy of the module.
       computes: the dtype in which the module computes: the policy's, or the author's.
       pattern: the override that sets the module's policy, if any.
-      operations: the overrides of operations. They count if there is no pattern and they cover every product.
+      operations: the overrides of operations. Only an override that covers every product counts, and only without a
+        pattern.
     """
     if not is_half(computes):
         is_written = computes != policy.compute_dtype
@@ -55,7 +56,7 @@ def reason_not_half(
 
 
 class NotHalf(NamedTuple):
-    """A module that is not half under a half policy.
+    """A module that does not compute in half precision under a half policy.
 
     Attributes:
       name: its path; for a root module, the name of its class.
@@ -71,8 +72,9 @@ class NotHalf(NamedTuple):
 class ProductsCheck:
     """A check that a half policy changes a product in a call of a whole model.
 
-    If no product changes, the check raises a ValueError. The engine calls :meth:`decided` with the program of the call.
-    The model's run calls :meth:`ran` with the modules that are not half. Either call may come first.
+    If no product changes, the check raises a ValueError. The check needs two things, in any order: the engine passes
+    the program of the call to :meth:`decided`, and the adapter of Linen or NNX passes the modules that are not half to
+    :meth:`ran`.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -88,7 +90,7 @@ class ProductsCheck:
     def ran(self, modules: Sequence[NotHalf]) -> None:
         """Receive the modules that are not half.
 
-        If ``modules`` is empty, as after a call of a part of the model, no error is raised.
+        If ``modules`` is empty, no error is raised. It is empty after a call of only a part of the model.
         """
         self._modules = modules
         self._check()
@@ -103,7 +105,7 @@ class ProductsCheck:
 
 
 def _has_no_half_product(graph: Graph) -> bool:
-    """Return whether a decided program has products in modules, but none in half."""
+    """Return whether marks or overrides cover products, but no product is half."""
     products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
     if any(_is_half_product(*product) for product in products):
         return False

@@ -1,8 +1,8 @@
-"""Decide which carries are half, and which loops keep their products in float32.
+"""Decide which carries are half, and which loops have float32 products.
 
-The carry of a loop over a stack of layers is a residual stream, which is half. Every other carry stays float32:
+The carry of a loop over a stack of layers is a residual stream, in half precision. Every other carry stays float32:
 recurrent states, integrators, optimizers, running sums. A sum in bfloat16 would lose terms that are less than a 256th
-of it.
+of the sum. A cycle is a group of values in a loop that depend on each other through a carry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PICKS_BY_TURN = frozenset({"dynamic_slice", "gather"})
 def decide_loops(graph: Graph) -> None:
     """Keep carries and the products of searches in float32.
 
-    A search is a loop that runs until a value converges. The carry of a loop over a stack of layers is half instead.
+    A search is a loop that runs until a value converges. Only the carry of a loop over a stack of layers is half.
     """
     for step in graph.steps:
         if step.bodies is None or step.bodies.kind not in ("scan", "while"):
@@ -81,8 +81,7 @@ def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
     """Return whether the carry of a cycle may be half.
 
     The carry may be half if autocast decides the dtype of a product on the cycle, or if the carry's initial value is an
-    activation. In other words, if all products are in modules under a policy, a carry that starts as an argument keeps
-    its dtype.
+    activation. Otherwise the carry keeps its dtype, because modules or the author set the dtypes of the products.
     """
     decided = any(node.name in PRODUCTS and node.kind is HALF for node in cycle)
     return decided or any(start.is_cast_once for start in starts)
@@ -103,7 +102,8 @@ def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) ->
     """Return whether a product on the cycle reads a new weight in each iteration.
 
     A layer's weight is a matrix that is read once per iteration. The minibatch of a gradient descent is not a weight,
-    because the model and its derivative both read it. The coefficients of a Runge-Kutta stage are not a matrix.
+    because the model and its derivative both read the minibatch. The coefficients of a Runge-Kutta stage are not a
+    matrix.
     """
 
     def outside(nodes: Iterable[Node]) -> list[Node]:

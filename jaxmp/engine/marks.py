@@ -1,6 +1,6 @@
-"""Marks on JAX's name stack that set the precision of operations inside.
+"""Marks: scopes on JAX's name stack that set the precision of operations inside.
 
-The author's code and the adapters of Linen and NNX place them.
+The author's code places marks with :func:`precision`. The adapters of Linen and NNX place marks around modules.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Region(NamedTuple):
     asked_by: str = ""  # the source of the level, in words
     products: str = ""  # the matmul_precision of the module's policy, for derivative rules that are traced later
     recipe: str = ""  # the recipe of float8 products as text; "none" for half products, empty for the program's recipe
-    is_policy: bool = False  # an override with a half policy: the rules decide, and other requests are ignored
+    is_policy: bool = False  # whether an override is a half policy: the rules decide, without other overrides
 
 
 def precision(level: str) -> contextlib.AbstractContextManager[None]:
     """Set the precision of operations in this context under autocast.
 
-    Use it in place of ``astype("float32")``. Autocast traces everything in float32, so JAX drops such a cast and
-    autocast cannot see it. The context is a scope on JAX's name stack, so it also works in gradients, loops and jitted
-    functions. Outside of autocast it changes nothing.
+    Use this context in place of ``astype("float32")``. Autocast traces float32 code in float32, so JAX drops such a
+    cast and autocast cannot see the cast. The context is a scope on JAX's name stack, so it also works in gradients,
+    loops and jitted functions. Outside of autocast the context changes nothing.
 
     Args:
       level: ``"float32"``, with products at the highest precision; ``"tensorfloat32"``, which is float32 with products
         at JAX's default precision; or ``"half"``, the compute dtype of the policy.
 
     Raises:
-      ValueError: the level is none of these.
+      ValueError: the level is not one of these three.
 
     >>> def fun(x, w):
     ...     with precision("float32"):
@@ -75,7 +75,7 @@ def computing(
 ) -> contextlib.AbstractContextManager[None]:
     """Mark a module's code with its policy's compute dtype.
 
-    With None, the code computes as written.
+    With the dtype None, the code computes in its original dtypes.
     """
     suffix = f";recipe={recipe}" if recipe else ""
     return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name}:{products or ''}{suffix})")

@@ -1,9 +1,9 @@
 """Convert arrays where they enter and leave a module under a policy.
 
-The adapters of Linen and NNX share this code. A module with a ``dtype`` field computes as written. A module with params
-and without such a field is traced in float32, and the engine decides which of its operations are half. Its half inputs
-are widened by a cast that the engine ignores, and its results are returned in its compute dtype. Autocast of a whole
-model ignores the ``dtype`` fields.
+The adapters of Linen and NNX share this code. A module with a ``dtype`` field computes in the dtype of the field. A
+module with params and without a ``dtype`` field is traced in float32, and the engine decides which operations are in
+half precision. Half inputs of such a module are widened to float32 by a cast that the engine ignores. The results are
+returned in the compute dtype. Autocast of a whole model ignores the ``dtype`` fields.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ class Treatment:
     """How the code of a module is computed.
 
     Attributes:
-      policy: its policy.
-      mode: ``"written"`` if it computes as written, in the dtype of its field; ``"float32"`` if it is traced in float32
-        and the engine decides; ``"autocast"`` if autocast decides on the whole model; None if it is traced in the
-        dtypes of its inputs and the engine decides.
-      override: the level of the override that covers it under autocast, if any.
-      not_half: the reason why it is not half; None if it is.
+      policy: the policy of the module.
+      mode: ``"written"`` if the module computes in the dtype of its ``dtype`` field; ``"float32"`` if it is traced in
+        float32 and the engine decides; ``"autocast"`` if autocast decides on the whole model; None if it is traced in
+        the dtypes of its inputs and the engine decides.
+      override: the level of the override that covers the module under autocast, if any.
+      not_half: the reason why the module does not compute in half; None if it does.
     """
 
     policy: Policy
@@ -141,8 +141,8 @@ class Treatment:
     def called_by(self, caller: Treatment | None) -> Treatment:
         """Return how the module is computed when a module with ``caller`` calls it.
 
-        A module whose mode is None is traced in float32 if its caller is. Otherwise half results of its submodules
-        would be widened permanently.
+        A module whose mode is None is traced in float32 if its caller is traced in float32. Otherwise half results of
+        its submodules would be widened permanently.
         """
         is_given_float32 = self.mode is None and caller is not None and caller.is_float32
         return dataclasses.replace(self, mode="float32") if is_given_float32 else self
@@ -158,7 +158,7 @@ class Treatment:
         """Return a context that sets the policy's precision of products.
 
         The context changes nothing if ``caller`` has the same precision, because the calling module may have set
-        another precision around this call. ``ambient`` is the precision under a policy that names none.
+        another precision around this call. ``ambient`` is the precision if the policy has no ``matmul_precision``.
         """
         wanted = self.policy.matmul_precision
         if self.mode == "autocast" or wanted == (caller.policy.matmul_precision if caller else None):
@@ -179,7 +179,7 @@ def handed_out(
       result: a tree.
       treatment: how the method was computed.
       caller: how its caller is computed; None outside of modules.
-      arguments: the ids of the method's arguments: an argument that it returns is not rounded.
+      arguments: the ids of the method's arguments. An argument that the method returns is not rounded.
       map_arrays: a function that maps a function over the arrays of a tree.
     """
     if caller is not None and caller.is_float32:
@@ -208,7 +208,7 @@ def same_structure(tree: Any, other: Any) -> bool:
 
 
 def like(new: Any, old: Any) -> Any:
-    """Return ``new`` in the dtype of ``old``, if that is a floating array."""
+    """Return ``new`` in the dtype of ``old``, if ``old`` is a floating array."""
     return _tree.cast(new, old.dtype) if _tree.is_float_array(old) else new
 
 
@@ -225,8 +225,8 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
       programs: the programs of earlier calls; the oldest ones are dropped.
       key: everything that ``fun`` depends on besides its arguments, compared by ``==``.
       fun: a pure function.
-      rules: the rules for its operations.
-      args: its arguments.
+      rules: the rules for the operations of ``fun``.
+      args: the arguments of ``fun``.
 
     Raises:
       RuntimeError: an array among the arguments of an eager call was deleted.
@@ -253,4 +253,4 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
 
 
 _REMEMBERED = 64
-_lock = threading.RLock()  # several threads may call a model; comparing keys may run the author's code
+_lock = threading.RLock()  # re-entrant, because comparing keys may run the author's code, which may call a model

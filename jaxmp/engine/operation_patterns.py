@@ -1,7 +1,7 @@
 """The float32 patterns that a plan names, such as softmax or normalisation.
 
-Only the softmax affects a decision. If a product reads its result in half, the result is stored in half, unless a
-logarithm reads it or the function returns it.
+Only the softmax affects a decision. If a product reads the result of a softmax in half, the result is stored in half.
+The exceptions are results that a logarithm reads, and results that the function returns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxmp.engine.graph import Graph, Node
 from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
 
 _EXPONENTIALS, _LOGARITHMS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"})
-_PASSED = OFFSETS | {"select_n"}  # jnp.var selects, because it may divide by 0
+_PASSED = OFFSETS | {"select_n"}  # jnp.var has a select_n, because jnp.var may divide by 0
 _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
 
 
@@ -47,7 +47,7 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
 
 
 def _exponential(value: Node) -> Node | None:
-    """Return the exponential that a value is, also behind a mask or weights, or None."""
+    """Return the exponential in ``value``, perhaps masked or weighted, or None."""
     value = value.origin
     operands = [operand.origin for operand in value.inputs] if value.name in ("select_n", "mul") else [value]
     return next((operand for operand in operands if operand.name in _EXPONENTIALS), None)
@@ -63,7 +63,7 @@ def _softmax(node: Node) -> OperationPattern | None:
 
 
 def _differences(value: Node) -> list[Node]:
-    """Return the operand of a value if it is a difference, such as ``x - max(x)``."""
+    """List the operand of a value if that operand is a difference, else nothing."""
     base = value.inputs[0].origin
     return [base] if base.name == "sub" else []
 
@@ -94,7 +94,7 @@ def _normalisation(node: Node) -> OperationPattern | None:
 
 
 def _readers_past_offsets(node: Node) -> list[Node]:
-    """Return the readers of a value, also behind offsets, scales, bounds and masks."""
+    """Return readers of a value, also those after offsets, scales, bounds or masks."""
     readers = readers_of(node)
     for reader in readers:
         if reader.name in _PASSED and len(readers) < 64:

@@ -23,7 +23,7 @@ from jaxmp.policy.policy_map import PolicyMap, get_policy
 
 LEVELS = ("float32", "tensorfloat32", "half")
 Level = str | Policy
-"""One of ``LEVELS``, or a half policy: the rules decide, with the policy's recipe of float8 products."""
+"""One of ``LEVELS``, or a half policy. With a policy, the rules and the policy's float8 recipe decide."""
 FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
@@ -32,13 +32,13 @@ class UnknownOperationError(ValueError):
 
 
 def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, Level]]:
-    """Return the policy of a function, and its overrides.
+    """Return the policy and the overrides of a function.
 
-    ``overrides`` come before the overrides of a PolicyMap. A float32 policy with half at some paths becomes a half
-    policy with a float32 override for all other operations.
+    ``overrides`` win over the overrides of a PolicyMap. A float32 policy with half policies at some paths becomes a
+    half policy with a float32 override for all other operations.
 
     Raises:
-      ValueError, TypeError: as :func:`jaxmp.autocast`.
+      ValueError, TypeError: as in :func:`jaxmp.autocast`.
     """
     policies = PolicyMap(policy)
     if policies.compute_dtype not in CASTABLE:
@@ -69,7 +69,7 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
 
 
 def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, Level]:
-    """Return the level of each key.
+    """Return the level of each override.
 
     Args:
       overrides: a mapping from ``"**/head"`` (a path of modules or scopes), ``"**/head:exp"`` (an operation there),
@@ -95,12 +95,12 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
         if levels[key] == "half" and half == np.float32:
             raise ValueError(
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
-                f"{value!r}; make a half policy the default, and the rest float32 by overrides"
+                f"{value!r}; use a half policy, and write 'float32' overrides for the rest"
             )
         if key == f"class:{Class.LINALG}" and levels[key] == "half":
             raise ValueError(
-                f"{key!r} stays float32, as few of its kernels exist in half precision, got 'half'; leave it out, or "
-                "write 'primitive:<name>' for one that does"
+                f"{key!r} stays float32, because few of its kernels exist in half precision, got 'half'; leave out the "
+                "override, or write 'primitive:<name>' for one primitive"
             )
         names_operations = key.startswith(OPERATIONS) and key != EVERY  # also with an unknown name
         named: Any = ()
@@ -167,7 +167,7 @@ _HIGHEST = ("highest", "float32")
 def _checked_level_of(policy: Policy) -> Level:
     """Return the level of a policy, or raise an error if no level describes it.
 
-    The levels of float32 policies describe only two precisions of products.
+    The levels describe only two precisions of float32 products: the highest, and JAX's default.
     """
     if policy.compute_dtype == np.float32 and policy.matmul_precision not in (*_HIGHEST, "tensorfloat32", None):
         raise ValueError(

@@ -42,7 +42,7 @@ class PlanRow:
     """One equation of the plan.
 
     Attributes:
-      path: the path of modules or name scopes, which you can use as the key of an override; empty outside of any.
+      path: the path of modules or name scopes, which you can use as the key of an override; empty outside of scopes.
       primitive: the name of JAX's primitive.
       cls: autocast's class of the primitive (``"half"``, ``"accumulation"``, …); ``"recurse"`` for an equation with
         bodies, whose equations follow in the next rows; or ``"unknown"``.
@@ -51,13 +51,14 @@ class PlanRow:
       why: the rule, the neighbour or the pattern that decided.
       source: the user's file and line, ``"package/module.py:12"`` (without a package, the file name); empty if unknown.
       flops: the floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
-      casts: the number of casts that are added for it. A shared cast counts for its first reader, and a postponed cast
-        of the author for each reader.
+      casts: the number of casts that are added for it. A shared cast counts only for its first reader. A postponed
+        cast of the author counts for each reader.
       cast_bytes: the bytes that these casts write, over all trips of the loops around it.
       depth: the number of equations whose bodies contain it.
-      reads: the numbers of the earlier rows that compute its floating operands, also in bodies. For a carry, these are
-        the rows of its initial value. For a loop's result, they are the rows of the loop's last iteration.
-      pattern: the pattern that it belongs to, such as ``"softmax"`` or ``"normalisation"``; empty if there is none.
+      reads: the numbers of the earlier rows that compute its floating operands. These rows may be in bodies. For a
+        carry, they are the rows of its initial value. For a loop's final carry, they are the rows of the initial value
+        and of the loop's last iteration.
+      pattern: the pattern of its operation, such as ``"softmax"`` or ``"normalisation"``; empty if there is none.
     """
 
     path: str
@@ -85,11 +86,11 @@ class PlanRow:
 class Summary:
     """The totals of a plan.
 
-    All trips of a scan are counted, one trip of a while loop, all branches of a conditional, and one device of a
+    The totals count all trips of a scan, one trip of a while loop, all branches of a conditional, and one device of a
     shard_map.
 
     Attributes:
-      changes: whether anything changes; if no product can be half, nothing does.
+      changes: whether autocast may change a dtype; False if it finds no product to decide.
       flops: floating-point operations of the function.
       half_flops: the FLOPs in half precision.
       product_flops: the FLOPs of matrix products and convolutions.
@@ -98,12 +99,12 @@ class Summary:
       cast_bytes: the bytes that these casts write.
       operations: the number of rows of each class.
       groups: the number of float32 patterns by name (``"softmax"``, ``"normalisation"``, …).
-      full_products: the products that stay float32, as (path or source, why).
-      float8: in code with a float8 recipe, the number of half products that are ``"float8"``, and the number for each
-        reason against it (``"no float8: 768 < 1536"``).
+      full_products: the products that stay float32, as (path or source, why); see :class:`PlanRow`.
+      float8: in code with a float8 recipe, the number of ``"float8"`` products, and the number of half products for
+        each reason against float8 (``"no float8: 768 < 1536"``).
       unknown: the names of primitives that autocast does not know; they keep their dtypes.
-      uncounted: the names of primitives with unknown FLOPs, such as kernels and solvers; they are not counted.
-      unknown_trips: the number of loops with a number of trips that is known only at run time.
+      uncounted: the names of primitives with unknown FLOPs, such as kernels and solvers. The totals leave these out.
+      unknown_trips: the number of while loops. Their trips are known only at run time.
       half_share: the share of the FLOPs in half precision, from 0 to 1.
     """
 
@@ -274,7 +275,7 @@ def _rows(
         for last, inner in enumerate(_rows(_inside(step), reasons, uncounted, numbers_of_nodes, numbers), number + 1):  # noqa: B007
             yield dataclasses.replace(
                 inner,
-                source=inner.source or row.source,  # a JAX function from JAX's trace cache has no caller
+                source=inner.source or row.source,  # a JAX function from JAX's trace cache has no source line
                 flops=turns * inner.flops,
                 cast_bytes=turns * inner.cast_bytes,
                 depth=inner.depth + 1,
@@ -284,7 +285,7 @@ def _rows(
 
 
 def _inside(step: Step) -> Iterator[Step]:
-    """Yield the equations inside of bodies that autocast decides."""
+    """Yield the equations in the bodies of an equation, even if not decided."""
     if step.bodies is not None:
         yield from (inner for body in step.inner for inner in body.steps)
     elif classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG):

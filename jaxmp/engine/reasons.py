@@ -33,7 +33,7 @@ class Reasons:
         patterns = [pattern for pattern in graph.patterns if pattern.nodes[0].compute == np.float32]
         self.groups = [pattern.name for pattern in patterns]
         self.group_of = {node.same: pattern.name for pattern in patterns for node in pattern.nodes}
-        nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # the end None is the result of the function
+        nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # the end None stands for the function's result
         self.above = nearest_ends(nodes, lambda node: node.inputs, _is_half_value)
         self.below = nearest_ends(nodes[::-1], lambda node: node.users, _is_half_value, known=ends)
 

@@ -1,6 +1,6 @@
 """The kind of an operation, from a marked region, an override or its class.
 
-The first of these that applies decides.
+A region wins over an override, and an override wins over the class.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UnmatchedOverrideError(ValueError):
 
 
 class Decision(NamedTuple):
-    """The kind of an operation on its own, and a ``reason`` for the plan."""
+    """The kind of an operation, the reason that a plan shows, and a requested level."""
 
     kind: Kind
     reason: str
@@ -40,9 +40,9 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass
 class Rules:
-    """The half dtype and the overrides of one autocast.
+    """The half dtype (float16, bfloat16) and the overrides of one autocast function.
 
-    It also records the overrides that matched.
+    The object also records which overrides matched.
 
     Args:
       half: the compute dtype of code outside of marked modules; None if all code is marked.
@@ -118,7 +118,7 @@ class Rules:
             return Decision(Kind.KEPT, "opaque: its meaning depends on its dtypes")
         request = self.request_of(name, names)
         if cls is Class.CLEAR:
-            fill = abs(eqn.params.get("fill_value") or 0)  # of a gather, for indices beyond the end
+            fill = abs(eqn.params.get("fill_value") or 0)  # a gather returns it for indices beyond the end
             decision = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
             return Decision(Kind.CLEAR, "moves data") if decision.kind is Kind.INFER else decision
         if request is not None:
@@ -196,11 +196,11 @@ class Rules:
             is_half = eqn.outvars[0].aval.dtype.itemsize == 2
             return Decision(Kind.HALF, "product") if is_half else Decision(Kind.KEPT, "the author's dtypes")
         if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
-            return Decision(Kind.INFER, "an outer product")  # has no sum, such as positions times frequencies
+            return Decision(Kind.INFER, "an outer product")  # it sums nothing, as in positions times frequencies
         return Decision(Kind.HALF, "product")
 
     def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]], half: Any) -> Decision:
-        """Return the kind that an operation's constants ask for by their magnitudes."""
+        """Return the kind that the magnitudes of an operation's constants require."""
         if half is None or not constants:
             return Decision(Kind.INFER, "")
         tiny, huge = range_of(half)

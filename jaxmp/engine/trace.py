@@ -26,7 +26,7 @@ _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_a
 def tracing(rules: Rules, products: str = "") -> Iterator[None]:
     """Enter the context in which the engine traces the author's code.
 
-    ``products`` is the default precision of products in it.
+    ``products`` is the default precision of products in that code.
     """
     silent = Rules(rules.half, rules.overrides)  # its lookups must not count as matches of overrides
 
@@ -51,11 +51,11 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
 def autocast_dtype() -> np.dtype | None:
     """Return the half dtype that autocast will use for a float32 product here.
 
-    Use it in a kernel, or in a function with a custom derivative rule, that chooses its residuals by the dtypes of its
-    arguments. Autocast traces such a function in the original dtypes, so its arguments look like float32.
+    Use it in a kernel or a custom derivative rule that chooses its residuals by the dtypes of its arguments. Autocast
+    traces such code in the original dtypes, so the arguments look like float32.
 
     Returns:
-      The half dtype. It is None outside of autocast, and in code that :func:`jaxmp.precision` or an override keeps in
+      The half dtype; None outside of autocast, and in code that :func:`jaxmp.precision` or an override keeps in
       float32.
 
     >>> half = jaxmp.autocast(lambda x: x.astype(jaxmp.autocast_dtype() or x.dtype), "mixed_bfloat16")
@@ -67,9 +67,9 @@ def autocast_dtype() -> np.dtype | None:
 
 
 def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[Any]:
-    """Return the dtype of each result: the original, or a pure policy's output dtype.
+    """Return each result's dtype: the original, or the policy's half output dtype.
 
-    It is None for a result that is not floating.
+    An integer or bool result has the dtype None.
     """
     avals = [atom.aval for atom in program.jaxpr[0].outvars]
     dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]

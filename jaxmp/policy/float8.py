@@ -1,4 +1,4 @@
-"""The settings of float8 products (a recipe), their text form, and the products they cover."""
+"""Recipes (the settings of float8 products), and the products that they cover."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHOICES = {
     "accumulate": ("fast", "precise", "fast_forward"),
     "keep": ("float8", "compute"),
 }
-_DIVISOR = 16  # must divide each dimension of a float8 product, because XLA would copy other operands to pad them
+_DIVISOR = 16  # divides each dimension of a float8 product, because XLA copies and pads operands of other sizes
 _VARIABLE = "JAXMP_FLOAT8"
 _warned: list[str] = []
 
@@ -42,7 +42,7 @@ class Float8:
       weight_gradient: the dtype of the product that computes the weight's gradient: ``"float8"``, or ``"compute"`` for
         the policy's compute dtype.
       accumulate: the accumulation of Hopper's tensor cores: ``"fast"`` (about 14 bits), ``"precise"`` (float32), or
-        ``"fast_forward"`` (precise in the backward pass only).
+        ``"fast_forward"`` (fast in the forward pass, precise in the backward pass).
       min_dim: the minimum size of both dimensions of a weight. Products with smaller weights are not float8.
       min_tokens: the minimum number of rows (tokens) that a product multiplies by the weight. Smaller products are not
         float8.
@@ -131,7 +131,7 @@ def get_recipe(recipe: Any) -> Float8 | None:
 
 
 def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weight: str = "rhs") -> str | None:
-    """Return why a product of these shapes is not float8, or None if it is.
+    """Return why a product of these shapes is not float8; None if it is float8.
 
     Examples are ``"768 < 1536"`` (a dimension of the weight is below ``min_dim``), ``"50257 % 16"`` (a dimension is not
     divisible by 16) and ``"batched"``.
@@ -141,8 +141,8 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
       rhs: an array or a shape.
       dimension_numbers: as ``jax.lax.dot_general`` takes them.
       recipe: the recipe with the minimum sizes.
-      weight: the operand that is the weight, ``"lhs"`` or ``"rhs"``. The free dimensions of the other operand count as
-        tokens.
+      weight: the operand that is the weight, ``"lhs"`` or ``"rhs"``. The number of tokens is the product of the other
+        operand's dimensions that are not contracted.
 
     >>> lhs, rhs = jax.ShapeDtypeStruct((8, 512, 768), "bfloat16"), jax.ShapeDtypeStruct((768, 3072), "bfloat16")
     >>> refusal(lhs, rhs, (((2,), (0,)), ((), ())), jaxmp.Float8())
@@ -170,10 +170,11 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
 def available() -> str:
     """Return how float8 products run: ``"native"``, ``"emulate"`` or ``"no"``.
 
-    ``"native"`` means that the device multiplies float8. The device is the first local one, or that of
-    :func:`jaxmp.hardware.assumed`. ``"emulate"`` means that the environment has ``JAXMP_FLOAT8=emulate``: casts then
-    give the same numbers on any device. ``"no"`` means that products are bfloat16 instead. In this case there is a
-    warning once per process.
+    - ``"native"``: the device multiplies float8. The device is the first local device, or the device of
+      :func:`jaxmp.hardware.assumed`.
+    - ``"emulate"``: the environment has ``JAXMP_FLOAT8=emulate``. Products are computed with casts, which give the same
+      numbers on any device.
+    - ``"no"``: products are bfloat16 instead. A warning says so once per process.
 
     Raises:
       ValueError: ``JAXMP_FLOAT8`` has another value than ``emulate``.

@@ -1,8 +1,9 @@
 """A float8 product and its derivatives.
 
 Each tensor has one scale, which is computed from its largest magnitude ("current scaling"). So a product needs no state
-from earlier steps. The program converts float8 values to bfloat16 and multiplies them by a scalar. XLA recognises this
-form and compiles it to a float8 product. A device without float8 runs the program as it is written.
+from earlier steps. The program converts each float8 operand to bfloat16, multiplies the operand by its scale, and
+multiplies the two bfloat16 operands. XLA recognises this form and compiles it to a float8 product. A device without
+float8 runs the bfloat16 product.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def dot_general(
       rhs: the other operand.
       dimension_numbers: as ``jax.lax.dot_general`` takes them. They may have batch dimensions.
       recipe: the recipe, which sets the formats, the accumulation and the residuals.
-      preferred_element_type: the dtype of the result; by default that of the operands.
+      preferred_element_type: the dtype of the result; by default the dtype of the operands.
       weight: the operand to which ``recipe.weight_gradient`` applies, ``"lhs"`` or ``"rhs"``; None if neither is a
         weight.
       is_fused: whether XLA may fuse the operation that reads the result into the product's kernel. XLA crashes if it
@@ -138,7 +139,7 @@ class _Product:
     def _forward(self, lhs: Any, rhs: Any) -> Any:
         out = _COMPUTE if self.dtype == _COMPUTE else jnp.float32
         result = self._dot(_dequantised(*lhs), _dequantised(*rhs), self.recipe.accumulate == "precise", out)
-        # Without the barrier XLA fuses a GELU into the product, and crashes on its float8 GELU_AUX.
+        # Without the barrier XLA fuses a GELU into the product, and crashes on a float8 GELU_AUX.
         return (result if self.is_fused else jax.lax.optimization_barrier(result)).astype(self.dtype)
 
     def _transpose(self, cotangent: Any) -> Any:
@@ -147,7 +148,8 @@ class _Product:
     def _tangent(self, tangents: Any, operands: Any) -> Any:
         """Return the tangent of the result.
 
-        For each operand whose tangent is not None, it has a summand: the product of the tangent and the other operand.
+        The tangent is a sum. Each operand whose tangent is not None adds the product of its tangent and the other
+        operand.
         """
         in_float8: list[Any] = []
         in_compute: list[Any] = []
@@ -180,11 +182,11 @@ class _Product:
 def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:
     """Return ``value``, the bits of its quantised float8 array, and the scale.
 
-    The scale is that of all shards, or of this shard if ``is_own``.
+    All shards have the same scale. If ``is_own``, each shard has a separate scale.
     """
     scale = checkpoint_name(_scale(value, dtype, is_own), RESIDUALS)
-    # JAX rounds a float8 residual with a name again, as if e4m3fn had infinities, so 256 would become infinite. It does
-    # not round integers, so the residual is stored as integer bits.
+    # JAX rounds a named float8 residual again, as if e4m3fn had infinities, so 256 would become infinite. JAX does not
+    # round integers, so the residual is stored as integer bits.
     bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
     return value, checkpoint_name(bits, RESIDUALS), scale
 
@@ -211,7 +213,7 @@ def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
     scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
     scale = jax.lax.select(largest > 0, scale, jnp.ones_like(scale))
     # The scale is rounded up to a bfloat16 number, because dequantising in bfloat16 must use the same scale as
-    # quantising. If it is above a bfloat16 number only by float32's rounding error, it is rounded down.
+    # quantising. A scale that exceeds a bfloat16 number only by float32's rounding error is rounded down.
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + np.uint32(0xFFF0)
     return jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
 
@@ -220,7 +222,7 @@ def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
 def _largest(value: Any) -> Any:
     """Return the largest magnitude in ``value``, in float32.
 
-    In a ``jax.vmap``, it is the largest magnitude of all examples.
+    Under ``jax.vmap``, all examples share the largest magnitude.
     """
     # The maximum of each column is computed first, because XLA does this in the kernel that computes `value`. A single
     # reduction would read `value` again.

@@ -16,7 +16,7 @@ def parse_fields(text: str) -> Policy:
     """Return the policy that a text of ``KEY=DTYPE`` parts describes.
 
     Raises:
-      ValueError: a part cannot be read; a key is unknown; or a key comes twice.
+      ValueError: a part cannot be read; a key is unknown; or a key appears twice.
     """
     fields: dict[str, Any] = {}
     for part in filter(None, re.split(r",(?![^(]*\))", text)):  # commas outside of parentheses

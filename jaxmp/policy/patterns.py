@@ -1,7 +1,4 @@
-"""Patterns on module paths and module classes.
-
-Every adapter uses this matcher.
-"""
+"""Patterns on module paths and module classes, for policies and overrides."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A file has three keys:
 
 - ``policy``: a text that ``get_policy`` reads.
-- ``loss_scale``: a number. jaxmp does not read it; it tells you which loss scale to use. It may be missing.
-- ``overrides``: a table from pattern to policy. The first pattern that matches wins.
+- ``loss_scale`` (optional): a number for you, the loss scale to use. jaxmp does not read this key.
+- ``overrides`` (optional): a table from pattern to policy. The first pattern that matches wins.
 """
 
 from __future__ import annotations

@@ -48,24 +48,24 @@ class PolicyMap:
     A PolicyMap is frozen and hashable, as its policies are.
 
     Args:
-      default: the policy of modules that no pattern matches. If it is a PolicyMap, its overrides come after
-        ``overrides``.
+      default: the policy of modules that no pattern matches. If ``default`` is a PolicyMap, its overrides are tried
+        after ``overrides``.
       overrides: a mapping from pattern to policy. Patterns are tried in order. A pattern covers the modules that it
-        matches and everything below them. A string is a glob on the module path below the root: ``*`` matches within
-        one level, ``**`` matches zero or more levels (``"**/BatchNorm_*"``, ``"encoder/layer_0"``). ``"type:*Norm"`` is
-        a glob on the names of the module's class and its base classes. You can also use a class as a pattern; it
-        matches its instances.
+        matches and everything below them. A string is a glob on the module path below the root: ``*`` matches inside of
+        one name, ``**`` matches zero or more names (``"**/BatchNorm_*"``, ``"encoder/layer_0"``). ``"type:*Norm"`` is a
+        glob on the names of the module's class and its base classes. A class as a pattern matches its instances.
       strict: whether a pattern that matches nothing in the model is an error (see :meth:`check`).
 
     Raises:
-      TypeError: a pattern is neither a string nor a class; the overrides are not a mapping.
+      TypeError: a pattern is neither a string nor a class; an override is a PolicyMap; or ``overrides`` is not a
+        mapping.
 
     >>> policies = PolicyMap("mixed_float16", {"**/head": "float32"})
     >>> policies.resolve(("decoder", "head", "Dense_0"))[0] == get_policy("float32")
     True
     """
 
-    root: Policy  # of the root and of modules that no pattern matches
+    root: Policy  # the policy of the root module, and of modules that no pattern matches
     rules: tuple[Rule, ...]  # in matching order
 
     def __init__(self, default: Any, overrides: Mapping[Any, Any] | None = None, *, strict: bool = True) -> None:
@@ -167,7 +167,7 @@ class PolicyMap:
             if is_class_pattern(pattern):
                 if complete:
                     raise _unmatched(pattern, "classes", {cls.__name__ for cls in modules.values()})
-            elif not any(matches(pattern, path, None) for path in paths):  # it may match a module that is not known
+            elif not any(matches(pattern, path, None) for path in paths):  # a match may be a module not in `modules`
                 _require_no_variable(pattern, variables)
                 raise _unmatched(pattern, "paths", {"/".join(path) for path in paths.union(modules)})
 
@@ -351,7 +351,7 @@ def _require_clear_name(name: str, text: str) -> None:
 def _nearest_presets(name: str) -> list[str]:
     """Return ten presets, the nearest to ``name`` first.
 
-    A preset is also near if one of its aliases is. Aliases of float8 count only if ``name`` has an 8.
+    A preset is also near if one of its aliases is near. Aliases of float8 count only if ``name`` has an 8.
     """
     presets = {preset: preset for preset in (*PRESETS, "auto")}
     spellings = dict(presets)
