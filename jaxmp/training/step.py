@@ -237,7 +237,7 @@ class TrainStep:
     def placed(self, state: S, batch: Any) -> tuple[S, Any]:
         """Place the state and the batch on the devices of the call.
 
-        These are the devices of the step's mesh. Without a mesh, they are the devices of the committed arrays.
+        With a mesh, these are the devices of the mesh. Without a mesh, they are the devices of the committed arrays.
         """
         if self.options.donate:
             state = each_once(state)
@@ -373,9 +373,10 @@ class TrainStep:
     def _loss_of_microbatch(self, state: TrainState, first_inputs: tuple[Any, Any]) -> tuple[LossFn, Any]:
         """Return the loss function of a microbatch, and the tree to differentiate.
 
-        The tree is usually the params. If gradients are reduced once per step, it is the params and the taps of
-        :class:`GatheredParams`. Operations that depend only on the params are moved out of the loop over microbatches,
-        unless each microbatch gathers the weights itself.
+        The tree is usually the params. If gradients are reduced once per step, the tree also has the taps of
+        :class:`GatheredParams`, zeros whose cotangents are the gradients of the gathered weights. Operations that
+        depend only on the params are moved out of the loop over microbatches, unless each microbatch gathers the
+        weights itself.
         """
         other_args = (state.model_state, *first_inputs)
         loss_fn, gathered = self.options.loss_fn, self.options.gathered
@@ -408,7 +409,7 @@ class TrainStep:
         """Return the results of ``loss_fn``, its scaled gradients, and records.
 
         The gradients are those of the scaled loss. Records are additional metrics, which are stacked over microbatches,
-        not averaged. Only a subclass has any.
+        not averaged. This class returns no records, but a subclass may.
         """
         gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         return *gradients(state.params), {}
