@@ -136,7 +136,7 @@ def alone(name: str, config: Config) -> dict[str, Any]:
 def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stages]]]:
     """Measure each model in a new process in each round.
 
-    Return one entry per round, by model.
+    Return a list for each model, with one entry per round.
     """
     names = [f"{api}:{way}" for api in APIS for way in WAYS]
     program = [sys.executable, "-m", "experiments.benchmarks.first_step"]
@@ -158,7 +158,7 @@ def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stag
 def rows_of(runs: dict[str, list[dict[str, Stages]]]) -> list[dict[str, Any]]:
     """Return a row for each model.
 
-    It has the quartiles of the model's stages and of its ratio to the model by hand.
+    A row has the quartiles of the seconds of each stage, and of the ratio to the model by hand.
     """
     rows = []
     for name, times in runs.items():

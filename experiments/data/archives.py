@@ -1,6 +1,6 @@
 """Read the archives of MNIST, Fashion-MNIST and CIFAR-10.
 
-MNIST and Fashion-MNIST are idx files. CIFAR-10 is the binary or the Python tar.
+MNIST and Fashion-MNIST are idx files. CIFAR-10 is a tar file of binary records or of Python pickles.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909.
 
-A text is split into words, and a word into bytes. In a word, the two neighbours that come first in the list of merges
-become one token, until no neighbours are in the list. Each different word is encoded once, so megabytes of text take
-seconds.
+A text is split into words, and a word into bytes. In a word, the neighbouring pair that comes first in the list of
+merges becomes one token. This repeats until no pair is in the list. Each different word is encoded once, so megabytes
+of text take seconds.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class BPE:
     def encode(self, document: bytes) -> np.ndarray:
         """Return the tokens of a document, int32 (n,).
 
-        The letters of the token ``end`` are encoded as text.
+        If the document contains the letters of the token ``end``, they are encoded as ordinary text.
         """
         words = words_of(document.decode(errors="surrogateescape"))
         return np.fromiter(chain.from_iterable(map(self._tokens_of, words)), np.int32)
@@ -129,7 +129,7 @@ class BPE:
 def find(folder: Path) -> tuple[Path, Path] | None:
     """Return the two files in a data folder.
 
-    They may also be in ``gpt2_bpe`` or ``gpt2`` there. The result is None if they do not exist.
+    The files may also be in its folders ``gpt2_bpe`` or ``gpt2``. The result is None if there are no such files.
 
     Raises:
       DataError: only one of the two files exists.

@@ -17,8 +17,8 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general
 _INLINED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr"}
 Round = Callable[[Any], Any]
 Rule = Callable[[Any, Sequence[Any]], tuple[Sequence[Any], Round | None]]
-"""Takes an equation and its operands. Returns the operands to compute with, and a function that rounds the results
-(None if they are not rounded)."""
+"""A function of an equation and its operands. It returns the operands to compute with, and a function that rounds the
+results (None if they are not rounded)."""
 
 
 def half_products(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
