@@ -7,8 +7,8 @@ python -m experiments.benchmarks.input_pipeline --image-size 224
 The images are random, with the number and size of CIFAR-10's images. They are shuffled, cropped, mirrored, normalised
 and resized on the device by the code that the training scripts use, `experiments.data.images.epochs`. The data set is
 held on the device or on the host. From the host, each batch is sent one step ahead. `share` is the time to prepare a
-batch, relative to the time in which a model uses the batch. The model takes --consumer images/s, and the two times are
-measured as if they did not overlap. The run folder holds input_pipeline.md and .json.
+batch over the time in which a model uses the batch. The model takes --consumer images/s, and the two times do not
+overlap. The run folder holds input_pipeline.md and .json.
 """
 
 from __future__ import annotations

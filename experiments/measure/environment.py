@@ -1,6 +1,6 @@
-"""The origin of a result: device, versions, date and command.
+"""Describe the origin of a result: device, versions, date and command.
 
-Also the check that there is a GPU.
+The module also checks that there is a GPU.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def compared(
     block_ms: float,
     tell: Callable[[int, str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Return each function's times and their ratio to the first one's.
+    """Return each function's times and their ratio to the first function's times.
 
     A function that fails has an ``error`` instead.
 

@@ -65,7 +65,7 @@ class PrecisionFlags:
     """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast, paths begin with
     the model's name."""
     low_precision: Literal["none", "nearest", "kahan", "stochastic", "bfloat16", "float8"] = "none"
-    """Rounding of bfloat16 params (--policy bfloat16_sr), with which they learn without float32 copies. bfloat16 and
+    """A way to round bfloat16 params (--policy bfloat16_sr), so that they learn without float32 copies. bfloat16 and
     float8 round stochastically and also store the optimizer's moments in that format."""
 
 
@@ -254,8 +254,8 @@ def plain_warnings() -> None:
 def plain_threads() -> None:
     """Silence the tracebacks of tensorstore's threads.
 
-    There is one for each array that cannot be written. They cannot be caught. The error itself is raised where the
-    checkpoint is waited for.
+    There is one traceback for each array that cannot be written, and no code can catch it. The error itself is raised
+    when the run waits for the checkpoint.
     """
     report = sys.unraisablehook
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-# By then the device has computed the metrics, and further steps are in its queue.
+# After this many steps, the device has computed the metrics, and further steps are in its queue.
 _STEPS_LATE = 8
 
 

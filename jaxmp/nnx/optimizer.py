@@ -1,4 +1,4 @@
-"""An optimizer with loss scaling for NNX, and a function that computes its gradients."""
+"""An NNX optimizer with loss scaling, and a function that computes gradients."""
 
 from __future__ import annotations
 

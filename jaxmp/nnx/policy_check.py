@@ -1,4 +1,4 @@
-"""Raise an error if the original model is trained instead of its copy under a policy.
+"""Raise an error if a model is trained in place of its copy under a policy.
 
 ``apply_policy`` and ``autocast`` return a copy and do not change the original model. A user who trains the original by
 mistake would train in float32. So an optimizer records whether its model is under a policy, or has a copy under a

@@ -158,7 +158,7 @@ def _entrance(name: str, method: Any) -> Callable[..., Any]:
 
 
 def _dtype_of_cache(module: Any) -> Any:
-    """Return the dtype in which a module stores a cache, or None for its method's default."""
+    """Return the dtype of a module's cache, or None for its method's default."""
     decision: NnxDecision = type(module).jaxmp_decision
     if decision.is_float32:
         return decision.policy.compute_dtype

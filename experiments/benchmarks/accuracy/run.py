@@ -133,9 +133,9 @@ class Run:
 
 
 def variants(policies: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the policies with their loss scales, as ``experiments.compare`` reads them.
+    """Return the policies with their loss scales.
 
-    float32 is included only if it is listed.
+    ``experiments.compare`` reads them in the same way. float32 is included only if it is listed.
 
     Raises:
       ValueError: a policy or a loss scale is unknown.
