@@ -79,7 +79,7 @@ def prepare(config: Config) -> Experiment:
 
 
 def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
-    """Return the task of BERT. Its vocabulary is that of the text and [MASK].
+    """Return the task of BERT, with the text's vocabulary and [MASK].
 
     ``guesses`` in a batch is the number of predicted tokens per row. With this number all predicted tokens have the
     same weight, even though microbatches and evaluation batches have different numbers of them.

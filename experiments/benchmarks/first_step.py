@@ -4,11 +4,11 @@ The time is compared with the time of the same step with Flax's `dtype=` set by 
 
 python -m experiments.benchmarks.first_step
 
-The model by hand has Flax's `dtype=bfloat16` on every module and float32 params. It is compared with the float32 model
-under `apply_policy`, and with the loss of the float32 model under `jaxmp.autocast`. All have the same train step: value
-and gradients, then optax's Adam. Each measurement has a new process, where nothing is cached. In each round, every
-model is measured once. The ratio of a model in a round is its time divided by the time of the model by hand. The median
-of the ratios over the rounds is reported.
+The model by hand has Flax's `dtype=bfloat16` on every module and float32 params. The model by hand is compared with the
+float32 model under `apply_policy`, and with the loss of the float32 model under `jaxmp.autocast`. All have the same
+train step: value and gradients, then optax's Adam. Each measurement has a new process, where nothing is cached. In each
+round, every model is measured once. The ratio of a model in a round is its time divided by the time of the model by
+hand. The median of the ratios over the rounds is reported.
 
 The reported seconds are processor time, summed over all threads, so that other processes on the machine hardly matter.
 first_step.json has the wall-clock seconds too. The run folder holds first_step.md and first_step.json.

@@ -1,6 +1,6 @@
 """Run all benchmarks that need a GPU, in pieces of a few minutes each.
 
-The pieces are in order of value.
+The most valuable pieces come first.
 
 python -m experiments.benchmarks.gpu --minutes 9 --run-dir runs/gpu
 

@@ -146,7 +146,7 @@ def _names_the_damaged(path: Path) -> Iterator[None]:
     except (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
         if (
             isinstance(error, OSError) and error.errno is not None
-        ):  # an error of the disk; those of a decompressor have no number
+        ):  # an error of the disk; an error of a decompressor has no number
             raise
         raise DataError(
             f"{path} is damaged or was cut short ({' '.join(str(error).split())}); download it again"

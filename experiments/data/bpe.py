@@ -58,7 +58,7 @@ class BPE:
             if any(type(number) is not int for number in numbers.values()) or sorted(numbers.values()) != [
                 *range(len(numbers))
             ]:
-                raise ValueError("the tokens' numbers are not those from 0 on")
+                raise ValueError("the tokens' numbers are not 0, 1, 2, …")
             lines = [line.split() for line in raw[1].decode().splitlines() if not line.startswith("#version")]
             self._byte = [numbers[letters[byte]] for byte in range(256)]
             self._merges = {

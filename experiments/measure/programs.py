@@ -96,8 +96,8 @@ def _cast(program: HloProgram, computation: str, instruction: Instruction) -> st
 def launches(program: HloProgram) -> int:
     """Return how many kernels a run of the program launches.
 
-    Kernels are fusions, products, copies and the like. Those in a loop count once per iteration. A library call counts
-    as one kernel, even if the library launches several.
+    Kernels are fusions, products, copies and the like. Kernels in a loop count once per iteration. A library call
+    counts as one kernel, even if the library launches several.
     """
     kernels = program.instructions_by_run(into_fusions=False, repeat_loops=True)
     return sum(times for _, kernel, times in kernels if kernel.opcode not in NO_KERNEL and not is_end(kernel.opcode))

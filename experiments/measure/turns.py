@@ -103,7 +103,7 @@ def all_of(
 ) -> tuple[dict[str, Prepared], dict[str, str]]:
     """Prepare all functions and call each once.
 
-    Return the prepared functions, and the errors of the others.
+    Return the prepared functions, and the errors of the functions that failed.
     """
     prepared, errors = dict[str, Prepared](), dict[str, str]()
     for name, ready in make.items():

@@ -33,7 +33,7 @@ class GPT2(nn.Module):
     the vocabulary is padded to a multiple of 64.
 
     Attributes:
-      vocabulary: the number of tokens. Their embeddings are also the output layer.
+      vocabulary: the number of tokens. The embeddings of the tokens are also the output layer.
       sequence: the length of the longest sequence.
       layers: the number of blocks.
       heads: the attention heads per block.

@@ -116,7 +116,7 @@ class GPT2(nnx.Module):
     """:class:`experiments.models.by_hand.GPT2` in NNX.
 
     Args:
-      vocabulary: the number of tokens. Their embeddings are also the output layer.
+      vocabulary: the number of tokens. The embeddings of the tokens are also the output layer.
       sequence: the length of the longest sequence.
       layers: the number of layers.
       width: the width of the residual stream.

@@ -144,7 +144,7 @@ class Published(NamedTuple):
     def load_for(self, params: Any, path: Path) -> dict[str, Any]:
         """Return the params in a file for a model.
 
-        The context of the model may be shorter than that of the file.
+        The context of the model may be shorter than the file's.
 
         Args:
           params: the params of the model, or their shapes.

@@ -224,7 +224,9 @@ def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) 
 
 
 def require_same_data(checkpoint: Checkpoint, experiment: Experiment, seed: int) -> None:
-    """Check that the examples are those of the run. Their folder may have changed.
+    """Check that the examples are the same as when the run began.
+
+    The data may be in another folder.
 
     Raises:
       ValueError: the examples are different.

@@ -52,7 +52,7 @@ def read(text: str | None) -> Mesh | None:
 def placing(config: Any) -> tuple[Mesh | None, Any]:
     """Return the mesh of the flags and the function that puts a batch on it.
 
-    Both are None for one device.
+    Both results are None for one device.
 
     Raises:
       ValueError: the mesh does not have the number of devices, or the devices do not divide a batch.

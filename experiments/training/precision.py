@@ -181,7 +181,8 @@ def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable
 
     Args:
       autocast: the result of :func:`read_autocast`.
-      functions: each loss function with its arguments, as arrays or ShapeDtypeStructs. It is traced for each override.
+      functions: each loss function with its arguments, as arrays or ShapeDtypeStructs. Each loss function is traced for
+        each override.
 
     Raises:
       UnmatchedOverrideError: an override matches in none of the functions. The error is a ValueError.
@@ -204,7 +205,7 @@ def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable
 def compute_dtype(policy: Any) -> Any:
     """Return the compute dtype of a policy.
 
-    For a PolicyMap, it is that of the root policy.
+    For a PolicyMap, return the compute dtype of the root policy.
     """
     return (policy.root if isinstance(policy, jaxmp.PolicyMap) else policy).compute_dtype
 

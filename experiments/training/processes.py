@@ -1,7 +1,7 @@
 """Run several processes of a job, which start and stop together.
 
 All of them end if one of them ends or hangs. ``jax.distributed`` connects the processes. SLURM or Kubernetes starts
-them, and restarts all when one of them has ended. JAX notices a process that ends after at most ``HEARTBEAT_S`` and
+them, and restarts all when one of them has ended. If a process ends, JAX notices this after at most ``HEARTBEAT_S`` and
 ends the others. JAX does not notice a process that hangs, so each process has a watchdog, which ends the process if it
 makes no step for some time. An error before the first step, such as missing data on one machine, is raised in all
 processes.
@@ -79,7 +79,8 @@ def start(config: Any) -> None:
             "all again with --resume",
             file=sys.stderr,
         )
-    # JAX now exchanges the devices of all processes. Later the others would wait while the first one prepares data.
+    # Here JAX exchanges the devices of all processes. Later, the others would wait while the first process prepares
+    # data.
     jax.devices()
 
 

@@ -156,7 +156,7 @@ class Run:
                     describe(self._unwatched, self.state, batch, self.folder)
 
     def _watched(self, state: jaxmp.TrainState, batch: Batch) -> Any:
-        """Run the next step. It is watched if its number is a multiple of ``--watch``.
+        """Run the next step, watched if its number is a multiple of ``--watch``.
 
         The first watched step and the first step that is not watched compile, so their time does not count as training.
         """

@@ -228,7 +228,8 @@ def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequ
 class Setup:
     """A task under its precision, on a mesh or on one device.
 
-    It has everything that an experiment needs except the train step and the evaluation step, which a script makes.
+    A setup has everything that an experiment needs, except the train step and the evaluation step, which a script
+    makes.
 
     Attributes:
       config: the flags, from :func:`settled`.

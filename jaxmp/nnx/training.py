@@ -56,7 +56,7 @@ def make_train_step(
       accumulate_steps: the number of microbatches per step.
       ema_decay: the decay of the moving average of an ``Optimizer(model, tx, ema=True)``.
       remat: the values that the backward pass recomputes.
-      donate: whether the new values reuse the memory of the old ones. An ``nnx.clone`` or ``nnx.state`` that you took
+      donate: whether the new values reuse the memory of the old values. An ``nnx.clone`` or ``nnx.state`` that you took
         from the model earlier may share this memory, and is then deleted. To keep it, copy its arrays, or pass False.
       max_consecutive_skips: the number of skipped steps in a row that ends the run with an error.
       sharding: a :class:`jaxmp.sharding.Sharding`, whose specs are ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``.

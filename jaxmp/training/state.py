@@ -120,8 +120,8 @@ class TrainState(flax.struct.PyTreeNode):
         """Create the state of a new run.
 
         Args:
-          params: the params. The state does not copy these arrays, nor those of ``model_state`` and ``rng``. A step
-            that donates its state deletes them.
+          params: the params. The state uses these arrays, and the arrays of ``model_state`` and ``rng``, without a
+            copy. A step that donates its state deletes them.
           tx: an optimizer that :func:`jaxmp.loss_scaling` wraps. Any other optimizer is wrapped with ``NoOpLossScale``,
             which only skips non-finite steps.
           apply_fn: the model's apply function. It is stored for your own use; jaxmp does not call it.

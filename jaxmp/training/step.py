@@ -82,11 +82,12 @@ def make_train_step(
       remat: the values that the backward pass recomputes: None or ``"none"`` (none); ``"full"`` (all); ``"dots"`` (all
         except results of products); ``"dots_no_batch"`` (all except results of products without batch dimensions);
         ``"float8"`` (all except operands of float8 products); or a policy of ``jax.checkpoint_policies`` or its name.
-      donate: whether the new state reuses the memory of the old one. The state that you pass is then deleted.
+      donate: whether the new state reuses the memory of the old state. The state that you pass is then deleted.
       max_consecutive_skips: the number of skipped steps in a row after which an error ends the run. A step counts only
         if the loss scale could not fall in it.
       sharding: a :class:`jaxmp.sharding.Sharding`. The state and the batch are placed on its mesh. Each weight is
-        gathered when the loss function uses it, in the dtype in which it is used (half under a half policy).
+        gathered when the loss function uses it, in the dtype in which it is used (half precision under a half-precision
+        policy).
 
     Raises:
       ValueError: an argument is out of range, or contradicts another; the batch has no examples, or is not divisible by
@@ -432,7 +433,7 @@ class TrainStep:
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         """Return the error for a stuck run.
 
-        It computes the gradients of a skipped batch again, to name the arrays that are not finite.
+        The method computes the gradients of a skipped batch again, to name the arrays that are not finite.
         """
         placed_batch = batch if self._plan is None else self._plan.batch(batch, self.options.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]

@@ -184,7 +184,7 @@ def plan(config: Config) -> list[Run]:
 def finished(folder: Path) -> list[dict[str, Any]]:
     """Return the records of the finished runs.
 
-    They are sorted by task, policy (the baseline first) and seed.
+    The records are sorted by task, policy (the baseline first) and seed.
 
     Raises:
       ValueError: a file is damaged.

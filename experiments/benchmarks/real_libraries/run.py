@@ -108,7 +108,7 @@ def _drawn(params: Any, seed: int) -> Any:
 def _errors(fun: Callable[..., Any], draws: Sequence[Any], exact: Sequence[Results]) -> list[float]:
     """Return the errors of the value and of the gradient.
 
-    Each is the median over all draws of the params.
+    Each error is the median over all draws of the params.
     """
     try:
         results = _computed(fun, draws)

@@ -24,7 +24,7 @@ results (None if they are not rounded)."""
 def half_products(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
     """Return ``fun`` with the operands of products rounded to ``half``.
 
-    This is the rule T. Products are accumulated in float32, and everything else is float32.
+    This is the rule T of ``run.py``. Products are accumulated in float32, and everything else is float32.
     """
     to_half = _rounding(half)
 
@@ -39,7 +39,7 @@ def half_products(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
 def half_everything(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
     """Return ``fun`` with all operands and results of equations rounded to ``half``.
 
-    This is the rule N.
+    This is the rule N of ``run.py``.
     """
     to_half = _rounding(half)
 

@@ -1,4 +1,4 @@
-"""Build a train step without loss scaling, and with that of each library.
+"""Build train steps without loss scaling, and with each library's loss scaling.
 
 Each library is used as its documentation says. Every function takes a loss function (see
 :data:`experiments.models.workloads.LossFn`), an optimizer and ``init(key) -> (params, model state)``. It returns

@@ -50,7 +50,7 @@ def device() -> torch.device:
 def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
     """Return a whole train step on a batch in host memory.
 
-    It has forward, backward, clipping, AdamW, and, if the row is scaled, the GradScaler.
+    The step has forward, backward, clipping, AdamW, and, if the row is scaled, the GradScaler.
     """
     model, (inputs, labels) = _build(case, row), _on_device(case, batch)
     loss_of: Callable[..., torch.Tensor] = in_torch.loss_of
