@@ -1,1 +1,1 @@
-"""Training scripts on real data, and the data, models and benchmarks that they share."""
+"""Training scripts on real data, with their data, models and benchmarks."""

@@ -1,6 +1,6 @@
-"""Trains a task under several policies and loss scales.
+"""Train a task under several policies and loss scales.
 
-It compares their results, time and memory.
+The results, time and memory of the runs are compared.
 
 python -m experiments.compare --task pysource --policies mixed_float16 --loss-scales none static:4096 dynamic headroom
 

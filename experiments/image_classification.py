@@ -1,4 +1,4 @@
-"""Trains a convolutional network on images, under any policy.
+"""Train a convolutional network on images, under any policy.
 
 python -m experiments.image_classification --policy mixed_float16
 
@@ -139,7 +139,8 @@ def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
 def initial_states(config: Config, net: models.Functions, tx: Any, sharding: Any) -> tuple[Any, Any]:
     """Return two functions that make the initial state.
 
-    The first makes it from params on one device. The second makes it from a seed on a mesh; it is None without a mesh.
+    The first function makes the state from params on one device. The second function makes the state from a seed on a
+    mesh; it is None without a mesh.
     """
 
     def fields() -> dict[str, Any]:

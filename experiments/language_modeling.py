@@ -1,6 +1,6 @@
-"""Trains a language model on any text, under any policy.
+"""Train a language model on any text, under any policy.
 
-It is a small next-token model, or GPT-2.
+The model is a small next-token model, or GPT-2.
 
 python -m experiments.language_modeling --policy mixed_float16 --loss-scale none
 
@@ -82,7 +82,7 @@ class Config(ModelFlags, text_training.TextTraining):
 def settled(config: Config) -> Config:
     """Fill in the flags that were not given.
 
-    They come from ``--size``, and from the defaults of the model and device.
+    The values come from ``--size``, and from the defaults of the model and device.
     """
     of_size = {name: value for name, value in SIZES.get(config.size or "", {}).items() if getattr(config, name) is None}
     return text_training.settled(dataclasses.replace(config, **of_size), config.model)
@@ -190,7 +190,7 @@ def next_token(config: Config, dataset: tokens.Text, place: text.Place | None = 
 def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
     """Return the task of GPT-2.
 
-    Sequences have one token more than the context, because the last is only predicted.
+    Sequences have one token more than the context, because the last token is only predicted.
     """
     blocks, remat = text_training.split_remat(config.remat)
     vocabulary = config.vocabulary or dataset.tokenizer.size
@@ -258,7 +258,8 @@ def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
 def largest_batch(config: Config) -> int:
     """Return the largest useful batch.
 
-    For next_token, its ``--test-batches`` cover the held-out text once. For gpt2, a batch is the whole training text.
+    For next_token, ``--test-batches`` batches of this size cover the held-out text once. For gpt2, one batch of this
+    size is the whole training text.
     """
     dataset = load(config)
     return (

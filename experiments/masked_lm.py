@@ -1,14 +1,14 @@
-"""Trains BERT on any text, under any policy, to predict masked tokens.
+"""Train BERT on any text, under any policy, to predict masked tokens.
 
 python -m experiments.masked_lm --policy mixed_float16
 
 python -m experiments.masked_lm --dataset shakespeare.txt --policy mixed_bfloat16 --remat attention --batch-size auto
 
-The model predicts 15 % of the tokens. In its input, 80 % of these are [MASK], 10 % are random tokens and 10 % are
-unchanged (Devlin et al. 2018, arXiv 1810.04805). The tokens to predict are drawn on the device from the seed and the
-step number. In the held-out text they are the same every time. On a GPU the model is BERT-Base with 64 sequences of 512
-tokens. On other devices it is small (4 layers of width 128, 16×128 tokens, 250 steps) and takes a minute or two. At the
-end the script shows some predictions.
+The model predicts 15 % of the tokens. Of the tokens to predict, 80 % are [MASK] in the input, 10 % are random tokens
+and 10 % are unchanged (Devlin et al. 2018, arXiv 1810.04805). The tokens to predict are drawn on the device from the
+seed and the step number. In the held-out text, the drawn tokens are the same every time. On a GPU the model is
+BERT-Base with 64 sequences of 512 tokens. On other devices it is small (4 layers of width 128, 16×128 tokens, 250
+steps) and takes a minute or two. At the end the script shows some predictions.
 
 The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
 summary.md. --resume continues a run that was stopped. jaxmp report makes a page of a run.
@@ -79,10 +79,10 @@ def prepare(config: Config) -> Experiment:
 
 
 def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
-    """Return the task of BERT. Its vocabulary is that of the text and [MASK].
+    """Return the task of BERT, with the text's vocabulary and [MASK].
 
     ``guesses`` in a batch is the number of predicted tokens per row. With this number all predicted tokens have the
-    same weight, even though microbatches and evaluation batches differ in how many they have.
+    same weight, even though microbatches and evaluation batches have different numbers of them.
     """
     blocks, remat = text_training.split_remat(config.remat)
     size = dataset.tokenizer.size

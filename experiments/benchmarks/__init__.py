@@ -1,4 +1,4 @@
 """Benchmarks, each of which writes a table to a file and prints it.
 
-A result has the device, versions, date and command.
+Each result names its device, versions, date and command.
 """

@@ -52,7 +52,7 @@ class Config(records.Sized):
     """Flags of the benchmark."""
 
     models: tuple[Literal["gpt2", "bert", "resnet", "lstm"], ...] = ("gpt2", "bert", "resnet", "lstm")
-    """Models to time. A ResNet takes only --batch-size and --layers, its blocks per stage."""
+    """Models to time. Of the size flags, a ResNet has only --batch-size and --layers (blocks per stage)."""
     policy: Literal["mixed_bfloat16", "mixed_float16"] = "mixed_bfloat16"
     """The policy of autocast. Its compute dtype is also the dtype of the model by hand."""
 
@@ -67,7 +67,7 @@ def case_of(name: str, config: Config) -> Workload:
 def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
     """Return the functions ``start`` and ``step`` of a variant.
 
-    They are ``start() -> state`` and ``step(state, batch) -> (state, loss)``. The step is jitted and donates its state.
+    ``start()`` returns a state. ``step(state, batch)`` returns ``(state, loss)``; it is jitted and donates its state.
     """
     model = by_hand.build(case, jaxmp.get_policy(policy).compute_dtype if variant.startswith(BY_HAND) else None)
     loss_fn = by_hand.loss_fn_of(model)
@@ -78,9 +78,9 @@ def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
 
 
 def differences(by_hand: dict[str, dict[str, Any]], autocast: dict[str, dict[str, Any]]) -> list[str]:
-    """Describe where autocast's programs are worse than those by hand.
+    """Describe where autocast's programs are worse than the programs by hand.
 
-    The list is empty if they are not.
+    The list is empty if no program is worse.
     """
     faults = []
     # XLA's CPU compiler adds its own casts around operations that it cannot do in half precision.

@@ -4,10 +4,10 @@ python -m experiments.benchmarks.call_cost --run-dir experiments/results/call_co
 
 The model has two layers and 16 examples, so its arithmetic takes almost no time. What remains is the overhead that
 small models and reinforcement learning have in every step. Plain JAX is `jax.jit` of value_and_grad, Adam and
-apply_updates, with its state donated. Flax is `flax.training.train_state.TrainState` in the same way. Each call takes
-the state that the last call returned. The steps are warmed up and take turns, and each turn ends by waiting for the
-last call. A ratio is the time of one round over the time of plain JAX in the same round. The median over the rounds is
-reported, so that drift cancels. `arrays in` and `arrays out` count the arrays that a call takes and returns, because
+apply_updates, with its state donated. Flax is the same step with `flax.training.train_state.TrainState`. Each call
+takes the state that the last call returned. The steps are warmed up and take turns, and each turn ends by waiting for
+the last call. A ratio is the time in one round over the time of plain JAX in the same round, so that drift cancels. The
+median over the rounds is reported. `arrays in` and `arrays out` count the arrays that a call takes and returns, because
 each array costs time.
 
 Everything runs on one core. On two cores, XLA's threads go to sleep between two calls, and waking them takes longer

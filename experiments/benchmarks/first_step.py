@@ -4,11 +4,11 @@ The time is compared with the time of the same step with Flax's `dtype=` set by 
 
 python -m experiments.benchmarks.first_step
 
-The model by hand has Flax's `dtype=bfloat16` on every module and float32 params. It is compared with the float32 model
-under `apply_policy`, and with the loss of the float32 model under `jaxmp.autocast`. All have the same train step: value
-and gradients, then optax's Adam. Each measurement has a new process, where nothing is cached. In each round, every
-model is measured once. The ratio of a model in a round is its time divided by the time of the model by hand. The median
-of the ratios over the rounds is reported.
+The model by hand has Flax's `dtype=bfloat16` on every module and float32 params. The model by hand is compared with the
+float32 model under `apply_policy`, and with the loss of the float32 model under `jaxmp.autocast`. All have the same
+train step: value and gradients, then optax's Adam. Each measurement has a new process, where nothing is cached. In each
+round, every model is measured once. The ratio of a model in a round is its time divided by the time of the model by
+hand. The median of the ratios over the rounds is reported.
 
 The reported seconds are processor time, summed over all threads, so that other processes on the machine hardly matter.
 first_step.json has the wall-clock seconds too. The run folder holds first_step.md and first_step.json.
@@ -136,7 +136,7 @@ def alone(name: str, config: Config) -> dict[str, Any]:
 def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stages]]]:
     """Measure each model in a new process in each round.
 
-    Return one entry per round, by model.
+    Return a list for each model, with one entry per round.
     """
     names = [f"{api}:{way}" for api in APIS for way in WAYS]
     program = [sys.executable, "-m", "experiments.benchmarks.first_step"]
@@ -158,7 +158,7 @@ def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stag
 def rows_of(runs: dict[str, list[dict[str, Stages]]]) -> list[dict[str, Any]]:
     """Return a row for each model.
 
-    It has the quartiles of the model's stages and of its ratio to the model by hand.
+    A row has the quartiles of the seconds of each stage, and of the ratio to the model by hand.
     """
     rows = []
     for name, times in runs.items():

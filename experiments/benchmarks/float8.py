@@ -8,10 +8,10 @@ python -m experiments.benchmarks.float8 --device h200 --run-dir experiments/resu
 - layer: a product with both its gradients, including the quantisation, in float8 at every width.
 - block, step: two blocks and a train step of GPT-2, in float8 only where the policy's defaults expect a speed-up.
 
-The way `float8` accumulates precisely only in the backward pass. All parts have 16,384 tokens. Each way is compared
-with bfloat16 by the same route. The routes are a policy on the model, jaxmp.autocast (blocks only), and torch.compile
-with torchao and Transformer Engine, whose heads are 64 wide. A speed-up is the time in bfloat16 over the time of the
-way in the same round, median over the rounds.
+A way is a format with a kind of accumulation. The way `float8` accumulates precisely only in the backward pass. All
+parts have 16,384 tokens. Each way is compared with bfloat16 by the same route. The routes are a policy on the model,
+jaxmp.autocast (blocks only), and torch.compile with torchao and Transformer Engine, whose heads are 64 wide. A speed-up
+is the time in bfloat16 over the time of the way in the same round, median over the rounds.
 
 With --device all programs of jaxmp are compiled for a GPU that is not attached, and nothing is run. The run folder
 keeps the results, and the same command continues from there. On one GPU, run a command for each of --routes, because
@@ -124,7 +124,7 @@ def case_of(
 ) -> tuple[Callable[[], Any], Callable[..., Any]]:
     """Return the functions ``start`` and ``step`` of a case.
 
-    They are ``start() -> (state, batch)`` and ``step(state, batch) -> (state, result)``. The state may be donated.
+    ``start()`` returns ``(state, batch)``. ``step(state, batch)`` returns ``(state, result)`` and may donate the state.
     """
     least = {"min_dim": 1, "min_tokens": 1} if part == "layer" or tokens < TOKENS else {}
     recipe = jaxmp.Float8(accumulate={FAST: "fast", PRECISE: "precise"}.get(way, "fast_forward"), **least)
@@ -169,7 +169,7 @@ def case_of(
 
 
 def ready(part: Part, size: Any, way: str, tokens: int, device: str | None, route: Route) -> Prepared:
-    """Compile a way of jaxmp. Return it with the figures of its program."""
+    """Compile a way of jaxmp, and return it with the figures of its program."""
     start, step = case_of(part, size, way, tokens, route)
     compiled = memory.compiled(step, jax.eval_shape(start), device)
     facts = programs.facts(compiled, hlo.HloProgram(compiled.as_text()))
@@ -182,7 +182,7 @@ def ready(part: Part, size: Any, way: str, tokens: int, device: str | None, rout
 
 
 def peer(part: Part, size: Any, row: Row, tokens: int) -> Prepared:
-    """Prepare a way of torch. It has no figures of its program."""
+    """Prepare a way of torch, without figures of its program."""
     from experiments.benchmarks.train_step import torch_steps
 
     if part != "step":

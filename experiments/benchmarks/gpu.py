@@ -1,6 +1,6 @@
 """Run all benchmarks that need a GPU, in pieces of a few minutes each.
 
-The pieces are in order of value.
+The most valuable pieces come first.
 
 python -m experiments.benchmarks.gpu --minutes 9 --run-dir runs/gpu
 
@@ -229,7 +229,7 @@ class Run:
         return self._about["pieces"].get(piece.name, {"state": "to do", "seconds": 0.0, "reason": ""})
 
     def left(self, pieces: list[Piece]) -> list[Piece]:
-        """Return the pieces to run, in order, those that failed before last.
+        """Return the pieces to run, in order; pieces that failed earlier come last.
 
         A piece that was done without a package is run again once the package is installed.
         """
@@ -285,7 +285,7 @@ class Run:
     def table(self, pieces: list[Piece]) -> Table:
         """Return a table with a row for each piece.
 
-        It has the state, the minutes, and why the piece failed or is not done.
+        A row has the state, the minutes, and why the piece failed or is not done.
         """
         states = {piece.name: self.of(piece) for piece in pieces}
         rows = [(name, of["state"], f"{of['seconds'] / 60:.1f}", of["reason"]) for name, of in states.items()]

@@ -6,8 +6,9 @@ python -m experiments.benchmarks.gradient_sums --run-dir experiments/results/gra
 
 A sum in half precision stops growing when the next term is less than half a unit in the last place: after 256 equal
 terms in bfloat16, after 2048 in float16. In each case a product reads the output of a layer. The weights of the loss
-are positive, and the tokens follow Zipf's law, so that sums grow as they do with real data. Ways: jaxmp's policies
-(Linen, NNX), jaxmp.autocast, Flax with `dtype=` by hand, and PyTorch under its autocast if it is installed.
+are positive, and the tokens follow Zipf's law, so that sums grow as they do with real data. The compared ways are
+jaxmp's policies (Linen, NNX), jaxmp.autocast, Flax with `dtype=` by hand, and PyTorch under its autocast if PyTorch is
+installed.
 
 The error is the relative L2 error of one param's gradient. The reference is the gradient in float64 with unrounded
 operands. "Rounding alone" is the error of a gradient summed in float64 whose operands, results and cotangents are
@@ -214,7 +215,7 @@ class NNXTied(nnx.Module):
 class Written(nn.Module):
     """A Linen layer by hand.
 
-    If ``dtype`` is not None, it casts its input and params first, as users do.
+    If ``dtype`` is not None, the layer first casts its input and params, as users do.
     """
 
     case: Any
@@ -229,7 +230,7 @@ class Written(nn.Module):
 class NNXWritten(nnx.Module):
     """An NNX layer by hand.
 
-    If ``dtype`` is not None, it casts its input and params first, as users do.
+    If ``dtype`` is not None, the layer first casts its input and params, as users do.
     """
 
     def __init__(self, case: Case, dtype: Any) -> None:
@@ -285,7 +286,7 @@ def weights(shape: tuple[int, ...]) -> np.ndarray:
 def loss_of(case: Case, y: Any) -> Any:
     """Return the loss, summed over the batch.
 
-    A mean would make gradients as small as without a loss scale.
+    A mean would make the gradients as small as those of a loss without a loss scale.
     """
     if case.targets is not None:
         logits = y.astype(jnp.promote_types(y.dtype, jnp.float32))
@@ -351,7 +352,7 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def worst(got: np.ndarray, want: np.ndarray) -> float:
-    """Return computed over correct value, at the entry with the largest error."""
+    """Return computed value over correct value, at the entry with the largest error."""
     at = np.unravel_index(np.argmax(np.nan_to_num(np.abs(got - want), nan=np.inf)), want.shape)
     return float(got[at] / want[at])
 

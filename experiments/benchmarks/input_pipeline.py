@@ -1,14 +1,14 @@
 """Measure how many images per second the input pipeline prepares.
 
-There is no model.
+No model is trained.
 
 python -m experiments.benchmarks.input_pipeline --image-size 224
 
 The images are random, with the number and size of CIFAR-10's images. They are shuffled, cropped, mirrored, normalised
 and resized on the device by the code that the training scripts use, `experiments.data.images.epochs`. The data set is
-either held on the device, or on the host and each batch is sent one step ahead. `share` is the time to prepare a batch
-over the time in which a model that takes --consumer images/s uses it, if the two did not overlap. The run folder holds
-input_pipeline.md and .json.
+held on the device or on the host. From the host, each batch is sent one step ahead. `share` is the time to prepare a
+batch over the time in which a model uses the batch. The model takes --consumer images/s, and the two times do not
+overlap. The run folder holds input_pipeline.md and .json.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 python -m experiments.benchmarks.loss_scaling --models mlp gpt2
 
 A step is forward, backward and AdamW. Steps are warmed up, their state is donated, and the variants take turns. The
-cost of scaling is proportional to the number of params, and the cost of a step to params times examples. The run folder
-holds loss_scaling.md, .json and .png.
+cost of scaling is proportional to the number of params. The cost of a step is proportional to params times examples.
+The run folder holds loss_scaling.md, .json and .png.
 """
 
 from __future__ import annotations

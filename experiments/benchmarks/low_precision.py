@@ -1,13 +1,13 @@
 """Measure AdamW updates with params and moments stored in fewer bits.
 
-They are compared with float32.
+The updates are compared with updates in float32.
 
 python -m experiments.benchmarks.low_precision --device h200 --run-dir experiments/results/low_precision
 
 The update is AdamW's update of a matrix with a float32 gradient; its state is donated. A ratio is the time of an update
-over the time of the float32 update in the same round, median over the rounds. For `step MiB`, a train step of GPT-2 is
-compiled on a GPU or for one, and the figure is its peak memory. The GPT-2 has 24 layers of width 2048 in a loop and
-8×2048 tokens, and the backward pass recomputes every layer. With --device nothing is run. The run folder holds
+over the time of the float32 update in the same round, median over the rounds. `step MiB` is the peak memory of a train
+step of GPT-2, which is compiled on a GPU or for a GPU. The GPT-2 has 24 layers of width 2048 in a loop and 8×2048
+tokens, and the backward pass recomputes every layer. With --device nothing is run. The run folder holds
 low_precision.md and low_precision.json.
 """
 
@@ -55,7 +55,7 @@ def optimizer(params: Any, moments: Any) -> optax.GradientTransformation:
 
 
 def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], Any]:
-    """Return an update's bytes per param, and a function that runs it.
+    """Return an update's bytes per param, and a function that runs the update.
 
     The function is None if nothing is run.
     """

@@ -64,7 +64,7 @@ class Config(records.Absent):
 def measure(config: Config) -> dict[str, Any]:
     """Return the milliseconds and ratio of each step.
 
-    They are measured, or predicted for ``config.device``.
+    The figures are measured, or predicted for ``config.device``.
     """
     model = GPT2(config.vocabulary, config.context, config.layers, max(1, config.width // 64), config.width)
     tokens = jax.ShapeDtypeStruct((config.batch, config.context + 1), jnp.int32)

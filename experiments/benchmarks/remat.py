@@ -9,9 +9,9 @@ The benchmark compiles the whole train step of GPT-2 (16×1024) and BERT-Base (6
 - dots: everything except matrix products is recomputed.
 - full: everything is recomputed.
 
-All figures come from compiling. The largest batch takes at most five compilations, not counting those for which the
-compiler finds no room. Near the limit XLA recomputes a part of the step by itself. The rows of benchmarks.train_step
-with remat measure its cost in time.
+All figures come from compiling. The search for the largest batch takes at most five compilations, not counting those
+that run out of memory. Near the limit XLA recomputes a part of the step by itself. benchmarks.train_step measures the
+time that remat costs.
 
 --target compiles for a GPU that is not attached. The run folder keeps the results, and the same command continues from
 there with the same device, versions and --memory-limit. The run folder holds remat.md, .json and .png.
@@ -65,10 +65,10 @@ class Config(records.Pieces, records.Small):
     """Blocks; 0 for 12, or 2 with --smoke."""
     memory_limit: str = ""
     """Memory that the step with the largest batch may take, as in 20GB. With --smoke and without this flag, the largest
-    batch is not searched. (default: JAX takes 95 % of a GPU's memory, and the step may take nine tenths of what is free
-    of it)"""
+    batch is not searched. (default: nine tenths of the memory that is free for JAX, which takes 95 % of a GPU's
+    memory)"""
     target: Literal["", "h200"] = ""
-    """Compile for this GPU. No GPU is needed, but the extra compile-only is."""
+    """Compile for this GPU, which need not be attached. The packages of the extra compile-only are needed."""
 
 
 def step_bytes(case: Workload, row: Row, device: str | None = None) -> int:
@@ -102,7 +102,7 @@ def measure(case: Workload, row: Row, device: str | None, limit: int | None) -> 
 def limit_of(config: Config) -> int | None:
     """Return the bytes that the largest batch may take.
 
-    The result is None if the largest batch is not searched.
+    The result is None if the largest batch is not searched for.
 
     Raises:
       ValueError: ``--memory-limit`` is not a number of bytes.

@@ -1,6 +1,6 @@
 """Measure errors before and after tune in seven small models.
 
-How long `jaxmp.inspect.tune` takes is measured too.
+The time that `jaxmp.inspect.tune` takes is measured too.
 
 python -m experiments.benchmarks.tune --run-dir experiments/results/tune
 
@@ -161,7 +161,7 @@ def problem(name: str, smoke: bool) -> tuple[Loss, tuple[Any, ...]]:
 
 
 def only_norms_in_float32(loss_fn: Loss, args: Any, policy: str) -> dict[str, str]:
-    """Return overrides with all operations in half but norms and softmaxes."""
+    """Return overrides that keep only norms and softmaxes in float32."""
     rows = jaxmp.cast_plan(loss_fn, policy)(*args).rows
     keys = {
         f"{row.path}:{row.primitive}"

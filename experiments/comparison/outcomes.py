@@ -62,7 +62,7 @@ class Task:
         """Return the preset changed by the flags in ``given``, as in ``model=resnet18``.
 
         Raises:
-          ValueError: a flag is ``reserved``. The error says that the ``owner`` sets it.
+          ValueError: a flag is ``reserved``. The error says that the ``owner`` sets this flag.
         """
         preset = self.script.Config(**self.preset)
         flags = tyro.cli(
@@ -80,7 +80,7 @@ class Task:
         return flags
 
     def prepare(self, flags: Any, policy: str, loss_scale: str) -> Experiment:
-        """Return the task under a policy, which :func:`read_variant` reads.
+        """Return the task under a policy, a text for :func:`read_variant`.
 
         Raises:
           ValueError: the value of a flag is invalid.
@@ -98,7 +98,7 @@ class Task:
 class Outcome:
     """The results of a policy with a loss scale.
 
-    The first four lists have one entry for each seed.
+    ``test``, ``curves``, ``skipped`` and ``final_scale`` have one entry for each seed.
 
     Attributes:
       policy: the name of the policy.
@@ -160,8 +160,8 @@ def compare(
 ) -> list[Outcome]:
     """Train every variant with every seed, and time all variants in turn.
 
-    The zeros in their gradients are counted too. With the same seed, all variants start from the baseline's params,
-    rounded to their param dtypes.
+    The zeros in the gradients of each variant are counted too. With the same seed, all variants start from the
+    baseline's params, rounded to their param dtypes.
 
     Args:
       variants: experiments by policy and loss scale, :data:`BASELINE` first.
@@ -227,7 +227,7 @@ def _compile(outcome: Outcome, experiment: Experiment, batch: Any) -> None:
 def start(experiment: Experiment, baseline: Experiment, seed: int) -> jaxmp.TrainState:
     """Return the initial state of an experiment.
 
-    It has the baseline's params, in this experiment's param dtypes.
+    The state has the baseline's params, in this experiment's param dtypes.
     """
     return experiment.create(init_params(experiment, baseline, seed))
 
@@ -235,7 +235,7 @@ def start(experiment: Experiment, baseline: Experiment, seed: int) -> jaxmp.Trai
 def init_params(experiment: Experiment, baseline: Experiment, seed: int) -> Any:
     """Return the baseline's params in this experiment's param dtypes.
 
-    Params drawn in half precision would be different numbers.
+    Params that are drawn in half precision would be other numbers than the baseline's.
     """
     shapes = jax.eval_shape(experiment.init_params, seed)
     return _cast_like(baseline.init_params(seed), shapes)

@@ -15,7 +15,7 @@ from experiments.report import plots
 def picture(results: dict[str, list[Outcome]], metrics: dict[str, str], path: Path, caption: str) -> None:
     """Draw each variant's training loss, held-out result and zero gradients.
 
-    There is a row for each task.
+    The picture has a row for each task.
     """
     figure = plots.figure(12, 0.5 + 3.1 * len(results))
     grid = figure.subplots(len(results), 3, squeeze=False, width_ratios=(1.15, 1, 0.85))

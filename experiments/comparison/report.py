@@ -71,7 +71,7 @@ def mean(outcome: Outcome, metric: str) -> float:
 def difference(outcome: Outcome, baseline: Outcome, metric: str) -> float:
     """Return the difference to the baseline, averaged over the seeds.
 
-    The baseline has the same seed.
+    Each run is compared with the baseline's run of the same seed.
     """
     pairs = zip(outcome.test, baseline.test, strict=True)
     return statistics.fmean(test[metric] - reference[metric] for test, reference in pairs)
@@ -80,7 +80,7 @@ def difference(outcome: Outcome, baseline: Outcome, metric: str) -> float:
 def criteria(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> list[Criterion]:
     """Return the criteria of the acceptance rule.
 
-    They are in the order of :data:`RULE_COLUMNS`. Speed, memory and FLOPs are judged only on a device with
+    The criteria are in the order of :data:`RULE_COLUMNS`. Speed, memory and FLOPs are judged only on a device with
     ``tensor_cores``. Accuracy is judged on every device.
     """
     speed_up = median_ms(baseline) / median_ms(outcome)
@@ -202,7 +202,7 @@ def _verdicts(outcomes: list[Outcome], metric: str) -> tuple[list[Outcome], list
 def _loss_of_quality(outcome: Outcome, baseline: Outcome, metric: str) -> float:
     """Return how much worse a result is than float32's.
 
-    It is in loss, or in points of accuracy.
+    The unit is that of the loss, or points of accuracy.
     """
     change = difference(outcome, baseline, metric)
     return change if metric == "loss" else -100 * change

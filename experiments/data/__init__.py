@@ -5,7 +5,7 @@
 
 :func:`read` prepares a data set in the data folder the first time, and returns its splits as columns.
 :mod:`experiments.data.images` and :mod:`experiments.data.text` put the columns on the device and make batches there. To
-add a data set, add a builder of yours or of TFDS to ``IMAGES`` or ``BUILDERS``.
+add a data set, add its builder to ``IMAGES`` or ``BUILDERS`` in :mod:`experiments.data.source`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read the archives of MNIST, Fashion-MNIST and CIFAR-10.
 
-MNIST and Fashion-MNIST are idx files. CIFAR-10 is the binary or the Python tar.
+MNIST and Fashion-MNIST are idx files. CIFAR-10 is a tar file of binary records or of Python pickles.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _names_the_damaged(path: Path) -> Iterator[None]:
     except (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
         if (
             isinstance(error, OSError) and error.errno is not None
-        ):  # an error of the disk; those of a decompressor have no number
+        ):  # an error of the disk; an error of a decompressor has no number
             raise
         raise DataError(
             f"{path} is damaged or was cut short ({' '.join(str(error).split())}); download it again"

@@ -2,9 +2,9 @@
 
 Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909.
 
-A text is split into words, and a word into bytes. In a word, the two neighbours that come first in the list of merges
-become one token, until no neighbours are in the list. Each different word is encoded once, so megabytes of text take
-seconds.
+A text is split into words, and a word into bytes. In a word, the neighbouring pair that comes first in the list of
+merges becomes one token. This repeats until no pair is in the list. Each different word is encoded once, so megabytes
+of text take seconds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BPE:
             if any(type(number) is not int for number in numbers.values()) or sorted(numbers.values()) != [
                 *range(len(numbers))
             ]:
-                raise ValueError("the tokens' numbers are not those from 0 on")
+                raise ValueError("the tokens' numbers are not 0, 1, 2, …")
             lines = [line.split() for line in raw[1].decode().splitlines() if not line.startswith("#version")]
             self._byte = [numbers[letters[byte]] for byte in range(256)]
             self._merges = {
@@ -89,7 +89,7 @@ class BPE:
     def encode(self, document: bytes) -> np.ndarray:
         """Return the tokens of a document, int32 (n,).
 
-        The letters of the token ``end`` are encoded as text.
+        If the document contains the letters of the token ``end``, they are encoded as ordinary text.
         """
         words = words_of(document.decode(errors="surrogateescape"))
         return np.fromiter(chain.from_iterable(map(self._tokens_of, words)), np.int32)
@@ -129,7 +129,7 @@ class BPE:
 def find(folder: Path) -> tuple[Path, Path] | None:
     """Return the two files in a data folder.
 
-    They may also be in ``gpt2_bpe`` or ``gpt2`` there. The result is None if they do not exist.
+    The files may also be in its folders ``gpt2_bpe`` or ``gpt2``. The result is None if there are no such files.
 
     Raises:
       DataError: only one of the two files exists.

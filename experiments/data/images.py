@@ -1,7 +1,8 @@
 """Make batches of labelled images on the device.
 
-They are shuffled, augmented, normalised and resized under jit. With ``place``, a batch is on several devices, and each
-process sends only the images for its devices. See :mod:`experiments.data.text`.
+The images are shuffled, augmented, normalised and resized under jit. With ``place``, a function that
+:mod:`experiments.data.text` describes, a batch is on several devices, and each process sends only the images for its
+devices.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Images(NamedTuple):
     """A split: ``image`` uint8 (n, height, width, channels) and ``label`` int32 (n,).
 
     Both arrays are on the device or both are on the host. From the host, each batch is sent while the device works on
-    the batch before. The batches are the same, bit for bit.
+    the previous batch. Batches from the host and from the device are equal, bit for bit.
     """
 
     image: jax.Array | np.ndarray
@@ -85,7 +86,7 @@ def epochs(
 ) -> Iterator[Batch]:
     """Yield batches without end, shuffled in every epoch.
 
-    A batch depends only on the seed and its number.
+    A batch depends only on the seed and on the batch's number.
 
     Args:
       images: the split.
@@ -144,7 +145,7 @@ def _order(key: jax.Array, n: int) -> jax.Array:
     return jax.random.permutation(key, n)
 
 
-# Separate from the augmentation, so that the program of the augmentation is the same for images from the host.
+# A separate function, so that the program of the augmentation is the same for images from the host.
 @functools.partial(jax.jit, static_argnames="count")
 def _take(images: Images, order: jax.Array, start: int, count: int) -> tuple[jax.Array, jax.Array]:
     rows = jax.lax.dynamic_slice(order, (start,), (count,))
@@ -158,7 +159,7 @@ def _send(images: Images, rows: np.ndarray, place: Place | None) -> tuple[jax.Ar
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the items, and compute each one before the item before it is used."""
+    """Yield the items; before yielding an item, compute the next one."""
     ahead = next(items)
     for item in items:
         yield ahead

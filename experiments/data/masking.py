@@ -13,7 +13,7 @@ IGNORE = -100  # the target of a token that is not predicted
 class Masked(NamedTuple):
     """Tokens of which some are masked, and the targets to predict.
 
-    Both are int32 (batch, sequence).
+    Both arrays are int32 (batch, sequence).
     """
 
     tokens: jax.Array
@@ -23,8 +23,8 @@ class Masked(NamedTuple):
 def mask(key: jax.Array, tokens: jax.Array, size: int, mask_token: int, end: int | None, rate: float = 0.15) -> Masked:
     """Choose tokens to predict.
 
-    80 % of them become [MASK], 10 % a random token, and 10 % stay. Each token is chosen independently, so the number of
-    chosen tokens varies. All shapes are fixed.
+    Of the chosen tokens, 80 % become [MASK], 10 % become a random token, and 10 % stay. Each token is chosen
+    independently, so the number of chosen tokens varies. All shapes are fixed.
 
     Args:
       key: the key of all random numbers.

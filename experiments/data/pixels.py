@@ -38,7 +38,7 @@ AS_STORED = Pixels()
 def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and the standard deviation of each channel in [0, 1].
 
-    They are computed from exact integer sums over uint8 (n, height, width, channel).
+    Both are computed from exact integer sums over uint8 (n, height, width, channel).
     """
     channels = images.shape[-1]
     total, squares = np.zeros(channels, np.int64), np.zeros(channels, np.int64)
@@ -55,7 +55,7 @@ def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]
 def as_input(images: jax.Array, pixels: Pixels) -> jax.Array:
     """Return images, uint8 (batch, height, width, channels), as the input of a model.
 
-    Resizing is bilinear between pixel centres, with antialiasing if images become smaller. It comes after the
+    Resizing is bilinear between pixel centres, with antialiasing if images become smaller. Resizing comes after the
     normalisation, because a small image is cheaper to normalise. The result is the same, because the weights of the
     interpolation sum to 1.
     """

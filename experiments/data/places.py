@@ -44,7 +44,7 @@ def find(name: str, root: Path) -> tuple[Found | None, list[str]]:
 
     The function looks in ``downloads/manual`` and in ``root``, and in their folders ``name``. Files in a folder
     ``name`` are taken to be of this data set. Files elsewhere may be of another data set, and are used only if their
-    checksums or their class names show that they are of this one.
+    checksums or their class names show that they are of this data set.
 
     Returns:
       The source, or None, and the reasons why other files cannot be used.
@@ -108,7 +108,7 @@ def _archives(name: str, folder: Path, is_named: bool) -> Found | None:
     there = {
         file: path
         for file in names
-        for path in (folder / file.removesuffix(".gz"), folder / file)  # the latter if both exist
+        for path in (folder / file.removesuffix(".gz"), folder / file)  # if both exist, the second replaces the first
         if path.is_file()
     }
     if not there:

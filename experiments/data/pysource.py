@@ -1,6 +1,6 @@
 """Build `pysource`, the source code of Python's library, for TFDS.
 
-It is real text that exists on every machine.
+The data set is real text that exists on every machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from experiments.data.errors import DataError
 def stdlib_files() -> list[tuple[str, Path]]:
     """Return the ``.py`` files of this Python's standard library and its tests.
 
-    The result is sorted pairs of the path relative to the library and the full path.
+    The result is a sorted list of pairs: the path relative to the library, and the full path.
     """
     root = Path(sysconfig.get_path("stdlib"))
     named = ((path.relative_to(root).as_posix(), path) for path in root.rglob("*.py") if path.is_file())

@@ -55,7 +55,7 @@ Columns = dict[str, Any]  # by feature: an array (fixed shape) or a list of byte
 def default_data_dir() -> Path:
     """Return the default data folder.
 
-    It is ``$XDG_CACHE_HOME/jaxmp/data`` or ``~/.cache/jaxmp/data``.
+    The folder is ``$XDG_CACHE_HOME/jaxmp/data`` or ``~/.cache/jaxmp/data``.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp" / "data"
 
@@ -63,7 +63,7 @@ def default_data_dir() -> Path:
 def data_folder(data_dir: str | os.PathLike[str] | None) -> Path:
     """Return ``data_dir`` as an absolute path, or the default data folder.
 
-    It may also have a tokenizer's files.
+    The folder may also have a tokenizer's files.
     """
     return Path(data_dir or default_data_dir()).expanduser().absolute()
 

@@ -1,8 +1,9 @@
 """Build `mnist`, `fashion_mnist` and `cifar10` without TensorFlow.
 
-They have the names, versions and features of TFDS. TFDS's builders need TensorFlow to read the archives. The builders
-here replace that part. They use the published archives or folders of images in the data folder. If there are none, TFDS
-downloads and checks the archives. The examples have TFDS's order, and TFDS can read the prepared data sets.
+The data sets have the names, versions and features of TFDS. TFDS's builders need TensorFlow to read the archives, and
+the builders here replace that part. They read the published archives or folders of images in the data folder. If there
+are none, TFDS downloads and checks the archives. The examples have TFDS's order, and TFDS can read the prepared data
+sets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Cut windows from a text's tokens.
 
-They are drawn at random on the device under jit, or evenly spread for evaluation. With ``place``, a batch is on several
-devices, and each process cuts out only the windows for its devices. ``place(shape, rows)`` makes an array of a shape
-from a function that returns a slice of its rows. The batches are the same as without ``place``, bit for bit.
+The windows are drawn at random on the device under jit, or evenly spread for evaluation. With ``place``, a batch is on
+several devices, and each process cuts out only the windows for its devices. ``place(shape, rows)`` makes an array from
+its shape and ``rows``, a function that returns a slice of the rows. The batches are the same as without ``place``, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def windows(
 ) -> Iterator[Batch]:
     """Return batches without end, of windows at random positions.
 
-    A batch depends only on the seed and its number.
+    A batch depends only on the seed and on the batch's number.
 
     Args:
       tokens: integers (n,).
@@ -47,7 +48,7 @@ def spread(
 ) -> Iterator[Batch]:
     """Return ``batches`` batches of windows, evenly spread over the text.
 
-    They are the same every time.
+    The batches are the same every time.
     """
     return map(_split, spread_sequences(tokens, context + 1, batch_size, batches, place=place))
 
@@ -57,7 +58,7 @@ def sequences(
 ) -> Iterator[jax.Array]:
     """Yield batches without end, int32 (batch, length), from random positions.
 
-    A batch depends only on the seed and its number.
+    A batch depends only on the seed and on the batch's number.
     """
     last = _last_start(tokens, length)
     window, key = _windows_on(place, tokens, length), jax.random.key(seed)

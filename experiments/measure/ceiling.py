@@ -1,8 +1,8 @@
 """Measure this device's ceilings, the highest speeds that XLA reaches on it.
 
-They are the TFLOP/s of a large product in each dtype, and the rate of a copy. Utilisation is relative to these
-ceilings. They are the highest speeds that XLA reaches here, not the peaks in a data sheet. fp32 has precision
-"highest", tf32 has JAX's default precision on a GPU. The bytes of a copy are those read plus those written.
+The ceilings are the TFLOP/s of a large product in each dtype, and the rate of a copy. They are measured speeds, not the
+peaks in a data sheet. Utilisation is relative to them. fp32 has precision "highest", and tf32 has JAX's default
+precision on a GPU. The bytes of a copy are those read plus those written.
 """
 
 from __future__ import annotations

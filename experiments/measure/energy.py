@@ -15,7 +15,7 @@ Counter = Callable[[], float]
 def counter(device: str | None = None) -> Counter | None:
     """Return the energy counter of the first GPU that this process may use.
 
-    The result is None if it cannot be read.
+    The result is None if the counter cannot be read.
 
     Args:
       device: an NVML index or UUID; None for the first device in ``CUDA_VISIBLE_DEVICES``, or ``"0"`` if that is empty.

@@ -1,6 +1,6 @@
-"""The origin of a result: device, versions, date and command.
+"""Describe the origin of a result: device, versions, date and command.
 
-Also the check that there is a GPU.
+The module also checks that there is a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
     The versions are those of Python, of the packages that every result depends on, and of ``packages``.
 
     Args:
-      packages: names of further distributions. Those not installed are left out.
+      packages: names of further distributions. Distributions that are not installed are left out.
       target: the GPU that programs are compiled for, if it is not attached: a name in
         :data:`jaxmp.inspect.program.targets.TARGETS`. The result then begins with ``target``, and the versions include
         the packages that compile for this GPU.
@@ -92,7 +92,7 @@ def _installed(package: str) -> bool:
 def command() -> str:
     """Return the command line of this process, as one would type it.
 
-    If the variable JAXMP_FLOAT8 is set, it comes first, because it changes how float8 is computed.
+    If the variable JAXMP_FLOAT8 is set, the line begins with the variable, because it changes how float8 is computed.
     """
     variables = [f"{_FLOAT8}={shlex.quote(os.environ[_FLOAT8])}"] if os.environ.get(_FLOAT8) else []
     return " ".join([*variables, shlex.join([*program_line(), *sys.argv[1:]])])

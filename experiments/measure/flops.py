@@ -46,7 +46,7 @@ def count(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
 def tensor_core_share(flops: dict[str, int]) -> float:
     """Return the share of FLOPs in dtypes that tensor cores multiply.
 
-    It is 0 if there are no FLOPs.
+    The share is 0 if there are no FLOPs.
     """
     total = sum(flops.values())
     return sum(flops.get(dtype, 0) for dtype in TENSOR_CORE_DTYPES) / total if total else 0.0
@@ -72,7 +72,7 @@ def _of_jaxpr(jaxpr: Any, default_float32: str) -> collections.Counter[str]:
 def _inner(value: Any) -> Iterator[Any]:
     """Yield the jaxprs in an equation's parameter.
 
-    They may be open or closed, single or in a tuple.
+    The jaxprs may be open or closed, single or in a tuple.
     """
     if isinstance(value, (tuple, list)):
         for item in value:

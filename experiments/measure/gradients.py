@@ -1,6 +1,6 @@
 """Count gradients that are zero in half precision but not in float32.
 
-They are the gradients of params and of activations.
+The gradients of params and of activations are counted.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import jaxmp
 
 
 def zero_share(reference: Any, grads: Any) -> float:
-    """Return the share of ``reference``'s nonzero entries that became zero.
+    """Return the share of ``reference``'s nonzero entries that are zero in ``grads``.
 
-    They are zero in ``grads``. The result is nan without arrays.
+    The result is nan if the trees have no arrays.
 
     Args:
       reference: a tree of gradients in float32.

@@ -19,7 +19,7 @@ NO_ROOM = sys.maxsize
 def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> int:
     """Return the peak bytes of a step.
 
-    It is ``NO_ROOM`` if the compiler ran out of device memory. The arguments are those of :func:`compiled`.
+    The result is ``NO_ROOM`` if the compiler ran out of device memory. The arguments are those of :func:`compiled`.
 
     Raises:
       ValueError: the compiler does not report the memory of a step.
@@ -46,8 +46,8 @@ def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None
     Args:
       step: a function, or a train step.
       args: the state and the batch, as arrays or shapes.
-      device: a GPU that is not attached, to compile for. Half-precision attention is then cuDNN's. None compiles for
-        the attached device.
+      device: a GPU that is not attached, to compile for. cuDNN then computes half-precision attention. None compiles
+        for the attached device.
     """
     with attention.implementation("cudnn" if device else None):
         jitted = step if isinstance(step, TrainStep) else jax.jit(step, donate_argnums=0)
@@ -57,8 +57,8 @@ def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None
 def of_compiled(compiled: Any) -> int | None:
     """Return the peak bytes of a compiled function.
 
-    The result is None if the compiler does not report them. They are the arguments, the temporaries, and the results
-    that do not reuse an argument's memory.
+    The peak includes the arguments, the temporaries, and the results that do not reuse an argument's memory. The result
+    is None if the compiler does not report them.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -71,6 +71,6 @@ def of_compiled(compiled: Any) -> int | None:
 def device_peak() -> int | None:
     """Return this process's peak bytes on the first device.
 
-    The result is None on a CPU, which does not count them.
+    The result is None on a CPU, which does not count its memory.
     """
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

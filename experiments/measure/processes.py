@@ -23,9 +23,9 @@ PATIENCE = 300.0
 def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yield each row's name, and a function that measures it in a new process.
 
-    The process of the next row starts early, so that its imports run during the current measurement. Before it uses the
-    device, it waits for this process's id on stdin. It prints its figures as JSON in the last line of stdout (see
-    :func:`answer`).
+    The process of the next row starts early, so that its imports run during the current measurement. The new process
+    waits for this process's id on stdin before it uses the device. Then it prints its figures as JSON in the last line
+    of stdout (see :func:`answer`).
 
     Args:
       commands: the command line of each row, by the row's name.
@@ -78,7 +78,7 @@ def answer(measure: Callable[[], dict[str, Any]]) -> None:
 def busy_cores(count: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Keep every core of the host busy, or ``count`` of them.
 
-    Yield the processes that do so.
+    Yield the processes that keep the cores busy.
     """
     program = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
     started = [subprocess.Popen(program, stdout=subprocess.PIPE) for _ in range(count or os.cpu_count() or 1)]

@@ -67,7 +67,7 @@ def of_jax(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
 def kernels_of(data: Any) -> dict[str, float]:
     """Return the milliseconds of each kernel in a trace of JAX's profiler.
 
-    They come from the streams of its GPUs.
+    The times come from the streams of the GPUs in the trace.
     """
     times: collections.Counter[str] = collections.Counter()
     for plane in data.planes:

@@ -75,7 +75,7 @@ def casts(program: HloProgram) -> Counter[str]:
 def round_trips(program: HloProgram) -> int:
     """Count casts that undo the cast before.
 
-    They are float32 to half precision and back, or half precision to float32 and back.
+    Such a pair casts float32 to half precision and back, or half precision to float32 and back.
     """
     count = 0
     for computation, instruction, times in program.instructions_by_run():
@@ -96,8 +96,8 @@ def _cast(program: HloProgram, computation: str, instruction: Instruction) -> st
 def launches(program: HloProgram) -> int:
     """Return how many kernels a run of the program launches.
 
-    Kernels are fusions, products, copies and the like. Those in a loop count once per iteration. A library call counts
-    as one kernel, even if the library launches several.
+    Kernels are fusions, products, copies and the like. Kernels in a loop count once per iteration. A library call
+    counts as one kernel, even if the library launches several.
     """
     kernels = program.instructions_by_run(into_fusions=False, repeat_loops=True)
     return sum(times for _, kernel, times in kernels if kernel.opcode not in NO_KERNEL and not is_end(kernel.opcode))
@@ -119,7 +119,8 @@ def attention_flops(program: HloProgram) -> dict[str, int]:
 def traffic(program: HloProgram) -> tuple[float, float]:
     """Return two sums of bytes, read plus written.
 
-    The first is of all kernels other than products. The second is of those among them that only change a layout.
+    The first sum covers all kernels other than products. The second sum covers the kernels among these that only change
+    a layout.
     """
     total = layout = 0.0
     for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
@@ -132,10 +133,7 @@ def traffic(program: HloProgram) -> tuple[float, float]:
 
 
 def _is_product(program: HloProgram, instruction: Instruction) -> bool:
-    """Return whether an instruction is a product, or contains one of a library.
-
-    A fusion may contain a library's product.
-    """
+    """Return whether an instruction is a product, or a fusion with a library product."""
     calls = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else []
     return bool(product_kind(instruction)) or any(
         inner.opcode == "custom-call" and product_kind(inner) for inner in calls

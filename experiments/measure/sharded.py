@@ -74,9 +74,9 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
 
 
 def _program(model: GPT2, way: Way, axes: tuple[str, ...]) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
-    """Return the params' shapes, their stacked part, and the loss for their specs.
+    """Return the params' shapes, the name of their stacked part, and the loss.
 
-    The loss is a function from specs to the loss function.
+    The loss is a function from the params' specs to the loss function.
     """
     if way == "hand":
         shapes = jax.eval_shape(lambda: stacked.make_params(model))

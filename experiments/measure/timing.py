@@ -1,6 +1,6 @@
 """Time several functions under the same conditions.
 
-They run in one process, after warm-up, and take turns.
+The functions run in one process, after warm-up, and take turns.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def quartiles(times: list[float]) -> tuple[float, float, float]:
 def ratio(times: list[float], other: list[float]) -> tuple[float, float, float]:
     """Return the quartiles of the ratio of two functions' times.
 
-    The times are of the same round, in which drift cancels.
+    Two times of the same round are divided, so that drift cancels.
     """
     return quartiles([a / b for a, b in zip(times, other, strict=True)])
 

@@ -103,7 +103,7 @@ def all_of(
 ) -> tuple[dict[str, Prepared], dict[str, str]]:
     """Prepare all functions and call each once.
 
-    Return the prepared functions, and the errors of the others.
+    Return the prepared functions, and the errors of the functions that failed.
     """
     prepared, errors = dict[str, Prepared](), dict[str, str]()
     for name, ready in make.items():
@@ -125,7 +125,7 @@ def compared(
     block_ms: float,
     tell: Callable[[int, str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Return each function's times and their ratio to the first one's.
+    """Return each function's times and their ratio to the first function's times.
 
     A function that fails has an ``error`` instead.
 

@@ -1,6 +1,6 @@
-"""Models in Flax Linen, without a dtype in their code. jaxmp sets their precision.
+"""Models in Flax Linen, without a dtype in their code.
 
-:mod:`experiments.models.nnx` has some of them in NNX.
+jaxmp sets their precision. :mod:`experiments.models.nnx` has some of the models in NNX.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
     Hendrycks and Gimpel 2016, arXiv 1606.08415.
 
     Autodiff of ``jax.nn.gelu`` saves intermediate values, which take more memory than the input and may be float32.
-    Here the gradient recomputes them from the input. Value and gradient are computed in float32 and rounded once. Under
-    :func:`jaxmp.autocast`, a float32 input is saved in half precision. Only reverse mode is supported: ``jax.jvp`` of
-    this function raises a TypeError.
+    This function's gradient recomputes these values from the input. Value and gradient are computed in float32 and
+    rounded once. Under :func:`jaxmp.autocast`, a float32 input is saved in half precision. Only reverse mode is
+    supported: ``jax.jvp`` of this function raises a TypeError.
 
     Args:
       x: any shape, any floating dtype.

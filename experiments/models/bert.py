@@ -1,4 +1,4 @@
-"""BERT's encoder with its head for masked tokens (Devlin et al. 2018, arXiv 1810.04805)."""
+"""BERT with its head for masked tokens (Devlin et al. 2018, arXiv 1810.04805)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BERT(nn.Module):
     and the vocabulary is padded to a multiple of 64.
 
     Attributes:
-      vocabulary: the number of tokens. Their embeddings are also the output layer.
+      vocabulary: the number of tokens. The embeddings of the tokens are also the output layer.
       sequence: the length of the longest sequence.
       layers: the number of blocks.
       heads: the attention heads per block.
@@ -120,7 +120,7 @@ class BERT(nn.Module):
 class Layer(transformer.Block):
     """Attention over the whole sequence and a two-layer perceptron.
 
-    Each is added to its input and then normalised.
+    The result of each is added to its input, and the sum is normalised.
     """
 
     def setup(self) -> None:

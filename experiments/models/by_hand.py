@@ -21,8 +21,8 @@ from experiments.models.workloads import LossFn, Workload
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
     """Return attention over (batch, tokens, heads, head width).
 
-    On a GPU, or if :func:`experiments.models.attention.implementation` asks for cuDNN, it is JAX's attention function.
-    In half precision that function uses cuDNN.
+    On a GPU, or if :func:`experiments.models.attention.implementation` asks for cuDNN, JAX's attention function
+    computes the result. In half precision that function uses cuDNN.
     """
     if (attention.asked() or jax.default_backend()) in ("cudnn", "gpu"):
         implementation = "cudnn" if q.dtype.itemsize == 2 else None  # None is JAX's default
@@ -77,7 +77,7 @@ class GPT2(Transformer):
 
 
 class BERT(Transformer):
-    """A model from tokens (batch, tokens) to the logits of the token at each position."""
+    """A model from tokens (batch, tokens) to the logits of each position's token."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -130,9 +130,9 @@ class ResNet(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """An LSTM layer under ``lax.scan``, from (tokens, batch, width) to the same shape.
+    """An LSTM layer under ``lax.scan`` (Hochreiter & Schmidhuber 1997).
 
-    Hochreiter & Schmidhuber 1997.
+    The layer maps (tokens, batch, width) to the same shape.
     """
 
     dtype: Any
@@ -185,7 +185,7 @@ def build(case: Workload, dtype: Any = None) -> nn.Module:
 
 
 def init(case: Workload, model: nn.Module, key: jax.Array) -> tuple[Any, Any]:
-    """Return fresh float32 params, and the model's other variables (running statistics)."""
+    """Return fresh float32 params, and the other variables (running statistics)."""
     spec = case.batch["inputs"]
     variables = dict(model.init(key, jnp.zeros((1, *spec.shape[1:]), spec.dtype)))
     return variables.pop("params"), variables

@@ -1,4 +1,7 @@
-"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
+"""GPT-2, a transformer.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 class GPT2(nn.Module):
-    """A transformer from tokens (batch, sequence) to the logits of the next ones.
+    """A transformer from tokens (batch, sequence) to the logits of the next tokens.
 
     The logits are (batch, sequence, vocabulary). Modules and params have the names of the published weights, which
     :mod:`experiments.models.weights` loads. There is no dropout. Inside, activations are (batch · sequence, width) and
     the vocabulary is padded to a multiple of 64.
 
     Attributes:
-      vocabulary: the number of tokens. Their embeddings are also the output layer.
+      vocabulary: the number of tokens. The embeddings of the tokens are also the output layer.
       sequence: the length of the longest sequence.
       layers: the number of blocks.
       heads: the attention heads per block.
@@ -95,7 +98,7 @@ class GPT2(nn.Module):
 class Block(transformer.Block):
     """Attention and a two-layer perceptron.
 
-    Each reads normalised activations, and its result is added to the residual stream.
+    Each of the two reads normalised activations, and adds its result to the residual stream.
 
     Attributes:
       depth: the number of blocks in the model. The kernels that write to the residual stream start 1/√(2·depth) as
@@ -121,7 +124,7 @@ class Block(transformer.Block):
 class Loop(nn.Module):
     """A scan over ``depth`` blocks.
 
-    Their params are stacked along the first dimension.
+    The params of the blocks are stacked along the first dimension.
     """
 
     heads: int

@@ -1,8 +1,8 @@
 """ResNet-50, GPT-2 and BERT in torch, as a careful user writes them for one GPU.
 
-The benchmark train_step compares jaxmp with them. They compute the same functions with the same params as the models of
-:mod:`experiments.models`, and a test checks this with converted weights. They have a single product for query, key and
-value, torch's fused attention, and tied embeddings.
+The benchmark train_step compares jaxmp with these models. They compute the same functions with the same params as the
+models of :mod:`experiments.models`, and a test checks this with converted weights. The torch models have a single
+product for query, key and value, torch's fused attention, and tied embeddings.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GPT2(Transformer):
 
 
 class BERT(Transformer):
-    """A model from tokens (batch, tokens) to the logits of the token at each position."""
+    """A model from tokens (batch, tokens) to the logits of each position's token."""
 
     def __init__(self, vocabulary: int, sequence: int, layers: int, width: int, causal: bool) -> None:
         super().__init__(vocabulary, sequence, layers, width, causal)
@@ -154,7 +154,7 @@ def build(case: Workload) -> nn.Module:
 def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy over examples or tokens.
 
-    Under autocast it is float32 too.
+    The loss is float32 even under autocast.
     """
     logits = model(inputs)
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))

@@ -1,4 +1,4 @@
-"""A multilayer perceptron for benchmarks. It consists almost only of products."""
+"""A multilayer perceptron for benchmarks, which consists almost only of products."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A small next-token model.
 
-It follows Bengio et al. 2003, "A Neural Probabilistic Language Model".
+The model follows Bengio et al. 2003, "A Neural Probabilistic Language Model".
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from jaxmp.losses import projected_cross_entropy
 class CNN(nnx.Module):
     """:class:`experiments.models.CNN` in NNX.
 
-    It needs the shape of the images, (height, width, channels).
+    The constructor needs the shape of the images, (height, width, channels).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Block(nnx.Module):
 class ResNet(nnx.Module):
     """:class:`experiments.models.resnet.ResNet` with basic blocks in NNX.
 
-    ``channels`` is that of the images.
+    ``channels`` is the number of channels of the images.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class GPT2(nnx.Module):
     """:class:`experiments.models.by_hand.GPT2` in NNX.
 
     Args:
-      vocabulary: the number of tokens. Their embeddings are also the output layer.
+      vocabulary: the number of tokens. The embeddings of the tokens are also the output layer.
       sequence: the length of the longest sequence.
       layers: the number of layers.
       width: the width of the residual stream.

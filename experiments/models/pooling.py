@@ -1,4 +1,4 @@
-"""Max pooling that saves the position of each maximum, not its input.
+"""Max pooling that saves the position of each maximum, not the input.
 
 A position takes a byte.
 """
@@ -33,9 +33,9 @@ def max_pool(x: jax.Array, window: int = 3, stride: int = 2, padding: int = 1) -
     If several numbers are equal to the maximum, the first one gets the gradient.
 
     The gradient of ``flax.linen.max_pool`` saves the input, the largest activation of a ResNet, to find the maxima
-    again. Here a byte for each window saves the position of its maximum. The gradient at a position of the input is a
-    sum over the few windows that cover it, so nothing is scattered. Only reverse mode is supported: ``jax.jvp`` of this
-    function raises a TypeError.
+    again. This function saves a byte for each window instead: the position of the maximum. The gradient at a position
+    of the input is a sum over the few windows that cover it, so nothing is scattered. Only reverse mode is supported:
+    ``jax.jvp`` of this function raises a TypeError.
 
     Args:
       x: (batch, height, width, channels) of any floating dtype.
@@ -120,9 +120,9 @@ _max_pool.defvjp(_forward, _backward)
 
 
 def _over(values: jax.Array, shifts: tuple[int, int], geometry: _Geometry, outside: int) -> jax.Array:
-    """Return the values of one window that covers each position of the input.
+    """Return, for each position of the input, the value of a window that covers it.
 
-    ``shifts`` chooses the last window that covers a position, or an earlier one.
+    ``shifts`` chooses the last window that covers a position, or an earlier window.
     """
     for axis, size, shift in ((1, geometry.height, shifts[0]), (2, geometry.width, shifts[1])):
         repeated = jnp.repeat(values, geometry.stride, axis)

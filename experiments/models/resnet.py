@@ -19,7 +19,7 @@ class Block(nn.Module):
 
     Arrays are (batch, height, width, channels). ``basic`` has two 3×3 convolutions. ``bottleneck`` has convolutions of
     1×1, 3×3 and 1×1, and the result has four times ``width`` channels. The stride is in the 3×3 convolution (v1.5). The
-    last scale starts at zero, so the block starts as its shortcut (Goyal et al. 2017).
+    scale of the last normalisation starts at zero, so the block starts as its shortcut (Goyal et al. 2017).
     """
 
     kind: Literal["basic", "bottleneck"]
@@ -81,7 +81,10 @@ class ResNet(nn.Module):
 
 
 def resnet18(classes: int = 10, small_images: bool = False) -> ResNet:
-    """Return a ResNet-18. It has 11,689,512 params for 1,000 classes and large images."""
+    """Return a ResNet-18.
+
+    It has 11,689,512 params for 1,000 classes and large images.
+    """
     return ResNet((2, 2, 2, 2), "basic", classes, small_images=small_images)
 
 
@@ -94,5 +97,5 @@ def resnet50(classes: int = 10, small_images: bool = False) -> ResNet:
 
 
 def _conv(channels: int, kernel: int, stride: int) -> nn.Conv:
-    # The same padding on both sides, which published weights need. "SAME" pads strided convolutions asymmetrically.
+    # Published weights need the same padding on both sides. "SAME" pads strided convolutions asymmetrically.
     return nn.Conv(channels, (kernel, kernel), stride, padding=kernel // 2, use_bias=False, kernel_init=KERNEL_INIT)

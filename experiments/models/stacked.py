@@ -44,7 +44,8 @@ def loss_fn_of(
 ) -> Callable[..., Any]:
     """Return the loss function of a train step.
 
-    It is the mean cross-entropy of ``labels``, float32. A batch has ``inputs`` and ``labels``, both (batch, sequence).
+    The loss is the mean cross-entropy of ``labels``, float32. A batch has ``inputs`` and ``labels``, both (batch,
+    sequence).
 
     Args:
       model: the model, which gives the sizes.

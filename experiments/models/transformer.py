@@ -19,7 +19,7 @@ NORMAL = nn.initializers.normal(0.02)
 
 
 class Embed(nn.Embed):
-    """Embeddings that are also the output layer (Press & Wolf 2016, arXiv 1608.05859).
+    """Embeddings that are also the output layer (Press & Wolf, arXiv 1608.05859).
 
     The rows are looked up before they are cast, so that the gradients of equal tokens are summed in float32.
     """
@@ -50,7 +50,7 @@ def embed(rows: int, width: int) -> Embed:
 def aligned(vocabulary: int) -> int:
     """Return the number of rows of the embeddings.
 
-    It is ``vocabulary`` padded to a multiple of 64 for tensor cores.
+    The number is ``vocabulary`` padded to a multiple of 64 for tensor cores.
     """
     return align_dim(vocabulary, 64)
 

@@ -1,11 +1,11 @@
 """Convert published weights of GPT-2 and BERT to params, and back.
 
 The files are safetensors. The params are those of :mod:`experiments.models`. GPT-2's tensors are those of
-``openai-community/gpt2``, with or without the prefix ``transformer.``. Its kernels are stored as (in, out). BERT's
-tensors are those of ``bert-base-uncased`` with its head for masked tokens. The params of its norms may have the names
-``weight`` and ``bias`` or the older names ``gamma`` and ``beta``. Its kernels are stored as (out, in), and queries,
-keys and values are separate tensors. The rows with which the models pad the vocabulary are zeros in the params and are
-not in the files.
+``openai-community/gpt2``, with or without the prefix ``transformer.``. GPT-2's kernels are stored as (in, out). BERT's
+tensors are those of ``bert-base-uncased`` with its head for masked tokens. The params of BERT's norms may have the
+names ``weight`` and ``bias`` or the older names ``gamma`` and ``beta``. BERT's kernels are stored as (out, in), and
+queries, keys and values are separate tensors. The rows with which the models pad the vocabulary are zeros in the params
+and are not in the files.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Published(NamedTuple):
     def load_for(self, params: Any, path: Path) -> dict[str, Any]:
         """Return the params in a file for a model.
 
-        The context of the model may be shorter than that of the file.
+        The context of the model may be shorter than the file's.
 
         Args:
           params: the params of the model, or their shapes.

@@ -1,8 +1,8 @@
 """The models for benchmarks: ResNet-50, BERT-Base and GPT-2.
 
-A workload also has the batches and the losses. They are the models of :mod:`experiments.models`, in float32 and without
-a dtype in their code. A benchmark sets the precision. :mod:`experiments.models.by_hand` has models of the same sizes
-without jaxmp.
+A workload is a model with its batches and its loss. The models are those of :mod:`experiments.models`, in float32 and
+without a dtype in their code. A benchmark sets the precision. :mod:`experiments.models.by_hand` has models of the same
+sizes without jaxmp.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Workload:
         return kind(sizes.vocabulary, sizes.length, sizes.layers, sizes.width // 64, sizes.width, self.remat)
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
-        """Return fresh float32 params, and the model's other variables (running statistics)."""
+        """Return fresh float32 params, and the other variables (running statistics)."""
         example = [jnp.zeros((1, *spec.shape[1:]), spec.dtype) for spec in self.batch.values()]
         init = self.model.init
         variables = dict(init(key, example[0]) if self.images else init(key, *example, method="loss"))
@@ -138,7 +138,7 @@ class Workload:
     def loss_fn(self, model: nn.Module | None = None) -> LossFn:
         """Return the loss function of a train step.
 
-        It returns the float32 mean of the loss over examples or tokens, and the new model state.
+        The loss function returns the float32 mean of the loss over examples or tokens, and the new model state.
 
         Args:
           model: the model under a policy with float32 output; None for the model without a policy.

@@ -1,6 +1,6 @@
-"""Trains the runs whose page the site shows.
+"""Train the runs whose page the docs site shows.
 
-They train a small GPT-2 in float16, bfloat16 and float32.
+The runs train a small GPT-2 in float16, bfloat16 and float32.
 
 python -m experiments.report.example_runs
 
@@ -70,8 +70,8 @@ def main(config: Config) -> None:
 def keep(run: Path, kept: Path) -> None:
     """Copy the files that the page reads, without data that it does not show.
 
-    Left out are the list of arrays in the memory plan and the shares of all kinds of tensors but the one in the heat
-    map.
+    The copy leaves out the list of arrays in the memory plan. It also leaves out the shares of all kinds of tensors
+    except the kind that the heat map shows.
     """
     kept.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.csv", "summary.json", "plan.json"):

@@ -43,7 +43,7 @@ class Goal(NamedTuple):
     def cell(self, form: str = "", mark: str = "") -> str:
         """Return the table cell of the figure.
 
-        It is empty if the figure was not measured.
+        The cell is empty if the figure was not measured.
         """
         if self.value is None:
             return ""

@@ -1,7 +1,7 @@
 """Write the main table of the README, on mixed precision on a GPU.
 
-It compares mixed precision for ResNet-50, BERT-Base and GPT-2 on a GPU. The figures come from the newest result of each
-kind in experiments/results:
+The table compares mixed precision for ResNet-50, BERT-Base and GPT-2 on a GPU. The figures come from the newest result
+of each kind in experiments/results:
 
 - train_step*: measured train steps
 - compile_only*: train steps compiled for a GPU that was not attached
@@ -62,7 +62,7 @@ class Row:
 def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) -> Source | None:
     """Return the newest ``results/NAME*/NAME.json`` that fits, or None.
 
-    It fits if ``holds`` is true for it. ``holds`` leaves out smoke tests and runs of small models.
+    A result fits if ``holds`` is true for it. ``holds`` leaves out smoke tests and runs of small models.
 
     Raises:
       ValueError: one of the files is not JSON.
@@ -121,7 +121,7 @@ class Sources:
     def goals(self, model: str) -> dict[str, tuple[Goal, str]]:
         """Return a model's goals by key, each with the mark for its table cell.
 
-        A measured figure has no mark. Where none was measured, the figure of the compiled step is used.
+        A measured figure has no mark. Where no figure was measured, the figure of the compiled step is used.
         """
         steps = self.steps(model)
         goals = {goal.key: (goal, "") for goal in train_step_goals.goals(steps)}

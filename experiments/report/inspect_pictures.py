@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/inspect.md from real runs.
+"""Draw the pictures of docs/inspect.md from real runs.
 
-They are written between their markers in the page.
+Each picture is written between its markers in the page.
 
 python -m experiments.report.inspect_pictures
 
@@ -175,7 +175,7 @@ def measure(case: Workload, row: Row, smoke: bool) -> dict[str, Any]:
 def memory_text(case: Workload, plans: dict[str, Memory]) -> Iterator[str]:
     """Yield the lines of a table of the plans in GB.
 
-    Below is a comparison with a widely quoted breakdown.
+    Below the table is a comparison with a widely quoted breakdown.
     """
     yield f"{case.text.replace('BERT', 'BERT-Large')}: the whole train step (forward, backward, clipping, AdamW),"
     yield f"compiled for {plans['float32'].device}, not run. GB (10⁹ bytes) at the peak:"

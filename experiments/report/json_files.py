@@ -12,7 +12,7 @@ from typing import Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes strict JSON atomically.
+    """Write strict JSON atomically.
 
     Non-finite numbers become strings ("nan", "inf", "-inf").
     """

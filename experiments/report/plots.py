@@ -37,7 +37,7 @@ def drawn(draw: Callable[..., None]) -> Callable[..., None]:
 
 
 def save(figure: Any, path: Path, caption: str = "", dpi: int = 110) -> None:
-    """Writes a picture, with a small caption at the bottom right."""
+    """Write a picture, with a small caption at the bottom right."""
     figure.supxlabel(caption, fontsize=7.5, color=GREY, x=0.995, ha="right")
     figure.savefig(path, dpi=dpi)
 
@@ -99,7 +99,7 @@ class Panel:
 
 @drawn
 def panels(grid: Sequence[Sequence[Panel]], path: Path, caption: str = "") -> None:
-    """Writes a picture of a grid of panels.
+    """Write a picture of a grid of panels.
 
     Panels beside one another share the names of their rows if the names are equal. Each row of the grid may have a
     different number of panels.

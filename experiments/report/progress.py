@@ -72,7 +72,7 @@ class Progress:
             self._bar.stop()
 
     def advance(self, steps: int, text: str, title: str | None = None) -> None:
-        """Adds ``steps`` to the steps done, and shows the bar with ``text``.
+        """Add ``steps`` to the steps done, and show the bar with ``text``.
 
         Args:
           steps: the number of steps done since the last call.

@@ -1,6 +1,6 @@
-"""Copies measured figures into the README and six pages of docs.
+"""Copy measured figures into the README and six pages of docs.
 
-They come from experiments/results, and are written between two markers.
+The figures come from experiments/results, and are written between two markers in each file.
 
 python -m experiments.report.readme
 
@@ -53,7 +53,7 @@ def facts(text: str) -> str:
 def block(root: Path = ROOT) -> str:
     """Return the README's section of measured figures.
 
-    They come from the results below ``root``.
+    The figures come from the results below ``root``.
     """
     results = root / "experiments" / "results"
     lines = ["## Measured", ""]
@@ -86,7 +86,7 @@ _WITH_SCALING = ("jaxmp.loss_scaling", "jmp.DynamicLossScale", "flax DynamicScal
 
 
 def cost_table(results: Path) -> list[str]:
-    """Return a table of the time that loss scaling adds to a step, in lines of Markdown."""
+    """Return a Markdown table of the time that loss scaling adds to a step."""
     lines = ["| step | jaxmp | jmp | flax | the same step again |", "|---|---:|---:|---:|---:|"]
     for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
         for heading, text in sections(file).items():
@@ -115,7 +115,7 @@ def folded(title: str, lines: list[str]) -> list[str]:
 def measured_block(root: Path = ROOT) -> str:
     """Return the measured figures for docs/measured.md.
 
-    They come from the results below ``root``.
+    The figures come from the results below ``root``.
     """
     results = root / "experiments" / "results"
     demo = sections(results / "demo" / "compare.md")
@@ -172,7 +172,7 @@ def measured_block(root: Path = ROOT) -> str:
 def gradient_sums_block(root: Path = ROOT) -> str:
     """Return the measured figures for docs/gradient_sums.md.
 
-    They come from the newest result below ``root``.
+    The figures come from the newest result below ``root``.
     """
     source = headline.gradient_sums(root / "experiments" / "results")
     if source is None:
@@ -191,7 +191,7 @@ def gradient_sums_block(root: Path = ROOT) -> str:
 def sharding_block(root: Path = ROOT) -> str:
     """Return the table for docs/sharding.md of the GPUs that a model needs.
 
-    It comes from the newest result below ``root``.
+    The table comes from the newest result below ``root``.
     """
     source = headline.newest(root / "experiments" / "results", "sharded", lambda run: not run["smoke"])
     if source is None:
@@ -218,7 +218,7 @@ def sharding_block(root: Path = ROOT) -> str:
 def real_libraries_block(root: Path = ROOT) -> str:
     """Return the table for docs/real_libraries.md.
 
-    It has the errors of gradients under autocast, by program.
+    The table has the errors of gradients under autocast, by program.
     """
     file = root / "experiments" / "results" / "real_libraries" / "real_libraries.json"
     programs: dict[str, dict[str, dict]] = {}

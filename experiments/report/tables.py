@@ -46,7 +46,7 @@ class Table:
 def terminal() -> rich.console.Console:
     """Return the console that tables are printed on.
 
-    Without a terminal it is wide, so that no cell is cut.
+    Without a terminal, the console is wide, so that no cell is cut.
     """
     console = rich.console.Console()
     return console if console.is_terminal else rich.console.Console(width=240)

@@ -1,6 +1,6 @@
-"""Keep the C allocator from returning large buffers after every step.
+"""Keep the memory that a step frees, so that the next step can reuse it.
 
-It would return them to the operating system.
+Otherwise the C allocator would return large buffers to the operating system.
 """
 
 from __future__ import annotations

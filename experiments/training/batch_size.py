@@ -1,7 +1,7 @@
 """Find the largest batch that fits in memory.
 
-The step is compiled for several batches, and is not run. The memory of a step grows about linearly with the batch. So a
-line through the memory of two batches predicts the largest batch, and a few compilations find it.
+The step is compiled for several batch sizes, and is not run. The memory of a step grows about linearly with the batch.
+So a line through the memory of two batches predicts the largest batch, and a few compilations find it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def largest_batch(
     Args:
       needs: compiles the step with a batch, and returns its bytes or ``NO_ROOM``. See :func:`step_bytes`.
       limit: the bytes that a step may take. See :func:`free_bytes`.
-      least: the smallest batch. All batches are multiples of it. It is the number of microbatches, for example.
+      least: the smallest batch, for example the number of microbatches. All batches are multiples of this number.
       multiple: batches that are large enough are also multiples of this number.
       most: the largest useful batch.
 
@@ -113,7 +113,7 @@ def largest_batch(
 
 
 def step_bytes(experiment: Experiment, batch_size: int) -> int:
-    """Return the bytes of a train step with a batch of a size and the next batch.
+    """Return the bytes of a train step, including its batch and the next batch.
 
     The next batch counts because it is on the device before the step ends.
 
@@ -131,7 +131,7 @@ def step_bytes(experiment: Experiment, batch_size: int) -> int:
 def free_bytes(limit: str | None = None) -> int:
     """Return the bytes that a step may take.
 
-    They are ``limit``, or a share of the free memory of the device. For a CPU this is the memory of the host.
+    The result is ``limit``, or a share of the free memory of the device. For a CPU this is the memory of the host.
 
     Raises:
       ValueError: ``limit`` is not a number of bytes, or it is None and the device does not report its free memory.

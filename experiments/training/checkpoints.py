@@ -6,9 +6,9 @@ scale of another class starts fresh on resume. The item ``about`` holds everythi
 a folder to its step once it is complete, so a folder left by a killed process is not mistaken for a checkpoint.
 Checksums detect files that are damaged later (:mod:`experiments.training.checksums`).
 
-Several processes write a checkpoint together into a shared folder. Each one writes the arrays on its devices. The first
-process also removes unfinished checkpoints, and adds the checksums when all have written. A checkpoint can be restored
-on any number of devices, and each process reads only the arrays for its devices.
+Several processes write a checkpoint together into a shared folder. Each process writes the arrays on its devices. The
+first process also removes unfinished checkpoints, and adds the checksums when all processes have written. A checkpoint
+can be restored on any number of devices, and each process reads only the arrays for its devices.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Checkpoint:
         return self._read({})
 
     def _read(self, places: dict[str, jax.sharding.Sharding]) -> dict[str, Any]:
-        """Read the arrays. Those in ``places`` get their sharding, the others are on the host."""
+        """Read the arrays onto the host; arrays in ``places`` get the sharding there."""
         targets = {
-            # A NumPy array as target asks for a NumPy array. This view has the shape but a single number.
+            # If the target is a NumPy array, the result is one too. This view has the shape, but only one number.
             name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=places[name])
             if name in places
             else np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
@@ -159,8 +159,8 @@ class _Manager(ocp.CheckpointManager):
 class Checkpoints:
     """A context manager that writes the checkpoints of a run in the background.
 
-    It ends when the last checkpoint is written. All processes must create it with the same arguments and call its
-    methods in the same order.
+    The context ends when the last checkpoint is written. All processes must create the manager with the same arguments
+    and call its methods in the same order.
 
     Args:
       folder: the folder of the checkpoints, which is created if it does not exist. Unfinished checkpoints in it are
@@ -230,7 +230,7 @@ class Checkpoints:
     def check(self) -> None:
         """Raise if the checkpoint that is being written has failed.
 
-        Otherwise other processes would wait for this one.
+        Without this check, the other processes would wait for this process.
 
         Raises:
           OSError: a checkpoint cannot be written.
@@ -269,7 +269,7 @@ class Checkpoints:
 def steps(folder: Path) -> list[int]:
     """Return the steps of the finished checkpoints in a folder, in order.
 
-    They are not checked for damage.
+    The checkpoints are not checked for damage.
     """
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
@@ -339,7 +339,7 @@ def _orbax_failures_as_damage(folder: Path) -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Silence Orbax's log.
 
-    It logs in each thread an error that it also raises.
+    In each thread, Orbax logs an error that it also raises.
     """
     logger = logging.getLogger("absl")
     level = logger.level
@@ -361,7 +361,7 @@ def _was_retrieved(record: logging.LogRecord) -> bool:
 def _split(state: jaxmp.TrainState) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Return two dictionaries of a state's leaves by name.
 
-    The second has those of the loss scale, the first all others.
+    The second dictionary has the leaves of the loss scale, the first has all others.
     """
     named = dict(zip(_names(state), jax.tree.leaves(state), strict=True))
     scale = {name: named.pop(name) for name in list(named) if name.startswith(_LOSS_SCALE)}
@@ -404,7 +404,7 @@ def _data(leaf: jax.Array) -> jax.Array:
 def _like(value: np.ndarray | jax.Array, leaf: jax.Array) -> jax.Array:
     """Return ``value`` as an array like ``leaf``.
 
-    It gets the sharding of ``leaf``, and is a key if ``leaf`` is a key.
+    The new array gets the sharding of ``leaf``, and is a key if ``leaf`` is a key.
     """
     if isinstance(value, jax.Array):
         array = value

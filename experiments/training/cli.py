@@ -30,7 +30,7 @@ BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto", a
 
 def _path(words: list[str]) -> Path:
     if not words[0]:  # Path("") would be the current folder
-        raise ValueError("a folder must have a name, got '' (an unset variable of the shell?); write . for this one")
+        raise ValueError("a folder must have a name, got '' (an unset variable?); write . for the current folder")
     return Path(words[0])
 
 
@@ -65,7 +65,7 @@ class PrecisionFlags:
     """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast, paths begin with
     the model's name."""
     low_precision: Literal["none", "nearest", "kahan", "stochastic", "bfloat16", "float8"] = "none"
-    """Rounding of bfloat16 params (--policy bfloat16_sr), with which they learn without float32 copies. bfloat16 and
+    """A way to round bfloat16 params (--policy bfloat16_sr), so that they learn without float32 copies. bfloat16 and
     float8 round stochastically and also store the optimizer's moments in that format."""
 
 
@@ -112,10 +112,10 @@ class CheckpointFlags:
     """Number of checkpoints to keep. The oldest are removed."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Continue from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/. The result
-    is bit for bit that of a run that was not stopped. Give the flags of that run. You may change the number of steps
-    (a finished run then trains further), the policy (if the params keep their dtype), the loss scale, and flags that do
-    not affect training. A loss scale of the same kind (static, dynamic or headroom) continues from its value. The data
-    must be the same, but may be in another folder."""
+    is the same, bit for bit, as without the stop. Give the flags with which the run began. You may change the number of
+    steps (a finished run then trains further), the policy (if the params keep their dtype), the loss scale, and flags
+    that do not affect training. A loss scale of the same kind (static, dynamic or headroom) continues from its value.
+    The data must be the same, but may be in another folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,8 +254,8 @@ def plain_warnings() -> None:
 def plain_threads() -> None:
     """Silence the tracebacks of tensorstore's threads.
 
-    There is one for each array that cannot be written. They cannot be caught. The error itself is raised where the
-    checkpoint is waited for.
+    There is one traceback for each array that cannot be written, and no code can catch it. The error itself is raised
+    when the run waits for the checkpoint.
     """
     report = sys.unraisablehook
 

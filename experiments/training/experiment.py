@@ -34,7 +34,7 @@ class Experiment:
       init_params: makes fresh params from a seed.
       create: makes the initial state from params. The params belong to the state then and must not be used again.
       train_batches: ``train_batches(seed, start=0)`` yields batches without end, from the batch with number ``start``.
-        A batch depends only on the seed and its number, so a resumed run sees the same batches.
+        A batch depends only on the seed and on the batch's number, so a resumed run sees the same batches.
       test_batches: returns the held-out batches, the same every time.
       steps: the number of steps to train.
       batch_size: the examples per step, counted in ``unit``.
@@ -79,7 +79,7 @@ class Experiment:
     def evaluate(self, state: jaxmp.TrainState) -> dict[str, float]:
         """Return the metrics of ``eval_step``, averaged over the held-out examples.
 
-        This waits for the device.
+        The call waits for the device.
         """
         sizes, results = [], []
         for batch in self.test_batches():

@@ -52,8 +52,8 @@ def _may_be_had_now(record: dict[str, Any]) -> bool:
 def require_alike(file: Path, now: dict[str, Any]) -> None:
     """Check that new measurements have the setting of an earlier result.
 
-    Only then can they be compared. The versions may differ in packages that only one side has, because a package may
-    have been installed since.
+    Only measurements with equal settings can be compared. The versions may differ in packages that only one side has,
+    because a package may have been installed since.
 
     Args:
       file: the earlier result.
@@ -112,7 +112,7 @@ class Clock:
 class Kept:
     """The measurements in a run folder.
 
-    Each is in a file, and is not made again if the file exists.
+    Each measurement is in a file, and is not made again if the file exists.
 
     Args:
       folder: the run folder.

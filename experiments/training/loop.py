@@ -1,6 +1,6 @@
 """The training loop of every script.
 
-It starts a run, or resumes a run from its last checkpoint.
+The loop starts a run, or resumes a run from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def running(
 
     The block loops over its batches. When the block ends, the run is evaluated and ``run.summary`` has the results,
     unless SIGTERM stopped the run before its last step. If the folder cannot be written to any more, the process ends
-    with one line. If there are several processes, all call this function. The first one makes the folder, writes to it
-    and shows progress.
+    with one line. If there are several processes, all call this function. The first process makes the folder, writes to
+    it and shows progress.
 
     Args:
       name: the name of the experiment, for the run folder.
@@ -224,10 +224,12 @@ def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) 
 
 
 def require_same_data(checkpoint: Checkpoint, experiment: Experiment, seed: int) -> None:
-    """Check that the examples are those of the run. Their folder may have changed.
+    """Check that the examples are the same as when the run began.
+
+    The data may be in another folder.
 
     Raises:
-      ValueError: the examples are others.
+      ValueError: the examples are different.
     """
     there = checkpoint.about["precision"].get("data", "data"), checkpoint.about["examples"]
     here = experiment.precision.get("data", "data"), experiment.examples(seed)
@@ -242,7 +244,7 @@ def require_same_data(checkpoint: Checkpoint, experiment: Experiment, seed: int)
 def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> dict[str, Any] | None:
     """Return the summary of a run that has trained all its steps.
 
-    The result is None for a run that has not.
+    The result is None if the run has steps left.
 
     Raises:
       ValueError: the run has trained more steps than the flags ask for, or its summary is damaged.

@@ -52,7 +52,7 @@ def read(text: str | None) -> Mesh | None:
 def placing(config: Any) -> tuple[Mesh | None, Any]:
     """Return the mesh of the flags and the function that puts a batch on it.
 
-    Both are None for one device.
+    Both results are None for one device.
 
     Raises:
       ValueError: the mesh does not have the number of devices, or the devices do not divide a batch.
@@ -133,8 +133,8 @@ def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
 def gathered(loss_fn: Callable[..., Any], sharding: Sharding | None) -> Callable[..., Any]:
     """Return ``loss_fn`` for sharded params.
 
-    It gathers the params over all axes but ``tensor`` first. Otherwise XLA moves activations between the devices in
-    place of weights, which is about ten times as many bytes.
+    The returned function first gathers the params over all axes but ``tensor``. Otherwise XLA moves activations between
+    the devices in place of weights, which is about ten times as many bytes.
     """
     if sharding is None:
         return loss_fn

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-# By then the device has computed the metrics, and further steps are in its queue.
+# After this many steps, the device has computed the metrics, and further steps are in its queue.
 _STEPS_LATE = 8
 
 
@@ -42,7 +42,7 @@ class Late:
         return self._pop(_STEPS_LATE)
 
     def drain(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield all remaining metrics. This waits for the device."""
+        """Yield all remaining metrics, after the device has computed them."""
         return self._pop(0)
 
     def _pop(self, leave: int) -> Iterator[tuple[int, dict[str, float]]]:

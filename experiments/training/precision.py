@@ -60,7 +60,7 @@ class Precision(NamedTuple):
     Attributes:
       policy: a Policy or a PolicyMap.
       loss_scale: a loss-scale object.
-      loss_scale_text: the flag that names it.
+      loss_scale_text: the loss scale, as the flag ``--loss-scale`` names it.
       autocast: the arguments of :func:`jaxmp.autocast` for the loss function; empty without autocast.
     """
 
@@ -77,8 +77,8 @@ class Precision(NamedTuple):
     def input_dtype(self, config: Any) -> str:
         """Return the dtype of images.
 
-        It is the compute dtype, because the first module would round the images to it anyway. With an override or under
-        autocast it is float32, because the first module may then compute in float32.
+        Usually it is the compute dtype, because the first module would round the images to this dtype anyway. With an
+        override or under autocast it is float32, because the first module may then compute in float32.
         """
         return "float32" if config.override or self.autocast else compute_dtype(self.policy).name
 
@@ -176,12 +176,13 @@ def require_matches(experiment: Any) -> None:
 def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable[..., Any], Any]]) -> list[Any]:
     """Return autocast's arguments for each of several loss functions.
 
-    Each gets the overrides that match in it. The functions may call different methods of a model, whose operations have
-    different paths.
+    Each loss function gets the overrides that match in it. The functions may call different methods of a model, whose
+    operations have different paths.
 
     Args:
       autocast: the result of :func:`read_autocast`.
-      functions: each loss function with its arguments, as arrays or ShapeDtypeStructs. It is traced for each override.
+      functions: each loss function with its arguments, as arrays or ShapeDtypeStructs. Each loss function is traced for
+        each override.
 
     Raises:
       UnmatchedOverrideError: an override matches in none of the functions. The error is a ValueError.
@@ -204,7 +205,7 @@ def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable
 def compute_dtype(policy: Any) -> Any:
     """Return the compute dtype of a policy.
 
-    For a PolicyMap, it is that of the root policy.
+    For a PolicyMap, return the compute dtype of the root policy.
     """
     return (policy.root if isinstance(policy, jaxmp.PolicyMap) else policy).compute_dtype
 
@@ -213,7 +214,7 @@ def read_loss_scale(text: str) -> Any:
     """Return the loss scale that ``text`` names.
 
     Examples are ``none``, ``static:4096``, ``dynamic`` and ``headroom``. Parameters of the loss scale follow after a
-    colon, as in ``dynamic:loss_scale=1024,period=100``. The first needs no name.
+    colon, as in ``dynamic:loss_scale=1024,period=100``. The first parameter needs no name.
 
     Raises:
       ValueError: the kind or a parameter is unknown, or a value out of range.
@@ -242,7 +243,7 @@ def read_loss_scale(text: str) -> Any:
 def read_overrides(texts: tuple[str, ...]) -> dict[str, str]:
     """Return ``PATTERN=POLICY`` texts as a dictionary of overrides.
 
-    It is an argument of :func:`jaxmp.linen.apply_policy`.
+    The dictionary is an argument of :func:`jaxmp.linen.apply_policy`.
 
     Raises:
       ValueError: a text is not of this form.

@@ -1,9 +1,10 @@
 """Run several processes of a job, which start and stop together.
 
 All of them end if one of them ends or hangs. ``jax.distributed`` connects the processes. SLURM or Kubernetes starts
-them, and restarts all when one of them has ended. JAX notices a process that ends after at most ``HEARTBEAT_S`` and
-ends the others. JAX does not notice a process that hangs, so each process has a watchdog, which ends it if it makes no
-step for some time. An error before the first step, such as missing data on one machine, is raised in all processes.
+them, and restarts all when one of them has ended. If a process ends, JAX notices this after at most ``HEARTBEAT_S`` and
+ends the others. JAX does not notice a process that hangs, so each process has a watchdog, which ends the process if it
+makes no step for some time. An error before the first step, such as missing data on one machine, is raised in all
+processes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 def start(config: Any) -> None:
     """Connect to the other processes, if there are any.
 
-    The flags or the environment say so.
+    The flags or the environment say whether there are any.
 
     Raises:
       ValueError: a flag is missing or out of range, or not all processes started in time.
@@ -78,7 +79,8 @@ def start(config: Any) -> None:
             "all again with --resume",
             file=sys.stderr,
         )
-    # JAX now exchanges the devices of all processes. Later the others would wait while the first one prepares data.
+    # Here JAX exchanges the devices of all processes. Later, the others would wait while the first process prepares
+    # data.
     jax.devices()
 
 
@@ -147,7 +149,8 @@ def together(make: Callable[[], T], *, first_before: bool = False) -> T:
 
     Args:
       make: the function that each process calls.
-      first_before: whether the first process calls it before the others, which can then use files that it has written.
+      first_before: whether the first process calls ``make`` before the others. They can then use files that it has
+        written.
 
     Raises:
       ValueError: the error of the first process that failed.
@@ -207,7 +210,7 @@ def require_alike(flags: Mapping[str, Any]) -> None:
     """Check that all processes have the same flags, the same code and the same JAX.
 
     Raises:
-      ValueError: they differ.
+      ValueError: the processes differ.
     """
     if not several():
         return
@@ -233,7 +236,7 @@ def _code() -> str:
 def asked_to_stop(step: int) -> bool:
     """Return whether all processes must stop after this step.
 
-    They must if one of them received SIGTERM. Every process must call this after every step.
+    All processes must stop if one of them received SIGTERM. Every process must call this function after every step.
 
     Args:
       step: the number of steps that this process has trained.
@@ -245,11 +248,11 @@ def asked_to_stop(step: int) -> bool:
 
 
 class Watchdog:
-    """Ends the process if :meth:`alive` is not called in time.
+    """A timer that ends the process if :meth:`alive` is not called in time.
 
-    It prints the stacks of all threads. A thread prints the problem and the remedy. It cannot run if the process hangs
-    while it holds Python's lock. Then the thread of ``faulthandler``, which needs no lock, ends the process two seconds
-    later.
+    A thread prints the problem, the remedy and the stacks of all threads, and ends the process. This thread cannot run
+    if the process hangs while it holds Python's lock. In that case ``faulthandler``, whose thread needs no lock, prints
+    the stacks and ends the process two seconds later.
     """
 
     def __init__(self, seconds: int) -> None:
@@ -307,7 +310,7 @@ def alive(times: int = 1) -> None:
 def end() -> None:
     """Wait until all processes are done.
 
-    The first one still draws and writes after the others.
+    The first process still draws and writes when the others are done.
     """
     if several():
         alive(LONG)
@@ -319,8 +322,8 @@ def end() -> None:
 def leave(code: int) -> None:
     """End this process after an error, without a shutdown.
 
-    In a shutdown it would wait for the other processes. It first waits a few seconds for the others, so that they can
-    print their errors too. When the first process ends, JAX ends the others.
+    In a shutdown, this process would wait for the other processes. Before it ends, it waits a few seconds, so that the
+    others can print their errors too. When the first process ends, JAX ends the others.
     """
     if several():
         sys.stdout.flush()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def run_folder(name: str, folder: Path | None) -> Path:
-    """Return ``folder``, or a new folder ``runs/NAME-TIME``. The folder exists then.
+    """Return ``folder``, or a new folder ``runs/NAME-TIME``; make it if necessary.
 
     Raises:
       ValueError: no file can be written to the folder.
@@ -51,7 +51,7 @@ def _told_of_folder(folder: Path, rule: str, remedy: str) -> Iterator[None]:
 def folder_to_resume(name: str, folder: Path | None) -> Path:
     """Return the folder of the run to resume.
 
-    It is ``folder``, or that of the newest run of the experiment.
+    The result is ``folder``, or the folder of the newest run of the experiment.
 
     Raises:
       ValueError: there is no such run.

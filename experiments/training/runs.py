@@ -46,13 +46,13 @@ COLUMNS = (
 class Run:
     """A training run, from its first step or from a checkpoint, as a context manager.
 
-    When it ends, the progress bar stops, the last checkpoint is written and the file of metrics is closed. After
-    SIGTERM, the current step is saved and there are no further batches. If there are several processes, all save the
-    same step, and only the first process writes other files.
+    When the context ends, the progress bar stops, the last checkpoint is written and the file of metrics is closed.
+    After SIGTERM, the current step is saved and there are no further batches. If there are several processes, all save
+    the same step, and only the first process writes other files.
 
     Attributes:
       experiment: the experiment that is trained.
-      state: its current state.
+      state: the current train state.
       folder: the run folder.
       summary: the results, once the run has finished.
       stopped: whether SIGTERM ended the run before its last step.
@@ -156,9 +156,9 @@ class Run:
                     describe(self._unwatched, self.state, batch, self.folder)
 
     def _watched(self, state: jaxmp.TrainState, batch: Batch) -> Any:
-        """Run the next step. It is watched if its number is a multiple of ``--watch``.
+        """Run the next step, watched if its number is a multiple of ``--watch``.
 
-        The first watched step and the first plain one compile, so their time does not count as training.
+        The first watched step and the first step that is not watched compile, so their time does not count as training.
         """
         assert self._watch is not None
         every = self._config.watch
@@ -218,7 +218,7 @@ class Run:
     def save(self, state: jaxmp.TrainState) -> None:
         """Begin to write a checkpoint.
 
-        The time that the run waits for it does not count as training.
+        The time that the run waits for the checkpoint does not count as training.
         """
         assert self._checkpoints is not None
         waited = self._paused_s
@@ -313,7 +313,7 @@ class Run:
     def _open(self, size: int) -> TextIO:
         """Open the file of metrics, truncated to ``size`` bytes, and read its rows.
 
-        The size is that at the checkpoint.
+        ``size`` is the size of the file at the time of the checkpoint.
         """
         if not self._writes:
             return open(os.devnull, "w")

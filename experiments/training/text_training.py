@@ -150,7 +150,7 @@ def load(config: Any) -> Text:
 
 
 def split_remat(remat: str) -> tuple[Any, str]:
-    """Split the flag ``--remat`` into that of the blocks and that of the step."""
+    """Split the flag ``--remat`` into the remat of the blocks and that of the step."""
     return (remat, "none") if remat in get_args(Remat) else ("none", remat)
 
 
@@ -228,7 +228,8 @@ def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequ
 class Setup:
     """A task under its precision, on a mesh or on one device.
 
-    It has everything that an experiment needs except the train step and the evaluation step, which a script makes.
+    A setup has everything that an experiment needs, except the train step and the evaluation step, which a script
+    makes.
 
     Attributes:
       config: the flags, from :func:`settled`.
@@ -286,7 +287,7 @@ class Setup:
     def closing(self, state: jaxmp.TrainState, test: dict[str, float]) -> Closing:
         """Save the trained params, and return the task's numbers and texts.
 
-        The file is ``--save-weights``.
+        The params are saved to the file of ``--save-weights``.
         """
         params = state.params
         if state.ema_params is not None:

@@ -1,6 +1,6 @@
-"""The flags --watch and --tensorboard.
+"""Write the counts of watched steps, for the flags --watch and --tensorboard.
 
-The counts of watched steps are written to the run folder.
+The counts are written to the run folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxmp.inspect.watch_files import FILE, read
 
 
 class Watching:
-    """The watched steps of a run. Each is a line of watch.jsonl.
+    """The watched steps of a run. Each step is a line of watch.jsonl.
 
     A resumed run keeps the lines up to its checkpoint.
     """
@@ -58,7 +58,7 @@ class Watching:
 def tensorboard(folder: Path, start: int = 0) -> Any:
     """Return a writer for TensorBoard.
 
-    It removes what an earlier process wrote after the step ``start``.
+    Everything that an earlier process wrote after the step ``start`` is removed.
 
     Raises:
       ValueError: no package with a writer is installed.

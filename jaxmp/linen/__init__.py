@@ -1,4 +1,4 @@
-"""Policies for Flax Linen modules, by module or by operation."""
+"""Mixed precision for Flax Linen modules: ``apply_policy`` and ``autocast``."""
 
 from jaxmp.linen.policied import apply_policy as apply_policy
 from jaxmp.linen.policied import autocast as autocast

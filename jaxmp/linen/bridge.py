@@ -20,8 +20,8 @@ def is_bridge(cls: type) -> bool:
 class _PolicyRequired:
     """A function that creates an NNX module and checks that the module has a policy.
 
-    It replaces ``make`` in the field ``nnx_class`` of an ``nnx.bridge.ToLinen``. Flax creates the NNX module anew in
-    each call of the ``ToLinen``, so its policy cannot be checked before the call.
+    It replaces the author's function in the field ``nnx_class`` of an ``nnx.bridge.ToLinen``. Flax calls the function
+    in each call of the ``ToLinen``, so the NNX module does not exist before the call.
 
     Attributes:
       make: the function that the author passed to ``ToLinen``.
@@ -38,7 +38,7 @@ class _PolicyRequired:
         return module
 
     def fail(self, name: str) -> NoReturn:
-        """Raise the error; ``name`` is the name of the NNX module's class."""
+        """Raise the error for an NNX module of the class ``name``."""
         at = f"{'/'.join(self.path)!r}, " if self.path else ""
         raise ValueError(
             f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of {name}.\n"
@@ -50,7 +50,7 @@ class _PolicyRequired:
 def require_policy_in_bridge(module: Any, path: Path) -> None:
     """Raise a ValueError if a ``ToLinen`` wraps an NNX module without a policy.
 
-    If the ``ToLinen`` has a function that creates the module, the error is raised when Flax calls the function.
+    ``module`` is the ``ToLinen``. If its ``nnx_class`` is a function, the error is raised when Flax calls the function.
     """
     make = module.nnx_class
     checked = _PolicyRequired(make, path)

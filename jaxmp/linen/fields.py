@@ -11,7 +11,7 @@ import numpy as np
 from jaxmp.engine.module_border import is_default, is_floating
 from jaxmp.policy.policies import Policy
 
-_REPLACED = "_jaxmp_replaced"  # the attribute of a module with the original values of fields that a policy replaced
+_REPLACED = "_jaxmp_replaced"  # the attribute that stores the original values of a module's replaced fields
 
 
 def replaced_fields(module: nn.Module) -> dict[str, Any]:
@@ -28,10 +28,10 @@ def replace_field(module: nn.Module, name: str, value: Any) -> None:
 def fill_dtypes(
     module: Any, defaults: Mapping[str, Any], policy: Policy, overridden: bool, container: bool
 ) -> dict[str, np.dtype]:
-    """Set the dtype fields of ``module`` that have their defaults from its policy.
+    """Set dtype fields to the policy's dtypes, unless the author set them.
 
-    If the policy comes from an override, fields with other values are set too. In a container, a ``dtype`` of None is
-    not set, so that each submodule gets its own dtype.
+    A field counts as set by the author if its value is not the default. If the policy comes from an override, such
+    fields are replaced too. In a container, a ``dtype`` of None stays None, so that each submodule gets its own dtype.
 
     Args:
       module: a module that is bound to a scope.
@@ -41,7 +41,8 @@ def fill_dtypes(
       container: whether the module has submodules and no params of its own.
 
     Returns:
-      The dtypes of the fields ``param_dtype`` and ``dtype``. A field that the policy cannot set is left out.
+      The dtypes of the fields ``param_dtype`` and ``dtype``. A field is left out if it does not exist, is not a
+      floating dtype, or stays None.
     """
     dtypes = {}
     for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):

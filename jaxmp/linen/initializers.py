@@ -33,7 +33,7 @@ def trace_initializers_once(module: Any, shapes: dict[Any, Any], is_wide: bool) 
       is_wide: whether half-precision params are cast to float32, because the module is traced in float32.
     """
     make = type(module).param
-    reference = weakref.ref(module)  # a cycle would keep tracers alive
+    reference = weakref.ref(module)  # a strong reference to the module would be a cycle, which keeps tracers alive
 
     def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
         bound: Any = reference()

@@ -1,9 +1,9 @@
 """Policies for Flax Linen modules, without changes to their code.
 
-:func:`apply_policy` returns an instance of a subclass of the module's class. This module is the root. If code outside
-of the root calls one of its methods, the method runs under the policies (see ``jaxmp/linen/run.py``). Names and scopes
-do not change, so the variables are those of the original module. Fields are set on the clones that Linen creates for
-one ``init`` or ``apply``, never on the user's objects.
+:func:`apply_policy` returns an instance of a subclass of the module's class. The returned module is the root. If code
+outside of the root calls a method of the root, the method runs under the policies (see ``jaxmp/linen/run.py``). Names
+and scopes do not change, so the variables are those of the original module. Dtype fields are set on the clones that
+Linen creates for one ``init`` or ``apply``, never on the user's objects.
 """
 
 from __future__ import annotations
@@ -45,31 +45,34 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     the dtypes of the computed values. Batch statistics and all other collections keep their dtypes. Initializers that
     JAX cannot run in half precision, such as the orthogonal one, run in float32.
 
-    A module with a ``dtype`` field, such as ``nn.Dense``, computes in that dtype as Flax defines it. If you set a
-    ``dtype`` or ``param_dtype`` that differs from the class's default, the module keeps it, unless an override matches
-    the module. A submodule that already has a policy keeps its policy. Flax's attention without a ``dtype`` has half
-    products and a float32 softmax; with ``decode=True`` it computes in the dtype of its inputs.
+    The policy sets the fields ``dtype`` and ``param_dtype``. A module with a ``dtype`` field, such as ``nn.Dense``,
+    then computes as Flax defines for this dtype. A field whose value you changed from its default keeps your value,
+    unless an override matches the module. A submodule that already has a policy keeps its policy. Flax's attention
+    without a ``dtype`` has half-precision products and a float32 softmax. With ``decode=True``, its softmax is half
+    precision too.
 
-    In a module without a ``dtype`` field, the results of layers are half precision. If such a module has params of its
-    own, it is traced in float32, and the rules of :func:`jaxmp.autocast` decide the dtype of each operation. If it has
-    none, each operation has the dtype of its inputs, so ``jnp.mean`` of a float16 array returns float16.
+    A module without a ``dtype`` field gets half-precision results from its layers. If the module has params of its own,
+    it is traced in float32, and the rules of :func:`jaxmp.autocast` decide the dtype of each operation. If the module
+    has no params of its own, each operation has the dtype of its inputs, so ``jnp.mean`` of a float16 array returns
+    float16.
 
     Gradients of params are summed in float32. A loop's carry keeps the dtype of its initial value, because jaxmp
-    replaces JAX's loops while the model is traced. So call these loops by their full names, such as ``jax.lax.scan``.
-    The model is traced as under ``jax.jit``, so its Python code cannot branch on values of arrays.
+    replaces ``jax.lax.scan`` and JAX's other loops while the model is traced. Write ``jax.lax.scan`` in full: a name
+    that you import with ``from jax.lax import scan`` is not replaced. The model is traced as under ``jax.jit``, so its
+    Python code cannot branch on values of arrays.
 
     Args:
       module: any Linen module, which you may also nest in another. A new policy replaces an earlier one.
-      policy: anything that :func:`jaxmp.get_policy` reads.
+      policy: anything that :func:`jaxmp.get_policy` takes.
       overrides: a mapping from pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may
-        begin with the name of ``module`` (its class, if it has no name), as paths in the output of
-        :mod:`jaxmp.inspect` do: ``Net/head`` means ``head``.
+        begin with the name of ``module``, or with its class if it has no name, so ``Net/head`` means ``head``. The
+        paths that :mod:`jaxmp.inspect` prints begin with this name.
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
       ValueError: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps an NNX module without a policy; or the
         half policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that
-        runs all modules). These errors are raised when the module runs, because its submodules do not exist earlier.
+        runs all modules). A ValueError is raised when the module runs, because its submodules do not exist earlier.
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -98,11 +101,11 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
-      ValueError: the policy does not compute in half; an override computes neither in the policy's half dtype nor in
-        float32; an override names an unknown primitive or class. When the module runs: a pattern matched no module and
-        no variable; an override matched no operation; or overrides of modules, of ``"class:half"`` or of ``"class:*"``
-        keep every product in float32. (Overrides of primitives, such as ``{"primitive:dot_general": "float32"}``, may
-        do so.)
+      ValueError: the policy does not compute in half precision; an override computes neither in the policy's half dtype
+        nor in float32; an override names an unknown primitive or class. Raised when the module runs: a pattern matched
+        no module and no variable; an override matched no operation; or overrides of modules, of ``"class:half"`` or of
+        ``"class:*"`` keep every product in float32. (Overrides of primitives, such as ``{"primitive:dot_general":
+        "float32"}``, may keep every product in float32.)
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -129,7 +132,7 @@ def _under(module: M, root: Root, name: str) -> M:
 class _Policied(Hooks):
     """A mixin for the class of a root.
 
-    If code outside of the root calls one of its methods, a run starts (see ``jaxmp/linen/run.py``).
+    A run starts if code outside of the root calls a method of the root (see ``jaxmp/linen/run.py``).
     """
 
     jaxmp_root: Root
@@ -142,7 +145,7 @@ class _Policied(Hooks):
             return call()
         if (run := run_with_root(self)) is not None:
             run.copy = weakref.ref(self)
-            run.decide(self)  # before its submodules get scopes
+            run.decide(self)  # before the submodules get scopes
             return call()
         check, _engine_check.value = _engine_check.value, None
         creates_params = self.is_initializing() or (
@@ -210,7 +213,7 @@ class _Policied(Hooks):
 
 
 def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fun``, a function of a scope, as a function that the engine rewrites."""
+    """Return ``fun``, a function of a scope, as one that ``jaxmp.engine`` rewrites."""
 
     def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
@@ -222,13 +225,13 @@ def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -
     return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
 
 
-# The code of Linen's wrapper of methods. A method with a lifted transform has another wrapper, and so have the methods
-# of a transformed class.
+# Linen wraps each method in a function with this code. A method with a lifted transform has another wrapper, and so
+# does each method of a transformed class.
 _WRAPPER = nn.Dense.__call__.__code__
 
 
 def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
-    """Wrap ``method`` so that calls from outside of the root run under its policies."""
+    """Wrap ``method`` so that a call from outside of the root starts a run."""
 
     @functools.wraps(method)
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -238,9 +241,10 @@ def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any
 
 
 def _as_one_run(method: Any) -> Any:
-    """Return the argument ``method`` of ``apply``; wrap a function as one run.
+    """Wrap the argument ``method`` of ``apply`` if it is a plain function.
 
-    A function may call several methods of the module. A method, and the name of one, are returned unchanged.
+    The function may call several methods of the module, and all of these calls then belong to one run. A method or the
+    name of a method is returned unchanged.
     """
     is_method = method is None or isinstance(method, str) or inspect.ismethod(method)
     return method if is_method or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
@@ -287,7 +291,7 @@ def _make_class(base: Any, root: Root) -> Any:
         jaxmp_programs: ClassVar[dict[Any, Any]] = {}
         __hash__ = base.__hash__
 
-    # Linen names submodules after their class: the name must not change.
+    # Linen names submodules after their class, so the class keeps its name.
     Policied.__name__, Policied.__qualname__, Policied.__module__ = base.__name__, base.__qualname__, base.__module__
     Policied.__doc__ = base.__doc__
     for name in dir(base):
@@ -340,7 +344,7 @@ def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: 
 
 
 class _ThreadValue(threading.local):
-    """A value that each thread has for itself."""
+    """A value that is separate in each thread."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -355,9 +359,9 @@ class _ThreadValue(threading.local):
             self.value = before
 
 
-# If the engine is tracing the next run, the check to which the run reports its modules; otherwise None.
+# While the engine traces a run, the check that gets the run's list of modules that are not half precision; else None.
 _engine_check = _ThreadValue(None)
-# Whether modules that are attributes of a bound module are returned under its policies.
+# True if reading a submodule of a bound module returns the submodule under the policies.
 _returns_views = _ThreadValue(True)
 
 

@@ -1,7 +1,7 @@
 """Roots, and the flags of Linen scopes that show to which root a module belongs.
 
 A root is a module to which the user applied policies or autocast. Linen copies the flags of a scope to every scope that
-is created below it, also in lifted transforms. The flags are part of the cache key of ``nn.jit``.
+is created below this scope, even in lifted transforms. The flags are part of the cache key of ``nn.jit``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxmp.policy.patterns import Path
 from jaxmp.policy.policy_map import PolicyMap
 
 ROOT_FLAG = "jaxmp_root"  # the hash of the innermost root that the scope belongs to
-OUTER_FLAG = "jaxmp_outer"  # the hash of the next root outside of that root, if there is one
+OUTER_FLAG = "jaxmp_outer"  # the hash of the next root around the innermost one, if there is one
 POLICY_FLAG = "jaxmp_policy"  # keeps nn.jit from sharing a trace between modules of different policies
 
 
@@ -29,8 +29,8 @@ class Root:
 
     Attributes:
       policies: the policy of the root and its overrides for modules.
-      prefix: the path from the model with the policies to this module. It is empty, except for a submodule of a bound
-        model, such as ``model.bind(variables).encoder``.
+      prefix: the path of the root in the model to which the user applied the policies. The path is empty, except for a
+        submodule of a bound model, such as ``model.bind(variables).encoder``.
       autocast: whether the root runs under autocast, which does not change fields and params.
       operations: the overrides for operations under autocast.
     """
@@ -43,7 +43,8 @@ class Root:
     def rules(self, decided: Callable[[Any], object]) -> Rules:
         """Return the rules for the engine.
 
-        Under autocast they have the half dtype of the whole model. Otherwise each module has its own half dtype.
+        Under autocast, the rules name one half-precision dtype for the whole model. Otherwise they name none, because
+        each module has its own dtype.
         """
         if not self.autocast:
             return Rules(None, decided=decided)
@@ -53,7 +54,7 @@ class Root:
     def mark(self, module: nn.Module) -> None:
         """Set the flag of this root on the scope of ``module``.
 
-        Scopes that are created below it inherit the flag.
+        Scopes that are created below this scope inherit the flag.
         """
         scope: Any = module.scope
         if scope.flags.get(ROOT_FLAG, hash(self)) != hash(self):

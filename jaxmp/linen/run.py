@@ -4,9 +4,9 @@ The root is the module to which the user applied the policies. A run lasts from 
 its return. During the run, a method interceptor handles every method call of the root and of the modules below it. A
 flag in a module's scope shows to which root the module belongs (see ``jaxmp/linen/root.py``).
 
-The decision for a module says how the module computes. It is made before the first method of the module runs. It sets
-the ``dtype`` and ``param_dtype`` fields of the module. While a method runs, a scope on JAX's name stack (a mark) tells
-the engine whether the method computes as written or as the engine decides.
+The decision for a module says how the module computes. Making the decision also sets the ``dtype`` and ``param_dtype``
+fields, before the first method of the module runs. While a method runs, a scope on JAX's name stack (a mark) tells
+``jaxmp.engine`` whether to keep the dtypes of the module's code or to choose the dtype of each operation.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class _LinenCall:
     decision: Treatment
 
     def is_around(self, run: RootRun, module: nn.Module) -> bool:
-        """Return whether a call of ``module`` inside of this call is a part of this call.
+        """Return whether this call's module calls itself when it calls ``module``.
 
-        That is so if a module calls its own helper method, or the body of its lifted transform. The arguments and the
+        For example, a module calls its own helper method, or the body of its lifted transform. The arguments and the
         result of such an inner call are not cast.
         """
         related = isinstance(module, type(self.module)) or isinstance(self.module, type(module))
@@ -155,7 +155,7 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: An
 
 
 class RootRun:
-    """A run of a root's method, with the decisions for its modules.
+    """A run of a root's method, with the decisions for all modules that it calls.
 
     Args:
       module: the root, bound to a scope.
@@ -177,7 +177,7 @@ class RootRun:
         self.decisions: dict[Path, _LinenDecision] = {}
         self.shapes: dict[Any, Any] = {}  # the shapes of initial values, by initializer and arguments
         self.defaults: dict[type, dict[str, Any]] = {}  # the defaults of the fields, by class
-        self.called: dict[Path, Reason | None] = {}  # for each called module, why it is not half; None if it is half
+        self.called: dict[Path, Reason | None] = {}  # why each called module is not half precision, or None
         self.not_half: list[NotHalf] = []  # filled at the end of an outermost run that called every module
         self.nested: list[Path] = []  # the paths of roots and bridges below this root
         config: Any = jax.config
@@ -268,7 +268,7 @@ class RootRun:
         defaults = self._defaults_of(module)
         dtypes = fill_dtypes(module, defaults, policy, is_overridden, is_container)
         if isinstance(module, nn.MultiHeadDotProductAttention) and module.dtype is None and not module.decode:
-            return "float32", dtypes  # as written, the softmax would be half; a cache stays half
+            return "float32", dtypes  # else the softmax would be half precision; with ``decode`` it stays so
         if is_bridge(type(module)) or ("dtype" in defaults and is_floating(module.dtype)):
             return "written", dtypes
         if owns_params or (is_overridden and not is_parent):
@@ -303,7 +303,7 @@ class RootRun:
     # --- calls ---
 
     def call(self, module: nn.Module, method: str, next_fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a method of ``module``, which belongs to this run, under its decision."""
+        """Call a method of a module of this run, under the module's decision."""
         decision = self.decide(module)
         if method == "setup":
             next_fun(*args, **kwargs)
@@ -357,10 +357,10 @@ class RootRun:
     def _decide_children(self, module: nn.Module) -> None:
         """Make the decisions for the submodules of ``module`` before they are called.
 
-        The module may read the dtype fields of a submodule, or call a method of it that Linen does not intercept.
+        The module may read a submodule's dtype fields, or call a submodule's method that Linen does not intercept.
         """
-        # In the engine's trace the module is a copy. Linen has bound its submodules, but has not registered them as its
-        # children.
+        # In the engine's trace ``module`` is a copy. Linen has bound the copy's submodules, but has not registered them
+        # as children, so they are read from the fields.
         attributes = [vars(module).get(name) for name in self._defaults_of(module) if name not in ("parent", "name")]
         attributes = [value for value in attributes if not isinstance(value, _NO_MODULES)]
         in_fields = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
@@ -422,7 +422,7 @@ class RootRun:
 
 
 def _outside(bridges: Iterable[Path], path: Path) -> Path:
-    """Return the path of a variable without the modules inside of a bridge.
+    """Return a variable's path, without the part that lies inside of a bridge.
 
     ``bridges`` are the paths of the modules of the class ``nnx.bridge.ToLinen``.
     """

@@ -17,8 +17,8 @@ from jaxmp.policy.patterns import Path
 
 Variables = Mapping[str, Any]
 PARAMS = "params"
-# The collections of computed values, which keep the dtypes in which they were computed. All other collections have the
-# dtypes of the module without a policy. A module that is traced in float32 casts the collections of _COMPUTED to its
+# The collections in _ACTIVATIONS keep the dtypes in which their values were computed. All other collections have the
+# dtypes that they have without a policy. A module that is traced in float32 casts the collections in _COMPUTED to its
 # compute dtype.
 _COMPUTED = ("cache", "intermediates")
 _ACTIVATIONS = (*_COMPUTED, "perturbations")

@@ -26,8 +26,8 @@ class ModuleNode:
     Attributes:
       module: the module.
       paths: all paths of the module; a shared module has several.
-      around: the modules that contain it, along the first path.
-      dtypes: its ``dtype`` and ``param_dtype`` attributes as the author set them, if they are floating or None.
+      around: the modules that contain this module, along its first path.
+      dtypes: the ``dtype`` and ``param_dtype`` attributes as the author set them, if they are floating or None.
     """
 
     module: Any
@@ -38,10 +38,11 @@ class ModuleNode:
     def is_filled(self, name: str, overridden: bool) -> bool:
         """Return whether a policy sets the attribute ``name``.
 
-        A policy from an override always sets it. Any other policy sets it if the attribute has its default. The default
-        of a containing module counts too, because the constructor of that module may have passed it on. The ``dtype``
-        of ``nnx.WeightNorm`` and ``nnx.SpectralNorm`` is never set, because they would store the Params of their layer
-        in it.
+        A policy from an override always sets the attribute. Any other policy sets the attribute if it has its default
+        value. The default of a containing module counts too, because that module's constructor may have passed the
+        default on. The ``dtype`` of ``nnx.WeightNorm`` and ``nnx.SpectralNorm`` is never set, because these modules
+        cast the Params of the wrapped layer to it. The ``dtype`` of Flax's attention is not set if the author left it
+        None.
         """
         if name == "dtype" and (isinstance(self.module, _WRITE_PARAMS) or self.is_attention()):
             return False
@@ -57,7 +58,7 @@ class ModuleNode:
         return False
 
     def is_attention(self) -> bool:
-        """Return whether the module is Flax's attention without a dtype of its author."""
+        """Return whether the module is Flax's attention, with its ``dtype`` left None."""
         return isinstance(self.module, nnx.MultiHeadAttention) and self.dtypes.get("dtype") is None
 
     def own_params(self) -> list[nnx.Param[Any]]:
@@ -124,7 +125,7 @@ def read_graph(model: nnx.Module) -> ModuleGraph:
                 return
             node = nodes.setdefault(id(value), ModuleNode(value, [], around, _author_dtypes(value)))
             node.paths.append(path)
-            if node.wraps_linen:  # patterns do not match modules inside of it
+            if node.wraps_linen:  # patterns do not match modules inside of the Linen module
                 if node.has_linen_policy():
                     graph.nested.append(value)
                 return

@@ -1,4 +1,4 @@
-"""An optimizer with loss scaling for NNX, and a function that computes its gradients."""
+"""An NNX optimizer with loss scaling, and a function that computes gradients."""
 
 from __future__ import annotations
 
@@ -148,13 +148,14 @@ class Optimizer(_Object):
           **kwargs: extra arguments of the optax optimizer.
 
         Returns:
-          The updates that were added to the params. In a skipped step they are all -0.0.
+          The updates that were added to the params. In a skipped step, all updates are -0.0.
 
         Raises:
           TypeError: ``model`` is not an NNX model, for example because you swapped it with the gradients.
-          ValueError: ``model`` is not under a policy, although it has a copy under one, or although the optimizer was
-            created with a model under one; the params of ``model`` do not have the structure of the params that the
-            optimizer was created with; or the optimizer keeps a moving average, which only ``make_train_step`` updates.
+          ValueError: ``model`` is not under a policy, but has a copy under a policy; ``model`` is not under a policy,
+            but the optimizer was created with a model under a policy; the params of ``model`` have another structure
+            than the params that the optimizer was created with; or the optimizer keeps a moving average, which only
+            ``make_train_step`` updates.
         """
         require_model(model, "optimizer.update", "(model, grads)")
         require_policy(model, self)
@@ -214,7 +215,7 @@ def require_optimizer(optimizer: Any, who: str) -> None:
 
 
 def require_model(model: Any, call: str, arguments: str) -> None:
-    """Raise a TypeError if ``model`` is not an NNX model or a tree of Variables.
+    """Raise a TypeError unless ``model`` is an NNX model or a tree with NNX models.
 
     Args:
       model: the value that the user passed as the model.
@@ -259,12 +260,12 @@ def _changed(model: Any, before: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
-    """Set the Variables of ``model`` to the values ``before``, unless ``finite``."""
+    """Set Variables back to the values ``before``, unless ``finite`` is true."""
     arrays = []
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         old, new = before.get(_path_text(path)), value_of(leaf)
         if _path_text(path) not in before or not _is_alike(new, old):
-            continue  # the step has created the array or changed its shape, as for an intermediate
+            continue  # the step has created the array or changed its shape, for example of an intermediate
         value = _tree.select_tree(finite, new, old)
         if isinstance(leaf, nnx.Variable):
             leaf.set_raw_value(value)
@@ -307,9 +308,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Return a function that computes the true loss and gradients.
 
-    Use it in place of ``nnx.value_and_grad`` in your own step. It scales the loss and unscales the gradients, as
-    :func:`jaxmp.value_and_grad` does. If the step is skipped, ``optimizer.update`` undoes the writes of the loss
-    function to the model, such as new batch statistics.
+    Use it in place of ``nnx.value_and_grad`` in your own step. The returned function scales the loss and unscales the
+    gradients, as :func:`jaxmp.value_and_grad` does. If the step is skipped, ``optimizer.update`` undoes the writes of
+    the loss function to the model, such as new batch statistics.
 
     Args:
       loss_fn: a function that returns the loss, or ``(loss, aux)`` with ``has_aux``.
@@ -370,7 +371,7 @@ def _is_module(node: Any) -> bool:
 def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer, *, is_trained: bool) -> None:
     """Restore the values ``changed`` of ``model`` if the step is skipped.
 
-    For the trained model, ``optimizer.update`` restores them. For other models they are restored here.
+    ``optimizer.update`` restores the values of the trained model. This function restores the values of other models.
     """
     if is_trained:
         # NNX raises this error inside of a loop or a transformed function that does not take the optimizer.

@@ -1,8 +1,8 @@
 """Policies for Flax NNX models, without changes to their code.
 
 :func:`apply_policy` returns a copy of a model that shares its Variables. The copied modules have new ``dtype``
-attributes, and their methods run under their policies (see ``jaxmp/nnx/run.py``). Transforms of NNX, ``split`` and
-``merge`` see an ordinary model.
+attributes, and their methods run under their policies (see ``jaxmp/nnx/run.py``). ``nnx.split``, ``nnx.merge`` and the
+transforms of NNX treat the copy like any model.
 """
 
 from __future__ import annotations
@@ -37,28 +37,30 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     Variables with ``model``, except Params that must be cast to the param dtype.
 
     From then on use the copy: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step raises an
-    error for the original ``model``. To train in float32 on purpose, use ``apply_policy(model, "float32")``. If you
-    later add a module or Variable to the original or to the copy, the other model does not have it. So add it before
+    error for the original ``model``. To train in float32 on purpose, use ``apply_policy(model, "float32")``. A module
+    or Variable that you later add to the copy is missing in the original, and the reverse. So add all of them before
     you apply the policy, or apply the policy again.
 
-    A module with a ``dtype`` attribute, such as ``nnx.Linear``, computes in that dtype as Flax defines it. If you set a
-    ``dtype`` or ``param_dtype`` that differs from the constructor's default, the module keeps it, unless an override
-    matches the module. A nested module that already has a policy keeps its policy. Flax's attention without a
-    ``dtype`` has half products and a float32 softmax. ``init_cache`` without a ``dtype`` creates a cache in the
-    module's compute dtype.
+    The policy sets the attributes ``dtype`` and ``param_dtype``. A module with a ``dtype`` attribute, such as
+    ``nnx.Linear``, then computes as Flax defines for this dtype. An attribute whose value you changed from the
+    constructor's default keeps your value, unless an override matches the module. A nested module that already has a
+    policy keeps its policy. Flax's attention without a ``dtype`` has half-precision products and a float32 softmax.
+    ``init_cache`` without a ``dtype`` creates a cache in the module's compute dtype.
 
-    In a module without a ``dtype`` attribute, the results of layers are half precision. If such a module has Params of
-    its own, it is traced in float32, and the rules of :func:`jaxmp.autocast` decide the dtype of each operation. If it
-    has none, each operation has the dtype of its inputs, so ``jnp.mean`` of a float16 array returns float16.
+    A module without a ``dtype`` attribute gets half-precision results from its layers. If the module has Params of its
+    own, it is traced in float32, and the rules of :func:`jaxmp.autocast` decide the dtype of each operation. If the
+    module has no Params of its own, each operation has the dtype of its inputs, so ``jnp.mean`` of a float16 array
+    returns float16.
 
     Gradients of Params are summed in float32. A loop's carry keeps the dtype of its initial value, because jaxmp
-    replaces JAX's loops while the model is traced. So call these loops by their full names, such as ``jax.lax.scan``.
-    The model is traced as under ``jax.jit``, so its Python code cannot branch on values of arrays. Code outside of a
-    module's methods reads the module's Params in their stored dtype, and so do the module's generator methods.
+    replaces ``jax.lax.scan`` and JAX's other loops while the model is traced. Write ``jax.lax.scan`` in full: a name
+    that you import with ``from jax.lax import scan`` is not replaced. The model is traced as under ``jax.jit``, so its
+    Python code cannot branch on values of arrays. Code outside of a module's methods reads the module's Params in their
+    stored dtype. The module's generator methods do too.
 
     Args:
       model: any NNX module. It may be abstract (from ``nnx.eval_shape``). A new policy replaces an earlier one.
-      policy: anything that :func:`jaxmp.get_policy` reads.
+      policy: anything that :func:`jaxmp.get_policy` takes.
       overrides: a mapping from pattern to policy for parts of the model, see :class:`jaxmp.PolicyMap`. Paths are those
         of ``nnx.iter_modules``, such as ``encoder/layers/0``.
 
@@ -83,8 +85,8 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
     """Return ``model`` under autocast: a copy that shares its Variables.
 
     Attributes and Variables do not change. Autocast traces a whole call of the model and decides the dtype of each
-    operation. The paths of the modules are scopes on JAX's name stack. The body of a generator method runs in float32,
-    because it runs after the call of the method has returned.
+    operation. In the traced program, the path of each module is a scope on JAX's name stack. The body of a generator
+    method runs in float32, because it runs after the call of the method has returned.
 
     Args:
       model: any NNX module. It may be abstract (from ``nnx.eval_shape``). Autocast replaces an earlier policy.
@@ -96,11 +98,11 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; the policy does not compute in half; an override computes
-        neither in the policy's half dtype nor in float32; an override names an unknown primitive or class. When the
-        model is called: an override matched no operation; or overrides of modules, of ``"class:half"`` or of
-        ``"class:*"`` keep every product in float32. (Overrides of primitives, such as
-        ``{"primitive:dot_general": "float32"}``, may do so.)
+      ValueError: a pattern matched no module and no Variable; the policy does not compute in half precision; an
+        override computes neither in the policy's half dtype nor in float32; an override names an unknown primitive or
+        class. Raised when the model is called: an override matched no operation; or overrides of modules, of
+        ``"class:half"`` or of ``"class:*"`` keep every product in float32. (Overrides of primitives, such as
+        ``{"primitive:dot_general": "float32"}``, may keep every product in float32.)
 
     >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
@@ -164,7 +166,7 @@ def _decide(
     if by_autocast:
         mode = "autocast"
     elif node.is_attention():
-        mode = "float32"  # as written, its derivative would have float32 products
+        mode = "float32"  # in the mode "written", its derivative would have float32 products
     elif "dtype" in node.dtypes or node.wraps_linen:
         mode = "written"
     elif node.own_params() or (overridden and not node.is_parent()):
@@ -241,7 +243,7 @@ def _cast_params(module: nnx.Module, dtype: np.dtype, casts: dict[int, nnx.Varia
 
 
 def _nesting_level(node: ModuleNode, decision: NnxDecision, graph: ModuleGraph) -> int:
-    """Return a number that nested modules of equal class and decision do not share."""
+    """Return a number that differs in nested modules of equal class and decision."""
     # Containing modules are set up first. Submodules with an earlier policy have their level already.
     related = graph.nested if decision.is_root else [outer.module for outer in node.around]
     level = 0

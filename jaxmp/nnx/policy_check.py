@@ -1,8 +1,8 @@
-"""Raise an error if the original model is trained instead of its copy under a policy.
+"""Raise an error if a model is trained in place of its copy under a policy.
 
 ``apply_policy`` and ``autocast`` return a copy and do not change the original model. A user who trains the original by
-mistake would train in float32. So an optimizer records whether its model is under a policy, or has a copy under one. In
-both cases the loss must be computed with a model under a policy.
+mistake would train in float32. So an optimizer records whether its model is under a policy, or has a copy under a
+policy. In either case, the loss must be computed with a model under a policy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def needs_policy(model: Any) -> bool:
 def require_policy(model: Any, optimizer: Any) -> None:
     """Raise a ValueError if ``model`` has no policy, but should have one.
 
-    It should have a policy if ``model``, or the model that ``optimizer`` was created with, is under a policy or has a
-    copy under one.
+    ``model`` should have a policy in two cases: ``model`` has a copy under a policy, or the model that ``optimizer``
+    was created with is under a policy or has a copy under a policy.
     """
     if not is_module(model) or not (optimizer._needs_policy or needs_policy(model)):
         return

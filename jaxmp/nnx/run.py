@@ -1,9 +1,9 @@
 """The class of an NNX module under a policy, and the calls of its methods.
 
 A module under a policy is an instance of a subclass of its original class. The methods of the subclass run under the
-policy. The root is the model to which the user applied the policy. If code outside of the root calls one of its
-methods, the call runs as one program, which the engine rewrites. In this program, the methods of the modules below the
-root put their paths on JAX's name stack, with a mark that tells the engine how to compute them.
+policy. The root is the model to which the user applied the policy. If code outside of the root calls a method of the
+root, the call runs as one program, which ``jaxmp.engine`` rewrites. In this program, each method call of a module adds
+two scopes to JAX's name stack: the module's path, and a mark that tells the engine how to compute the method.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policies import Policy, check_backend
 
-# Variables of these types are stored in the dtype in which a module computes them. All others keep their dtype.
+# Variables of these types have the dtype in which a module computes them. All other Variables keep their dtype.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
-# The special methods that run under the policy. Python and Flax use the other ones to handle an object.
+# The special methods that run under the policy. Python and Flax use the other special methods to handle an object.
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "pow", "rshift", "or", "and")
 _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for name in _OPERATORS for r in ("", "r"))}
 
 
 @dataclasses.dataclass(frozen=True)
 class HalfPolicy:
-    """A half policy of a model, and the modules that do not compute in half.
+    """A half-precision policy of a model, and the modules that compute otherwise.
 
     Attributes:
       policy: the policy.
@@ -73,8 +73,8 @@ class NnxDecision(Treatment):
     Attributes:
       is_root: whether the policy was applied to this module itself. Its results are then cast to the output dtype.
       replaced: the original values of the attributes that the policy replaced.
-      level: a number that makes the classes of two nested modules differ if all else is equal. Without it, a call of
-        the inner module would look like a call of a copy of the outer one that a transform has made.
+      level: a number that makes the classes of two nested modules differ if all else is equal. Without this number, a
+        call of the inner module would look like a call of the outer module's copy in a transform.
       operations: the overrides for operations under autocast.
       half: for a root under a half policy, the policy and the modules that do not compute in half precision; None if
         all modules do.
@@ -158,7 +158,7 @@ def _entrance(name: str, method: Any) -> Callable[..., Any]:
 
 
 def _dtype_of_cache(module: Any) -> Any:
-    """Return the dtype in which a module stores a cache, or None for its method's default."""
+    """Return the dtype of a module's cache, or None for its method's default."""
     decision: NnxDecision = type(module).jaxmp_decision
     if decision.is_float32:
         return decision.policy.compute_dtype
@@ -166,12 +166,13 @@ def _dtype_of_cache(module: Any) -> Any:
 
 
 numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", default=None)
-"""A counter of runs, set while a tool inspects a program. Each run, and each call in a run, then has its own scope."""
+"""A counter of runs, set while a tool inspects a program. Each run, and each call in a run, then has a numbered
+scope."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _RootRun:
-    """A call of a root, with all calls of modules in it.
+    """A call of a root, with the calls of modules inside of this call.
 
     If you call a module below a root directly, as in ``model.head(x)``, the module is the root of this run.
 
@@ -259,7 +260,7 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 def _decision_now(module: Any) -> Any:
     """Return the decision for a call that begins now.
 
-    While policies are off, the module computes as written, and its path is still a scope on the name stack.
+    While policies are off, the module computes as its author wrote it, but its path is still a scope on the name stack.
     """
     decision: NnxDecision = type(module).jaxmp_decision
     return dataclasses.replace(decision, mode="autocast", override=None) if policies_off.value else decision
@@ -365,9 +366,9 @@ def _with_author_dtypes(modules: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _half_variables_widened(modules: list[Any]) -> Iterator[None]:
-    """Cast half-precision Params and caches of modules that are traced in float32 to float32.
+    """Cast Params and caches to float32 in modules that are traced in float32.
 
-    At the end of the context, they have their stored dtypes again.
+    Only half-precision values are cast. At the end of the context, they have their stored dtypes again.
     """
     stored = []
     for module in modules:

@@ -35,16 +35,16 @@ def make_train_step(
 ) -> TrainStep:
     """Return a jitted train step, ``step(model, optimizer, batch) -> metrics``.
 
-    It is :func:`jaxmp.make_train_step` for NNX, with the same metrics. The step changes the model and the optimizer in
-    place. If the norm of the gradients is not finite, the step is skipped: only the loss scale, the counters and the
-    random number generators change. All other Variables of the model and the optimizer's state stay the same, bit for
-    bit. The generators advance in every microbatch, so each microbatch has its own dropout mask.
+    The step reports the metrics of :func:`jaxmp.make_train_step`, and changes the model and the optimizer in place. If
+    the norm of the gradients is not finite, the step is skipped: only the loss scale, the counters and the random
+    number generators change. All other Variables of the model and the optimizer's state stay the same, bit for bit. The
+    generators advance in every microbatch, so each microbatch has its own dropout mask.
 
     If the loss uses a second model, such as a teacher, pass that model in the batch (``{"x": x, "teacher": teacher}``).
     If the loss function closes over the teacher instead, the step always uses the values that the teacher had when the
     step was compiled. The loss function may read NNX objects in the batch, such as Rngs and metrics, but not change
-    them. ``accumulate_steps`` and ``sharding`` split the batch, so with these arguments the batch cannot contain a
-    model. Then put both models into one module, and train one of the models with ``Optimizer(both, tx,
+    them. The arguments ``accumulate_steps`` and ``sharding`` split the batch, so that it cannot contain a model. With
+    these arguments, put both models into one module, and train one of them with ``Optimizer(both, tx,
     wrt=nnx.All(nnx.Param, nnx.PathContains("student")))``.
 
     Args:
@@ -56,17 +56,17 @@ def make_train_step(
       accumulate_steps: the number of microbatches per step.
       ema_decay: the decay of the moving average of an ``Optimizer(model, tx, ema=True)``.
       remat: the values that the backward pass recomputes.
-      donate: whether the new values reuse the memory of the old ones. An ``nnx.clone`` or ``nnx.state`` that you took
+      donate: whether the new values reuse the memory of the old values. An ``nnx.clone`` or ``nnx.state`` that you took
         from the model earlier may share this memory, and is then deleted. To keep it, copy its arrays, or pass False.
       max_consecutive_skips: the number of skipped steps in a row that ends the run with an error.
       sharding: a :class:`jaxmp.sharding.Sharding`, whose specs are ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``.
 
     Raises:
-      TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; or as for
+      TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; or an error of
         :func:`jaxmp.make_train_step`.
       ValueError: the step has no ``policy``, and the model was passed to ``apply_policy`` earlier (use the copy that
         ``apply_policy`` returned); the loss function writes to trained Variables, adds or removes Variables, or changes
-        an attribute that is not an array; or as for :func:`jaxmp.make_train_step`.
+        an attribute that is not an array; or an error of :func:`jaxmp.make_train_step`.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -113,8 +113,8 @@ class TrainStep:
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """Lower the program of a call, without running it.
 
-        Use the result to inspect the memory, the cost and the text of the program. The arguments may have shapes in
-        place of arrays. They are not changed.
+        Use the result to inspect the memory, the cost and the text of the program. The arguments are not changed, and
+        may have shapes in place of arrays.
         """
         return self.of_trees.lower(self._state_of(model, optimizer), batch)
 
@@ -215,7 +215,7 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
 def _require_unchanged(params: Any, ends: list[int | None]) -> None:
     """Raise a ValueError if a loss function writes to a trained Variable.
 
-    ``ends`` has an entry for each param after the call: the number of the old param that it equals, or None.
+    ``ends`` has an entry for each param after the call: the number of the equal param before the call, or None.
     """
     for n, name in enumerate(_leaf_names(params)):
         if ends[n] != n:

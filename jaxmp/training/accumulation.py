@@ -18,7 +18,8 @@ def accumulated(
 
     Args:
       differentiate: a function that takes ``(model_state, batch, rng)`` of a microbatch, and returns its loss,
-        gradients, new model state, metrics, and the records of :meth:`jaxmp.TrainStep.differentiate`.
+        gradients, new model state, metrics, and records (the additional metrics of
+        :meth:`jaxmp.TrainStep.differentiate`).
       params: a tree with the structure of the gradients.
       model_state: the model state of the first microbatch.
       inputs: the microbatches and their keys, stacked along axis 0.

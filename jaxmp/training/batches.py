@@ -15,7 +15,7 @@ from jaxmp.sharding.specs import as_tuple
 def require_examples(batch: Any) -> None:
     """Raise a ValueError if a batch has no examples.
 
-    Zero gradients would still change the params, by momentum or weight decay.
+    The gradients of an empty batch are zero, but momentum or weight decay would still change the params.
     """
     shapes = [shape for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape]
     if {shape[0] for shape in shapes} == {0}:
@@ -31,8 +31,8 @@ def microbatches(batch: Any, n: int) -> Any:
     Leaves of shape (batch, …) become (n, batch / n, …). Example i goes into microbatch i % n. Scalars are repeated.
 
     Raises:
-      ValueError: leaves have different numbers of examples; ``n`` does not divide the number of examples; or, on axes
-        of type Explicit, the number of devices does not divide the size of a microbatch.
+      ValueError: leaves have different numbers of examples; ``n`` does not divide the number of examples; or, on mesh
+        axes of type Explicit, the number of devices does not divide the size of a microbatch.
     """
     arrays = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(batch) if jnp.ndim(leaf) and jnp.size(leaf)]
     lengths = [(path, len(leaf)) for path, leaf in arrays]

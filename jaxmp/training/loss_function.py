@@ -25,7 +25,7 @@ from jaxmp.policy.patterns import checked_overrides
 from jaxmp.policy.policies import check_backend
 
 LossFn = Callable[[Any, Any, Any, Any], Any]
-"""``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or also ``metrics`` as a third."""
+"""``loss_fn(params, model_state, batch, rng)``; returns ``(loss, new_state)`` or ``(loss, new_state, metrics)``."""
 OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 """The names of metrics that the step itself adds."""
 
@@ -40,7 +40,7 @@ REMAT: dict[str, Any] = {
 def checked(loss_fn: LossFn) -> LossFn:
     """Return ``loss_fn`` with its result checked.
 
-    The result has the form ``(loss, (model_state, metrics))``.
+    The checked function returns ``(loss, (model_state, metrics))``.
 
     Raises:
       TypeError: ``loss_fn`` is not a function, or does not take four arguments.
@@ -107,8 +107,8 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
                 "policy='mixed_bfloat16', for example, or leave the overrides out"
             )
         return loss_fn if one_policy is None else _within(one_policy.matmul_context, loss_fn)
-    # The output dtype of a pure policy would round the loss and the batch statistics. With float32, all results keep
-    # the dtypes that the loss function returns.
+    # A half-precision output dtype would round the loss and the batch statistics. With a float32 output dtype, all
+    # results keep the dtypes that the loss function returns.
     widest = one_policy.with_output_dtype(np.float32)
 
     def decided(*args: Any) -> Any:
@@ -138,7 +138,7 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
     if remat is None or remat == "none":
         return loss_fn
     if isinstance(remat, str):
-        # The other public functions of the module return a policy and are not policies themselves.
+        # The other public functions of jax.checkpoint_policies return a policy and are not policies themselves.
         names = [n for n in dir(jax.checkpoint_policies) if n.endswith("_saveable") or n.startswith("checkpoint_")]
         policies = {**REMAT, **{name: getattr(jax.checkpoint_policies, name) for name in names}}
         if remat not in policies:

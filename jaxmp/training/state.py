@@ -36,8 +36,8 @@ class TrainState(flax.struct.PyTreeNode):
       model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
       ema_params: the float32 exponential moving average of the params, or None.
       rng: the PRNG key, which each step splits; None if there is none.
-      apply_fn: the model's apply function. It is static.
-      tx: the optimizer. It is static.
+      apply_fn: the model's apply function, a static field.
+      tx: the optimizer, a static field.
     """
 
     step: jax.Array
@@ -120,8 +120,8 @@ class TrainState(flax.struct.PyTreeNode):
         """Create the state of a new run.
 
         Args:
-          params: the params. The state does not copy these arrays, nor those of ``model_state`` and ``rng``. A step
-            that donates its state deletes them.
+          params: the params. The state uses these arrays, and the arrays of ``model_state`` and ``rng``, without a
+            copy. A step that donates its state deletes them.
           tx: an optimizer that :func:`jaxmp.loss_scaling` wraps. Any other optimizer is wrapped with ``NoOpLossScale``,
             which only skips non-finite steps.
           apply_fn: the model's apply function. It is stored for your own use; jaxmp does not call it.
@@ -226,7 +226,7 @@ class TrainState(flax.struct.PyTreeNode):
             old["ema_params"] = self.ema_params
 
         def changed(updates: Any) -> dict[str, Any]:
-            params = optax.apply_updates(_tree.widen(self.params), updates)  # the select restores their dtypes
+            params = optax.apply_updates(_tree.widen(self.params), updates)  # take_step restores the dtypes
             new = {"params": params, "model_state": model_state}
             if ema_decay is not None:
                 new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)

@@ -82,11 +82,12 @@ def make_train_step(
       remat: the values that the backward pass recomputes: None or ``"none"`` (none); ``"full"`` (all); ``"dots"`` (all
         except results of products); ``"dots_no_batch"`` (all except results of products without batch dimensions);
         ``"float8"`` (all except operands of float8 products); or a policy of ``jax.checkpoint_policies`` or its name.
-      donate: whether the new state reuses the memory of the old one. The state that you pass is then deleted.
+      donate: whether the new state reuses the memory of the old state. The state that you pass is then deleted.
       max_consecutive_skips: the number of skipped steps in a row after which an error ends the run. A step counts only
         if the loss scale could not fall in it.
       sharding: a :class:`jaxmp.sharding.Sharding`. The state and the batch are placed on its mesh. Each weight is
-        gathered when the loss function uses it, in the dtype in which it is used (half under a half policy).
+        gathered when the loss function uses it, in the dtype in which it is used (half precision under a half-precision
+        policy).
 
     Raises:
       ValueError: an argument is out of range, or contradicts another; the batch has no examples, or is not divisible by
@@ -237,7 +238,7 @@ class TrainStep:
     def placed(self, state: S, batch: Any) -> tuple[S, Any]:
         """Place the state and the batch on the devices of the call.
 
-        These are the devices of the step's mesh. Without a mesh, they are the devices of the committed arrays.
+        With a mesh, these are the devices of the mesh. Without a mesh, they are the devices of the committed arrays.
         """
         if self.options.donate:
             state = each_once(state)
@@ -373,9 +374,10 @@ class TrainStep:
     def _loss_of_microbatch(self, state: TrainState, first_inputs: tuple[Any, Any]) -> tuple[LossFn, Any]:
         """Return the loss function of a microbatch, and the tree to differentiate.
 
-        The tree is usually the params. If gradients are reduced once per step, it is the params and the taps of
-        :class:`GatheredParams`. Operations that depend only on the params are moved out of the loop over microbatches,
-        unless each microbatch gathers the weights itself.
+        The tree is usually the params. If gradients are reduced once per step, the tree also has the taps of
+        :class:`GatheredParams`, zeros whose cotangents are the gradients of the gathered weights. Operations that
+        depend only on the params are moved out of the loop over microbatches, unless each microbatch gathers the
+        weights itself.
         """
         other_args = (state.model_state, *first_inputs)
         loss_fn, gathered = self.options.loss_fn, self.options.gathered
@@ -408,7 +410,7 @@ class TrainStep:
         """Return the results of ``loss_fn``, its scaled gradients, and records.
 
         The gradients are those of the scaled loss. Records are additional metrics, which are stacked over microbatches,
-        not averaged. Only a subclass has any.
+        not averaged. This class returns no records, but a subclass may.
         """
         gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         return *gradients(state.params), {}
@@ -431,7 +433,7 @@ class TrainStep:
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         """Return the error for a stuck run.
 
-        It computes the gradients of a skipped batch again, to name the arrays that are not finite.
+        The method computes the gradients of a skipped batch again, to name the arrays that are not finite.
         """
         placed_batch = batch if self._plan is None else self._plan.batch(batch, self.options.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]

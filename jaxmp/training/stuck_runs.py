@@ -81,7 +81,7 @@ def _read_now(array: jax.Array) -> np.ndarray:
 def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch: Any, skips: int) -> str:
     """Return the message of the error that ends a stuck run.
 
-    It names the arrays that are not finite, and the remedy.
+    The message names the arrays that are not finite, and the remedy.
 
     Args:
       loss: the true loss of the step.

@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written_to_or_has_no_name_is_refused_with_the_r
         with pytest.raises(SystemExit) as end:
             cli.parse(cli.Training, "", [flag, ""])
         shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
-        said = f"{flag}: a folder must have a name, got '' (an unset variable of the shell?); write . for this one"
+        said = f"{flag}: a folder must have a name, got '' (an unset variable?); write . for the current folder"
         assert end.value.code == 2 and said in shown
         assert cli.parse(cli.Training, "", ["--run-dir", "."]).run_dir == Path()
 

@@ -1,4 +1,4 @@
-"""Trains three models under every policy, and compares them with float32.
+"""Train three models under every policy, and compare the results with float32.
 
 The models are ResNet-50, GPT-2 and BERT.
 """

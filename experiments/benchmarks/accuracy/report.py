@@ -1,4 +1,4 @@
-"""Report of the accuracy benchmark: differences to float32, goals, a picture."""
+"""Report the accuracy benchmark: differences to float32, goals and a picture."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def by_variant(recorded: list[Record]) -> dict[str, Variants]:
 
 
 def differences(task: str, runs: list[Record], baseline: list[Record]) -> list[float]:
-    """Return the differences to float32 by seed.
+    """Return the difference to float32 of each seed.
 
-    They are points of accuracy, or % of the loss.
+    The unit is points of accuracy, or % of the loss.
     """
     reference = {run["seed"]: run["final"] for run in baseline}
     pairs = [(run["final"], reference[run["seed"]]) for run in runs if run["seed"] in reference]
@@ -92,7 +92,7 @@ def goal(
     """Return whether a policy reaches the task's goal, and a sentence that says so.
 
     The goal limits the difference to ``baseline``, the runs of the policy ``reference``. A run that stopped early
-    misses the goal. Otherwise the answer is None (open) until there are ``SEEDS`` seeds.
+    misses the goal. Otherwise the first result is None (open) until there are ``SEEDS`` seeds.
     """
     gains = differences(task, runs, baseline)
     if failed := [run for run in runs if run["failure"]]:
@@ -176,7 +176,7 @@ def _row(task: str, policy: str, loss_scale: str, runs: list[Record], baseline: 
 
 
 def write(recorded: list[Record], folder: Path) -> None:
-    """Writes accuracy.md, accuracy.json and accuracy.png, and prints the tables."""
+    """Write accuracy.md, accuracy.json and accuracy.png, and print the tables."""
     tasks = by_variant(recorded)
     where = kept.joined([record["environment"] for record in recorded])
     where["data"] = "; ".join(sorted({record["data"] for record in recorded}))
@@ -193,7 +193,7 @@ def write(recorded: list[Record], folder: Path) -> None:
 def pictures(task: str, variants: Variants) -> tuple[plots.Panel, plots.Panel]:
     """Draw each policy's held-out metric and its difference to float32.
 
-    Both are drawn as the mean and the range over the seeds.
+    Each figure is drawn as its mean and its range over the seeds.
     """
     metric, baseline = METRICS[task], variants.get(BASELINE, [])
     held_out = {label(*variant): _range([run["final"][metric] for run in runs]) for variant, runs in variants.items()}

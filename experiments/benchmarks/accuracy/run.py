@@ -1,13 +1,14 @@
 """Train ResNet-50, GPT-2 and BERT under every policy.
 
-Their accuracy or loss is compared with float32. ResNet-50 trains on CIFAR-10.
+The accuracy or loss of each model is compared with the same model in float32. ResNet-50 trains on CIFAR-10.
 
 python -m experiments.benchmarks.accuracy --tasks gpt2 --policies float32 --seeds 0 --run-dir runs/accuracy
 
 With the same seed, all policies of a task start from the same params and see the same examples in the same order, for
-the same number of steps. The difference to float32 is taken for each seed. float32 has true float32 products. O3 is
-float16 throughout without a loss scale, and the policy bfloat16 is bfloat16 throughout. Goals, over three seeds: at
-most 0.5 points of accuracy lost (aim 0.1) on images, and a loss at most 0.5 % higher on text.
+the same number of steps. The difference to float32 is taken for each seed. The policy float32 has products in float32,
+not in tensorfloat32. O3 is float16 throughout without a loss scale, and the policy bfloat16 is bfloat16 throughout.
+Goals, over three seeds: at most 0.5 points of accuracy lost (aim 0.1) on images, and a loss at most 0.5 % higher on
+text.
 
 Every finished run is saved in the run folder, so several commands can share the work by task, policy and seed. The
 report shows all runs in the folder. If --minutes are up in the middle of a run, a checkpoint is saved, and the next
@@ -114,7 +115,7 @@ class Run:
     def setting(self) -> dict[str, Any]:
         """Return the flags that all runs of a task in a folder share.
 
-        ``whole``: they are the task's preset.
+        The entry ``whole`` says whether these flags are the task's preset.
         """
         task = TASKS[self.task]
         flags, preset = (
@@ -132,9 +133,9 @@ class Run:
 
 
 def variants(policies: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the policies with their loss scales, read as in ``compare``.
+    """Return the policies with their loss scales.
 
-    float32 is included only if it is listed.
+    ``experiments.compare`` reads them in the same way. float32 is included only if it is listed.
 
     Raises:
       ValueError: a policy or a loss scale is unknown.
@@ -183,7 +184,7 @@ def plan(config: Config) -> list[Run]:
 def finished(folder: Path) -> list[dict[str, Any]]:
     """Return the records of the finished runs.
 
-    They are sorted by task, policy (the baseline first) and seed.
+    The records are sorted by task, policy (the baseline first) and seed.
 
     Raises:
       ValueError: a file is damaged.

@@ -1,4 +1,4 @@
-"""Memory, products, kernels and bytes of train steps on an absent GPU.
+"""Compile train steps for a GPU that is not attached, and report their programs.
 
-The steps are compiled for a GPU that is not attached.
+The report has the memory, products, kernels and bytes of each program.
 """

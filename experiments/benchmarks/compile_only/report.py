@@ -55,8 +55,8 @@ def goals(result: dict[str, Any], torch: float | None = None, float32: float | N
 
     Args:
       result: the compiled steps of a model.
-      torch: the peak of torch.compile in bytes; None for the recorded one.
-      float32: the peak of float32 by hand in bytes; None for the recorded one.
+      torch: the peak of torch.compile in bytes; None for the recorded peak.
+      float32: the peak of float32 by hand in bytes; None for the recorded peak.
     """
     rows, recorded, limits = result["variants"], RECORDED[result["name"]], LIMITS[result["name"]]
     peaks = {key: row["peak"] for key, row in rows.items()}
@@ -111,7 +111,7 @@ def picture(result: dict[str, Any]) -> plots.Panel:
 
 
 def write(folder: Path, where: dict[str, str], results: list[dict[str, Any]]) -> None:
-    """Writes compile_only.md, .json and .png, and prints the tables."""
+    """Write compile_only.md, .json and .png, and print the tables."""
     title, data = "Train steps compiled for a GPU", {"results": results}
     tables, panels = [*map(table, results), *predictions(results)], [[*map(picture, results)]]
     records.record(folder, "compile_only", title, where, tables, data, [ABOUT], "Peak memory", panels)

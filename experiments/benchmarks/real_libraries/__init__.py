@@ -1,4 +1,4 @@
-"""Programs of JAX libraries under autocast.
+"""Measure the errors of autocast in programs of JAX libraries.
 
-They are compared with two simple ways to compute in half precision.
+For comparison, the same programs run by two simple rules for half precision.
 """

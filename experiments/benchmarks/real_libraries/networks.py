@@ -227,7 +227,7 @@ def nnx_experts() -> Made:
 def _mamba(parallel: bool) -> Made:
     """Return a language model of two Mamba blocks.
 
-    It is written as in small JAX implementations of Mamba.
+    The code follows small JAX implementations of Mamba.
     """
     import flax.linen as nn
 

@@ -1,4 +1,4 @@
-"""Optimal transport, implicit layers and solvers: ott, optimistix, lineax, jaxopt."""
+"""Optimal transport, implicit layers, solvers: ott, optimistix, lineax, jaxopt."""
 
 from __future__ import annotations
 

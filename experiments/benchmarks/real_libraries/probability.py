@@ -202,7 +202,7 @@ def categorical_hmm() -> Made:
 def _markov_loss(model: Any, **initial: Any) -> Made:
     """Return the loss that ``model.fit_sgd`` minimises.
 
-    It is a function of unconstrained params, so that probabilities stay between 0 and 1.
+    The loss is a function of unconstrained params, so that probabilities stay between 0 and 1.
     """
     from dynamax.parameters import from_unconstrained, to_unconstrained
 

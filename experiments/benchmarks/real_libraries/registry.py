@@ -1,4 +1,4 @@
-"""The list of programs."""
+"""The list of programs that the benchmark measures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 Made = tuple[Callable[[Any], Any], Any]
-"""A function of params that returns a loss, and the params."""
+"""A pair: a function of params that returns a loss, and the params."""
 
 
 @dataclasses.dataclass(frozen=True)

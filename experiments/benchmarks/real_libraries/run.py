@@ -3,15 +3,15 @@
 python -m experiments.benchmarks.real_libraries --libraries diffrax flowjax
 
 Each program is a loss from a library's documentation or examples, at small size. Its value and gradient are computed in
-float32, under `jaxmp.autocast`, and by two simple rules. T rounds the operands of products to half precision and leaves
-everything else in float32. N rounds every value to half precision. An error is the relative L2 error compared with
-float32. The error of the gradient is over all params together. Each error is the median over five draws of the params,
-because the error of a single draw is random in programs with kinks.
+float32, under `jaxmp.autocast`, and by two simple rules, T and N. T rounds the operands of products to half precision
+and leaves everything else in float32. N rounds every value to half precision. An error is the relative L2 error
+compared with float32. The error of the gradient is over all params together. Each error is the median over five draws
+of the params, because the error of a single draw is random in programs with kinks.
 
-T has the error that half products cannot avoid. If T has a large error, the program is ill-conditioned, and the table
-marks it. The table also has the share of FLOPs in half precision. Libraries that are not installed are left out and
-listed. Install them with `pip install .[experiments,real-libraries]`. The run folder holds real_libraries.md and
-real_libraries.json.
+T has the error that half-precision products cannot avoid. If T has a large error, the program is ill-conditioned, and
+the table marks it. The table also has the share of FLOPs in half precision. Libraries that are not installed are left
+out and listed. Install them with `pip install .[experiments,real-libraries]`. The run folder holds real_libraries.md
+and real_libraries.json.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Config(records.Config):
 
 
 def measure(program: Program, halves: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the errors of a program, a dictionary for each half format."""
+    """Return a program's errors, a dictionary for each half-precision format."""
     loss, params = program.make()
     draws = [_drawn(params, seed) for seed in range(DRAWS)]
     exact = _computed(jax.value_and_grad(loss), draws)
@@ -92,9 +92,9 @@ def measure(program: Program, halves: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _drawn(params: Any, seed: int) -> Any:
-    """Return the params with noise of a twentieth of each array's size.
+    """Add noise to the params, of 1/20 of each array's root mean square.
 
-    Seed 0 returns them unchanged.
+    With seed 0, the params are returned unchanged.
     """
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
@@ -108,7 +108,7 @@ def _drawn(params: Any, seed: int) -> Any:
 def _errors(fun: Callable[..., Any], draws: Sequence[Any], exact: Sequence[Results]) -> list[float]:
     """Return the errors of the value and of the gradient.
 
-    Each is the median over all draws of the params.
+    Each error is the median over all draws of the params.
     """
     try:
         results = _computed(fun, draws)
@@ -184,7 +184,7 @@ def main(config: Config) -> dict[str, Any]:
 def _rows_of(part: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a stopped run.
 
-    The result is empty if the run had other versions or half formats.
+    The result is empty if the run had other versions or other half-precision formats.
     """
     stopped = json.loads(part.read_text()) if part.is_file() else {}
     if stopped.get("setting") != setting:

@@ -17,14 +17,14 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general
 _INLINED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr"}
 Round = Callable[[Any], Any]
 Rule = Callable[[Any, Sequence[Any]], tuple[Sequence[Any], Round | None]]
-"""Takes an equation and its operands. Returns the operands to compute with, and a function that rounds the results
-(None if they are not rounded)."""
+"""A function of an equation and its operands. It returns the operands to compute with, and a function that rounds the
+results (None if they are not rounded)."""
 
 
 def half_products(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
     """Return ``fun`` with the operands of products rounded to ``half``.
 
-    This is the rule T. Products are accumulated in float32, and everything else is float32.
+    This is the rule T of ``run.py``. Products are accumulated in float32, and everything else is float32.
     """
     to_half = _rounding(half)
 
@@ -39,7 +39,7 @@ def half_products(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
 def half_everything(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
     """Return ``fun`` with all operands and results of equations rounded to ``half``.
 
-    This is the rule N.
+    This is the rule N of ``run.py``.
     """
     to_half = _rounding(half)
 

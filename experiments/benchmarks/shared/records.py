@@ -80,7 +80,7 @@ class Pieces(Config):
     """The flag of benchmarks that run in pieces."""
 
     minutes: float = 0.0
-    """Start no new measurement after so many minutes; 0 for no limit. The same command continues from there."""
+    """Start no new measurement after so many minutes; 0 for no limit. Run the same command again to continue."""
 
 
 def check(config: Config, **least: float) -> None:
@@ -102,7 +102,7 @@ def check(config: Config, **least: float) -> None:
 
 
 def folder_of(name: str, config: Config, **least: float) -> Path:
-    """Check the flags, and return the run folder, which exists then."""
+    """Check the flags, and return the run folder, which is made if necessary."""
     check(config, **least)
     return run_folder(name, config.run_dir)
 
@@ -129,7 +129,7 @@ def record(
       title: the title of the page.
       where: device, versions, date and command.
       tables: the tables of the page.
-      data: all figures, for NAME.json. ``where`` is added to them.
+      data: all figures, for NAME.json. ``where`` is added to the figures.
       text: paragraphs before the tables.
       picture: a description of NAME.png; empty if there is no picture.
       panels: the panels of NAME.png.

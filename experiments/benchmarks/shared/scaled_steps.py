@@ -1,4 +1,4 @@
-"""Build a train step without loss scaling, and with that of each library.
+"""Build train steps without loss scaling, and with each library's loss scaling.
 
 Each library is used as its documentation says. Every function takes a loss function (see
 :data:`experiments.models.workloads.LossFn`), an optimizer and ``init(key) -> (params, model state)``. It returns
@@ -59,8 +59,9 @@ def with_jaxmp(
 def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
     """Return a step with jmp's loss scaling, as in "Loss scaling" in jmp's README.
 
-    There are two differences. The scale is float32, because ``adjust`` raises with the float16 scale of the README. The
-    state holds the scale's two numbers in place of the scale object, because a step with the object cannot be lowered.
+    There are two differences to the README. The scale is float32, because ``adjust`` raises with the float16 scale of
+    the README. The state holds the scale's two numbers in place of the scale object, because a step with the object
+    cannot be lowered.
     """
     import jmp
 
@@ -89,7 +90,7 @@ def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> t
 def with_flax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
     """Return a step with Flax's ``DynamicScale``.
 
-    It is used as in its docstring and in Flax's ImageNet example.
+    The scale is used as in its docstring and in Flax's ImageNet example.
     """
     inner_start, _ = no_scaling(loss_fn, tx, init)
 

@@ -14,8 +14,8 @@ from experiments.report.goals import Goal, saved, share
 class Limits(NamedTuple):
     """The goals of a model.
 
-    They are upper limits of ratios, and lower limits of speed-ups and of the memory saved. Times and peaks are relative
-    to the fastest half-precision row of torch.compile AMP. The memory saved is compared with float32 by hand.
+    Limits of ratios are upper limits. Limits of speed-ups and of the memory saved are lower limits. Times and peaks are
+    relative to the fastest half-precision row of torch.compile AMP. The memory saved is compared with float32 by hand.
     ``remat_memory`` is None for ResNet-50.
     """
 
@@ -54,7 +54,7 @@ RECORDED = {"resnet50": Recorded(10_908, 23_559), "bert": Recorded(13_938, 51_17
 def goals(results: Results) -> list[Goal]:
     """Return the goals of the model.
 
-    They hold for the full sizes on a GPU. Figures not measured are None.
+    The goals apply to the full sizes on a GPU. Figures that were not measured are None.
     """
     limits = LIMITS[results.about["model"]]
     ours = results.fastest("train", "jaxmp-bf16", "jaxmp-fp16") or "jaxmp-bf16"

@@ -1,6 +1,6 @@
 """Build the train steps and forward passes that run in JAX.
 
-Each is written as users of the library write it:
+Each row is written as users of the library write it:
 
 - jaxmp: a model without a dtype under `jaxmp.linen.apply_policy`, and `make_train_step`
 - autocast: the same model without a policy, and `make_train_step(policy=…)`
@@ -47,8 +47,8 @@ def optimizer() -> optax.GradientTransformation:
 def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
     """Return the functions ``start`` and ``step`` of a row.
 
-    They are ``start() -> state`` and ``step(state, batch) -> (state, loss)``. The step is not jitted, and its state may
-    be donated.
+    ``start()`` returns a state. ``step(state, batch)`` returns ``(state, loss)``; it is not jitted, and may donate its
+    state.
     """
     tx = optimizer()
     if row.library in ("jaxmp", "autocast"):
@@ -75,7 +75,7 @@ def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
     """Return ``start() -> variables`` and ``forward(variables, inputs) -> logits``.
 
     The logits have the dtype of the products. They include the padding of the vocabulary in all rows, because cutting
-    it off would copy them.
+    the padding off would copy the logits.
     """
     if not case.images:
         vocabulary = jaxmp.hardware.align_dim(case.sizes.vocabulary, 64)
@@ -127,7 +127,7 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
 def step_flops(case: Workload, row: Row) -> dict[str, int]:
     """Return the FLOPs of a train step's products by dtype.
 
-    They are counted with the portable attention, because a fused kernel hides its products.
+    The FLOPs are counted with the portable attention, because a fused kernel hides its products.
     """
     start, step = train_step(case, row)
     with attention.implementation("portable"):
@@ -138,7 +138,7 @@ def step_flops(case: Workload, row: Row) -> dict[str, int]:
 def model_flops(case: Workload) -> int:
     """Return the FLOPs of a step by convention.
 
-    They are three times those of the forward pass's products. Attention counts with its masked half, as in PaLM
+    The FLOPs are three times those of the forward pass's products. Masked entries of attention count too, as in PaLM
     (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The padding of the vocabulary counts. Recomputation by remat
     does not count.
     """

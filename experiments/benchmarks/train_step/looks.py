@@ -121,7 +121,7 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
 def table(result: dict[str, Any]) -> Table:
     """Return a table of the milliseconds of each row at each point.
 
-    The lines below say where half precision is faster, or what busy cores cost.
+    The lines below the table say where half precision is faster, or what busy cores cost.
     """
     points, axis = result["points"], result["axis"]
     keys = list(dict.fromkeys(key for point in points for key in (*point["milliseconds"], *point["errors"])))

@@ -95,8 +95,8 @@ def prepare_all(
 ) -> tuple[dict[str, Prepared], dict[str, str]]:
     """Prepare all rows to take turns in this process.
 
-    Return the prepared rows, and the errors of the others. The rows with the largest temporaries are prepared first, so
-    that later rows can reuse the memory of these temporaries.
+    Return the prepared rows, and the errors of the rows that failed. The rows with the largest temporaries are prepared
+    first, so that later rows can reuse the memory of these temporaries.
     """
     start_anew(rows.values())
     order = {"fp32": 0, "tf32": 1}

@@ -40,7 +40,7 @@ class Results:
     def figures(self, which: Pass, row: str) -> dict[str, Any]:
         """Return the figures of a row's pass.
 
-        They come from its separate process and from the newest rounds.
+        The figures come from the row's separate process and from the newest rounds.
         """
         alone = self.alone.get(row, {})
         figures = {**alone.get(which, {}), **({"error": alone["error"]} if "error" in alone else {})}
@@ -91,7 +91,7 @@ class Results:
     def reference(self, which: Pass) -> str | None:
         """Return the fastest half-precision row of torch.compile.
 
-        The result is None if none has a time.
+        The result is None if no such row has a time.
         """
         return self.fastest(which, *REFERENCES)
 

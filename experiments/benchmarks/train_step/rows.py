@@ -28,7 +28,7 @@ class Row:
       precision: the precision of products; fp32 is without tensor cores.
       scaled: whether the loss has a dynamic scale.
       remat: the part of a transformer's blocks that is recomputed in the backward pass.
-      forward: whether the forward pass is measured too. It is not if another row has the same forward pass.
+      forward: whether the forward pass is measured too; False if another row has the same forward pass.
       mode: the mode of torch.compile.
     """
 
@@ -47,9 +47,9 @@ class Row:
 
     @property
     def missing(self) -> str | None:
-        """Return a package that the row needs and that is not installed.
+        """Return a package that the row needs but that is not installed.
 
-        The result is None if there is none.
+        The result is None if nothing is missing.
         """
         wanted = [*["torch"] * self.torch, *[self.library] * (self.library in ("jmp", "torchao", "transformer_engine"))]
         return next((package for package in wanted if importlib.util.find_spec(package) is None), None)

@@ -1,6 +1,6 @@
 """Measure a whole train step in mixed precision on one GPU.
 
-The rows are jaxmp, JAX by hand, jmp, flax and torch.
+The table compares jaxmp, JAX by hand, jmp, flax and torch.
 
 python -m experiments.benchmarks.train_step --run-dir runs/train_step
 
@@ -150,7 +150,7 @@ class Measurement:
         return {name: record[name] for name in ("train", "forward", "error") if name in record}
 
     def _not_yet(self, case: Workload, key: str, row: Row) -> list[Pass]:
-        """Return the passes without figures that the flags ask for.
+        """Return the passes that the flags ask for but that have no figures.
 
         The figures are those from the row's separate process.
         """
@@ -162,7 +162,7 @@ class Measurement:
 def _to_try_again(tries: list[dict[str, Any]]) -> bool:
     """Return whether a row without times should be timed again.
 
-    It should if it failed for another reason than memory in the last try.
+    A row should be timed again if its last try failed for another reason than a lack of memory.
     """
     timed = {key for rows in tries for key, row in rows.items() if "milliseconds" in row}
     failed = {key: row["error"] for key, row in tries[-1].items() if "error" in row and key not in timed}

@@ -1,8 +1,8 @@
 """Build the rows of benchmarks.train_step that run in torch.
 
-They have torch's fastest settings for one GPU. The settings are fused AdamW, gradients set to None, clipping by
-foreach, scaled dot-product attention, channels-last images, cuDNN's search for convolutions, inputs that stay on the
-device, and torch.compile around model and loss. This module needs torch.
+The rows have torch's fastest settings for one GPU: fused AdamW, gradients set to None, clipping by foreach, scaled
+dot-product attention, channels-last images, cuDNN's search for convolutions, inputs that stay on the device, and
+torch.compile around model and loss. This module needs torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def device() -> torch.device:
 def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
     """Return a whole train step on a batch in host memory.
 
-    It has forward, backward, clipping, AdamW, and, if the row is scaled, the GradScaler.
+    The step has forward, backward, clipping, AdamW, and, if the row is scaled, the GradScaler.
     """
     model, (inputs, labels) = _build(case, row), _on_device(case, batch)
     loss_of: Callable[..., torch.Tensor] = in_torch.loss_of
@@ -94,7 +94,7 @@ def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[
 def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepared:
     """Prepare blocks of GPT-2, or a single layer, with gradients.
 
-    If ``blocks`` is 0, it is a layer of width × 4·width. The inputs are random numbers in bfloat16.
+    If ``blocks`` is 0, the function prepares a layer of width × 4·width. The inputs are random numbers in bfloat16.
     """
     stack = [in_torch.Block(width, max(1, width // 64), causal=True) for _ in range(blocks)]
     model = torch.nn.Sequential(*(stack or [torch.nn.Linear(width, 4 * width, bias=False)]))
