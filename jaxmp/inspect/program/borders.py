@@ -67,7 +67,7 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
 
 
 def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[Names]]]:
-    """Yield the floating values that affect the results in ``roots``, in program order.
+    """Yield the floating values that affect results in ``roots``, in program order.
 
     Each item is the equation of a value, the value's position among the equation's results, and the scopes of the
     equations that read the value.

@@ -24,7 +24,7 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
 class StepCall(NamedTuple):
-    """A call of a train step: the step as a function of pytrees, its state and its batch."""
+    """A call of a train step: the step (a function of pytrees), its state and batch."""
 
     step: TrainStep
     state: TrainState

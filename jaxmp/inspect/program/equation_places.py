@@ -71,7 +71,7 @@ def _is_named(name: str) -> bool:
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any]:
-    """Return the open jaxpr of a call, its constants and the structure of its results.
+    """Return the open jaxpr of a call, its constants and its result's structure.
 
     Each call of a Linen module, or of an NNX module under a policy, has its own scope.
 

@@ -49,8 +49,8 @@ class Sent:
 
     Attributes:
       row: the operations, as one row of :func:`jaxmp.inspect.collectives`.
-      weights: the bytes of weights. An array counts as a weight if it has the size of a sharded argument that is not
-        the batch, or the size of one layer of such an argument.
+      weights: the bytes of weights. An array counts as a weight if it has the size of an argument that is not the
+        batch, or of one layer of that argument.
       others: the bytes of other arrays.
       split: the bytes of weights that are split over the mesh axes of the operations.
     """
@@ -98,7 +98,7 @@ class Audited:
         """Return the declared policies for a path.
 
         For a PolicyMap, return the policies of all overrides that match, or its root policy if no override matches.
-        Overrides are matched with every end of the path, because the path may begin with scopes around the model.
+        Every suffix of the path is tried, because the path may begin with scopes around the model.
         """
         if self.policy is None:
             return []

@@ -1,6 +1,7 @@
-"""Find exponentials, logarithms and variances in half precision (float16, bfloat16).
+"""Find exponentials, logarithms and variances that are computed in half.
 
-Exponentials include powers. The variance is that of a normalisation layer: the operand of a square root.
+"Half" means half precision: float16 or bfloat16. Exponentials include powers. A variance is the operand of a square
+root in a normalisation layer.
 """
 
 from __future__ import annotations

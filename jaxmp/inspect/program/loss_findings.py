@@ -1,7 +1,7 @@
 """Find half losses, and float16 gradients without a loss scale.
 
-"Half" means float16 or bfloat16. A loss scale multiplies the loss, and so the first cotangent of the backward pass.
-This first cotangent, the loss's, is 1.
+"Half" means float16 or bfloat16. The backward pass begins with the cotangent of the loss, which is 1. If the program
+multiplies the loss by a loss scale, the backward pass multiplies this 1 by the loss scale.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
 def unscaled_float16(audited: Audited) -> Faults:
     """Find float16 products in a backward pass without a loss scale.
 
-    If no argument contains a loss scale, the program may still scale the loss by a number. Then the cotangent of the
-    loss is multiplied by this number.
+    If no argument contains a loss scale, the program may still scale the loss by a number. Then the backward pass
+    multiplies the cotangent of the loss by this number.
     """
     if audited.is_loss_scaled:
         return
@@ -88,7 +88,7 @@ def _marks_of_scaling(audited: Audited) -> dict[Value, int]:
 
 
 def _seeds(audited: Audited) -> list[Value]:
-    """Return the backward values that are multiples of the loss's cotangent, 1."""
+    """Return the first values of the backward pass: multiples of the cotangent 1."""
     seeds: dict[Value, None] = {}
     for value in audited.values.all:
         if value.place is None or value.place.phase != "backward" or value.name not in _SCALING:
