@@ -1,7 +1,6 @@
 """Find the values that enter or leave modules and named scopes.
 
-"Scope" means both: the call of a module, and a ``jax.named_scope``. "Key" means the position of an equation in the
-program.
+A scope is the call of a module, or a ``jax.named_scope``. A key is the position of an equation in the program.
 """
 
 from __future__ import annotations
@@ -67,10 +66,10 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
 
 
 def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[Names]]]:
-    """Yield the floating values that affect results in ``roots``, in program order.
+    """Yield the floating values that affect the results that ``roots`` marks.
 
-    Each item is the equation of a value, the value's position among the equation's results, and the scopes of the
-    equations that read the value.
+    The values are in program order. Each item is the equation of a value, the value's position among the equation's
+    results, and the scopes of the equations that read the value.
     """
     values = values_of(jaxpr, [None] * len(jaxpr.constvars), is_whole_with_rules)
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]

@@ -82,7 +82,8 @@ def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
 def casts_in_loops(audited: Audited) -> Faults:
     """Find arrays that every iteration of a loop casts again.
 
-    Casts that the compiler moves out of the loop are left out. So nothing is found if the program was not compiled.
+    Casts that the compiler moves out of the loop are left out. Nothing is found if the program was not compiled,
+    because these casts are then unknown.
     """
     if audited.repeated is None:
         return

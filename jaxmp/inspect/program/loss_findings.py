@@ -108,7 +108,7 @@ def _is_one(value: Value) -> bool:
 def _is_loss_scale(seed: Value, audited: Audited) -> bool:
     """Return whether ``seed`` is a scalar cotangent times a loss scale.
 
-    A loss scale is a power of two of at least 8, or is computed from scalar arguments that are not params.
+    A loss scale is a constant power of two of at least 8, or is computed from scalar arguments that are not params.
     """
     floats = [operand for operand in seed.inputs if operand.is_float]
     if seed.name not in ("mul", "div") or any(math.prod(operand.shape) != 1 for operand in floats):

@@ -60,10 +60,9 @@ class _Loops(NamedTuple):
 
 
 class _TurnMaps(NamedTuple):
-    """The maps of iterations for values that read operands across a loop's border.
+    """The maps of iterations for values in a loop, and for results of the loop.
 
-    Each map takes an iteration of a value, and returns the iterations of the operand that the value reads. The map
-    depends on the operand.
+    Each map takes an iteration of a value, and returns the iterations of an operand that the value reads.
 
     Attributes:
       at_end: for the last carry, read outside the loop: to the last iteration.

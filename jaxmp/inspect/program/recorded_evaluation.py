@@ -1,6 +1,6 @@
 """Evaluate a program, and record results of its equations.
 
-Equations in loops and branches are recorded too. A ``Taps`` object (see ``jaxmp/inspect/taps.py``) makes the records.
+Equations in loops and branches are included. A ``Taps`` object (see ``jaxmp/inspect/taps.py``) makes the records.
 A sink is an extra array whose gradient is the record of a result's cotangent.
 """
 
@@ -46,7 +46,7 @@ def evaluate_and_record(
       taps: an object whose method ``at`` is called for each operation. A loop or a conditional also counts as an
         operation.
       sinks: pytrees of arrays for ``taps.at``, by equation key. The arrays have the same leading axes as the records of
-        the equation. Equations in while loops have no sinks, because they have no gradients.
+        the equation. Equations in while loops have no sinks, because ``jax.grad`` does not support while loops.
     """
     results, records = _RecordedEvaluation(taps).body(jaxpr, consts, args, (), dict(sinks or {}))
     for n, var in enumerate(jaxpr.outvars):

@@ -1,7 +1,7 @@
 """The values of a program, each with its operation and its operands.
 
-The values in the bodies of loops, conditionals and calls are included. A ``Value`` of a loop body represents all
-iterations. So an operand comes with a map that tells which of its iterations is read.
+The values in the bodies of loops, conditionals and calls are included. A ``Value`` in a loop body represents
+all iterations. So each operand comes with a map that tells which iterations of the operand are read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ A while loop has no index. It counts as one iteration, because the number of its
 TurnMap = Callable[[Turns], list[Turns]]
 """A function from an iteration of a value to the iterations of an operand that are read in this iteration."""
 Read = tuple[int, "Value", TurnMap]
-"""An operand: its number, its value, and the map to its iterations that are read."""
+"""An operand of a value: a number (see ``Value.reads``), the operand, and the map of iterations."""
 # The names of values that no primitive computes. The attribute `name` of `Value` explains them.
 TURN, TURNS, JOIN, LOOP_CONSTANT = "turn", "turns", "join", "loop constant"
 MOVES = PICKS | COMBINES | {TURN, TURNS, "stop_gradient", "reduce_max", "reduce_min"}
 MOVES |= {"reduce_window_max", "reduce_window_min", "sort", "top_k", "reshard"}
-"""Moves: operations whose results contain only elements of the operands. (Of ``top_k``, only the first result does.)"""
+"""Moves: operations whose results contain only elements of the operands; for ``top_k``, only the first result."""
 
 
 class Scan(NamedTuple):
