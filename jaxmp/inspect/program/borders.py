@@ -1,4 +1,7 @@
-"""Find the values that enter or leave modules and named scopes."""
+"""Find the values that enter or leave modules and named scopes.
+
+A scope is the call of a module, or a ``jax.named_scope``. A key is the position of an equation in the program.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class AtBorder(NamedTuple):
       key: the key of the equation that computes the value.
       position: the position of the value among the results of the equation.
       path: the path of the scope. If nested scopes return the same value, there is an ``AtBorder`` for each scope.
-      turns: as in :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
+      turns: the number of iterations of each loop around the equation, outermost first; None for a while loop.
     """
 
     key: Key
@@ -29,18 +32,17 @@ class AtBorder(NamedTuple):
 
 
 def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
-    """Return the values that are computed in a scope and used outside of it.
+    """Return the values that are computed inside a scope and used outside the scope.
 
-    The values are in program order. ``jit`` and ``checkpoint`` are not scopes: a value belongs to the equation in their
-    bodies that computes it. The result of a loop or a conditional belongs to the equation of that loop or conditional.
-    (Inside the body, it is another value, which belongs to an equation of the body.) Two kinds of values are left out:
-    those in the condition of a while loop, and those in bodies that are evaluated as one operation, see
-    :func:`jaxmp.inspect.program.equation_places.is_whole_with_rules`.
+    The values are in program order. ``jit`` and ``checkpoint`` are not scopes: a value in their body has the key of the
+    equation in the body. The result of a loop or a conditional has the key of the loop or the conditional. Two kinds of
+    values are left out: values in the condition of a while loop, and values inside an equation that counts as one
+    operation (:func:`jaxmp.inspect.program.equation_places.is_whole_with_rules`).
 
     Args:
       jaxpr: an open jaxpr.
-      roots: for each result of the program, whether it counts (None: all results count). Values on which no counted
-        result depends, for example new statistics, are left out.
+      roots: a boolean for each result of the program; None means all True. Values that affect only results with
+        False, such as new statistics, are left out.
     """
     return [
         AtBorder(place.key, position, path, place.turns)
@@ -50,10 +52,10 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
 
 
 def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
-    """Return the values that a scope reads and outer code computes.
+    """Return the values that a scope reads but code outside the scope computes.
 
-    Each value has the path of the code that computes it. Values that a scope returns are left out, because
-    :func:`returned` has them. The arguments are those of :func:`returned`.
+    The path of such a value is the path of the code that computes it. Values that a scope returns are left out, because
+    :func:`returned` returns them. The arguments are those of :func:`returned`.
     """
     values = []
     for place, position, readers in _read_floats(jaxpr, roots):
@@ -64,9 +66,10 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
 
 
 def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[Names]]]:
-    """Yield the floating values on which counted results depend, in program order.
+    """Yield the floating values that affect the results that ``roots`` marks.
 
-    Each value comes as its equation, its position among the results of the equation, and the scopes of its readers.
+    The values are in program order. Each item is the equation of a value, the value's position among the equation's
+    results, and the scopes of the equations that read the value.
     """
     values = values_of(jaxpr, [None] * len(jaxpr.constvars), is_whole_with_rules)
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]

@@ -1,4 +1,4 @@
-"""Calls of functions and train steps: their arguments, paths and results."""
+"""Read the arguments and results of calls of functions and train steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
 class StepCall(NamedTuple):
-    """A call of a train step: the step as a function of pytrees, its state and its batch."""
+    """A call of a train step: the step (a function of pytrees), its state and batch."""
 
     step: TrainStep
     state: TrainState
@@ -47,10 +47,12 @@ def is_step(fun: Any) -> bool:
 
 
 def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
-    """Return a call of the train step ``fun``.
+    """Return the call ``fun(*args)`` of a train step.
+
+    Its state and batch are on the devices of the step.
 
     Raises:
-      TypeError: the arguments are not those of a train step.
+      TypeError: a train step does not accept the arguments.
       RuntimeError: the state was donated to an earlier step.
     """
     if isinstance(fun, NNXTrainStep):
@@ -65,7 +67,10 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
 
 
 def require_own_settings(**settings: Any) -> None:
-    """Raise a ValueError for settings that a train step already has."""
+    """Raise a ValueError if a setting is not None.
+
+    A train step already has these settings.
+    """
     for name, value in settings.items():
         if value is not None:
             raise ValueError(
@@ -74,9 +79,9 @@ def require_own_settings(**settings: Any) -> None:
 
 
 def named(args: Any) -> Any:
-    """Return ``args``, with NNX models changed so that their module calls have scopes.
+    """Put the module calls of all NNX models in ``args`` in named scopes.
 
-    The models are changed in place, so no other code may use them.
+    The models are changed in place, so no other code may use them. Return ``args``.
     """
     is_model = nnx_models.is_module
     return jax.tree.map(lambda node: nnx_models.with_scopes(node) if is_model(node) else node, args, is_leaf=is_model)
@@ -98,7 +103,7 @@ def names_of_arguments(fun: Any) -> list[str]:
 def argument_paths(fun: Any, args: Sequence[Any]) -> list[str]:
     """Return the path of each array among the arguments.
 
-    A path begins with the name of the argument, or with its number if the name is unknown.
+    A path begins with the name of the argument, or with the argument's number if the name is unknown.
     """
     names = _name_or_number(fun, args)
     paths = [path for path, _ in jax.tree.leaves_with_path(tuple(args))]
@@ -108,7 +113,7 @@ def argument_paths(fun: Any, args: Sequence[Any]) -> list[str]:
 def require_arguments_not_deleted(fun: Any, args: Sequence[Any]) -> None:
     """Raise an error if an argument was donated to an earlier step.
 
-    The error names the path of the array.
+    The error names the path of the donated array.
     """
     require_not_deleted(dict(zip(_name_or_number(fun, args), args, strict=False)))
 
@@ -121,8 +126,8 @@ def _name_or_number(fun: Any, args: Sequence[Any]) -> list[str]:
 def differentiated(args: Sequence[Any]) -> list[int]:
     """Return the indices of the arrays whose gradients are computed.
 
-    These are the floating and complex arrays of the first argument that has any. The indices count the arrays of all
-    arguments.
+    These arrays are the floating and complex arrays of one argument: the first argument that has such arrays. An index
+    is the position of an array among the arrays of all arguments.
     """
     leaves = jax.tree.leaves_with_path(tuple(args))
     floats = [(n, path[0].idx) for n, (path, leaf) in enumerate(leaves) if is_inexact(leaf)]
@@ -130,7 +135,7 @@ def differentiated(args: Sequence[Any]) -> list[int]:
 
 
 def with_leaves(leaves: Sequence[Any], numbers: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """Return ``leaves`` with the ``new`` leaves at the positions ``numbers``."""
+    """Return ``leaves`` with ``new`` in place of the leaves at positions ``numbers``."""
     replaced = list(leaves)
     for number, leaf in zip(numbers, new, strict=True):
         replaced[number] = leaf
@@ -145,7 +150,7 @@ def is_inexact(value: Any) -> bool:
 def loss_and_rest(result: Any) -> tuple[Any, list[Any]]:
     """Return the loss and the other results of a function.
 
-    The loss is the only result, or the first element of a tuple.
+    The loss is the result, or its first element if the result is a tuple or a list.
 
     Raises:
       TypeError: the loss is not a floating scalar.

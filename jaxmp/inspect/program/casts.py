@@ -1,4 +1,8 @@
-"""Find casts that only cost time."""
+"""Find casts that cost time and change no result.
+
+"Half" means half precision: float16 or bfloat16. A move is an operation such as a reshape, whose result has the
+elements of its operands.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from jaxmp.inspect.program.values import JOIN, TURN, Value, constant, origins
 
 
 def round_trips(audited: Audited) -> Faults:
-    """Find half values that are cast to a wider dtype and back.
+    """Find half values that are cast to a wider dtype and back to the half dtype.
 
-    Between the two casts, the values are only moved, not computed with.
+    Only moves lie between the cast to the wider dtype and the cast back.
     """
     forward_casts = {
         (value.at.path, value.at.source, value.inputs[0].dtype, value.dtype)
@@ -28,7 +32,8 @@ def round_trips(audited: Audited) -> Faults:
             continue
         widened = _casts_to_wider(value)
         if not widened or all(map(is_derivative, (value, *widened))) or _joins_modules(value, widened):
-            # If float32 code adds a bias or sums an axis between two casts, the derivatives of the casts are adjacent.
+            # The derivatives of two casts may be adjacent although the program computes between the casts, for example
+            # adds a bias.
             continue
         half, wide = value.dtype.name, value.inputs[0].dtype.name
         what = f"{half} → {wide} → {half} with nothing between that needs {wide}"
@@ -44,7 +49,7 @@ def _narrows(value: Value) -> bool:
 
 
 def _casts_to_wider(narrowed: Value) -> list[Value]:
-    """Return the casts from half to a wider dtype that ``narrowed`` undoes.
+    """Return the casts from half to a wider dtype that the cast ``narrowed`` undoes.
 
     The list is empty if ``narrowed`` also rounds a value that was not cast from the same half dtype.
     """
@@ -60,9 +65,9 @@ def _casts_to_wider(narrowed: Value) -> list[Value]:
 
 
 def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
-    """Return whether modules under a policy cast a carry that they share.
+    """Return whether two modules under policies cast the same carry of a loop.
 
-    The carry has only one dtype, so no module can omit its cast.
+    The carry has only one dtype, so neither module can omit its cast.
     """
     if DECIDED not in narrowed.at.names:
         return False
@@ -77,7 +82,8 @@ def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
 def casts_in_loops(audited: Audited) -> Faults:
     """Find arrays that every iteration of a loop casts again.
 
-    Casts that the compiler moves out of the loop are left out. Without a compiled program, nothing is found.
+    Casts that the compiler moves out of the loop are left out. Nothing is found if the program was not compiled,
+    because these casts are then unknown.
     """
     if audited.repeated is None:
         return
@@ -91,9 +97,9 @@ def casts_in_loops(audited: Audited) -> Faults:
 
 
 def _is_invariant(value: Value) -> bool:
-    """Return whether a cast in a loop gets its operand from outside of the loop.
+    """Return whether a cast in a loop casts a value from outside the loop.
 
-    The operand may be moved inside of the loop. Casts of constants do not count.
+    Moves inside the loop may lie between the value and the cast. Casts of constants do not count.
     """
     loop = value.loops[-1]
 

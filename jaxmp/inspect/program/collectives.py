@@ -1,4 +1,4 @@
-"""Find large arrays that devices send without need.
+"""Find large arrays that devices need not send to each other.
 
 On a CPU nothing is found, because a CPU sends half arrays as float32 and uses all-reduce in place of reduce-scatter.
 """
@@ -36,7 +36,7 @@ def activation_gathers(audited: Audited) -> Faults:
 
 
 def gradient_all_reduces(audited: Audited) -> Faults:
-    """Find gradients of split weights whose whole sum every device receives."""
+    """Find gradients of split weights that are all-reduced, not reduce-scattered."""
     remedy = (
         "gather the weights with jaxmp.sharding.gather, which reduces and scatters their gradients at once; if a loop "
         "uses the weights, gather them outside of the loop"
@@ -48,7 +48,7 @@ def gradient_all_reduces(audited: Audited) -> Faults:
 
 
 def _sent(audited: Audited, kind: str) -> Iterator[Sent]:
-    """Yield the collectives of a kind, but none on a CPU."""
+    """Yield the collective operations of a kind, but nothing on a CPU."""
     if not audited.on_cpu:
         for sent in audited.sent:
             if sent.row.kind == kind:

@@ -20,11 +20,11 @@ from jaxmp.training.step import TrainStep
 
 
 def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return a function with a ``trace`` method, and the arguments for it.
+    """Return a function with a ``trace`` method, and the arguments to trace it with.
 
-    The returned arguments are arrays and shapes. All other arguments of an unjitted function, and the static arguments
-    of a jitted function, are fixed inside the returned function as Python values. In an unjitted function, the module
-    calls of NNX models among the arguments have named scopes.
+    The returned arguments are arrays and shapes. The returned function already contains the other arguments: the static
+    arguments of a jitted function, and all Python values of an unjitted function. If ``fun`` is unjitted and ``args``
+    contains NNX models, the calls of their modules are put in named scopes.
     """
     if isinstance(fun, NNXTrainStep):
         fun, args = fun.of_trees, (state_of(*args[:2]), *args[2:])
@@ -48,7 +48,7 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
 
 
 def _with_static_arguments(jitted: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Fix the static arguments of a jitted function; return it and its other arguments."""
+    """Bind the static arguments of a jitted function, and return its other arguments."""
     static = {}
     for number in static_arguments(jitted):
         if -len(args) <= number < len(args):
@@ -60,7 +60,7 @@ def _with_static_arguments(jitted: Any, args: Sequence[Any]) -> tuple[Any, tuple
 
 
 class _WithStaticArguments:
-    """A jitted function whose static arguments are fixed, by their numbers."""
+    """A jitted function with values for its static arguments, by argument number."""
 
     def __init__(self, fun: Any, static: Mapping[int, Any]) -> None:
         self.fun, self.static = fun, static
@@ -87,14 +87,14 @@ def trace_of_call(
 
     Args:
       fun: a train step, a function, or a jitted function (``jax.jit``, ``nnx.jit``), whose donation is kept.
-      args: the positional arguments of ``fun``, arrays or shapes. If they have a ``NamedSharding``, the program is
-        compiled for a mesh with the same axes.
+      args: the positional arguments of ``fun``, arrays or shapes. If an argument has a ``NamedSharding``, the program
+        is compiled for a mesh with the same axes.
       device: None for the attached device, or a name in ``TARGETS``.
-      compiles: whether the trace will be compiled. If not, the packages that compile are not needed.
+      compiles: whether you will compile the trace. With False, the packages that compile for a GPU are not needed.
       topology: the topology of the mesh, such as ``"1x2x4"`` for two hosts with four GPUs each; None for one host.
 
     Raises:
-      ValueError: the device is unknown; the topology does not fit the mesh.
+      ValueError: the device is unknown, or the topology does not fit the mesh.
       ModuleNotFoundError: the packages that compile for the device are missing.
     """
     jitted, args = call_of(fun, args)
@@ -130,7 +130,7 @@ def _check_topology_fits(topology: str, device: str | None, mesh: Any) -> None:
 
 
 def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
-    """Return a trace of :func:`trace_of_call` compiled for its device."""
+    """Compile a trace of :func:`trace_of_call`, with the same ``device``."""
     if device is None:
         program = trace.lower().compile()
     else:
@@ -143,7 +143,7 @@ def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
 def compiled(
     fun: Callable[..., Any], args: Sequence[Any], device: str | None = None, topology: str | None = None
 ) -> jax.stages.Compiled:
-    """Return a compiled call.
+    """Compile the call ``fun(*args)``.
 
     The arguments and errors are those of :func:`trace_of_call`.
     """

@@ -1,4 +1,4 @@
-"""Find constants and integers that a half dtype cannot represent."""
+"""Find constants and integers that a half dtype (float16, bfloat16) cannot hold."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults, rounde
 from jaxmp.inspect.program.values import Value, constant, is_move_or_cast, is_zero, origins
 
 _POLES = {"div": 1, "log": 0, "log2": 0, "sqrt": 0, "rsqrt": 0}
-"""Operations with a pole at 0 (``sqrt`` in its derivative), and the position of the operand that needs an epsilon."""
+"""Operations with a pole at 0 (``sqrt`` in its derivative), and the index of the operand that must not be 0."""
 _BOUNDS = frozenset({"max", "min", "clamp", "reduce_max", "reduce_min"})
-"""Moves whose result need not contain a constant operand, because they compare it with other operands."""
+"""Operations that compare operands, so that their result may contain no element of a constant operand."""
 
 
 def vanishing_constants(audited: Audited) -> Faults:
@@ -33,15 +33,15 @@ def vanishing_constants(audited: Audited) -> Faults:
         if value.name not in _POLES:
             continue
         for source in origins(value.inputs[_POLES[value.name]], is_move_or_cast):
-            # JAX rounds literals during tracing. A literal 0 was an epsilon, because nobody adds 0 on purpose. (An
-            # optimizer's eps_root may be 0, but it is not float16.)
+            # JAX rounds literals during tracing. A float16 literal 0 in a sum was an epsilon, because nobody adds 0 on
+            # purpose. (An optimizer's eps_root may be 0, but that literal is not float16.)
             if source.name == "add" and source.dtype == np.float16 and any(map(is_zero, source.inputs)):
                 what = f"0 is added before {value.name}: an epsilon that is 0 in float16"
                 yield Fault(source.at, what, remedy)
 
 
 def overflowing_constants(audited: Audited) -> Faults:
-    """Find constants that a cast to half makes infinite, such as those of masks."""
+    """Find constants that a cast to half makes infinite, such as -1e9 in float16."""
     for value, numbers, rounded in _cast_constants(audited):
         if np.any(np.isfinite(numbers) & np.isinf(rounded)):
             remedy = "use jnp.finfo(x.dtype).min or .max, or compute this in float32"
@@ -68,7 +68,8 @@ def inexact_integers(audited: Audited) -> Faults:
 def _largest_integer(value: Value) -> int:
     """Return the largest integer of an iota or a constant array of integers.
 
-    Return 0 for other values, and for a constant that the half dtype represents exactly.
+    ``value`` is a half iota, or a cast of the integers to half. Return 0 for other values, and for constant arrays that
+    the half dtype represents exactly.
     """
     source = value
     if value.is_cast and not value.inputs[0].is_half:
@@ -97,7 +98,10 @@ def _cast_constants(audited: Audited) -> Iterator[tuple[Value, NDArray[np.float6
 
 
 def _returns_each(value: Value) -> bool:
-    """Return whether a value may contain the elements of all its operands."""
+    """Return whether a value is a move that does not compare its operands.
+
+    The result of a comparison, such as a maximum, may contain no element of a constant operand.
+    """
     return value.is_move and value.name not in _BOUNDS
 
 

@@ -1,6 +1,7 @@
-"""Count the values of arrays on the device by their bits.
+"""Count the values of an array by exponent and mantissa, on the device.
 
-The counts determine exactly how the values would round in another format or under another loss scale.
+From these counts, ``statistics.py`` computes exactly how the values would round in another format, or under another
+loss scale. A mantissa is the integer of the 23 bits after the leading 1. Its fraction is the mantissa divided by 2^23.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from jax import lax
 from jaxmp.base import dtypes, formats
 
 LOWEST = -149
-"""The binary exponent of the smallest float32."""
+"""The binary exponent of the smallest positive float32, which is subnormal."""
 EXPONENTS = 277
 MANTISSA = 23
 _INFINITE = 0x7F800000
-# The fractions from which a format rounds up to the next power of two: 1 - 2^-k. Below the smallest normal number, k
-# is the number of mantissa bits. At the largest exponent, k is one more. float8_e4m3fn, whose last mantissa is NaN,
-# instead overflows above 0.8125. Ties go to the even neighbour, so a fraction of exactly 1 - 2^-k rounds up, but 0.8125
-# does not overflow. The first entry separates half the smallest subnormal, which rounds to 0, from larger numbers.
+# A format rounds a number up to the next power of two if its fraction is 1 - 2^-k or more. Just below the smallest
+# normal number, k is the number of mantissa bits of the format. At the largest exponent, k is larger by 1, and such a
+# number overflows. In float8_e4m3fn, whose last mantissa is NaN, numbers overflow above the fraction 0.8125. Ties go to
+# the even neighbour, so exactly 1 - 2^-k rounds up, but exactly 0.8125 does not overflow. The first entry, a mantissa
+# of 1, separates 0.5 times the smallest subnormal, which rounds to 0, from larger numbers, which do not.
 _BORDERS = (1, *(round((1 - 2.0**-k) * 2**MANTISSA) for k in (2, 3, 7, 8, 10, 11, 23)))
 _ABOVE_E4M3 = round(0.8125 * 2**MANTISSA) + 1
 STARTS = tuple(sorted({0, *_BORDERS, _ABOVE_E4M3}))
-"""The ranges of mantissas that are counted, each by its first mantissa."""
+"""The first mantissa of each range of mantissas. For each exponent, each range has a counter."""
 CLASSES = len(STARTS)
 BINS = EXPONENTS * CLASSES
 ZERO, NOT_FINITE = BINS, BINS + 1
@@ -36,19 +38,20 @@ COUNTERS = BINS + 2
 _COPIES = 256  # the number of copies of the counters on a GPU, so that threads wait less for each other
 SIZE = 2 * (COUNTERS + 2) + 1
 """The number of float32 values in a vector of :func:`packed`, without ``movement``."""
-_SPLIT = 12  # the low bits of a count; the low and the high bits are each below 2^24, so float32 holds them
+_SPLIT = 12  # the number of low bits that `packed` splits from a count, because float32 holds integers only to 2^24
 
 
 class Counts(NamedTuple):
     """A record of the values of an array, on the device.
 
-    The record of an empty array is zeros. In loops, a record has a leading axis of iterations for each loop.
+    The record of an empty array is zeros. The record of an array in a loop has a leading axis with an entry for each
+    iteration. In nested loops, the record has such an axis for each loop.
 
     Attributes:
       counters: uint32 (…, n), the number of values for each exponent and range of mantissas, then the number of zeros,
         then the number of values that are not finite.
-      limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest nonzero
-        magnitude.
+      limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest nonzero magnitude.
+        Because of the inversion, records merge both limits by a maximum.
       mean: float32 (…), the mean of the magnitudes; values that are not finite count as 0.
     """
 
@@ -57,7 +60,7 @@ class Counts(NamedTuple):
     mean: jax.Array
 
     def added(self, other: Counts) -> Counts:
-        """Return the record of both arrays, whose ``mean`` is the sum of their means."""
+        """Return the record of two arrays; its ``mean`` is the sum of both means."""
         limits = jnp.maximum(self.limits, other.limits)
         return Counts(self.counters + other.counters, limits, self.mean + other.mean)
 
@@ -99,7 +102,8 @@ def _record(x: jax.Array) -> Counts:
 def _counted(copies: int, index: jax.Array) -> jax.Array:
     """Return how often each number below ``COUNTERS`` occurs in ``index``.
 
-    The copies of a counter are adjacent, so that one memory transaction covers them.
+    A counter has ``copies`` copies, which are summed at the end. The copies are adjacent in memory, so that one memory
+    transaction reads them.
     """
     spread = index if copies == 1 else index * copies + jnp.arange(index.size) % copies
     counters = jnp.zeros(copies * COUNTERS, jnp.uint32).at[spread].add(jnp.uint32(1), mode="promise_in_bounds")
@@ -107,9 +111,10 @@ def _counted(copies: int, index: jax.Array) -> jax.Array:
 
 
 def _reduced(maxima: Sequence[jax.Array], counts: Sequence[jax.Array], sums: Sequence[jax.Array]) -> Any:
-    """Return the maxima, the counts and the sums of vectors, in one pass.
+    """Return the maxima of some vectors and the sums of others, in one pass.
 
-    The rounding errors of the sums are summed too, because they would add up over a million numbers.
+    The vectors in ``counts`` are integers. The sums of the floating vectors in ``sums`` are corrected by their rounding
+    errors, because uncorrected errors would add up over a million numbers.
     """
     first, then = len(maxima), len(maxima) + len(counts)
 
@@ -129,7 +134,7 @@ def _reduced(maxima: Sequence[jax.Array], counts: Sequence[jax.Array], sums: Seq
 
 
 def _two_sum(left: Any, left_error: Any, right: Any, right_error: Any) -> tuple[Any, Any]:
-    """Return the sum of two numbers and its rounding error (Knuth's TwoSum)."""
+    """Return a sum and the total rounding error so far (Knuth's TwoSum)."""
     total = left + right
     part = total - left
     return total, left_error + right_error + ((left - (total - part)) + (right - part))
@@ -169,8 +174,8 @@ def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array
 def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
     """Return a record as one float32 vector.
 
-    ``movement`` has the results of :func:`distance_moved`, or is empty. A tap returns such a vector as the gradient of
-    its sink. The vector holds every number exactly.
+    A tap (see ``jaxmp/inspect/taps.py``) returns this vector as a gradient. The vector holds every number exactly.
+    ``movement`` has the results of :func:`distance_moved`, or is empty.
     """
     integers, floats = [counts.counters, counts.limits, *movement[:1]], [counts.mean[..., None], *movement[1:]]
     numbers = jnp.concatenate(integers, -1)
@@ -179,9 +184,9 @@ def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
 
 
 def unpacked(vector: np.ndarray) -> tuple[Any, ...]:
-    """Return the arguments of :func:`packed` from vectors on the host.
+    """Return the arguments of :func:`packed` from its results.
 
-    The vectors are the last axis; the axes before it are kept.
+    ``vector`` has a result of :func:`packed` along its last axis. Leading axes are kept.
     """
     size = (vector.shape[-1] - (1 if vector.shape[-1] == SIZE else 3)) // 2
     low, high, floats = np.split(vector, [size, 2 * size], axis=-1)
@@ -195,9 +200,10 @@ def distance_moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
     """Return how far updates move their weights.
 
     Returns:
-      First, for each format of ``NAMES``, the number of updates (uint32) that are too small to change their weight.
-      Such an update is below half the distance from its weight, rounded to the format, to the next number. Updates of
-      weights that overflow in the format are not counted. Second, the norms of the update and of the weight (float32).
+      First, for each format in ``dtypes.NAMES``, the number of updates (uint32) that are too small to change their
+      weight. Such an update is less than 0.5 ulp. (An ulp is the distance from the weight, rounded to the format, to
+      the next larger number.) Weights that overflow in the format are not counted. Second, the norm of all updates and
+      the norm of all weights (float32).
     """
     update, weight = update.reshape(-1), weight.reshape(-1)
     step, (size, fraction) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))
@@ -223,7 +229,7 @@ class Layout(NamedTuple):
       mantissa_bits: the mantissa bits without the leading one.
       min_exponent: the exponent of the smallest normal number.
       max_exponent: the exponent of the largest number.
-      overflow: the smallest fraction with which a number of the largest exponent overflows.
+      overflow: the smallest mantissa with which a number of the largest exponent overflows.
     """
 
     mantissa_bits: int
@@ -234,7 +240,7 @@ class Layout(NamedTuple):
 
 @functools.cache
 def layout_of(name: str) -> Layout:
-    """Return the layout of a format."""
+    """Return the layout of the format ``name``."""
     form = formats.format_of(name)
     top = start_of_ones(form.mantissa_bits + 1) or 1 << MANTISSA
     overflow = top if form.has_infinity else _ABOVE_E4M3

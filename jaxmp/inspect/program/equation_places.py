@@ -18,10 +18,10 @@ from jaxmp._internals.jax.walk import interpreted
 from jaxmp.nnx import run as nnx_run
 
 Key = tuple[int, ...]
-"""The place of an equation: the numbers of the equations and bodies around it, then its own number in its body."""
+"""The position of an equation in a program. For example, ``(2, 0, 3)`` is equation 3 in body 0 of equation 2."""
 
 CALL_SCOPE = "jaxmp.call:"
-"""The prefix of the scope around each call of a module. A number after it distinguishes the calls."""
+"""The prefix of the scope around each call of a module. The number after the prefix distinguishes the calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -29,15 +29,15 @@ class EquationPlace:
     """An equation and its place in the program.
 
     Attributes:
-      key: its place as numbers; keys sort in program order.
+      key: the position of the equation; keys sort in program order.
       eqn: the equation.
-      names: the scopes around it, including jaxmp's marks.
-      source: the user's file and line, such as ``"package/module.py:12"``. If JAX does not know the user's line (under
-        ``checkpoint``), it is a line of a library, and it is empty if JAX knows no line.
-      phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, or recomputed for it) or ``"update"`` (computed
-        from gradients).
-      turns: the number of iterations of each loop around it, outermost first; None for a while loop, whose number of
-        iterations is unknown before the run.
+      names: the scopes around the equation, including jaxmp's own scopes (``"jaxmp.…"``).
+      source: the user's file and line, such as ``"package/module.py:12"``. If JAX does not know this line, the source
+        is that of the equation around this one, or else a line of a library, or else empty.
+      phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, or recomputed for the transpose) or ``"update"``
+        (computed from gradients).
+      turns: the number of iterations of each loop around the equation, outermost first; None for a while loop, whose
+        number of iterations is unknown before the run.
       bodies: the bodies of the equation; None for a single operation.
     """
 
@@ -56,13 +56,13 @@ class EquationPlace:
 
     @property
     def count(self) -> int | None:
-        """Return how often the equation runs; None if that is unknown before the run."""
+        """Return how often the equation runs; None inside a while loop."""
         turns = [turn for turn in self.turns if turn is not None]
         return math.prod(turns) if len(turns) == len(self.turns) else None
 
 
 def path_in(names: Names) -> str:
-    """Return the path of scopes, without jaxmp's marks and JAX's own scopes."""
+    """Join scopes by ``/``, without the scopes that jaxmp and JAX add."""
     return "/".join(filter(_is_named, names))
 
 
@@ -71,7 +71,7 @@ def _is_named(name: str) -> bool:
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any]:
-    """Return the open jaxpr of a call, its constants and its results' structure.
+    """Return the open jaxpr of a call, its constants and its result's structure.
 
     Each call of a Linen module, or of an NNX module under a policy, has its own scope.
 
@@ -97,9 +97,9 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
 def equation_places(jaxpr: Any) -> list[EquationPlace]:
     """Return every equation in program order.
 
-    An equation with bodies comes before the equations in them. The bodies of ``jit``, ``checkpoint``, loops, branches
-    and functions with custom derivative rules are included. The equations of a derivative rule are included if the
-    program differentiates the function.
+    An equation with bodies comes before the equations in its bodies. Such equations are ``jit``, ``checkpoint``, loops,
+    conditionals and calls of functions with custom derivative rules. The equations of a derivative rule are included
+    only if the program differentiates the function.
     """
     opened, _ = equations.opened(jaxpr)
     collected: list[EquationPlace] = []
@@ -120,8 +120,8 @@ class _Around(NamedTuple):
 def _collect(jaxpr: Any, around: _Around, inputs: Sequence[bool], collected: list[EquationPlace]) -> list[bool]:
     """Collect the places of a body.
 
-    ``inputs`` tells which inputs of the body are computed from gradients. The returned list tells the same for its
-    results.
+    ``inputs`` tells which inputs of the body are computed from gradients. The returned list tells which results of the
+    body are.
     """
     numbers = itertools.count()
 
@@ -166,7 +166,7 @@ def _collect_bodies(
         turns = (*place.turns, *turns_of(place.eqn))
         inside = _Around((*place.key, index), place.names, place.source, place.phase, turns)
         if is_call and place.phase != "backward":
-            # A call that reads gradients is not an update as a whole. The phases of its equations are found one by one.
+            # Not every equation of a call that reads gradients is an update, so each equation gets its own phase.
             results = _collect(body, inside._replace(phase=phase_around), operands, collected)
             continue
         from_body = _collect(body, inside, [False] * len(body.invars), collected)
@@ -177,14 +177,15 @@ def _collect_bodies(
 
 
 def is_whole(eqn: Any) -> bool:
-    """Return whether an equation with bodies is evaluated as one operation."""
+    """Return whether an equation counts as one operation although it has a body."""
     return bool(eqn.primitive.name == "shard_map")
 
 
 def is_whole_with_rules(eqn: Any) -> bool:
-    """Return whether an equation is one operation in a program to differentiate.
+    """Return whether an equation counts as one operation under differentiation.
 
-    These are the equations of :func:`is_whole`, and functions with custom derivative rules, whose rules are kept.
+    This is true for the equations of :func:`is_whole`, and for calls of functions with custom derivative rules. If the
+    bodies of such functions were evaluated instead, JAX would ignore the rules.
     """
     return is_whole(eqn) or eqn.primitive.name.startswith("custom_")
 
@@ -197,7 +198,9 @@ def turns_of(eqn: Any) -> tuple[int | None, ...]:
 
 
 def paths_left(names: Names, readers: Iterable[Names]) -> list[str]:
-    """Return the modules and named scopes that return a value, the innermost first.
+    """Return the paths of the scopes that return a value, the innermost first.
+
+    These scopes are calls of modules, and scopes that the user named.
 
     Args:
       names: the scopes in which the value is computed.
@@ -210,22 +213,23 @@ def paths_left(names: Names, readers: Iterable[Names]) -> list[str]:
 def enters_scope(names: Names, reader: Names) -> bool:
     """Return whether ``reader`` is in a scope that ``names`` is not in.
 
-    Only modules and named scopes count.
+    Scopes that jaxmp and JAX add do not count.
     """
     return any(map(_is_named, reader[_count_shared_scopes(names, reader) :]))
 
 
 def _is_left(names: Names, stop: int) -> bool:
-    """Return whether leaving ``names[stop - 1]`` leaves a module or a named scope.
+    """Return whether ``names[stop - 1]`` is a module call or a named scope.
 
-    A module has a scope for its name, which contains a scope for each call. Only the scope of the call counts.
+    The scope of a module's name contains a scope for each call (``CALL_SCOPE``). Of these scopes, only the scope of the
+    call counts.
     """
     scope, inner = names[stop - 1], names[stop : stop + 1]
     return scope.startswith(CALL_SCOPE) or (_is_named(scope) and not any(name.startswith(CALL_SCOPE) for name in inner))
 
 
 def _count_shared_scopes(names: Names, others: Names) -> int:
-    """Return how many of their outermost scopes two places share."""
+    """Return how many outermost scopes ``names`` and ``others`` share."""
     count = 0
     while count < min(len(names), len(others)) and names[count] == others[count]:
         count += 1

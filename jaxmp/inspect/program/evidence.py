@@ -1,4 +1,7 @@
-"""The facts about a program and its call that the finders of an audit use."""
+"""The facts about a program in which the finders of an audit search for problems.
+
+Each function in ``FINDERS`` (see ``findings.py``) is a finder, and finds the problems of one kind.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from jaxmp.inspect.program.values import Value, Values
 from jaxmp.inspect.traffic import Collective
 
 EXACT = {"float16": 2**11, "bfloat16": 2**8}
-"""The largest number up to which a half dtype represents all integers."""
+"""The largest integer up to which float16 or bfloat16 represents all integers."""
 
 
 class Fault(NamedTuple):
-    """A problem, as a finder reports it.
+    """A problem in a program.
 
     Attributes:
       where: the equation, or a path and a source line.
@@ -35,21 +38,21 @@ Faults = Iterable[Fault]
 
 
 def rounded_to(dtype: np.dtype, numbers: Any) -> Any:
-    """Return numbers rounded to a half dtype, in float64."""
+    """Round numbers to a half dtype, and return them in float64."""
     with np.errstate(over="ignore", under="ignore"):
         return np.asarray(numbers).astype(np.float32).astype(dtype).astype(np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """The arrays that devices send in equal collective operations.
+    """The bytes that devices send in a group of similar collective operations.
 
     Attributes:
-      row: the operations, as :func:`jaxmp.inspect.collectives` reports them.
-      weights: the bytes of weights. An array counts as a weight if it has the size of an argument other than the batch,
-        or of one layer of such an argument.
+      row: the operations, as one row of :func:`jaxmp.inspect.collectives`.
+      weights: the bytes of weights. An array counts as a weight if it has the size of an argument that is not the
+        batch, or of one layer of that argument.
       others: the bytes of other arrays.
-      split: the bytes of weights that are split over the axes of the operations.
+      split: the bytes of weights that are split over the mesh axes of the operations.
     """
 
     row: Collective
@@ -64,15 +67,16 @@ class Audited:
 
     Attributes:
       values: the values of the program.
-      products: each product's value, and its row in the audit.
+      products: the result of each product as a value, and the product's row in the audit.
       arguments: the arrays among the arguments, with the kinds of :func:`jaxmp.inspect.memory` or ``"unknown"``.
-      weights: a function that returns which operands of a product may be its weight (see weight_operands.py).
+      weights: a function that returns which operands of a product may be its weight (see ``weight_operands.py``).
       policy: the declared policy, or None.
-      is_loss_scaled: whether an argument has a loss scale other than ``NoOpLossScale``; None without any loss scale.
-      repeated: a function that returns whether the compiled program repeats a cast in a loop; None if nothing was
-        compiled.
+      is_loss_scaled: whether an argument contains a loss scale other than ``NoOpLossScale``; None if no argument
+        contains a loss scale.
+      repeated: a function that returns whether the compiled program repeats a cast in every iteration of a loop; None
+        if the program was not compiled.
       on_cpu: whether the program is for a CPU.
-      sent: the collectives over the axes that split the batch; empty if nothing was compiled.
+      sent: the collective operations over the mesh axes that split the batch; empty if the program was not compiled.
     """
 
     values: Values
@@ -87,14 +91,14 @@ class Audited:
 
     @property
     def has_half_products(self) -> bool:
-        """Return whether a product has a half operand."""
+        """Return whether any product has a half operand."""
         return any(value.is_half for product, _ in self.products for value in product.inputs)
 
     def policies_of(self, path: tuple[str, ...]) -> list[Any]:
         """Return the declared policies for a path.
 
-        The path may begin with scopes around the model. For a PolicyMap, return the policies of all matching overrides,
-        or the policy of its root if no override matches.
+        For a PolicyMap, return the policies of all overrides that match, or its root policy if no override matches.
+        Every suffix of the path is tried, because the path may begin with scopes around the model.
         """
         if self.policy is None:
             return []

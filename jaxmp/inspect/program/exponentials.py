@@ -1,4 +1,8 @@
-"""Find exponentials, logarithms and variances that are computed in half."""
+"""Find exponentials, logarithms and variances that are computed in half.
+
+"Half" means half precision: float16 or bfloat16. Exponentials include powers. A variance is the operand of a square
+root in a normalisation layer.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ from jaxmp.inspect.program.values import Value, is_move_or_cast, origins
 
 _EXPONENTIAL = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "pow", "cumlogsumexp"})
 _OF_VARIANCE = frozenset({"add", "sub", "mul", "div", "max", "min", "convert_element_type", "abs", "neg"})
-"""Operations that may lie between the sum of squares of a variance and the root of the variance."""
+"""Operations that may lie between a sum of squares and the square root of the variance."""
 
 
 def half_exponentials(audited: Audited) -> Faults:
-    """Find exponentials and logarithms in half, and the variances of norms."""
+    """Find half exponentials and logarithms, and half variances of norm layers."""
     error_functions = set[tuple[str, str]]()
     for value in audited.values.all:
         if value.place and value.name in ("erf", "erfc"):
@@ -35,7 +39,7 @@ def half_exponentials(audited: Audited) -> Faults:
 
 
 def _is_bell(value: Value) -> bool:
-    """Return whether a value is the exponential of a negative square."""
+    """Return whether a value is exp(-x²), as in the derivative of erf."""
     if value.name != "exp":
         return False
     negated = value.inputs[0]
@@ -49,9 +53,9 @@ def _is_square(value: Value) -> bool:
 
 
 def _variance(root: Value) -> list[Value]:
-    """Return the operations of a variance, from the squares to the root.
+    """Return the operations of a variance, from the squares to the square root.
 
-    The list is empty if ``root`` is not the root of a variance.
+    The list is empty if the operand of ``root``, a ``sqrt`` or ``rsqrt``, is not a variance.
     """
     between = list[Value]()
 
@@ -74,9 +78,9 @@ def _key(value: Value) -> tuple[int, ...]:
 
 
 def _sum_of_squares(total: Value) -> list[Value]:
-    """Return the squares and their sum, or one product that is both.
+    """Return the squares and their sum, or the product that computes both.
 
-    The list is empty if the value is not a sum of squares.
+    The list is empty if ``total`` is not a sum of squares.
     """
     if _is_dot_of_itself(total):
         return [total]

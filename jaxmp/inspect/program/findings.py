@@ -23,8 +23,8 @@ class Finding:
 
     Attributes:
       kind: the kind of the problem, one of ``FINDERS``.
-      path: the modules and scopes, joined by ``/``; for params and other state, the names along their path.
-      source: the user's file and line; empty if JAX knows none.
+      path: the modules and scopes, joined by ``/``; for params and other state, the path in the pytree.
+      source: the user's file and line; empty if JAX does not know the line.
       what: a sentence that describes the problem.
       remedy: a sentence with the remedy.
     """
@@ -79,8 +79,8 @@ def findings(audited: Audited) -> tuple[Finding, ...]:
         for where, what, remedy in find(audited):
             if isinstance(where, EquationPlace):
                 source = where.source
-                # JAX may move an equation out of a loop, and so out of its scope. Then another equation of its line
-                # may still be in the scope.
+                # JAX may move an equation out of a loop, and so out of its scope. Another equation of the same source
+                # line may still be in the scope.
                 path = where.path or (path_of_source.get(source, "") if source else "")
             else:
                 path, source = where

@@ -1,4 +1,8 @@
-"""Find half losses, and float16 gradients without a loss scale."""
+"""Find half losses, and float16 gradients without a loss scale.
+
+"Half" means float16 or bfloat16. The backward pass begins with the cotangent of the loss, which is 1. If the program
+multiplies the loss by a loss scale, the backward pass multiplies this 1 by the loss scale.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,13 @@ from jaxmp.inspect.program.values import Value, computed_at, constant, leading_t
 _SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})
 _SCALING |= {"reshape", "transpose", "squeeze"}
 _SEED, _SCALED = 1, 2
-"""Two bits: a value depends on a cotangent of the loss, and on such a cotangent times a loss scale."""
+"""Bits of a mark: the value depends on the cotangent of the loss, and on this cotangent times a loss scale."""
 
 
 def half_losses(audited: Audited) -> Faults:
     """Find a half loss.
 
-    A loss is either the only floating scalar among the results, or a scalar that is differentiated.
+    A loss is the only floating scalar among the results, or a scalar that the program differentiates.
     """
     remedy = "compute the loss in float32: cast the model's results before it"
     scalars = [value for value in audited.values.results if value.is_float and not value.shape]
@@ -33,7 +37,7 @@ def half_losses(audited: Audited) -> Faults:
 def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
     """Yield the scalars of the forward pass that are differentiated.
 
-    A scalar counts if differentiation begins at its source line.
+    The source line of such a scalar is a line at which the backward pass begins.
     """
     starts = set[tuple[str, str]]()
     for seed in _seeds(audited):
@@ -50,14 +54,15 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
 def unscaled_float16(audited: Audited) -> Faults:
     """Find float16 products in a backward pass without a loss scale.
 
-    If no argument is a loss scale, the cotangents show whether the program has a loss scale of its own.
+    If no argument contains a loss scale, the program may still scale the loss by a number. Then the backward pass
+    multiplies the cotangent of the loss by this number.
     """
     if audited.is_loss_scaled:
         return
     products = [
         value for value, product in audited.products if product.phase == "backward" and "float16" in product.operands
     ]
-    if products and audited.is_loss_scaled is None:  # the program may have its own loss scale
+    if products and audited.is_loss_scaled is None:
         marks = _marks_of_scaling(audited)
         products = [value for value in products if marks[value] == _SEED]
     if products:
@@ -71,7 +76,7 @@ def unscaled_float16(audited: Audited) -> Faults:
 
 
 def _marks_of_scaling(audited: Audited) -> dict[Value, int]:
-    """Mark the values that depend on a cotangent of the loss, scaled or not."""
+    """Mark the values that depend on the scaled or unscaled cotangent of a loss."""
     marks = {}
     for seed in _seeds(audited):
         marks[seed] = _SEED | _SCALED if _is_loss_scale(seed, audited) else _SEED
@@ -83,7 +88,7 @@ def _marks_of_scaling(audited: Audited) -> dict[Value, int]:
 
 
 def _seeds(audited: Audited) -> list[Value]:
-    """Return the multiples of the loss's cotangent, which is 1."""
+    """Return the first values of the backward pass: multiples of the cotangent 1."""
     seeds: dict[Value, None] = {}
     for value in audited.values.all:
         if value.place is None or value.place.phase != "backward" or value.name not in _SCALING:
@@ -101,7 +106,7 @@ def _is_one(value: Value) -> bool:
 
 
 def _is_loss_scale(seed: Value, audited: Audited) -> bool:
-    """Return whether a scalar cotangent is multiplied by a loss scale.
+    """Return whether ``seed`` is a scalar cotangent times a loss scale.
 
     A loss scale is a constant power of two of at least 8, or is computed from scalar arguments that are not params.
     """

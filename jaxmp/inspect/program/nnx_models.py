@@ -43,10 +43,10 @@ def split_model(model: Any) -> tuple[Any, Any]:
 
 
 def with_scopes(model: Any) -> Any:
-    """Change a model so that each call of a module is in a named scope; return it.
+    """Put each module call of a model in a named scope, and return the model.
 
-    The model is changed in place, so no other code may use it. The root module gets no scope. Modules under a policy
-    are not changed, because their calls already have scopes.
+    The model is changed in place, so no other code may use the model. The root module gets no scope. Modules under a
+    policy are not changed, because their calls already have scopes.
     """
     for path, module in nnx.iter_modules(model):
         if path and callable(module) and decision_of(module) is None:
@@ -64,9 +64,9 @@ def scoped_copy(model: Any) -> Any:
 
 @functools.cache
 def _scoped(bare: Any, path: Path) -> Any:
-    """Return a subclass of a module's class that puts its calls in a scope.
+    """Return a subclass of a module's class whose calls are in a named scope.
 
-    The scope is the path of the module, relative to the calling module.
+    The scope is the path of the module relative to the module that calls it.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

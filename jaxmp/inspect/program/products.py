@@ -1,4 +1,7 @@
-"""Find products whose dtypes or dimensions make them slow."""
+"""Find products whose dtypes or dimensions make them slow.
+
+A product is a matrix product or a convolution. "Half" means half precision: float16 or bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +51,9 @@ def _promotions(product: Value) -> str:
 
 
 def _half_source(value: Value) -> Value:
-    """Return the half value from which a value is moved and cast.
+    """Return the last half value before a value's moves and casts.
 
-    If there is no half value, return the value before all moves and casts.
+    If there is no half value, return the value before all moves (such as reshapes) and casts.
     """
     while is_move_or_cast(value) and len(value.inputs) == 1:
         value = value.inputs[0]
@@ -60,7 +63,7 @@ def _half_source(value: Value) -> Value:
 
 
 def mixed_products(audited: Audited) -> Faults:
-    """Find products of operands of two dtypes."""
+    """Find products whose operands have different dtypes."""
     for value, product in audited.products:
         if _is_mixed(product):
             narrowest = min(map(np.dtype, product.operands), key=_itemsize)
@@ -71,9 +74,9 @@ def mixed_products(audited: Audited) -> Faults:
 
 
 def _is_mixed(product: Any) -> bool:
-    """Return whether the operands of a product have two dtypes.
+    """Return whether the operands of a product have different dtypes.
 
-    Two float8 dtypes do not count as mixed, because one is for values and the other for gradients.
+    Two float8 dtypes are not mixed, because a float8 recipe has one dtype for values and another for gradients.
     """
     dtypes = [np.dtype(name) for name in product.operands]
     if len(set(dtypes)) == 1 or not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
@@ -82,9 +85,9 @@ def _is_mixed(product: Any) -> bool:
 
 
 def unaligned_products(audited: Audited) -> Faults:
-    """Find half products with a dimension that is not a multiple of 16 bytes.
+    """Find products with a dimension that is not a multiple of 16 bytes.
 
-    Products with less than 1 % of the FLOPs are left out.
+    Only products of 16 bits or fewer with more than 1 % of the FLOPs are searched.
     """
     total = sum(work(product) for _, product in audited.products)
     for value, product in audited.products:
@@ -124,7 +127,7 @@ def work(product: Any) -> int:
 def multiplied(operand: Value) -> str:
     """Return the dtype in which a product multiplies an operand.
 
-    Scaled float8 values count as float8.
+    An operand that is a float8 value times a scale counts as float8.
     """
     if operand.name == "mul":
         for factor in operand.inputs:
@@ -142,7 +145,10 @@ def _asks_for_float32(place: EquationPlace) -> bool:
 
 
 def _half_of(audited: Audited, place: EquationPlace) -> str | None:
-    """Return the half compute dtype of the policy at an equation, or None."""
+    """Return the half compute dtype of the policy at an equation, or None.
+
+    Return None too if several policies match the equation and one of them computes in float32.
+    """
     if audited.policy is None:
         half = region_of(place.names).half
         return None if half is None else half.name

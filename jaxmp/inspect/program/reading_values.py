@@ -48,7 +48,7 @@ def values_of(jaxpr: Any, consts: Sequence[Any] = (), is_whole: Callable[[Any], 
 
 
 def same_turn(turns: Turns) -> list[Turns]:
-    """Return the same iterations, for an operand in the same loops as its reader."""
+    """Map an iteration to itself, for an operand in the same loops as its reader."""
     return [turns]
 
 
@@ -60,16 +60,16 @@ class _Loops(NamedTuple):
 
 
 class _TurnMaps(NamedTuple):
-    """The maps of iterations between a loop and its outside, and between iterations.
+    """The maps of iterations for values in a loop, and for results of the loop.
 
-    Each map takes an iteration of a value, and returns the iterations of the operand that the value reads.
+    Each map takes an iteration of a value, and returns the iterations of an operand that the value reads.
 
     Attributes:
-      at_end: from outside the loop to the last iteration.
-      in_all: from outside the loop to all iterations.
-      outside: from an iteration to outside the loop.
-      at_start: from the first iteration to outside the loop; from other iterations to nothing.
-      before: from each iteration to the iteration before it; from the first iteration to nothing.
+      at_end: for the last carry, read outside the loop: to the last iteration.
+      in_all: for the stacked outputs, read outside the loop: to all iterations.
+      outside: for a constant or a scanned array, read in the loop: to outside the loop.
+      at_start: for the initial carry: from the first iteration to outside the loop; from other iterations to nothing.
+      before: for a carry: from each iteration to the iteration before; from the first iteration to nothing.
     """
 
     at_end: TurnMap
@@ -80,9 +80,9 @@ class _TurnMaps(NamedTuple):
 
 
 def _maps_across(scan: Scan | None) -> _TurnMaps:
-    """Return the maps across a loop.
+    """Return the maps of iterations for a loop.
 
-    ``scan`` is None for a while loop, which counts as one iteration.
+    ``scan`` is None for a while loop. It counts as one iteration, because the number of its iterations is unknown.
     """
     if scan is None:
         return _TurnMaps(*[same_turn] * 5)
@@ -169,7 +169,7 @@ class _Reader:
     def loop(self, place: EquationPlace, bodies: Bodies, operands: list[Value], around: _Loops) -> list[Value]:
         """Read a loop.
 
-        A while loop counts as one iteration, and no result depends on its condition.
+        A while loop counts as one iteration. The values of its condition are not operands of its results.
         """
         eqn, step = place.eqn, len(bodies.jaxprs) - 1
         scan = None

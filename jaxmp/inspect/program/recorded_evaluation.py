@@ -1,6 +1,7 @@
-"""Evaluate a program, and record the results of its equations.
+"""Evaluate a program, and record results of its equations.
 
-Equations in loops and branches are recorded too.
+Equations in loops and branches are included. A ``Taps`` object (see ``jaxmp/inspect/taps.py``) makes the records.
+A sink is an extra array whose gradient is the record of a result's cotangent.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def evaluate_and_record(
 ) -> tuple[list[Any], Records]:
     """Return the results of an open jaxpr, and the records by equation key.
 
-    In the body of a scan, a record has a leading axis of iterations; in nested scans, one axis for each scan. Records
-    of the iterations of a while loop are merged. Records of a branch that was not taken are zeros. The results can be
-    differentiated, because ``checkpoint`` and custom derivative rules are kept. A function with such rules counts as
-    one operation.
+    A record from the body of a scan has a leading axis of iterations. In nested scans, the record has such an axis for
+    each scan. Records from the iterations of a while loop are merged. Records from a branch that was not taken are
+    zeros. You can differentiate the results, because ``checkpoint`` and custom derivative rules are kept. A function
+    with such a rule counts as one operation.
 
     Args:
       jaxpr: an open jaxpr.
@@ -44,8 +45,8 @@ def evaluate_and_record(
       args: the arguments of the jaxpr.
       taps: an object whose method ``at`` is called for each operation. A loop or a conditional also counts as an
         operation.
-      sinks: pytrees of arrays for ``taps.at``, by equation key. They have the leading axes of the equation's records.
-        Equations in while loops have no sinks.
+      sinks: pytrees of arrays for ``taps.at``, by equation key. The arrays have the same leading axes as the records of
+        the equation. Equations in while loops have no sinks, because ``jax.grad`` does not support while loops.
     """
     results, records = _RecordedEvaluation(taps).body(jaxpr, consts, args, (), dict(sinks or {}))
     for n, var in enumerate(jaxpr.outvars):
@@ -94,9 +95,9 @@ class _RecordedEvaluation:
     def with_bodies(
         self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, sinks: Records
     ) -> tuple[list[Any], Records]:
-        """Evaluate an equation whose bodies return records.
+        """Evaluate an equation with bodies, and return its results and records.
 
-        The equation is rebuilt so that its bodies also take the sinks.
+        The equation is rebuilt so that its bodies take the sinks as operands, and return the records.
         """
         inside = {place: value for place, value in sinks.items() if place[: len(key)] == key != place}
         sinks_inside, tree = jax.tree.flatten(inside)
@@ -108,7 +109,7 @@ class _RecordedEvaluation:
 
         if bodies.kind == "while":
             return self.loop(eqn, bodies, operands, key)
-        shapes: Records = {}  # every branch returns the records of all branches
+        shapes: Records = {}  # all branches must return the same structure, so each returns the records of all
         if bodies.kind == "cond":
             for index in range(len(bodies.jaxprs)):
                 _, of_branch = jax.eval_shape(functools.partial(body, index), *operands[1:], *sinks_inside)
@@ -130,7 +131,7 @@ class _RecordedEvaluation:
         return list(out[:stop]), jax.tree.unflatten(structure, out[stop:])
 
     def loop(self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key) -> tuple[list[Any], Records]:
-        """Evaluate a while loop, rebuilt to carry its records too."""
+        """Evaluate a while loop that also carries the records of its body."""
         condition, step = (equations.opened(jaxpr) for jaxpr in bodies.jaxprs)
         consts = operands[bodies.consts : bodies.start]
 

@@ -1,4 +1,4 @@
-"""Find state in the wrong dtype, and float64 values."""
+"""Find params and other state in the wrong dtype, and float64 values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxmp.inspect.program.values import Value, computed_at
 
 
 def half_params(audited: Audited) -> Faults:
-    """Find params in another dtype than the param dtype of their policy."""
+    """Find params whose dtype is not the param dtype of their policy."""
     for value, path in _state(audited, "params"):
         policies = audited.policies_of(path[:-1])
         if policies and value.dtype != policies[0].param_dtype:
@@ -31,7 +31,7 @@ def half_statistics(audited: Audited) -> Faults:
 
 
 def _state(audited: Audited, kind: str) -> list[tuple[Value, tuple[str, ...]]]:
-    """Return the floating state of a kind with its paths; float8 is left out."""
+    """Return each floating array of a kind of state, with its path; omit float8."""
     state = []
     for value, leaf in zip(audited.values.arguments, audited.arguments, strict=True):
         if leaf.kind == kind and leaf.path_in_state is not None and value.is_float and value.dtype.itemsize > 1:
@@ -45,7 +45,10 @@ def _dtype_fault(value: Value, path: tuple[str, ...], expected: np.dtype, rule: 
 
 
 def strong_float64(audited: Audited) -> Faults:
-    """Find the first float64 values of a program that has half products."""
+    """Find where float64 enters a program that has half-precision products.
+
+    Weakly typed float64 values are left out.
+    """
     if not audited.has_half_products:
         return
     phases = set[str]()
@@ -64,7 +67,10 @@ def strong_float64(audited: Audited) -> Faults:
 
 
 def _enters_float64(value: Value) -> bool:
-    """Return whether a strong float64 value has no float64 operands but constants."""
+    """Return whether a value is strong float64 but computed from other dtypes.
+
+    Constant operands may be float64.
+    """
     if value.dtype != np.float64 or getattr(value.aval, "weak_type", False):
         return False
     return all(operand.dtype != np.float64 or operand.name == "constant" for operand in value.inputs)

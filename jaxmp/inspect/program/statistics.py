@@ -1,4 +1,4 @@
-"""Statistics of tensors, also under another format or loss scale."""
+"""Statistics of the values of tensors, for any format and loss scale."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Statistics:
     Attributes:
       count: the number of values.
       zeros: the number of zeros.
-      below_normal: the number of values that are subnormal in the dtype, and so have fewer digits.
-      vanished: the number of nonzero values that become 0 in the dtype. It is always 0 if this is the dtype of the
-        computation, because such values are already zeros there.
+      below_normal: the number of values that are subnormal in ``dtype``, and so have fewer digits.
+      vanished: the number of nonzero values that become 0 in ``dtype``. The number is always 0 in the dtype of the
+        computation, because such values are already zeros.
       overflow: the number of infinite and NaN values.
       amax: the largest finite magnitude; 0 if there is none.
       amin: the smallest nonzero magnitude; 0 if there is none.
@@ -71,7 +71,7 @@ class Statistics:
     _lost: Mapping[str, int] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def under(self, dtype: Any, loss_scale: float = 1.0) -> Statistics:
-        """Return the statistics of the values times ``loss_scale`` in another dtype.
+        """Return the statistics of the values times ``loss_scale``, in another dtype.
 
         Values are rounded to nearest, ties to even, and the counts are exact. ``zeros`` counts values that were 0
         before, ``vanished`` those that become 0, and ``overflow`` those that are not finite after rounding. ``amax``,
@@ -108,13 +108,13 @@ class Statistics:
         )
 
     def lost(self, dtype: Any) -> int:
-        """Return how many updates are below half an ulp of their weight in ``dtype``.
+        """Return how many updates are less than 0.5 ulp of their weight in ``dtype``.
 
-        Such an update does not change its weight if it is added in ``dtype``. An ulp is the distance from the weight,
-        rounded to ``dtype``, to the next larger number in ``dtype``. Updates of 0 are included.
+        Such an update does not change its weight if ``dtype`` is the dtype of their sum. An ulp is the distance from
+        the weight, rounded to ``dtype``, to the next larger number in ``dtype``. Updates of 0 are included.
 
         Raises:
-          ValueError: these are not the statistics of updates, or values are not counted for the dtype.
+          ValueError: the values are not updates, or ``dtype`` is none of the dtypes that :meth:`under` accepts.
         """
         if self._lost is None:
             raise ValueError("lost() is for updates, and these are not updates; use Numerics.updates with tx")
@@ -125,7 +125,8 @@ class Statistics:
 def _fates(name: str, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return which values vanish, become subnormal, or overflow in a format.
 
-    Each array has a row for each of ``rows`` exponents from ``first`` on, and a column for each range of mantissas.
+    The result is three boolean arrays. The rows of each array are ``rows`` exponents, the first of which is ``first``.
+    The columns are the ranges of mantissas that start at ``STARTS``.
     """
     layout = layout_of(name)
     smallest = layout.min_exponent - layout.mantissa_bits
@@ -143,7 +144,7 @@ def _counted_dtype(dtype: Any) -> str:
         name = dtypes.canonical_dtype(dtype).name
     except dtypes.UnknownDtypeError:
         raise
-    except ValueError:  # an integer dtype, for which the error would speak of policies
+    except ValueError:  # an integer dtype; the message of this error is about policies
         name = np.dtype(dtype).name
     if name not in _NAMES:
         raise ValueError(f"values are counted for {', '.join(_NAMES)}, got {name}; use one of these")
@@ -173,9 +174,9 @@ def statistics_of(x: Any) -> Statistics:
 
 
 def from_record(counts: Counts, dtype: Any, size: int, scale_exponent: int, turns: Sequence[int] = ()) -> Statistics:
-    """Return the statistics of values from the record of their scaled values.
+    """Return the statistics of values from the record of the scaled values.
 
-    The scale is a power of two.
+    The scaled values are the values times a power of two.
 
     Args:
       counts: the record of the scaled values, on the host, with a leading axis for each loop.

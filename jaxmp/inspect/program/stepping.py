@@ -1,13 +1,13 @@
-"""Run a program one equation at a time, with flags for finite results.
+"""Run a program one equation at a time, and flag results that are not finite.
 
-Each floating result has a flag that tells whether it is finite.
+The flag of a floating result is 0 if all elements are finite, else NaN.
 
 Each equation is compiled separately, and equal equations share a compiled program, so only distinct equations take
 compile time. In one program with the flags of all equations, XLA would recompute long chains of operations for each
 flag.
 
 A long scan without loops or branches in its body runs as one program, because separate calls from the host would take
-most of the time. This program returns the flags of all equations in all iterations. Barriers between its equations keep
+most of the time. This program returns the flags of all equations in all iterations. Barriers between the equations keep
 XLA from fusing them.
 """
 
@@ -41,9 +41,9 @@ class Moment(NamedTuple):
     """An equation and the time at which it runs.
 
     Attributes:
-      key: as in :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
-      turns: the iteration of each scan around it, as an index into the inputs of the scan, outermost first.
-      while_turn: the iteration of the innermost while loop around it; -1 outside of while loops.
+      key: the position of the equation, as in :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
+      turns: the iteration of each scan around the equation, as an index into the inputs of the scan, outermost first.
+      while_turn: the iteration of the innermost while loop around the equation; -1 outside of while loops.
     """
 
     key: Key = ()
@@ -59,7 +59,7 @@ Visit = Callable[[Moment, Any, list[Any], list[Any], list[Any]], None]
 At = tuple[Key, tuple[int, ...]]
 """The key of an equation, and the iteration of each scan around it."""
 Branches = dict[At, set[int]]
-"""The branches that each conditional took, by its key and iterations. In a while loop, it may take several."""
+"""The branches that each conditional took, by key and iterations. A conditional in a while loop may take several."""
 
 
 def step_through(
@@ -68,10 +68,10 @@ def step_through(
     """Run an open jaxpr; return its results and the branches of conditionals.
 
     After each operation, ``visit`` is called with the moment, the equation, its operands, its results, and a flag for
-    each result: an array that is 0 if all elements are finite, or None for values that are not floating.
+    each result. The flag is None for results that are not floating.
 
-    A long scan runs as one program. ``visit`` is then called only for operations with a non-finite result in some
-    iteration, and gets empty lists of operands and results. In the iterations that ``wanted`` names, ``visit`` is
+    A long scan runs as one program. For such a scan, ``visit`` is called only for operations with a non-finite result
+    in some iteration, and gets empty lists of operands and results. But in the iterations in ``wanted``, ``visit`` is
     called for all operations, with operands and results.
     """
     mesh = mesh_of((*consts, *args))
@@ -182,7 +182,7 @@ class _Stepping:
         return [*carry, *outputs]
 
     def _wanted_turns(self, moment: Moment) -> set[int]:
-        """Return the iterations of a scan in which an operation is wanted."""
+        """Return the iterations of a scan that contain an operation in ``wanted``."""
         depth = len(moment.turns)
         turns = set[int]()
         for key, turns_around in self.wanted:
@@ -204,7 +204,7 @@ class _FlaggedScan:
     The program returns the flags of all equations in all iterations.
 
     Attributes:
-      operations: the equations of an iteration, each with its key in the body.
+      operations: the equations of an iteration, each with its key relative to the body.
     """
 
     def __init__(self, eqn: Any) -> None:
@@ -216,7 +216,7 @@ class _FlaggedScan:
         self.compiled = jax.jit(self._scan, compiler_options=AS_WRITTEN)
 
     def __call__(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[list[Any]], list[Any]]:
-        """Return the last carry, the outputs, the flags, and every iteration's carry."""
+        """Return the last carry, outputs, flags, and the carry before each iteration."""
         carry, (outputs, flags, carries) = self.compiled(*operands)
         return carry, outputs, jax.device_get(flags), carries
 
@@ -285,7 +285,7 @@ def _unused_after(jaxpr: Any) -> list[list[Any]]:
 
 
 class Operation:
-    """An equation, equal to all equations with the same primitive, params and context."""
+    """An equation that equals all with the same primitive, params and context."""
 
     def __init__(self, eqn: Any) -> None:
         self.eqn = eqn
@@ -315,7 +315,7 @@ def compiled_operation(operation: Operation) -> Callable[..., tuple[list[Any], l
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether all elements of a value are finite; integers always are."""
+    """Return whether all elements of a value are finite; True for integers."""
     return not is_inexact(value) or bool(np.asarray(jax.jit(_finite_flag)(value)) == 0)
 
 
@@ -331,7 +331,7 @@ def _finite_flag(value: Any) -> jax.Array:
 
 
 def _typed_as(aval: Any, value: Any) -> Any:
-    """Return an array with the axis types of ``aval``.
+    """Return an array on a mesh with the axis types that ``aval`` has.
 
     ``jax.jit`` may have changed the axis types.
     """

@@ -1,6 +1,7 @@
-"""Find half sums with more terms than their dtype can count.
+"""Find half-precision sums with more terms than their dtype can count.
 
-A sum is one operation, or the carry of a loop.
+A bfloat16 sum of ones, for example, stops at 256. A sum is one operation (such as ``reduce_sum``), or the carry of a
+loop.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _CARRIED = "carry the sum in float32; if it is the gradient of a loop-invariant 
 
 
 def half_sums(audited: Audited) -> Faults:
-    """Find half sums of one operation, and half sums that a loop carries."""
+    """Find half sums that one operation computes, or that a loop carries."""
     operands = set(audited.values.results)
     for value in audited.values.all:
         operands.update(value.inputs)
     for value in audited.values.all:
         if not value.is_half or not value.place or not (value.reader or value in operands):
-            continue  # an unread sum does no harm, such as the count of ties in the derivative of a maximum
+            continue  # nothing reads some sums, such as the count of ties in the derivative of a maximum
         count, dtype = terms(value), value.dtype.name
         if count > EXACT[dtype]:
             yield Fault(value.place, f"{value.name} {_of_terms(count, dtype)}", _REMEDY)
@@ -61,13 +62,13 @@ def terms(value: Value) -> int:
 
 
 class _Sum(NamedTuple):
-    """A value as a sum: a carry of a loop plus terms.
+    """A value that is the sum of a loop's carry and some terms.
 
     Attributes:
-      sign: -1 if the carry is subtracted.
+      sign: -1 if the carry is subtracted, else 1.
       terms: the number of terms.
-      dtype: the half dtype to which the sum is rounded; None if it is always wider.
-      last: the last addition.
+      dtype: the half dtype to which the sum is rounded; None if the sum is never rounded to half.
+      last: the last addition; None if there are no terms.
     """
 
     sign: int = 1
@@ -77,16 +78,16 @@ class _Sum(NamedTuple):
 
 
 _Sums = Mapping[Value, _Sum]
-"""For each carry in a value, the value as a sum of the carry and terms."""
+"""For each carry from which a value is computed, the value as the sum of the carry and terms."""
 
 
 def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
     """Yield the sums that loops carry and round to half in every iteration.
 
     Each item has the last addition, the number of terms and the dtype. For nested loops, the numbers of iterations are
-    multiplied. A carry that is multiplied by a factor (a decay) is not a sum. If a carry is subtracted from its own
-    sum, the sum is left out, because it compensates its rounding errors (Kahan's sum). A while loop counts as one
-    iteration, because the number of its iterations is unknown.
+    multiplied. A while loop counts as one iteration, because the number of its iterations is unknown. Two kinds of
+    carries are left out: carries that are multiplied by a factor (a decay), and carries that the program subtracts from
+    their sum to compensate the rounding error (Kahan's sum).
     """
     sums_of: dict[Value, _Sums] = {}
     carries: dict[tuple[int, ...], list[Value]] = {}
@@ -110,18 +111,18 @@ def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
 
 
 def _after_all_turns(sums: _Sums, carries: list[Value], in_turn: _Sum | None, turns: int) -> _Sums:
-    """Return the sums of outer carries after all iterations of a loop.
+    """Return the sums of outer loops' carries after all iterations of a loop.
 
-    The loop's own carries are left out.
+    The carries of the loop itself, ``carries``, are left out.
     """
     more = in_turn.terms * (turns - 1) if in_turn else 0
     return {carry: total._replace(terms=total.terms + more) for carry, total in sums.items() if carry not in carries}
 
 
 def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Value]) -> _Sums:
-    """Return a value as the sum of a carry and terms, for each carry in the value.
+    """Return a value as the sum of a carry and terms, for each carry.
 
-    Carries whose rounding errors the value compensates are added to ``compensated``.
+    If the value subtracts a carry from a sum that contains the carry, the carry is added to ``compensated``.
     """
     parts = [sums_of.get(operand, {}) for operand in value.inputs]
     if is_move_or_cast(value) or value.name in (JOIN, TURN, TURNS):
@@ -144,7 +145,7 @@ def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Valu
 def _with_most_terms(parts: list[_Sums]) -> _Sums:
     """Return the sum with the most terms for each carry.
 
-    ``parts`` has the sums of each operand of a move, or of each value of which a join takes one.
+    ``parts`` has the sums of each operand of a move, or of each branch of a conditional.
     """
     sums: dict[Value, _Sum] = {}
     for part in parts:
@@ -161,7 +162,7 @@ def _plus(sums: _Sums, addition: Value, count: int) -> _Sums:
 def _added_terms(value: Value) -> int:
     """Return 1 if a value adds to the same elements in each iteration, else 0.
 
-    It is 0 for zeros, and for zeros into which each iteration writes at another place.
+    The result is 0 for zeros, and for an array of zeros in which each iteration writes to other elements.
     """
     while (value.is_move and len(value.inputs) == 1) or value.is_cast:
         (value,) = value.inputs
@@ -171,9 +172,9 @@ def _added_terms(value: Value) -> int:
 
 
 def _is_elsewhere(write: Value) -> bool:
-    """Return whether each iteration writes at another place.
+    """Return whether each iteration writes to other elements.
 
-    This is assumed if the indices depend on a loop, but not on arguments or random bits.
+    The answer is a guess: True if the indices depend on values in a loop, but not on arguments or random bits.
     """
     indices = write.inputs[2:] if write.name == "dynamic_update_slice" else write.inputs[1:2]
     sources = leading_to(indices)

@@ -1,8 +1,9 @@
-"""GPUs for which XLA can compile although they are not attached, and shapes on them.
+"""Targets: GPUs that XLA compiles for although they are not attached.
 
 XLA's compiler reads a description of the GPU: the text form of the message ``GpuTargetConfigProto``. (XLA's own
 descriptions are in xla/backends/gpu/target_config/specs.) This module builds the description from the figures of the
-chip. The compiled program is as optimised as on the GPU, and its memory is known. Only its run time is unknown.
+chip. The compiled program is as optimised as one that is compiled on the GPU, and the memory that it needs is known.
+Only its run time is unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ INSTALL = "pip install -e '.[experiments,compile-only]'"
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 CUDA = Path("/usr/local/cuda")
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-"""Products go to cuBLAS, because XLA chooses among Triton's kernels by timing them on the GPU."""
+"""Options that send products to cuBLAS, because XLA chooses among Triton kernels by timing them on the GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,8 @@ def choice() -> str:
 def missing() -> str | None:
     """Return why this machine cannot compile for a GPU; None if it can.
 
-    The text includes the remedy. Call this before compiling, because XLA ends the process if its assembler is missing.
+    The text includes the remedy. Call this function before compiling, because XLA ends the process if the assembler
+    ``ptxas`` is missing.
     """
     if not any(importlib.util.find_spec(name) for name in PLUGINS):
         return f"to compile for a GPU, JAX needs its CUDA plugin, which is not installed: {INSTALL}"
@@ -159,7 +161,10 @@ def missing() -> str | None:
 
 
 def device_of(description: str) -> Any:
-    """Return the device of a description; the errors are those of :func:`devices_of`."""
+    """Return a device for a text of :meth:`Target.text`.
+
+    The errors are those of :func:`devices_of`.
+    """
     return devices_of(description)[0]
 
 
@@ -168,10 +173,10 @@ def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
 
     Args:
       description: the description of one GPU.
-      topology: slices × hosts × GPUs per host, such as ``"1x2x4"``, or ``"2 hosts x 4"``.
+      topology: slices × hosts × GPUs per host, such as ``"1x2x4"``. ``"2 hosts x 4"`` means the same.
 
     Raises:
-      ModuleNotFoundError: packages that compile are missing.
+      ModuleNotFoundError: the packages that compile for a GPU are missing.
       ValueError: ``topology`` is not a topology.
     """
     topology = check_topology(topology)
@@ -196,7 +201,7 @@ def check_topology(text: str) -> str:
 
 
 def _described(description: str, topology: str) -> Any:
-    """Return JAX's topology for GPUs of a description.
+    """Return JAX's topology object for GPUs with a description.
 
     cuDNN need not be installed, because only runs need it.
     """
@@ -214,7 +219,7 @@ def _described(description: str, topology: str) -> Any:
 
 
 _UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-"""The environment variable that keeps JAX's CUDA plugin from checking libraries that only runs need."""
+"""An environment variable. It keeps JAX's CUDA plugin from checking libraries that are needed only to run programs."""
 
 
 def on(device: Any, tree: Any) -> Any:
@@ -236,7 +241,7 @@ def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
       topology: the topology of the cluster; None for one host with all GPUs.
 
     Raises:
-      ValueError: the topology has another number of GPUs than the mesh.
+      ValueError: the topology and the mesh have different numbers of GPUs.
     """
     mesh = mesh_of(tree)
     devices = devices_of(target.text(), topology or f"1x1x{mesh.size}")
@@ -267,7 +272,7 @@ def _placed(tree: Any, sharding_of: Callable[[Any], Sharding]) -> Any:
 
 
 def mesh_of(tree: Any) -> Any:
-    """Return the mesh of the first array, shape or sharding that has one, or None."""
+    """Return the first mesh of a pytree of arrays, shapes or shardings, or None."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", leaf)
         if isinstance(sharding, NamedSharding):
@@ -282,7 +287,7 @@ def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def target_of(name: str) -> Target:
-    """Return the GPU with a name.
+    """Return the target that ``TARGETS`` has under a name.
 
     Raises:
       ValueError: no GPU with this name has known figures.
@@ -295,7 +300,7 @@ def target_of(name: str) -> Target:
 
 
 def _bundled(path: str) -> bool:
-    """Return whether one of NVIDIA's Python packages has a file."""
+    """Return whether one of NVIDIA's Python packages contains the file ``path``."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     return any(file.exists() for folder in folders for file in folder.glob(f"*/{path}"))

@@ -1,4 +1,8 @@
-"""The values of a program and of all its bodies, with operations and operands."""
+"""The values of a program, each with its operation and its operands.
+
+The values in the bodies of loops, conditionals and calls are included. A ``Value`` in a loop body represents
+all iterations. So each operand comes with a map that tells which iterations of the operand are read.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +21,26 @@ from jaxmp.inspect.program.equation_places import EquationPlace, Key
 Turns = tuple[int, ...]
 """The iteration of each scan around a value, as an index into the scan's inputs, outermost first.
 
-A while loop has no index, because it counts as one iteration.
+A while loop has no index. It counts as one iteration, because the number of its iterations is unknown.
 """
 TurnMap = Callable[[Turns], list[Turns]]
-"""A map from iterations of a value to the iterations of an operand that it reads."""
+"""A function from an iteration of a value to the iterations of an operand that are read in this iteration."""
 Read = tuple[int, "Value", TurnMap]
-"""The number of an operand, the operand, and a map to the iterations of the operand that are read."""
+"""An operand of a value: a number (see ``Value.reads``), the operand, and the map of iterations."""
+# The names of values that no primitive computes. The attribute `name` of `Value` explains them.
 TURN, TURNS, JOIN, LOOP_CONSTANT = "turn", "turns", "join", "loop constant"
 MOVES = PICKS | COMBINES | {TURN, TURNS, "stop_gradient", "reduce_max", "reduce_min"}
 MOVES |= {"reduce_window_max", "reduce_window_min", "sort", "top_k", "reshard"}
-"""Operations whose results are elements of their operands (of ``top_k``, only the first result)."""
+"""Moves: operations whose results contain only elements of the operands; for ``top_k``, only the first result."""
 
 
 class Scan(NamedTuple):
     """A scan around a value.
 
     Attributes:
-      depth: the position of its iteration in :meth:`Value.order`.
-      reverse: whether it runs from the last element to the first.
-      length: the number of its iterations.
+      depth: the position of the iteration in the sort key that :meth:`Value.order` returns.
+      reverse: whether the scan runs from the last element to the first.
+      length: the number of iterations.
     """
 
     depth: int
@@ -49,22 +54,23 @@ class Value:
 
     Attributes:
       aval: its shape and dtype.
-      name: the primitive, ``"argument"`` or ``"constant"``; ``TURN`` for the part of an array that one iteration of a
-        scan reads; ``TURNS`` for the array that all iterations stack; ``JOIN`` for one of several values (a carry of a
-        loop, the result of a conditional).
-      key: the key of the equation that computes it; for a carry or an input of a loop, the key of the loop; else
-        ``()``.
-      place: the equation, if it is a single operation; None for arguments, constants, and results of loops and
-        conditionals.
-      position: its position among the results or the arguments; -1 for a carry or an input of a loop.
-      scans: the scans around it, outermost first.
-      loops: the bodies of loops around it, outermost first.
-      constant: the number or array of a constant, if the program contains it.
-      const: the constant as a NumPy array, if it is small.
-      reads: the operands. Each comes with its number among the operands, or with the number of its branch. (The index
-        of a conditional comes after all branches.) A map gives the operand's iterations that an iteration of this value
-        reads.
-      reader: the first operation that reads it.
+      name: the primitive, ``"argument"``, ``"constant"``, or one of these names: ``TURN`` is the element of a scanned
+        array that one iteration reads. ``TURNS`` is the array that all iterations stack. ``JOIN`` is one of several
+        values: a carry in a loop, the last carry, or the result of a conditional. ``LOOP_CONSTANT`` is a value from
+        outside a loop that the body reads.
+      key: the key of the equation that computes the value; for a carry or an input in a loop body, the key of the loop;
+        for arguments and constants, ``()``.
+      place: the equation, if it is a single operation; None for arguments, constants, and carries, inputs and results
+        of loops and conditionals.
+      position: the position among the results or the arguments; -1 for a carry or an input in a loop body.
+      scans: the scans around the value, outermost first.
+      loops: the keys of the loop bodies around the value, outermost first.
+      constant: the number or array of a constant; None if it is unknown.
+      const: the constant as a NumPy array; None if the array is large.
+      reads: the operands. The number of an operand is its position. For the result of a conditional, the number is that
+        of the branch, and the index of the conditional comes after all branches. For a carry, 0 is the initial carry,
+        and 1 is the carry from an iteration.
+      reader: the first operation that reads the value.
     """
 
     aval: Any
@@ -83,13 +89,13 @@ class Value:
     def inputs(self) -> list[Value]:
         """Return the operands.
 
-        A constant of a loop is replaced by the value outside of the loop.
+        A loop constant is replaced by the value outside of the loop.
         """
         return [value.outer for _, value, _ in self.reads]
 
     @property
     def outer(self) -> Value:
-        """Return the value outside of loops for a loop constant, or the value itself."""
+        """Return the value outside of all loops for a loop constant, else ``self``."""
         value = self
         while value.name == LOOP_CONSTANT:
             ((_, value, _),) = value.reads
@@ -128,7 +134,7 @@ class Value:
 
     @property
     def is_move(self) -> bool:
-        """Return whether the elements of the value are those of an operand.
+        """Return whether the value contains only elements of its operands.
 
         A cast to the same dtype is a move.
         """
@@ -143,7 +149,10 @@ class Value:
 
     @property
     def is_computed(self) -> bool:
-        """Return whether an equation computes the value, so that it may have a record."""
+        """Return whether the value is a result of an equation.
+
+        Arguments, constants, and the carries and inputs in a loop body are not results.
+        """
         return bool(self.key) and self.position >= 0
 
     def sources(self, turns: Turns) -> Iterator[tuple[int, Value, Turns]]:
@@ -156,7 +165,7 @@ class Value:
                 yield number, value, other
 
     def order(self, turns: Turns = ()) -> tuple[float, ...]:
-        """Return a key that sorts values as they are computed, arguments first."""
+        """Return a key that sorts values by time of computation, arguments first."""
         numbers: list[float] = [*self.key, math.inf] if self.key else []
         for scan, turn in reversed(list(zip(self.scans, turns, strict=False))):
             numbers.insert(scan.depth, scan.length - 1 - turn if scan.reverse else turn)
@@ -197,10 +206,10 @@ def is_move_or_cast(value: Value) -> bool:
 
 
 def origins(value: Value, goes_on: Callable[[Value], bool]) -> Iterator[Value]:
-    """Yield the first values that ``goes_on`` rejects, on all paths back.
+    """Search back from a value, and yield the values at which the search stops.
 
-    The paths lead back from ``value`` to its operands. Only floating operands are followed: integers and booleans that
-    choose elements are left out.
+    From each value that ``goes_on`` accepts, the search goes to the floating operands. Other operands, such as indices
+    and conditions, are left out.
     """
     stack, visited = [value], {value}
     while stack:
@@ -215,13 +224,13 @@ def origins(value: Value, goes_on: Callable[[Value], bool]) -> Iterator[Value]:
 
 
 def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
-    """Return the marks of each value, joined with those of all values it depends on.
+    """Return for each value its marks and those of all values on which it depends.
 
-    Marks are bits of an integer.
+    Marks are bits of an integer. The function ``mark`` returns the marks of a value without those of its operands.
     """
     marks = {value: mark(value) for value in values.all}
     has_changed = True
-    while has_changed:  # a carry depends on itself
+    while has_changed:  # repeated, because a carry depends on itself
         has_changed = False
         for value in values.all:
             bits = marks[value]
@@ -234,7 +243,7 @@ def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
 
 
 def constant(value: Value) -> Any:
-    """Return the elements of a constant, before it was moved or cast.
+    """Return the elements of a constant, before its moves and casts.
 
     Return None for other values.
     """

@@ -1,4 +1,4 @@
-"""The weights of products, and the dimensions that tensor cores need aligned."""
+"""Find the weights of products, and dimensions that tensor cores need aligned."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.inspect.memory_kinds import Leaf
 from jaxmp.inspect.program.values import JOIN, Value, Values, is_move_or_cast, made_of, origins
 
+# Marks of a value that depends on params or other state, on the batch, on arguments of unknown kind, or on a product.
 _WEIGHT, _DATA, _UNKNOWN, _PRODUCT = 1, 2, 4, 8
 
 
 def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], list[int]]:
     """Return a function that says which operands of a product may be its weight.
 
-    It returns ``[0]``, ``[1]``, or ``[0, 1]`` if either operand may be the weight.
+    The returned function returns ``[0]``, ``[1]``, or ``[0, 1]`` if either operand may be the weight.
 
     Args:
       values: the values of the program.
-      arguments: as in :class:`jaxmp.inspect.program.evidence.Audited`.
+      arguments: the arrays among the arguments, with their kinds.
     """
 
     def mark(value: Value) -> int:
         if value.name in PRODUCTS:
             return _PRODUCT
-        if value.name != "argument" or not value.shape or value.dtype == "V":  # a scalar or a random key is neither
+        if value.name != "argument" or not value.shape or value.dtype == "V":  # a scalar or a random key gets no mark
             return 0
         kind = arguments[value.position].kind
         if kind == "unknown":
@@ -42,12 +43,15 @@ def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], l
 
 
 def _weights(product: Value, left: int, right: int) -> list[int]:
-    """Return the positions of the operands that may be the weight, from both marks."""
+    """Return the positions of the operands that may be the weight.
+
+    ``left`` and ``right`` are the marks of the operands.
+    """
     ranks = _rank(left), _rank(right)
     if ranks[0] != ranks[1]:
         return [1] if ranks[1] < ranks[0] else [0]
     are_plain = all(map(_is_stored, product.inputs[:2]))
-    # A constant may be a weight that multiplies data, or data that is multiplied by params.
+    # The left operand is a constant, and the right one an argument of unknown kind. Either may be the weight.
     is_constant_first = right & _UNKNOWN > left & _UNKNOWN
     if ranks[0] != 1 or (are_plain and not is_constant_first):
         return [1]
@@ -57,7 +61,11 @@ def _weights(product: Value, left: int, right: int) -> list[int]:
 
 
 def _rank(marks: int) -> int:
-    """Return 2 if an operand depends on data, else 0 if on params, else 1."""
+    """Return the rank of an operand; the operand with the lower rank is the weight.
+
+    An operand that depends on the batch has rank 2. Other operands have rank 0 if they depend on params or other state,
+    else rank 1.
+    """
     if marks & _DATA:
         return 2
     return 0 if marks & _WEIGHT else 1
@@ -75,10 +83,10 @@ def _is_stored(value: Value) -> bool:
 def unaligned(product: Value, weights: Sequence[int]) -> dict[str, int]:
     """Return the dimensions of a product that are not multiples of 16 bytes, by name.
 
-    Only the contracted dimension and the output features of the weight count, not the batch. If either operand may be
-    the weight (``weights`` names both), the features that are better aligned count. A dimension of 1 is ignored,
-    because such a product is not a matrix product. Four input channels or fewer, as of a first convolution, are ignored
-    too.
+    Only the contracted dimension and the output features of the weight are checked, not the batch dimensions. If either
+    operand may be the weight (``weights`` has both), the output features that are better aligned are checked. A
+    dimension of 1 is ignored, because such a product is not a matrix product. Up to four input channels of a
+    convolution are ignored too, because the first convolution of a model often has so few.
     """
     left, right = product.inputs[:2]
     step = max(16 // min(left.dtype.itemsize, right.dtype.itemsize), 1)
