@@ -47,7 +47,7 @@ class Kernel:
     """A kernel of the compiled program, and its cost over all launches.
 
     Attributes:
-      name: the name of the instruction in the text of the compiled program.
+      name: the name of the kernel's instruction in the text of the compiled program.
       path: the names of the modules and scopes around the instruction, joined by ``/``.
       source: the file and line in the user's code.
       dtype: the dtype of the product with the most FLOPs; empty if the kernel has no products.
@@ -77,7 +77,7 @@ class Roofline(tables.Shown):
 
     Attributes:
       device: the name of the device.
-      milliseconds: the sum over the kernels, which run one after the other.
+      milliseconds: the sum of the kernels' times, because kernels are assumed to run one after the other.
       kernels: the kernels, slowest first.
       model_flop_utilisation: the share of ``milliseconds`` that the products would take at the device's peak FLOP/s.
         Recomputed products are left out.

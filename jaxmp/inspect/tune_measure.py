@@ -41,7 +41,7 @@ class Candidate:
 
     Attributes:
       path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``.
-      flops: the FLOPs of the candidate's products, without those in submodules.
+      flops: the FLOPs of the candidate's products, without products in submodules.
       operations: the half operations of a module or scope, without those in submodules; empty for an operation.
     """
 

@@ -1,8 +1,8 @@
 """Search for a small set of modules, scopes and operations that need float32.
 
 A candidate is a module or scope with half operations, or one such operation. Half operations compute in half precision
-(float16 or bfloat16). A choice is the set of candidates that compute in float32. Its error is the error of the loss and
-the gradients, relative to float32 (``Measurement`` in ``tune_measure.py``).
+(float16 or bfloat16). A choice is a set of candidates that compute in float32. The error of a choice is the error of
+the loss and the gradients, relative to float32 (``Measurement`` in ``tune_measure.py``).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def search(
       evaluator: measures errors.
       tolerance: the largest allowed error.
       operations: whether to try single operations.
-      spent: the number of evaluations before the search, which count towards the limit.
+      spent: the number of evaluations before the search. These evaluations count towards the limit.
     """
     progress = _progress(len(candidates))
     run = _Search(candidates, evaluator, tolerance, spent, progress)

@@ -36,7 +36,7 @@ class TunedRow:
       path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``.
       error: the error of the function if this module and all modules that overflow in half precision compute in
         float32; NaN if this error was not measured.
-      flops: the FLOPs of its products, without those in submodules.
+      flops: the FLOPs of the products in the module, scope or operation, without products in submodules.
       is_float32: whether the search chose float32.
     """
 

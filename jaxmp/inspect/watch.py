@@ -1,4 +1,4 @@
-"""Count the values of every n-th step of a training run."""
+"""Count the values of every n-th step of a training run by magnitude."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxmp.training.step import TrainStep
 
 
 class Watch:
-    """A watch that counts the values of every n-th step.
+    """A watch that counts the values of every n-th step by magnitude.
 
     Call a watch of a train step in place of the train step. The watch takes the step and returns the step's results.
     For every n-th step, the watch runs a program that also counts values. Up to rounding, this program has the same

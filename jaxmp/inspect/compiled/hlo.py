@@ -78,7 +78,7 @@ def parse_arrays(shape: str) -> list[Array]:
 
 
 def dtype_name(dtype: str) -> str:
-    """Return NumPy's name of one of XLA's dtypes.
+    """Return NumPy's name of a dtype in XLA's notation.
 
     >>> dtype_name("bf16"), dtype_name("f8e4m3fn"), dtype_name("s8"), dtype_name("pred")
     ('bfloat16', 'float8_e4m3fn', 'int8', 'bool')
@@ -118,7 +118,7 @@ class Instruction:
 
     @property
     def index(self) -> int | None:
-        """Return the index of the tuple element that is read; None in other instructions."""
+        """Return the index of the tuple element that is read; else None."""
         return _number_in(self.text, _INDEX)
 
     @property
@@ -177,7 +177,7 @@ class HloProgram:
     The text may come from the lowered program or from the optimised program.
 
     Attributes:
-      computations: the instructions of each computation, by name.
+      computations: a dict from the name of each computation to a dict of its instructions by name.
       entry: the name of the computation that runs first.
       aliases: a dict from the number of a result to the number of the parameter whose buffer the result reuses.
       partitions: the number of devices that run the program together.

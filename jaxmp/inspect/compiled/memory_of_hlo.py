@@ -114,8 +114,8 @@ def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buf
     """End buffers one instruction early if a kernel reuses them for its result.
 
     A loop fusion (an elementwise kernel) reuses a buffer only if the instruction that creates it is an operand of the
-    fusion. Elements of tuples, such as the result of a cuBLAS product, are not reused. A kernel that updates an operand
-    in place, or a product that adds to an operand, always reuses the buffer of this operand.
+    fusion. The buffers of tuple elements, such as the result of a cuBLAS product, are not reused. A kernel that updates
+    an operand in place, or a product that adds to an operand, always reuses the buffer of this operand.
     """
     instructions = list(program.computations[computation].values())
     positions = {instruction.name: position for position, instruction in enumerate(instructions)}

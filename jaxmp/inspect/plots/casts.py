@@ -165,7 +165,7 @@ def _boxes_of(rows: Sequence[Operation], groups: Sequence[_Group]) -> list[_Box]
 def _positions(boxes: Sequence[_Box]) -> tuple[list[_Position], int]:
     """Return the positions of boxes, and the height of a column.
 
-    A box is below all boxes that it reads. If the position directly below the last of them is free, the box is there.
+    A box is below all boxes that it reads. If possible, it is directly below the last of these boxes.
     """
     layers = _layers(boxes)
     lanes = _lanes(boxes, layers)
