@@ -130,7 +130,8 @@ def _boxes(rows: Sequence[Operation]) -> list[_Box]:
 def _numbers_of_drawn(rows: Sequence[Operation]) -> list[int]:
     """Return the indices in ``rows`` of the operations to draw.
 
-    Drawn operations have a floating dtype and no body, as a loop has. Operations that only move weights are left out.
+    Drawn operations have a floating dtype. Operations with bodies, such as loops, and operations that only move weights
+    are left out.
     """
     drawn: list[int] = []
     for n, row in enumerate(rows):
@@ -289,7 +290,8 @@ def _draw_casts(axes: Any, box: _Box, position: _Position) -> None:
 def _contents(box: _Box) -> str:
     """Name the computations of a box.
 
-    Products come first. Then come the patterns, such as softmax. A box without patterns has its other primitives there.
+    Products come first. The patterns of the box follow, such as softmax. If the box has no patterns, its other
+    primitives follow.
     """
     counts = collections.Counter(_WORDS.get(row.primitive, row.primitive) for row in box.rows if row.cls != "clear")
     products = [name for name in counts if name in ("product", "convolution")]
