@@ -1,4 +1,8 @@
-"""The records of a step's values: packed on the device, read on the host."""
+"""Count a step's values on the device, and read the counts on the host.
+
+A record is the counts of one tensor's values, see ``Counts`` in ``program/counting.py``. An activation is a value that
+a module or a named scope returns.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +32,15 @@ TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updat
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class RecordedTensor:
-    """The tensor that a record counts.
+    """The description of a tensor whose values are counted.
 
     Attributes:
       kind: one of :data:`TENSORS`.
       path: the path of the param, or of the module or scope that returns the activation.
       dtype: the dtype of the tensor.
       size: the number of values in one iteration of the loops around the tensor.
-      turns: the number of iterations of each of these loops, outermost first; while loops are left out.
-      number: the position of the param among the params; 0 for activations.
+      turns: the number of iterations of each loop around the tensor, outermost first, without while loops.
+      number: the position of the param among all params; 0 for activations and their gradients.
     """
 
     kind: str
@@ -48,19 +52,19 @@ class RecordedTensor:
 
 
 TensorRecords = list[tuple[RecordedTensor, jax.Array]]
-"""Tensors with their packed records, whose leading axes are the loops around the tensor."""
+"""Tensors with their records. A record has a leading axis for each loop around its tensor, except while loops."""
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class StepRecords:
-    """The records of a step in one array.
+    """All records of a step, in one array.
 
-    They are in one array because separate transfers would take longer than counting.
+    A separate transfer of each record to the host would take longer than the counting itself.
 
     Attributes:
       numbers: the loss and the packed records, concatenated in float32.
-      groups: the tensors of each group of records, and the size of a record.
+      groups: for each group of records, their tensors and the number of float32 values in one record.
     """
 
     numbers: jax.Array
@@ -119,7 +123,7 @@ def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activation
       params: a tree of arrays.
       grads: the gradients of the params.
       updates: the updates of the params; None without an optimizer.
-      activations: the records of activations and their gradients, possibly with a leading axis of microbatches.
+      activations: the records of activations and of their gradients. They may have a leading axis of microbatches.
     """
     numbers, groups = [jnp.reshape(loss, 1)], []
     for kind, tree in (("weights", params), ("gradients", grads), ("updates", updates)):
@@ -134,10 +138,10 @@ def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activation
 
 
 def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[RecordedTensor, ...], jax.Array]]:
-    """Return the tensors of a tree, in groups, and the packed records of each group.
+    """Return the tensors of a tree in groups, each with its packed records.
 
-    The tree has the structure of the params. If it is None, there are no records. Tensors of the same shape are counted
-    together, because XLA would compile the count of each tensor separately.
+    ``tree`` has the structure of ``params``. If ``tree`` is None, there are no records. Tensors of the same shape and
+    dtypes form a group and are counted together. Otherwise XLA would compile the counting code once for each tensor.
     """
     groups: dict[Any, list[tuple[RecordedTensor, Any, Any]]] = {}
     weights = jax.tree.leaves_with_path(params)
@@ -160,7 +164,7 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
     """Differentiate a function, and record the activations and their gradients.
 
     Args:
-      fun: a function that returns the scaled loss, and auxiliary results.
+      fun: a function that returns the scaled loss and auxiliary results.
       params: a tree of arrays.
 
     Returns:
@@ -186,9 +190,9 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
 
 
 class _CountingTaps(Taps):
-    """Taps that count the values that scopes return, and their gradients.
+    """Count the values that scopes return, and the gradients of these values.
 
-    Only values on which the loss (the first result) depends are counted.
+    Only values on which the loss (the first result) depends are counted. ``taps.py`` explains taps and sinks.
     """
 
     def __init__(self, jaxpr: Any) -> None:
@@ -208,7 +212,7 @@ class _CountingTaps(Taps):
         return old.added(new)
 
     def named(self, kind: str, records: Mapping[Key, Any]) -> TensorRecords:
-        """Return the records with their tensors, which have the kind ``kind``."""
+        """Pair each record with a description of its tensor, of kind ``kind``."""
         tensors = []
         for border, aval in self.borders:
             record = records.get(border.key, {}).get(border.position)

@@ -1,6 +1,6 @@
 """Predict the time of a compiled program on a GPU.
 
-The prediction uses the peak rates and the bandwidth of the GPU, and the time of a kernel launch.
+The prediction uses the GPU's peak FLOP/s, its memory bandwidth, and the time of a kernel launch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
 from jaxmp.inspect.program import compiling, targets
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
-"""The share of the peak rate that the arithmetic of a kernel reaches, the same for all devices.
+"""The share of the peak FLOP/s at which each kind of product is assumed to run, on all devices.
 
-Matrix products were measured on an H200, without the time that their bytes take: 0.80 to 0.95 in bfloat16, 0.77 to 0.84
-in TF32, 0.73 to 0.77 in float32 (three shapes each). Convolutions and attentions run in cuDNN. Their shares were chosen
-so that predictions fit the recorded steps of ResNet-50 and BERT.
+The share of matrix products was measured on an H200, after the time for their bytes was subtracted. It is 0.80 to 0.95
+in bfloat16, 0.77 to 0.84 in TF32, and 0.73 to 0.77 in float32 (three shapes each). Convolutions and attentions run in
+cuDNN. Their shares were chosen so that predictions fit the recorded steps of ResNet-50 and BERT.
 """
 _ONLY_MOVE = ("__cub$", "AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")
-"""The targets of custom calls that only move or sort data begin with these."""
+"""Prefixes of the targets of custom calls that only move or sort data."""
 LIMITS = ("arithmetic", "bytes", "launch")
 ACHIEVED_BANDWIDTH = 0.9
-"""The share of the memory's bandwidth that kernels reach; on an H200, a copy moved 4.3 of 4.8 TB/s."""
+"""The share of the memory bandwidth that kernels achieve; on an H200, a copy moved 4.3 of 4.8 TB/s."""
 ON_RECORD = "NVIDIA H200"
 ERROR = 0.12
 """The largest measured relative error of a prediction. All measurements were on an H200; see docs/inspect.md."""
@@ -44,19 +44,19 @@ LAUNCH = 2e-6
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The cost of an instruction in the compiled program, over all its launches.
+    """A kernel of the compiled program, and its cost over all launches.
 
     Attributes:
-      name: the name of the instruction in the text of the compiled program.
-      path: the names of modules and scopes, joined by ``/``.
+      name: the name of the kernel's instruction in the text of the compiled program.
+      path: the names of the modules and scopes around the instruction, joined by ``/``.
       source: the file and line in the user's code.
-      dtype: the dtype of the instruction's largest product; empty without products.
+      dtype: the dtype of the product with the most FLOPs; empty if the kernel has no products.
       count: the number of launches.
       flops: the FLOPs of the products in all launches; a multiply-add is 2.
       bytes: the bytes that all launches read and write.
-      bound: the part that takes the longest time: ``"arithmetic"``, ``"bytes"`` or ``"launch"``.
+      bound: the part that takes the longest predicted time: ``"arithmetic"``, ``"bytes"`` or ``"launch"``.
       milliseconds: the predicted time.
-      recomputed: whether the backward pass computes the instruction again (``jax.checkpoint``).
+      recomputed: whether the kernel recomputes forward values for the backward pass, under ``jax.checkpoint``.
     """
 
     name: str
@@ -77,12 +77,12 @@ class Roofline(tables.Shown):
 
     Attributes:
       device: the name of the device.
-      milliseconds: the sum over the kernels, which run one after the other.
+      milliseconds: the sum of the kernels' times, because kernels are assumed to run one after the other.
       kernels: the kernels, slowest first.
-      model_flop_utilisation: the time of the products at the device's peak rates, as a share of ``milliseconds``.
+      model_flop_utilisation: the share of ``milliseconds`` that the products would take at the device's peak FLOP/s.
         Recomputed products are left out.
-      uncounted: the names of kernels with unknown FLOPs (of Triton, Pallas or a solver), and of collectives. They take
-        longer than predicted, because only their bytes are counted.
+      uncounted: the names of collectives, and of kernels with unknown FLOPs (of Triton, Pallas or a solver). All of
+        them take longer than predicted, because only their bytes are counted.
     """
 
     device: str
@@ -132,13 +132,13 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
     """Return a function that predicts the time of a call of ``fun``.
 
     Nothing is executed. The time of a kernel is the sum of the time of its products, the time of its bytes, and the
-    time of a launch. Products run at a share of the peak rate, and bytes move at a share of the bandwidth. Kernels
-    run one after the other. A conditional counts as its slowest branch. A loop of unknown length counts as one
-    iteration.
+    time of a launch. Products are assumed to run at a fixed share of the peak FLOP/s, and bytes to move at a fixed
+    share of the bandwidth. Kernels are assumed to run one after the other. A conditional counts as its slowest branch.
+    A loop of unknown length counts as one iteration, so its predicted time is too short.
 
     The prediction is based on the roofline model of Williams, Waterman, Patterson, "Roofline: an insightful visual
     performance model for multicore architectures", CACM 2009. That model takes the maximum of the times of products
-    and bytes. Here they are added, because this agreed better with measurements.
+    and bytes. :func:`roofline` adds the two times, because the sum agreed better with measurements.
 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function.
@@ -150,7 +150,7 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
     Raises:
       ValueError: ``device`` is unknown, or the attached device has no known peak rates (such as a CPU).
-      ModuleNotFoundError: the packages that compile for a GPU that is not attached are missing.
+      ModuleNotFoundError: the GPU ``device`` is not attached, and the packages that compile for it are missing.
     """
 
     def predict(*args: Any) -> Roofline:
@@ -171,7 +171,7 @@ def _hardware(device: str | None) -> hardware.Hardware:
 
 
 def of_program(program: HloProgram, device: hardware.Hardware) -> Roofline:
-    """Return the prediction for a compiled program on a known device."""
+    """Return the prediction for a compiled program on ``device``."""
     kernels = sorted(_kernels(program, program.entry, 1, device), key=lambda kernel: -kernel.milliseconds)
     total = sum(kernel.milliseconds for kernel in kernels)
     at_peak = 1e3 * sum(kernel.flops / _rate(kernel.dtype, device) for kernel in kernels if not kernel.recomputed)
@@ -179,7 +179,7 @@ def of_program(program: HloProgram, device: hardware.Hardware) -> Roofline:
 
 
 def _uncounted(program: HloProgram) -> list[str]:
-    """Return the names of kernels with unknown FLOPs, and of collectives."""
+    """Return the names of collectives, and of kernels with unknown FLOPs."""
     names = set()
     for computation, instruction, _ in program.instructions_by_run():
         target = instruction.target

@@ -25,7 +25,7 @@ _WAITING = 20
 
 
 class Record:
-    """A folder for the files of a training loop; :func:`record` creates it.
+    """A folder with the files of a training loop. Create it with :func:`record`.
 
     Attributes:
       folder: the path of the folder.
@@ -70,7 +70,7 @@ class Record:
     def plan(self, plan: Any) -> None:
         """Write the result of :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit`.
 
-        If you call it again, the new result replaces the old one.
+        A second call replaces the result of the first call.
         """
         (self.folder / "plan.json").write_text(plan.to_json())
 
@@ -79,11 +79,11 @@ class Record:
         (self.folder / "memory.json").write_text(plan.to_json())
 
     def watch(self, watch: Watch, dtype: Any = "float16") -> None:
-        """Write the watched steps, and remove them from the watch.
+        """Write the counts of the watched steps, and remove these steps from the watch.
 
         Args:
           watch: the watch of this training loop.
-          dtype: the half dtype for which underflow is counted.
+          dtype: the dtype for which underflow is counted.
         """
         lines = [line(step, numerics, {}, dtype) for step, numerics in watch.take().items()]
         with (self.folder / watch_files.FILE).open("a") as file:
@@ -116,11 +116,11 @@ class Record:
 def record(folder: str | Path) -> Iterator[Record]:
     """Record a training loop in a folder, for ``jaxmp report``.
 
-    Use it in a ``with`` statement, which gives you a :class:`jaxmp.inspect.Record`. Its methods are ``log``, ``plan``,
-    ``memory``, ``watch`` and ``summary``.
+    Call :func:`record` in a ``with`` statement. The statement's variable is a :class:`jaxmp.inspect.Record`, which has
+    the methods ``log``, ``plan``, ``memory``, ``watch`` and ``summary``.
 
     Args:
-      folder: the folder. It is created if necessary, and files of an earlier record in it are replaced.
+      folder: the path of the folder, which is created if necessary. Files of an earlier record are replaced.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()

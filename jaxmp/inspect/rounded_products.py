@@ -1,4 +1,7 @@
-"""Round the operands of products, and nothing else."""
+"""Round the operands of products to half precision, and no other values.
+
+A product is a matrix product or a convolution. Half precision is float16 or bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ from jaxmp._internals.jax.walk import PRODUCTS, interpreted
 def with_rounded_operands(fun: Callable[..., Any], half: np.dtype) -> Callable[..., Any]:
     """Return ``fun`` with the operands of its products rounded to a half dtype.
 
-    Only floating operands are rounded. Products and all other operations keep their dtypes. Compile the returned
-    function with the options :data:`jaxmp.inspect.program.calls.AS_WRITTEN`, because XLA otherwise removes the
-    roundings. For gradients, pass the gradient function as ``fun``. If you differentiate a function with rounded
-    operands instead, the cotangents of these operands are also rounded.
+    Only floating operands are rounded. A rounded operand keeps its dtype, so all operations keep their dtypes. Compile
+    the returned function with the options :data:`jaxmp.inspect.program.calls.AS_WRITTEN`, because XLA otherwise removes
+    the roundings. For gradients, pass the gradient function as ``fun``. If you differentiate the returned function
+    instead, the cotangents of the rounded operands are also rounded.
     """
 
     def call(*args: Any) -> Any:

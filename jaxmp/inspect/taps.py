@@ -3,6 +3,9 @@
 A tap is a function of a value and a second argument, the sink. It returns the value and ignores the sink. Its custom
 derivative rule returns a record of the value's cotangent as the gradient of the sink. So one differentiation with
 respect to all sinks returns the records of all cotangents.
+
+A scope is a module or a ``jax.named_scope``. A border is a value that enters or leaves a scope, see ``AtBorder`` in
+``program/borders.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class Taps(ABC):
     """A recorder of the values that enter and leave scopes.
 
     Attributes:
-      borders: the places of these values in the program, each with the shape and dtype of the value in one iteration.
+      borders: the values that are recorded, each with its shape and dtype in one iteration of the loops around it.
     """
 
     def __init__(self, jaxpr: Any, borders: Sequence[AtBorder]) -> None:
@@ -60,20 +63,23 @@ class Taps(ABC):
 
     @abstractmethod
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
-        """Return the sink of a value: zeros for all iterations of the scans around it."""
+        """Return the sink of a value: zeros, with the leading axes ``turns``.
+
+        ``turns`` has the number of iterations of each scan around the value.
+        """
 
     @abstractmethod
     def merge(self, old: Any, new: Any) -> Any:
-        """Return the record of a value in a while loop after an iteration.
+        """Merge two records of a value in a while loop.
 
-        ``old`` is the record of the earlier iterations, or zeros in the first iteration. ``new`` is the record of this
-        iteration.
+        ``new`` is the record of the current iteration. ``old`` is the merged record of the earlier iterations, or zeros
+        in the first iteration.
         """
 
     def sinks(self) -> dict[Key, dict[int, jax.Array]]:
-        """Return the sinks by key and position.
+        """Return the sinks by the key of an equation and the position of its result.
 
-        Values in while loops have no sinks, because they have no gradients.
+        Values in while loops have no sinks, because JAX does not differentiate while loops in reverse mode.
         """
         sinks: dict[Key, dict[int, jax.Array]] = {}
         for border, aval in self.borders:
@@ -102,8 +108,8 @@ class Taps(ABC):
         return tapped, records
 
     def merged(self, old: Any, new: Any) -> Any:
-        """Return the records of an equation in a while loop after an iteration.
+        """Apply :meth:`merge` to each recorded result of an equation in a while loop.
 
-        ``old`` and ``new`` are as in :meth:`merge`.
+        ``old`` and ``new`` have the records by position.
         """
         return {position: self.merge(old[position], new[position]) for position in new}

@@ -21,18 +21,19 @@ from jaxmp.sharding.specs import axes_in_spec
 class Collective:
     """Equal operations of a program that move arrays between devices.
 
-    They have the same kind, dtype, axis, arrays, path and source.
+    Operations are equal if they have the same kind, dtype, axis, arrays, path and source.
 
     Attributes:
       kind: XLA's kind: ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"``, …
       dtype: the dtype of the data that is sent.
-      axis: the mesh axes over which devices communicate, joined by ``+``; the number of devices, such as
-        ``"8 devices"``, if there is no mesh or if the devices do not lie along mesh axes.
-      count: the number of executions in a call, including iterations of loops.
-      bytes: the bytes that one operation moves: those of the gathered array for an all-gather, and those of one
-        device's operand for the other kinds.
+      axis: the mesh axes over which devices communicate, joined by ``+``. If there is no mesh, or if the devices do not
+        lie along mesh axes, it is the number of devices, such as ``"8 devices"``.
+      count: the number of executions in one call of the program. A loop of unknown length counts as one iteration.
+      bytes: the size of the data that one operation moves. For an all-gather, it is the size of the gathered array; for
+        other kinds, it is the size of one device's operand.
       wire: the bytes that one device sends in all executions. In each execution, a device in a ring of n devices sends
-        (n - 1)/n of ``bytes``. In an all-reduce it sends twice as much, and in a collective-permute all of ``bytes``.
+        (n - 1)/n of ``bytes``. In an all-reduce, the device sends twice as much. In a collective-permute, it sends all
+        of ``bytes``.
       path: the names of modules and scopes around the operations, joined by ``/``.
       source: the file and line in the user's code; empty if the compiled program does not have them.
       arrays: the bytes of each array that one operation moves; their sum is ``bytes``.
@@ -85,9 +86,9 @@ class Collectives(tables.Shown):
 def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
     """Return the minimum number of bytes that one device sends in a training step.
 
-    If n devices split the batch and no other axes split the params, the minimum is 8 (n - 1)/n bytes per param. Each
-    weight is gathered in 16 bits for the forward pass, and again for the backward pass. The gradient of each weight is
-    reduced in float32.
+    If n devices split the batch and no other axes split the params, the minimum is 8 (n - 1)/n bytes per weight. For
+    this minimum, each weight is gathered in 16 bits for the forward pass, and again for the backward pass. The gradient
+    of each weight is reduced in float32.
 
     Args:
       params: a tree of arrays or shapes, each with a ``NamedSharding``.
@@ -115,8 +116,8 @@ def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
 def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = None) -> Collectives:
     """Return the collectives of a compiled program.
 
-    Equal collectives are counted together. On a CPU, XLA runs half collectives in float32. To see the dtypes that a GPU
-    uses, compile for a GPU, which need not be attached.
+    Equal collectives are counted together. Collectives in half precision (float16 or bfloat16) are shown as float32 if
+    the program was compiled for a CPU, because XLA runs them in float32 there.
 
     Args:
       compiled: ``jax.jit(fun).lower(*args).compile()`` with arguments on a mesh.

@@ -52,7 +52,8 @@ def _numbers(text: str) -> list[int]:
 def _groups_of_reshaped(shape: list[int], order: list[int], transposed: list[int]) -> Groups:
     """Return the groups of a text such as ``[2,4]<=[4,2]T(1,0)``.
 
-    The device numbers in order are reshaped to (4, 2), transposed, and reshaped to (2, 4). Each row is a group.
+    For this text, the device numbers 0 to 7 are reshaped to (4, 2), transposed, and reshaped to (2, 4). Each row is a
+    group.
     """
     devices = np.arange(math.prod(order)).reshape(order)
     if transposed:
@@ -64,8 +65,8 @@ def _groups_of_reshaped(shape: list[int], order: list[int], transposed: list[int
 def _groups_of_mesh(sizes: dict[str, int], device_ids: list[int], axes: str) -> Groups:
     """Return the groups of a text such as ``mesh['x'=8,'y'=2] {'x':(2)4}``.
 
-    Each axis of the mesh is reshaped into three axes, and the devices of a group lie along the middle ones. In this
-    example, ``x`` becomes (2, 4, 1). A mesh axis without communication, such as ``y``, has a middle axis of size 1.
+    Each axis of the mesh is reshaped into three axes, and the devices of a group lie along the middle axes. In this
+    example, ``x`` becomes (2, 4, 1). A mesh axis without communication, such as ``y``, gets a middle axis of size 1.
     """
     devices = np.array(device_ids) if device_ids else np.arange(math.prod(sizes.values()))
     parts = {}
@@ -83,10 +84,10 @@ def _groups_of_mesh(sizes: dict[str, int], device_ids: list[int], axes: str) -> 
 
 
 def axis_of(groups: Groups, mesh: Any) -> str:
-    """Return the fewest mesh axes such that each group lies along these axes.
+    """Return the smallest set of mesh axes along which all groups lie.
 
-    The names of the axes are joined by ``+``. If there are no such axes, return the number of devices in a group, such
-    as ``"8 devices"``.
+    The names of the axes are joined by ``+``. If there is no such set, return the number of devices in a group, such as
+    ``"8 devices"``.
     """
     shape = dict(mesh.shape) if mesh is not None else {}
     devices = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))

@@ -1,4 +1,8 @@
-"""Measure the errors of a loss and its gradients, relative to float32."""
+"""Measure the errors of a loss and its gradients, relative to float32.
+
+A half policy computes in half precision (float16 or bfloat16). Overrides are exceptions to the policy: a mapping from
+the path of a module, scope or operation to another policy.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +37,11 @@ _PRODUCTS_ONLY = {"class:half": "half", EVERY: "float32"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module or scope that the search can make float32, or one of its operations.
+    """A module, scope or operation that the search can switch to float32.
 
     Attributes:
-      path: the path of the module, the scope or the operation, as an override takes it.
-      flops: the FLOPs of the products in it, without those in submodules.
+      path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``.
+      flops: the FLOPs of the candidate's products, without products in submodules.
       operations: the half operations of a module or scope, without those in submodules; empty for an operation.
     """
 
@@ -47,7 +51,7 @@ class Candidate:
 
 
 def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fun`` with all policies and autocasts in it turned off."""
+    """Return ``fun`` with all its policies and autocasts turned off."""
 
     def plain(*args: Any) -> Any:
         with policies_off(True):
@@ -57,7 +61,7 @@ def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def named_copy(args: Sequence[Any]) -> Any:
-    """Return a copy of arguments in which NNX modules put their calls in scopes."""
+    """Return a copy of arguments in which each call of an NNX module has a scope."""
     leaves, structure = jax.tree.flatten(tuple(args))
     return named(jax.tree.unflatten(structure, leaves))
 
@@ -112,7 +116,8 @@ class Measurement:
       all_args: the arguments for each batch. The function is differentiated with respect to the first argument that has
         floating arrays.
       half: the half policy.
-      loss_scale: the factor of the loss before the differentiation, except in the float32 reference.
+      loss_scale: the factor by which the loss is multiplied before the differentiation. The loss of the float32
+        reference is not multiplied.
     """
 
     def __init__(
@@ -125,9 +130,9 @@ class Measurement:
         self.evaluations = 0
 
     def batch_that_is_not_finite(self) -> int | None:
-        """Return the number of the first batch that is not finite in float32, or None.
+        """Return the index of the first batch that is not finite in float32, or None.
 
-        A batch is finite if its loss and gradients are.
+        A batch is finite if its loss and all its gradients are finite.
         """
         for n, (loss, gradient) in enumerate(self._references):
             if not (np.isfinite(loss) and np.isfinite(gradient).all()):
@@ -137,8 +142,8 @@ class Measurement:
     def lower_loss_scale(self) -> None:
         """Lower the loss scale until the loss and the gradients are finite.
 
-        They are measured with only products in float16. If they are not finite even at loss scale 1, the loss scale is
-        not the cause, and is not changed.
+        The products are computed in float16, and all other operations in float32. If the values are not finite even at
+        loss scale 1, the loss scale is not the cause, so the original loss scale is kept.
         """
         scale = self.loss_scale
         while np.isinf(self.error(_PRODUCTS_ONLY)):
@@ -149,6 +154,8 @@ class Measurement:
 
     def floor(self) -> float:
         """Return the error if only the operands of products are rounded to half.
+
+        Products and all other operations are computed in float32.
 
         If float16 overflows, return the error of bfloat16 divided by 8, because the mantissa of float16 has three more
         bits.
@@ -178,7 +185,7 @@ class Measurement:
         return max(errors)
 
     def half_flops(self, overrides: Mapping[str, str]) -> float:
-        """Return the share of the products' FLOPs in half under overrides."""
+        """Return the share of the products' FLOPs in half precision under overrides."""
         summary = cast_plan(self._plain, self._half, overrides)(*named_copy(self._all_args[0])).summary
         return summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
 
@@ -238,7 +245,7 @@ def _parent(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate 
 def _relative(value: Any, true: Any, least: float = 0.0) -> float:
     """Return the L2 norm of the difference, divided by the L2 norm of the true value.
 
-    If ``least`` is larger than the norm of the true value, the difference is divided by ``least``.
+    If ``least`` is larger than the norm of the true value, the norm of the difference is divided by ``least``.
     """
     difference, size = float(np.linalg.norm(np.subtract(value, true))), max(float(np.linalg.norm(true)), least)
     if difference == 0:

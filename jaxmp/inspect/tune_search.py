@@ -1,4 +1,9 @@
-"""Search for a small set of modules, scopes and operations that need float32."""
+"""Search for a small set of modules, scopes and operations that need float32.
+
+A candidate is a module or scope with half operations, or one such operation. Half operations compute in half precision
+(float16 or bfloat16). A choice is a set of candidates that compute in float32. The error of a choice is the error of
+the loss and the gradients, relative to float32 (``Measurement`` in ``tune_measure.py``).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,9 @@ Chosen = frozenset[Candidate]
 
 
 class Evaluator(Protocol):
-    """The methods of a measurement that the search uses.
+    """The part of a measurement that the search uses.
 
-    :class:`jaxmp.inspect.tune_measure.Measurement` implements them.
+    :class:`jaxmp.inspect.tune_measure.Measurement` implements this protocol.
     """
 
     def error(self, overrides: Any) -> float:
@@ -27,16 +32,16 @@ class Evaluator(Protocol):
 
 @dataclass
 class Result:
-    """The state of a search: the best choice so far, and each candidate's effect.
+    """The state of a search: the best choice so far, and the errors of candidates.
 
     Attributes:
       candidates: the modules and scopes that have half operations.
       chosen: the best choice: the modules, scopes and operations in float32.
-      error: the error with this choice.
-      error_before: the error with nothing in float32.
+      error: the error of the best choice.
+      error_before: the error with no candidate in float32.
       errors: for each candidate, the error with the candidate and all overflowing candidates in float32. Empty if the
         search did not need these errors.
-      operations: the operations of chosen candidates that the search tried to choose alone.
+      operations: the operations that the search tried to choose in place of their module or scope.
       interrupted: whether Ctrl-C ended the search.
     """
 
@@ -52,26 +57,28 @@ class Result:
 def search(
     candidates: Sequence[Candidate], evaluator: Evaluator, tolerance: float, *, operations: bool = True, spent: int = 0
 ) -> Result:
-    """Search for few candidates in float32 that meet the tolerance.
+    """Search for a small choice of candidates whose error is within the tolerance.
 
-    1. If the error is infinite, the search finds the candidates that overflow, by bisection, and chooses them.
-    2. It tries each other candidate in float32 together with the overflowing ones, and sorts the other candidates by
-       this error.
-    3. It adds candidates to the choice in this order, as few as meet the tolerance. Their number is found by bisection.
+    1. If the error without overrides is infinite, the search finds the candidates that overflow, by bisection, and
+       chooses them.
+    2. For each other candidate, it measures the error with this candidate and the overflowing candidates in float32. It
+       sorts the other candidates by this error.
+    3. It adds candidates to the choice in this order until the tolerance is met. The number of added candidates is
+       found by bisection.
     4. It removes each of the added candidates from the choice if the tolerance is met without this candidate. The
        candidates with the most FLOPs are tried first.
     5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
        operations from the choice as in step 4.
 
-    There are at most ``2 * (candidates + operations tried) + 10`` evaluations. At that number, or at Ctrl-C, the search
-    ends with the best choice so far.
+    An evaluation measures the error of one choice. There are at most ``2 * (candidates + operations tried) + 10``
+    evaluations. At that number, or at Ctrl-C, the search ends with the best choice so far.
 
     Args:
       candidates: the modules and scopes with half operations, children before parents.
       evaluator: measures errors.
       tolerance: the largest allowed error.
       operations: whether to try single operations.
-      spent: the number of evaluations before the search. The limit includes them.
+      spent: the number of evaluations before the search. These evaluations count towards the limit.
     """
     progress = _progress(len(candidates))
     run = _Search(candidates, evaluator, tolerance, spent, progress)
@@ -149,12 +156,13 @@ class _Search:
     def overflowing(self) -> list[Candidate]:
         """Return the candidates that must be float32 for a finite error.
 
-        Some may be missing, because the search for them ends after about half as many evaluations as candidates.
+        The list may be incomplete, because the bisection stops after about ``len(candidates) / 2`` evaluations.
         """
         overflowing: list[Candidate] = []
         most = max(len(self.candidates) // 2, 1)
         while math.isinf(self.error_of(frozenset(overflowing))) and len(self.errors) <= most:
-            # The error is finite if the first `finite` candidates are half, and infinite if the first `infinite` are.
+            # With the first `finite` candidates in half precision, the error is finite. With the first `infinite`
+            # candidates in half precision, the error is infinite.
             finite, infinite = 0, len(self.candidates)
             if math.isinf(self.error_of(frozenset(self.candidates))):
                 break
@@ -170,7 +178,8 @@ class _Search:
     def most_helpful(self, overflowing: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates that do not overflow, the most helpful first.
 
-        If none of them is needed, or if the error is still infinite, they are not measured and not sorted.
+        If the error with the overflowing candidates in float32 meets the tolerance or is infinite, the other candidates
+        are not measured and not sorted.
         """
         finite = [candidate for candidate in self.candidates if candidate not in overflowing]
         if not self.tolerance < self.error_of(frozenset(overflowing)) < math.inf:
@@ -180,7 +189,10 @@ class _Search:
         return sorted(finite, key=lambda candidate: _usefulness(candidate, self.result.errors, self.tolerance))
 
     def take_back(self, chosen: Chosen, some: Sequence[Candidate]) -> None:
-        """Remove unneeded candidates from the choice, those with most FLOPs first."""
+        """Remove each of ``some`` from the choice if the tolerance is still met.
+
+        The candidates with the most FLOPs are tried first.
+        """
         for candidate in sorted(some, key=lambda candidate: (-candidate.flops, candidate.path)):
             if self.meets(chosen - {candidate}):
                 chosen -= {candidate}
@@ -204,9 +216,9 @@ class _Search:
 def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[Any, ...]:
     """Return a key that sorts candidates by their error, the smallest first.
 
-    Errors within the tolerance count as equal, and so do errors that differ by less than about a tenth. Among equal
-    errors, modules with half operations other than products come first, because products alone cause an error of at
-    most the floor. After that, modules with fewer FLOPs come first.
+    Errors within the tolerance count as equal, and so do errors that differ by less than about 10 %. If errors are
+    equal, modules with half operations other than products come first, because products alone cause at most the error
+    ``Measurement.floor``. After that, modules with fewer FLOPs come first.
     """
     error = max(errors[candidate], tolerance)
     size = round(math.log(error, 1.1)) if 0 < error < math.inf else error

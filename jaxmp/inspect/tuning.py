@@ -30,13 +30,13 @@ _FEW_IN_HALF = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class TunedRow:
-    """A module or scope that the search can make float32, or one of its operations.
+    """A module, scope or operation that the search can switch to float32.
 
     Attributes:
-      path: the path of the module, the scope or the operation, as an override takes it.
-      error: the error of the function if this module and all modules that overflow in half compute in float32; NaN if
-        this error was not measured.
-      flops: the FLOPs of the products in the module, scope or operation, without those in submodules.
+      path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``.
+      error: the error of the function if this module and all modules that overflow in half precision compute in
+        float32; NaN if this error was not measured.
+      flops: the FLOPs of the products in the module, scope or operation, without products in submodules.
       is_float32: whether the search chose float32.
     """
 
@@ -48,7 +48,7 @@ class TunedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned(tables.Shown):
-    """Overrides that keep the loss and the gradients near those of float32.
+    """Overrides that keep the loss and the gradients near their float32 values.
 
     The overrides are the smallest set that the search found. The error of a function is the larger of two numbers:
 
@@ -63,14 +63,15 @@ class Tuned(tables.Shown):
         are of modules, you can also pass it to ``apply_policy``.
       overrides: the policies by path; empty if no override is needed. The first override that matches a path applies.
       error: the error with the overrides.
-      error_before: the error without them.
-      floor: the error if only the operands of products are rounded to half, and all other computations are float32.
+      error_before: the error without overrides.
+      floor: the error if only the operands of products are rounded to half precision (float16 or bfloat16), and all
+        computations are in float32.
       tolerance: the largest allowed error.
       met: whether ``error`` is at most ``tolerance``.
       interrupted: whether Ctrl-C ended the search.
-      half_flops: the share of the products' FLOPs in half with the overrides, from 0 to 1.
-      loss_scale: a good first loss scale in float16; None in bfloat16.
-      rows: the modules, scopes and operations that the search could make float32; the chosen ones come first.
+      half_flops: the share of the products' FLOPs in half precision with the overrides, from 0 to 1.
+      loss_scale: a good initial loss scale for float16; None for bfloat16.
+      rows: the modules, scopes and operations that the search could switch to float32; those in float32 come first.
       evaluations: the number of errors that were measured. Each measurement compiles the function once.
     """
 
@@ -96,7 +97,7 @@ class Tuned(tables.Shown):
           file: the path, which ends in ``.toml``.
 
         Raises:
-          ValueError: the path has another ending.
+          ValueError: the path does not end in ``.toml``.
         """
         comments = [
             f"error {self.error:.3g} (without overrides {self.error_before:.3g}, tolerance {self.tolerance:.3g})",
@@ -125,7 +126,7 @@ class Tuned(tables.Shown):
         if self.interrupted and not self.met:
             return "Interrupted before the tolerance was met"
         if not self.met:
-            return "Tolerance not met with every module in float32: the error comes from code outside of them"
+            return "Tolerance not met with every module in float32: the error comes from code outside of all modules"
         if not self.overrides:
             return "Nothing needs float32: no override is needed"
         names = ", ".join(row.path for row in self.rows if row.is_float32)
@@ -143,33 +144,35 @@ def tune(
     """Find the modules and operations that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
-    :func:`jaxmp.autocast` with ``policy``. It first tries each module alone in float32. It then switches modules to
-    float32, the most helpful first, until the error is within the tolerance. Modules that turn out not to need float32
-    go back to half. Finally, it tries for each float32 module whether single operations are enough. There are at most
-    ``2 * len(rows) + 10`` evaluations, and each compiles the function once.
+    :func:`jaxmp.autocast` with ``policy``. It first measures the error with each module alone in float32. It then
+    switches modules to float32, the most helpful first, until the error is within the tolerance. Modules that turn out
+    not to need float32 go back to half precision (float16 or bfloat16). For each remaining module, the search finally
+    tries whether float32 for single operations is enough. There are at most ``2 * len(rows) + 10`` measurements of the
+    error, and each compiles the function once.
 
     Args:
       fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train
         step. Then call the function that ``tune`` returns with the step's arguments.
-      policy: a half policy without overrides, such as ``"mixed_bfloat16"``.
+      policy: a policy that computes in half precision and has no overrides, such as ``"mixed_bfloat16"``.
       tolerance: the largest allowed error relative to float32 (:class:`Tuned` defines the error). None means twice the
-        ``floor``, which is the error if only the operands of products are rounded to half.
+        ``floor``, which is the error if only the operands of products are rounded to half precision.
       seeds: the number of measurements of each error, with different random numbers; the largest error counts. The
-        first measurement uses the arguments as they are. For the others, 1, 2, … is folded into each typed PRNG key
-        among the arguments.
-      operations: whether the overrides may be of single operations. Pass False to get overrides for ``apply_policy``,
-        which takes only modules.
+        first measurement uses the unchanged arguments. Later measurements fold 1, 2, … into each typed PRNG key among
+        the arguments.
+      operations: whether single operations may have overrides. Pass False to get overrides for ``apply_policy``, which
+        allows overrides only of modules.
 
     Returns:
       A function of ``fun``'s arguments that returns :class:`Tuned`. You can pass more batches as ``batches=``, a list
       of tuples. Each tuple has all arguments except the first one (the params); for a train step it is ``(batch,)``.
-      The largest error of all batches counts. The result is the same for the same arguments. Interrupt the search with
-      Ctrl-C to get the best result so far.
+      The largest error of all batches counts. The same arguments give the same result. Interrupt the search with Ctrl-C
+      to get the best result so far.
 
     Raises:
-      ValueError: the policy is not half, or has overrides; the tolerance is below the floor, and the error of autocast
-        is more than half the floor; the float32 loss or gradients are not finite, or the gradients are zero; no module
-        or named scope has a half operation; or ``seeds`` is more than 1 and no argument has a typed PRNG key.
+      ValueError: the policy does not compute in half precision, or has overrides; the tolerance is below the floor, and
+        the error without overrides is above 50 % of the floor; the float32 loss or gradients are not finite, or all
+        gradients are zero; no module or named scope has an operation in half precision; or ``seeds`` is more than 1,
+        but no argument has a typed PRNG key.
       TypeError: the first result of ``fun`` is not a floating scalar; or ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -222,7 +225,8 @@ def tune(
         allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
         if not np.isfinite(floor):
             raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
-        # Autocast has a much smaller error than the floor if it keeps the sensitive products in float32.
+        # A tolerance below the floor can be met if autocast keeps the sensitive products in float32. The error of
+        # autocast is then far below the floor.
         if allowed < floor < 2 * measurement.error({}):
             raise ValueError(
                 f"tolerance must be at least {floor:.2e}, the error if only the operands of products are half, got "

@@ -1,4 +1,4 @@
-"""Count the values of every n-th step of a training run."""
+"""Count the values of every n-th step of a training run by magnitude."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from jaxmp.training.step import TrainStep
 
 
 class Watch:
-    """A watch that counts the values of every n-th step.
+    """A watch that counts the values of every n-th step by magnitude.
 
-    Call a watch of a train step in place of the step. The watch takes the step and returns the step's results. Every
-    n-th call runs a program that also counts values. The results of this program equal those of the plain step up to
-    rounding. No call waits for the device. The counts are read when a later call finds them ready, or when you read
-    ``steps``.
+    Call a watch of a train step in place of the train step. The watch takes the step and returns the step's results.
+    For every n-th step, the watch runs a program that also counts values. Up to rounding, this program has the same
+    results as the train step. No call waits for the device. The counts are read when a later call finds them ready, or
+    when you read ``steps``.
 
     Args:
-      loss_fn: as for :func:`jaxmp.inspect.numerics`; or the result of :func:`jaxmp.make_train_step` or
-        :func:`jaxmp.nnx.make_train_step`. You call the watch with the number of the step, followed by the arguments of
-        the loss function or the train step.
+      loss_fn: a loss function, as for :func:`jaxmp.inspect.numerics`; or a train step, the result of
+        :func:`jaxmp.make_train_step` or :func:`jaxmp.nnx.make_train_step`. You call the watch with the number of the
+        step, followed by the arguments of the loss function or the train step.
       every: the watch counts the steps whose number is a multiple of ``every``.
       policy: as for :func:`jaxmp.inspect.numerics`; not allowed for a train step.
       tx: as for :func:`jaxmp.inspect.numerics`; not allowed for a train step.
 
     Attributes:
-      counting: the train step that also counts values; None for a loss function. You can pass it to
+      counting: the train step that also counts values; None for a loss function. You can pass this train step to
         ``jaxmp.inspect.roofline`` and other tools.
 
     Raises:
@@ -75,12 +75,12 @@ class Watch:
 
     @property
     def steps(self) -> dict[int, Numerics]:
-        """Wait for the watched steps, and return their numerics by step number."""
+        """Wait for the watched steps, and return their :class:`Numerics` by number."""
         self._read(wait=True)
         return self._steps
 
     def __call__(self, step: int, *args: Any, **kwargs: Any) -> Any:
-        """Take a step, and watch it if its number is a multiple of ``every``.
+        """Take a step, and count its values if ``step`` is a multiple of ``every``.
 
         Args:
           step: the number of the step.
@@ -88,7 +88,8 @@ class Watch:
           **kwargs: for a loss function, ``opt_state=None`` and ``loss_scale=1.0``.
 
         Returns:
-          The results of the train step. For a loss function, its numerics, or None if the step is not watched.
+          The results of the train step. For a loss function, the :class:`Numerics` of the step, or None if the step is
+          not watched.
         """
         is_watched = step % self.every == 0
         if self.counting is None:
@@ -105,7 +106,7 @@ class Watch:
         return result
 
     def take(self, wait: bool = True) -> dict[int, Numerics]:
-        """Return the numerics of the watched steps, and remove them from the watch.
+        """Return the :class:`Numerics` of the watched steps, and forget these steps.
 
         Args:
           wait: whether to wait for the device. If False, only the steps that are ready are returned.
@@ -158,12 +159,15 @@ def _exponents(step: Numerics, kind: str, dtype: Any) -> dict[int, int]:
 def line(step: int, numerics: Numerics, metrics: Mapping[str, float], dtype: Any = "float16") -> str:
     """Return a watched step as a line of JSON.
 
-    The line has the metrics, the loss scales, the number of values that are not finite, and:
+    The line has the metrics, the loss scale, the recommended loss scale, the dtype, the number of values that are not
+    finite, and:
 
-    - ``vanished``: by kind and path, the share of values that become 0 in ``dtype`` (gradients under the loss scale);
+    - ``vanished``: by kind and path, the share of values that become 0 in ``dtype``;
     - ``zeros``: by kind and path, the share of values that are 0;
     - ``exponents``: by kind, the number of values for each binary exponent;
     - ``ratio``: by path, the norm of a param's update divided by the norm of the param.
+
+    For ``vanished`` and ``exponents``, gradients are first multiplied by the loss scale.
     """
     kinds = [kind for kind in TENSORS if kind != "weights"]
     row = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "watch.jsonl"
-"""The name of the file with a :func:`jaxmp.inspect.watch.line` for each watched step."""
+"""The name of the file that has a :func:`jaxmp.inspect.watch.line` for each watched step."""
 _COLUMNS = ("step", "split", "loss", "grad_norm", "loss_scale", "skipped")
 
 

@@ -1,1 +1,1 @@
-"""Shared code of the tools of inspect that reads compiled programs."""
+"""Code that reads compiled programs, shared by the tools of ``jaxmp.inspect``."""

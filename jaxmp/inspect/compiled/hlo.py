@@ -1,4 +1,7 @@
-"""Read XLA programs: their instructions, modules and source lines."""
+"""Read XLA programs: their instructions, modules and source lines.
+
+HLO is the language of XLA's programs. A computation is a function in HLO, such as the body of a loop or of a fusion.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _DTYPES = {
     16: "c128",
 }
 BYTES = {name: size for size, names in _DTYPES.items() for name in names.split()}
-"""The size of an element by XLA's name of its dtype."""
+"""The size of an element in bytes, by XLA's name of its dtype."""
 COLLECTIVES = frozenset({"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"})
 COLLECTIVES |= {"collective-permute", "collective-broadcast"}
 CONTROL = frozenset({"while", "conditional", "call"})
@@ -75,7 +78,7 @@ def parse_arrays(shape: str) -> list[Array]:
 
 
 def dtype_name(dtype: str) -> str:
-    """Return NumPy's name of one of XLA's dtypes.
+    """Return NumPy's name of a dtype in XLA's notation.
 
     >>> dtype_name("bf16"), dtype_name("f8e4m3fn"), dtype_name("s8"), dtype_name("pred")
     ('bfloat16', 'float8_e4m3fn', 'int8', 'bool')
@@ -100,12 +103,12 @@ class Instruction:
 
     @property
     def bytes(self) -> float:
-        """Return the size of its result in bytes."""
+        """Return the size of the instruction's result in bytes."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def arrays(self) -> list[Array]:
-        """Return the array of its result, or the arrays of a tuple."""
+        """Return the arrays of the result: several for a tuple, else one."""
         return parse_arrays(self.result)
 
     @property
@@ -115,7 +118,7 @@ class Instruction:
 
     @property
     def index(self) -> int | None:
-        """Return which element of a tuple is read; None for other instructions."""
+        """Return the index of the tuple element that is read; else None."""
         return _number_in(self.text, _INDEX)
 
     @property
@@ -171,16 +174,16 @@ def path_in_name(op_name: str) -> str:
 class HloProgram:
     """An XLA program, read from the text of its HLO.
 
-    The text may be that of the lowered or of the optimised program.
+    The text may come from the lowered program or from the optimised program.
 
     Attributes:
-      computations: the instructions of each computation, by name.
+      computations: a dict from the name of each computation to a dict of its instructions by name.
       entry: the name of the computation that runs first.
-      aliases: for the number of a result, the number of the parameter into which the result is written.
+      aliases: a dict from the number of a result to the number of the parameter whose buffer the result reuses.
       partitions: the number of devices that run the program together.
 
     Raises:
-      ValueError: the text has no entry.
+      ValueError: the text has no entry computation.
     """
 
     def __init__(self, text: str) -> None:
@@ -213,7 +216,8 @@ class HloProgram:
                 self.entry = opening[2] if opening[1] else self.entry
             elif computation is not None and (match := _INSTRUCTION.match(line)):
                 name, result, opcode, arguments = match.groups()
-                if opcode == "fusion-start":  # newer XLAs split a fusion; fusion-done only renames the result
+                # Newer versions of XLA split a fusion into fusion-start and fusion-done, which only renames the result.
+                if opcode == "fusion-start":
                     fused = self.computations[_CALLED.findall(line)[0]]
                     opcode, result = "fusion", [*fused.values()][-1].result
                 elif opcode == "fusion-done":
@@ -222,7 +226,7 @@ class HloProgram:
                 computation[name] = Instruction(name, opcode, result, operands, line)
 
     def inside(self, instruction: Instruction) -> list[tuple[str, Instruction]]:
-        """Return the instructions of a fusion or a call, each with its computation."""
+        """Return the instructions inside a fusion or a call, each with its computation."""
         return [
             (name, inner)
             for name in self.bodies(instruction)
@@ -230,10 +234,10 @@ class HloProgram:
         ]  # fmt: skip
 
     def made_by(self, instruction: Instruction) -> Instruction:
-        """Return the instruction that names a kernel.
+        """Return the instruction that has JAX's name of a kernel.
 
-        Usually it is the instruction of the kernel itself. For a fusion without a name from JAX, it is the last
-        instruction inside the fusion that has such a name.
+        Usually it is the kernel's own instruction. For a fusion without a name from JAX, it is the last instruction
+        inside the fusion that has such a name.
         """
         if instruction.op_name or instruction.opcode != "fusion":
             return instruction
@@ -245,7 +249,7 @@ class HloProgram:
     def source(self, instruction: Instruction) -> str:
         """Return the user's file and line, such as ``"package/module.py:12"``.
 
-        The text is empty if the program does not have them.
+        The text is empty if the program does not have the file and line.
         """
         match = re.search(r"stack_frame_id=(\d+)", instruction.text)
         frames = self._frames.get("StackFrames", {})
@@ -273,8 +277,8 @@ class HloProgram:
     ) -> Iterator[tuple[str, Instruction, int]]:
         """Yield each instruction with its computation and the number of its executions.
 
-        Without ``repeat_loops``, the body of a loop counts once. Without ``into_fusions``, instructions inside of
-        fusions and reductions are skipped, so that only kernels are left.
+        The body of a loop counts once, unless ``repeat_loops`` is True and the number of iterations is known. If
+        ``into_fusions`` is False, instructions inside fusions and reductions are skipped: only kernels are left.
         """
         stack = [(self.entry, 1)]
         while stack:
@@ -288,7 +292,10 @@ class HloProgram:
                 stack += [(body, times_of_bodies) for body in self.bodies(instruction)]
 
     def joined(self, computation: str, instruction: Instruction) -> list[Array]:
-        """Return the arrays of an instruction's result, or those that it concatenates."""
+        """Return the arrays of an instruction's result.
+
+        If the result is a concatenation, return the arrays that are concatenated.
+        """
         inside = self.inside(instruction) if instruction.opcode == "fusion" else [(computation, instruction)]
         body, last = inside[-1]
         if last.opcode != "concatenate":
@@ -315,7 +322,7 @@ def _facts(text: str) -> dict[str, int]:
 def _operands(text: str) -> tuple[str, ...]:
     """Return the names of the operands in the text of an instruction.
 
-    ``text`` begins after the opening parenthesis.
+    ``text`` begins after the opening parenthesis of the operands.
     """
     depth = 1
     for position, character in enumerate(text):

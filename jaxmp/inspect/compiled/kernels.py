@@ -1,4 +1,4 @@
-"""The work of a kernel: its products, their FLOPs, and the bytes that it moves."""
+"""Find the products of a kernel, their FLOPs, and the bytes the kernel moves."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class KernelProduct:
     Attributes:
       kind: ``"dot"``, ``"convolution"`` or ``"attention"``.
       dtype: the operands' dtype; ``"tensorfloat32"`` if float32 operands may be rounded to it.
-      flops: the FLOPs of one execution; a multiply-add is 2. For causal attention half of the scores are counted,
-        because its kernels skip the other half.
+      flops: the FLOPs of one execution; a multiply-add is 2. For causal attention, only 50 % of the scores
+        are counted, because kernels skip the masked scores.
     """
 
     kind: str
@@ -49,9 +49,9 @@ def product_kind(instruction: Instruction) -> str | None:
 def products_of(
     program: HloProgram, computation: str, instruction: Instruction, masked: bool = True
 ) -> list[KernelProduct]:
-    """Return the products of a kernel, also those in a fusion.
+    """Return the products of a kernel, which may be a fusion.
 
-    With ``masked``, only half of the scores of a causal attention are counted.
+    If ``masked`` is True, the masked scores of a causal attention are not counted.
     """
     if instruction.opcode == "fusion":
         inside = program.inside(instruction)
@@ -88,10 +88,10 @@ def _dot_flops(instruction: Instruction, operands: list[Array]) -> int:
 
 
 def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:
-    """Return the FLOPs of a convolution, or of a derivative in cuDNN.
+    """Return the FLOPs of a convolution, or of its derivative in cuDNN.
 
-    A derivative has the FLOPs of the forward convolution. Each element of the forward result is a sum over the kernel's
-    elements of one output feature.
+    A derivative has the FLOPs of the forward convolution. Each element of the forward result is a sum over all weights
+    of one output feature.
     """
     text = instruction.text
     outputs, kernel = instruction.arrays[0].shape, operands[1].shape
@@ -101,16 +101,16 @@ def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:
         outputs, kernel = kernel, outputs
     labels = re.search(r"dim_labels=\w+_(\w+)->", text)
     features = kernel[labels[1].index("o")] if labels else 1
-    dilated = re.search(r"lhs_dilate=([\dx]+)", text)  # zeros between the inputs
+    dilated = re.search(r"lhs_dilate=([\dx]+)", text)  # counts the zeros inserted between inputs
     zeros = math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1
     return 2 * math.prod(outputs) * math.prod(kernel) // max(features, 1) // zeros
 
 
 def written_into(program: HloProgram, computation: str, instruction: Instruction) -> dict[int, tuple[int, float]]:
-    """Return which results of a kernel are written into which operands.
+    """Return the results of a kernel that are written into operands.
 
     Returns:
-      A dict from the number of the result to the number of the operand and the bytes that change.
+      A dict from the number of a result to the number of its operand and the bytes that change in the operand.
     """
     if instruction.opcode == "custom-call":
         _, _, aliases = instruction.text.partition("output_to_operand_aliasing={")
@@ -151,7 +151,7 @@ def _behind_bitcasts(known: dict[str, Instruction], name: str) -> Instruction:
 def moved_bytes(program: HloProgram, computation: str, instruction: Instruction) -> float:
     """Return the bytes that a kernel reads and writes.
 
-    If the kernel reads or writes only some elements of an operand, only these are counted.
+    If the kernel reads or writes only some elements of an operand, only these elements are counted.
     """
     inside = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else []
     read = _read_bytes(program.computations[computation], instruction, inside)

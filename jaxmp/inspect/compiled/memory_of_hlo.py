@@ -1,4 +1,4 @@
-"""The buffers of a running XLA program, and the instructions that compute them."""
+"""Find the buffers at the memory peak of an XLA program."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _BODY = re.compile(r"body=%?([\w.$-]+)")
 
 @dataclasses.dataclass
 class Buffer:
-    """The memory of a result, or of one array of a tuple.
+    """The memory of an array: an instruction's result, or one element of a tuple.
 
     Attributes:
       bytes: the size of the buffer.
-      array: the dtype and shape of the array in it.
+      array: the dtype and shape of the array in the buffer.
       maker: the instruction that computes the array, or the loop that writes into the buffer.
       last: the last instruction that reads the array, or the maker if nothing reads it.
-      start, end: the positions in the schedule of the first and last instruction during which the buffer exists.
+      start, end: the first and last position in the schedule at which the buffer exists.
     """
 
     bytes: float
@@ -39,7 +39,7 @@ _Results = dict[str, list[Buffer | None]]
 def buffers_at_peak(program: HloProgram, computation: str = "") -> list[Buffer]:
     """Return the buffers at the memory peak, largest first.
 
-    This is an estimate, because XLA has its own rules to pack buffers. Parameters, results that are written into
+    The result is an estimate, because XLA packs buffers by its own rules. Parameters, results that are written into
     parameters, and constants are not counted. An elementwise kernel is assumed to reuse the buffer of an operand that
     nothing reads later.
 
@@ -111,11 +111,11 @@ def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
 
 
 def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:
-    """End buffers one instruction early if a kernel writes its result into them.
+    """End buffers one instruction early if a kernel reuses them for its result.
 
-    A loop fusion reuses a buffer that it reads directly, but no buffer of an instruction with several results, such as
-    a cuBLAS product. A kernel that updates an operand in place, and a product that adds to an operand, always reuse the
-    buffer of this operand.
+    A loop fusion (an elementwise kernel) reuses a buffer only if the instruction that creates it is an operand of the
+    fusion. The buffers of tuple elements, such as the result of a cuBLAS product, are not reused. A kernel that updates
+    an operand in place, or a product that adds to an operand, always reuses the buffer of this operand.
     """
     instructions = list(program.computations[computation].values())
     positions = {instruction.name: position for position, instruction in enumerate(instructions)}
@@ -138,7 +138,7 @@ def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buf
 
 
 def _end_early(free: list[Buffer], new: list[Buffer], position: int) -> None:
-    """End one free buffer of the same size early for each new buffer."""
+    """For each new buffer, end one free buffer of the same size early."""
     for buffer in new:
         same_size = [other for other in free if other.bytes == buffer.bytes]
         if same_size:

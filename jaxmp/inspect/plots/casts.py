@@ -1,8 +1,8 @@
 """Draw a plan of autocast as a graph of coloured boxes.
 
-1. Consecutive operations of one scope and one dtype form a box (`_boxes`). Scopes are shortened until there are few
-   boxes.
-2. Each box is placed below the boxes that it reads (`_positions`). A long graph continues in the next column.
+1. Consecutive operations of one scope and one dtype form a box (`_boxes`). Paths of scopes are shortened until there
+   are few boxes.
+2. Each box is placed below the boxes whose results it reads (`_positions`). A long graph continues in the next column.
 3. Boxes, arrows and casts are drawn.
 """
 
@@ -44,7 +44,7 @@ class _Box(NamedTuple):
     path: str
     dtype: str
     rows: list[Operation]
-    reads: set[int]  # numbers of boxes
+    reads: set[int]  # the numbers of the boxes whose results this box reads
 
 
 class _Position(NamedTuple):
@@ -112,7 +112,7 @@ def _width_and_name(dtype: str) -> tuple[int, str]:
 
 
 def _boxes(rows: Sequence[Operation]) -> list[_Box]:
-    """Group operations into as many boxes as are readable.
+    """Group consecutive operations into few boxes, so that the graph is readable.
 
     Operations are grouped by path and dtype, with shorter and shorter paths until there are few groups. If there are
     still too many groups, operations are grouped only by path, again with shorter and shorter paths.
@@ -128,9 +128,10 @@ def _boxes(rows: Sequence[Operation]) -> list[_Box]:
 
 
 def _numbers_of_drawn(rows: Sequence[Operation]) -> list[int]:
-    """Return the numbers of the operations to draw.
+    """Return the indices in ``rows`` of the operations to draw.
 
-    These operations are floating and have no body. Operations that only move weights are left out.
+    Drawn operations have a floating dtype. Operations with bodies, such as loops, and operations that only move weights
+    are left out.
     """
     drawn: list[int] = []
     for n, row in enumerate(rows):
@@ -165,7 +166,7 @@ def _boxes_of(rows: Sequence[Operation], groups: Sequence[_Group]) -> list[_Box]
 def _positions(boxes: Sequence[_Box]) -> tuple[list[_Position], int]:
     """Return the positions of boxes, and the height of a column.
 
-    A box is below the boxes that it reads. It is directly below the last of these boxes if that place is free.
+    A box is below all boxes that it reads. If possible, it is directly below the last of these boxes.
     """
     layers = _layers(boxes)
     lanes = _lanes(boxes, layers)
@@ -195,9 +196,9 @@ def _layers(boxes: Sequence[_Box]) -> list[int]:
 
 
 def _lanes(boxes: Sequence[_Box], layers: Sequence[int]) -> list[int]:
-    """Return the horizontal place of each box.
+    """Return the horizontal position of each box.
 
-    A box takes the free place nearest to the last box that it reads.
+    A box takes the free position nearest to the last box that it reads.
     """
     lanes = [0] * len(boxes)
     taken: set[tuple[int, int]] = set()
@@ -213,7 +214,7 @@ def _lanes(boxes: Sequence[_Box], layers: Sequence[int]) -> list[int]:
 def _draw_arrows(axes: Any, number: int, boxes: Sequence[_Box], positions: Sequence[_Position]) -> None:
     """Draw the arrows to a box.
 
-    Boxes in other columns are shown only by their numbers.
+    If the box reads boxes in other columns, one short arrow has their numbers as its label.
     """
     to = positions[number]
     in_other_columns = []
@@ -289,7 +290,8 @@ def _draw_casts(axes: Any, box: _Box, position: _Position) -> None:
 def _contents(box: _Box) -> str:
     """Name the computations of a box.
 
-    Products come first. Then come the patterns that stay float32, or all other primitives if there are no patterns.
+    Products come first. The patterns of the box follow, such as softmax. If the box has no patterns, its other
+    primitives follow.
     """
     counts = collections.Counter(_WORDS.get(row.primitive, row.primitive) for row in box.rows if row.cls != "clear")
     products = [name for name in counts if name in ("product", "convolution")]

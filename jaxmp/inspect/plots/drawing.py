@@ -79,7 +79,7 @@ def short_path(path: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as text, which is 0% or 100% only if the share is exactly that."""
+    """Return a share as text: "0%" only for exactly 0, and "100%" only for exactly 1."""
     if share in (0, 1):
         return f"{share:.0%}"
     if share < 0.001:

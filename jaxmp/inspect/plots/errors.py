@@ -26,11 +26,11 @@ _MARKS = (("forward", "forward", BLUE, "o"), ("backward", "gradient", RED, "D"))
 
 
 def errors(comparison: Comparison) -> Any:
-    """Draw the relative errors of values and gradients, from the input down.
+    """Draw the relative errors of values and gradients, in program order.
 
     The program runs from top to bottom, and the x axis is the relative L2 error. A dashed line marks the error of one
-    rounding to the half dtype. The lower panel has the gradients of the arguments. Errors of 0 are not drawn. Errors
-    that are not finite are drawn at the right border.
+    rounding to half precision (float16 or bfloat16). The lower panel has the gradients of the arguments. Errors of 0
+    are not drawn. Errors that are not finite are drawn at the right border.
 
     Args:
       comparison: a result of :func:`jaxmp.inspect.compare`.
@@ -48,7 +48,7 @@ def errors(comparison: Comparison) -> Any:
     """
     scopes = list(dict.fromkeys(row.path for row in comparison.rows if row.phase == "forward"))
     arguments = list(dict.fromkeys(row.path for row in comparison.rows if row.path not in scopes))
-    titles = {"what scopes return, and the gradients that reach them": scopes, "gradients of the arguments": arguments}
+    titles = {"results of scopes, and their gradients": scopes, "gradients of the arguments": arguments}
     parts = {title: paths for title, paths in titles.items() if paths}
     heights = [len(paths) + 1.5 for paths in parts.values()]
     page = figure(9, min(2 + 0.19 * (len(scopes) + len(arguments)), 16))

@@ -31,7 +31,7 @@ _FATES = {"becomes 0": RED, "subnormal": ORANGE, "normal": BLUE, "overflows": PI
 """The fates of a value in a format, from small to large magnitudes, and their colours."""
 _FORMATS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
 _VISIBLE = 5e-4
-"""The smallest share of a tensor's values with a visible bar."""
+"""The share of a tensor's values below which a bar is too small to see."""
 
 
 class _Tensor(NamedTuple):
@@ -47,15 +47,15 @@ def exponents(
     """Draw histograms of binary exponents, coloured by the effect of a format.
 
     There is a bar for each exponent ``floor(log2|x|)``. The height of a bar is the percentage of the tensor's values
-    with this exponent. The colour shows whether the format keeps these values. Zeros have no bar. The shares beside a
-    histogram come from :meth:`Statistics.under`. The rows at the bottom show the ranges of the formats.
+    with this exponent. The bar's colour shows whether the format keeps these values. Zeros have no bar. The shares
+    beside a histogram come from :meth:`Statistics.under`. The rows at the bottom show the ranges of the formats.
 
     Args:
       counted: the :class:`Statistics` of one tensor, a mapping from name to statistics, or a :class:`Numerics`, whose
         tensors are counted together by kind.
       dtype: the format that decides the colours, as for :meth:`Statistics.under`.
-      loss_scale: a power of two that multiplies the values (of a :class:`Numerics`, only the gradients). A grey line
-        shows the histogram without the loss scale.
+      loss_scale: a power of two that multiplies the values. In a :class:`Numerics`, it multiplies only gradients. A
+        grey line shows the histogram without the loss scale.
 
     Raises:
       ValueError: the dtype is unknown, or the loss scale is not a power of two.
@@ -100,9 +100,9 @@ def _tensors(counted: Any, dtype: Any, loss_scale: float) -> list[_Tensor]:
 
 
 def _limits(tensors: Sequence[_Tensor], form: Any) -> tuple[int, int]:
-    """Return the exponents at the left and right border.
+    """Return the exponents at the left and right border of the picture.
 
-    They include all visible bars and the format's range.
+    All visible bars and the format's range, up to 2^20, are between the borders.
     """
     low, high = _smallest_exponent(form) - 4, min(form.max_exponent, 20) + 2
     for tensor in tensors:
@@ -123,7 +123,7 @@ def _draw_histogram(axes: Any, tensor: _Tensor, form: Any) -> None:
     smallest = _smallest_exponent(form)
     colors = list(_FATES.values())
     for exponent, count in sorted(tensor.in_format.histogram.items()):
-        # Values of at least half the smallest subnormal number are rounded up to it.
+        # A value above 0.5 times the smallest subnormal number is rounded up to that number.
         fate = (exponent >= smallest - 1) + (exponent >= form.min_exponent) + (exponent > form.max_exponent)
         height = 100 * count / tensor.in_format.count
         axes.bar(exponent, height, width=1, align="edge", color=colors[fate], linewidth=0)

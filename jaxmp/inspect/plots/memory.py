@@ -31,7 +31,7 @@ _COLORS_OF_OTHERS = (SKY, GREEN, BROWN, PINK, BLACK)
 
 
 class _Scale(NamedTuple):
-    """The unit of a picture, and its largest peak in bytes."""
+    """The unit of the sizes in a picture, and the largest peak in bytes."""
 
     name: str
     bytes: int

@@ -22,17 +22,17 @@ _MAX_BORDERED = 60
 def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype: Any = "float16") -> Any:
     """Draw the share of values that underflow, as a heat map of layers and steps.
 
-    The left map shows the values that become 0 in a format under the step's loss scale. The right map shows the values
-    that were already 0. In a float16 run, these include values that became 0 during the computation. Colours go from 0
-    (light) to 100 % (dark).
+    The left map shows the share of values that become 0 in ``dtype`` under the step's loss scale. The right map shows
+    the share of values that were already 0. In a float16 run, the right map includes values that became 0 during the
+    computation. Colours go from 0 (light) to 100 % (dark).
 
     Args:
       run: a :class:`Watch`, or the folder of a run with ``--watch N``.
       kind: ``"activations"``, ``"activation_gradients"``, ``"gradients"`` or ``"updates"``.
-      dtype: the format. For a folder, it must be the format in its ``watch.jsonl``.
+      dtype: the dtype. For a folder, it must be the dtype in the folder's ``watch.jsonl``.
 
     Raises:
-      ValueError: nothing was watched, or the folder's file has another format.
+      ValueError: no step was watched, or the folder's ``watch.jsonl`` has another dtype.
       FileNotFoundError: the folder has no ``watch.jsonl``.
       ModuleNotFoundError: matplotlib is not installed.
 
@@ -89,7 +89,7 @@ def training(run: str | Path, kind: str = "activation_gradients") -> Any:
       kind: as for :func:`underflow`.
 
     Raises:
-      ValueError: nothing was watched, or there are no steps.
+      ValueError: no step was watched, or ``metrics.csv`` has no steps.
       FileNotFoundError: a file of the run is missing.
       ModuleNotFoundError: matplotlib is not installed.
     """
@@ -117,8 +117,8 @@ def draw_heat(page: Any, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
     """Draw the heat maps of watched steps into a figure or a part of one."""
     paths = list(dict.fromkeys(path for row in rows for path in row["vanished"][kind]))
     left, right = page.subplots(1, 2, sharey=True)
-    style(left, "vanishes under the scale", "step", grid="")
-    style(right, "is 0 as computed", "step", grid="")
+    style(left, "becomes 0 under the loss scale", "step", grid="")
+    style(right, "was already 0", "step", grid="")
     for axes, share in ((left, "vanished"), (right, "zeros")):
         shares = np.array([[row[share][kind].get(path, np.nan) for row in rows] for path in paths])
         border = 0.2 if max(shares.shape) <= _MAX_BORDERED else 0

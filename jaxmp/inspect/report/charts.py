@@ -1,4 +1,4 @@
-"""Draw charts as SVG, with the colours and fonts of the page."""
+"""Draw charts as SVG, with the colours and fonts of the report page."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def underflow(run: Run) -> str:
 
 
 def exponents(run: Run) -> str:
-    """Draw a histogram of the magnitudes in the last watched step, for each kind.
+    """Draw a histogram of the last watched step's magnitudes for each kind of tensor.
 
     Dotted lines mark the smallest number, the smallest normal number and the largest number of the watched dtype.
     """

@@ -1,4 +1,4 @@
-"""Write the page about a run."""
+"""Write the report page about a run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jaxmp.inspect.report import charts
 from jaxmp.inspect.report.reading import Run, read_run
 
 TOLERANCE = 0.02
-"""The share by which the final loss of a run may exceed that of the reference and still count as reached."""
+"""A run reaches the reference's final loss if the run's final loss is higher by at most this share."""
 
 
 def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str | Path | None = None) -> Path:
     """Write a page about a run as one HTML file that needs no network.
 
     Args:
-      run: the folder of a script's run, or of :func:`jaxmp.inspect.record`. A run of several seeds is a folder with the
-        subfolders ``seed0``, ``seed1``, ….
+      run: the run's folder, written by :func:`jaxmp.inspect.record` or by a script with ``--run-dir``. A run of several
+        seeds is a folder with the subfolders ``seed0``, ``seed1``, ….
       against: folders of runs to compare with, the float32 run first.
       file: the path of the page; by default ``report.html`` in the run's folder.
 

@@ -28,7 +28,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's folder.
+    """The content of a run's folder.
 
     Attributes:
       name: the folder's name.
@@ -38,7 +38,7 @@ class Run:
       watched: the watched steps; empty if the run was not watched.
       plan: the content of plan.json, a cast plan or an audit; None if the file is missing.
       memory: the content of memory.json; None if the file is missing.
-      other_seeds: the same run with other seeds.
+      other_seeds: the runs that differ from this run only in their seed.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def seeds(self) -> tuple[Run, ...]:
-        """Return this run, and the same run with other seeds."""
+        """Return this run, and the runs with other seeds."""
         return (self, *self.other_seeds)
 
     @property
@@ -100,13 +100,13 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read the folder of a script's run, or of :func:`jaxmp.inspect.record`.
+    """Read a folder written by :func:`jaxmp.inspect.record` or by a script's run.
 
     A run of several seeds is a folder with the subfolders ``seed0``, ``seed1``, ….
 
     Raises:
       FileNotFoundError: the folder has no ``metrics.csv``.
-      ValueError: the file was written by another program, or has no training step.
+      ValueError: ``metrics.csv`` was written by another program, or has no training step.
     """
     seeds = sorted(file.parent for file in folder.glob("seed*/metrics.csv"))
     if (folder / "metrics.csv").is_file() or not seeds:
