@@ -1,4 +1,4 @@
-"""Find arrays that were deleted, because they were donated to an earlier step."""
+"""Find arrays that were deleted because they were donated to an earlier step."""
 
 from __future__ import annotations
 

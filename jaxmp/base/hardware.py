@@ -84,7 +84,7 @@ class Hardware:
       platform: ``"gpu"``, ``"tpu"``, ``"cpu"`` or another backend's name.
       compute_capability: NVIDIA's compute capability (``"9.0"``), or another backend's equivalent (``"gfx942"``), or
         None.
-      tensor_cores: the dtypes of the products that tensor cores compute (on a TPU: its matrix unit).
+      tensor_cores: the dtypes of the products that tensor cores compute (on a TPU: the matrix unit).
         ``"tensorfloat32"`` means float32 products at reduced precision, and ``"mxfp8"`` means block-scaled float8.
       peak_tflops: the vendor's peak TFLOP/s of dense products by dtype; empty if unknown. jaxmp does not measure these
         rates.

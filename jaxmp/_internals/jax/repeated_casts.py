@@ -128,7 +128,7 @@ def _repeats(eqn: Any, shape: Any) -> float:
 
 
 def _is_long(eqn: Any, shape: Any) -> bool:
-    """Return whether an equation sums more than ``MAX_TERMS`` cotangents in an element.
+    """Return whether an equation sums over ``MAX_TERMS`` cotangents in an element.
 
     ``shape`` is the shape of the operand.
     """

@@ -63,7 +63,7 @@ def trace_context() -> Any:
 def shows_what_varies() -> bool:
     """Return whether types show the mesh axes over which a value varies.
 
-    They do so while a ``shard_map`` with ``check_vma=True`` is traced.
+    Types show these axes while a ``shard_map`` with ``check_vma=True`` is traced.
     """
     return bool(config._check_vma.value)
 
@@ -82,8 +82,8 @@ def manual_axes(value: Any) -> tuple[str, ...]:
 def may_be_skipped() -> bool:
     """Return whether some shards of a ``shard_map`` may skip the traced code.
 
-    Shards may skip the code of a branch or a loop. JAX records these as the purpose of a trace. The length of a
-    ``fori_loop`` is assumed to differ between shards.
+    Shards may skip the code of a branch or a loop. JAX records a branch or a loop as the purpose of a
+    trace. The length of a ``fori_loop`` is assumed to differ between shards.
     """
     traced = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces_around())
     around = (getattr(info, "traced_for", "") for info in traced)

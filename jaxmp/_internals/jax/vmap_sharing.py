@@ -55,10 +55,7 @@ class Examples:
         return [is_literal(atom) or atom in same for same in self._same]
 
     def meets_batched(self, atom: Any, value: Any) -> bool:
-        """Return whether a shared value is read together with batched values.
-
-        The current equation reads them, and the value is shared in the ``jax.vmap`` for which the others are batched.
-        """
+        """Return whether the current equation combines a shared value with batched ones."""
         if not self.others:
             return False
         pairs = zip(self.same, self._who_share(atom, value), strict=True)
