@@ -1,9 +1,9 @@
 """A drop-in replacement for jmp 0.0.4.
 
 Write ``from jaxmp import jmp`` instead of ``import jmp``. This module has the names of jmp and the code of jaxmp. You
-can pass its policies and loss scales to jaxmp (:func:`jaxmp.loss_scaling`, ``jaxmp.linen`` and so on). You can also pass
-them to code that is written for jmp, such as Haiku's ``hk.mixed_precision``. jaxmp also accepts the objects of the real
-jmp.
+can pass its policies and loss scales to jaxmp (:func:`jaxmp.loss_scaling`, ``jaxmp.linen`` and so on). Code that is
+written for jmp, such as Haiku's ``hk.mixed_precision``, accepts them too. jaxmp also accepts the policies and loss
+scales of the real jmp.
 
 >>> from jaxmp import jmp
 >>> policy, loss_scale = jmp.get_policy("p=f32,c=f16,o=f32"), jmp.DynamicLossScale(jmp.half_dtype()(2**15))
@@ -40,9 +40,9 @@ Differences from jmp:
   an error only when the scale is used.
 - A policy's dtypes must be floating. Their type is ``numpy.dtype``: they equal ``jnp.float16`` and so on, but you
   cannot call them, and their hashes differ from those of jmp's dtypes.
-- Case and spaces in the names of dtypes are ignored. An unknown name raises a ValueError, as in jmp. The error lists
-  the known names. A repeated key is an error. The names of presets (``mixed_float16``) are unknown here; use
-  :func:`jaxmp.get_policy` for them.
+- Case and spaces in the keys and dtypes of a policy are ignored. An unknown name raises a ValueError, as in jmp. The
+  error lists the known names. A repeated key is an error. The names of presets (``mixed_float16``) are unknown here;
+  use :func:`jaxmp.get_policy` for them.
 - NumPy scalars and ``jax.ShapeDtypeStruct`` are cast like arrays.
 - ``LossScale`` is the base class of all loss scales, not a Union (``typing.get_args`` returns nothing for it).
   ``isinstance`` and annotations work as in jmp.

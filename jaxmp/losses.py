@@ -4,17 +4,17 @@ The logits are the largest array of a language model's step: for 16 sequences of
 need 1.5 GiB in half precision (float16 or bfloat16). If JAX differentiates a float32 softmax, it stores a float32 copy
 of the logits, which needs twice as much memory.
 
-:func:`cross_entropy` stores the logits in their dtype, and two float32 numbers for each label: the largest logit, and
-the logarithm of the softmax's denominator relative to the largest logit. From these arrays, the backward pass computes
-the gradient in float32. It casts the gradient to the dtype of the logits.
+:func:`cross_entropy` stores the logits in their dtype, and two float32 numbers for each label. They are the largest
+logit, and the logarithm of the softmax's denominator relative to the largest logit. From the stored arrays, the
+backward pass computes the gradient in float32, and casts it to the dtype of the logits.
 
 :func:`projected_cross_entropy` also computes the logits, for one chunk of the tokens at a time. So only the logits of
 one chunk are in memory. The forward pass computes the gradients too, and the backward pass only multiplies them by the
 cotangent. So no product is computed twice.
 
-Both functions support a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567) and a z-loss, which
-keeps the softmax's denominator near 1 (Chowdhery et al. 2022, PaLM, arXiv 2204.02311). For float64 logits they compute
-in float64.
+Both functions support a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567) and a z-loss. The
+z-loss keeps the softmax's denominator near 1 (Chowdhery et al. 2022, PaLM, arXiv 2204.02311). For float64 logits, the
+functions compute in float64.
 
 Limits:
 
@@ -344,14 +344,14 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         if smoothing:
             gradient -= jnp.where(columns < classes, smoothing / classes, 0)
         gradient *= jnp.where(labels < classes, 1, jnp.nan)
-        return jnp.where(labels == _IGNORED, is_label, gradient)  # is_label is 0 if ignored
+        return jnp.where(labels == _IGNORED, is_label, gradient)  # an ignored token's is_label is 0
 
 
 def _gradient_shift(dtype: Any, options: _Options) -> float:
     """Return a power of two by which to multiply float16 gradients of logits.
 
-    The factor keeps small gradients from underflow. No gradient overflows, because a gradient is at most 1, plus the
-    gradient of the z-loss for the largest float16 logit. For other dtypes, return 1.
+    The multiplication keeps small gradients from underflow. No gradient overflows, because a gradient is at most 1,
+    plus the gradient of the z-loss for the largest float16 logit. For other dtypes, return 1.
     """
     if dtype != jnp.float16:
         return 1.0

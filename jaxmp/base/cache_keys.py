@@ -20,6 +20,6 @@ float32_caller: Any = jax.make_user_context(default_value=None)
 A jitted function that such a module calls is traced separately, because it must return float32.
 """
 policies_off: Any = jax.make_user_context(default_value=False)
-"""True while code is traced without policies and autocast, which then change nothing."""
+"""True while policies and autocast change nothing in the code that is traced."""
 assumed_hardware: Any = jax.make_user_context(default_value=None)
 """The short name of the GPU to compile for; None for the attached device."""

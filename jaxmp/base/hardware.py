@@ -18,7 +18,7 @@ from jaxmp.base.dtypes import closest_names
 __all__ = ["Hardware", "align_dim", "assumed", "detect", "recommended_policy"]
 
 # Tensor cores by compute capability, from the CUDA programming guide and the architecture whitepapers (Volta, Turing,
-# Ampere, Ada, Hopper, Blackwell). mxfp8 is float8 with one scale per block of 32 (the OCP microscaling formats).
+# Ampere, Ada, Hopper, Blackwell). mxfp8 is float8 with one scale per block of 32 numbers (an OCP microscaling format).
 _SINCE = (
     ((7, 0), ("float16",)),
     ((7, 2), ("int8",)),
@@ -143,7 +143,7 @@ def detect(device: Any = None) -> Hardware:
 def assumed(name: str) -> Iterator[None]:
     """Trace the programs in this context for a GPU that need not be attached.
 
-    Use this context when you trace a program that you compile for a GPU that is not attached: float8 products and the
+    Use this context to trace a program for a GPU that is not attached. It is needed because float8 products and the
     update of a train step are traced differently for different devices. The tools of :mod:`jaxmp.inspect` enter the
     context if you pass a ``device``.
 

@@ -50,7 +50,7 @@ def unlisted() -> Iterator[None]:
         context.call_info_stack = table
 
 
-_Object: Any = object  # typed as Any, because `super()` in `Hooks` refers to the user's module
+_Object: Any = object  # typed as Any, because `super()` in `Hooks` is the user's module class
 
 
 class Hooks(_Object):

@@ -23,7 +23,7 @@ class ArrayCall(NamedTuple):
     """A call of a function of NNX objects, in the form of a pure function of arrays.
 
     Attributes:
-      pure: a function that returns two values: the results of the call, and the values that it wrote to the objects.
+      pure: a function that returns two values: the results of the call, and the new values of the changed objects.
       arguments: the arguments of ``pure``.
       write: a function that takes the two values from ``pure``, changes the objects, and returns the results of the
         call.
@@ -115,8 +115,12 @@ class _Changes:
 def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any, Any]:
     """Split a tree into parts.
 
-    Return four values: the leaves that are not NNX objects, the NNX objects that may change, a function that rebuilds
-    the tree from these leaves and objects, and the structure of the tree.
+    Return four values:
+
+    - the leaves that are not NNX objects
+    - the NNX objects that may change
+    - a function that rebuilds the tree from these leaves and objects
+    - the structure of the tree
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
     plain, objects, fixed = dict[int, Any](), dict[int, Any](), dict[int, Any]()
@@ -165,5 +169,5 @@ def _arrays_of(leaf: Any) -> list[Any]:
 
 
 def _is_new(leaf: Any, before: list[Any]) -> bool:
-    """Return whether the arrays of a leaf are other objects than those in ``before``."""
+    """Return whether a leaf has other arrays than ``before``, compared by identity."""
     return any([new is not old for new, old in itertools.zip_longest(_arrays_of(leaf), before)])

@@ -2,7 +2,7 @@
 
 The jaxprs in an equation are its bodies. This module calls JAX's public functions with the parameters of the equation
 and the new bodies. Only ``remat2`` is bound directly, because its parameter ``differentiated`` has no public
-equivalent. Some of the parameters have private names:
+equivalent. The module reads these private names:
 
 - ``jvp_jaxpr_fun``, ``fwd_jaxpr_thunk``, ``bwd`` and ``out_trees`` of custom derivative rules
 - ``newly_manual_axes`` of shard_map
@@ -249,8 +249,8 @@ def _cond(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *opera
     return jax.lax.switch(index, list(functions), *args)
 
 
-# Each of these equations is replaced by its body. JAX can then remove single unread equations of the body of a
-# `remat_opt` under checkpoint.
+# Each of these equations is replaced by its body. JAX can then remove the unread equations of a `remat_opt` body under
+# checkpoint one by one.
 _OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
 _REBUILT = {
     "composite": _composite,
@@ -332,7 +332,7 @@ def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operand
         if symbolic:
             perturbed[:] = [arg.perturbed for arg in args]
             args = tuple(arg.value for arg in args)
-        jaxpr = forward()  # call `forward` before `out_trees`, because it fills `out_trees`
+        jaxpr = forward()  # call `forward` first, because this call fills `out_trees`
         # `forwarded` has positions among the operands of `eqn`, including the constants.
         _, residual_tree, forwarded = params["out_trees"]()
         saved = residual_tree.num_leaves - sum(position is not None for position in forwarded)
@@ -357,7 +357,7 @@ def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operand
         def flat(*args: Any) -> list[Any]:
             filled = dict(zip(floating, args, strict=True))
             result = params["bwd"].call_wrapped(*[filled.get(n, value) for n, value in enumerate(operands)])
-            cts = result[0] if isinstance(result, tuple) else result  # the second result, from JAX 0.11 on, is a log
+            cts = result[0] if isinstance(result, tuple) else result  # from JAX 0.11 on, a log is the second result
             present[:] = [isinstance(ct, (jax.Array, np.ndarray)) for ct in cts]
             return [ct for ct, here in zip(cts, present, strict=True) if here]
 

@@ -28,8 +28,14 @@ RESHARDS = frozenset({"reshard", "mesh_cast"})
 class Bodies(NamedTuple):
     """The jaxprs in an equation, and the roles of its operands.
 
-    ``kind`` is ``"call"`` (the operands and results are those of the body), ``"scan"``, ``"while"`` (with two jaxprs:
-    condition and body) or ``"cond"`` (with a jaxpr for each branch). A loop has these operands, in this order:
+    ``kind`` is one of these:
+
+    - ``"call"``: the operands and results of the equation are those of the body
+    - ``"scan"``
+    - ``"while"``, with two jaxprs: the condition and the body
+    - ``"cond"``, with a jaxpr for each branch
+
+    A loop has these operands, in this order:
 
     - the constants of its condition; ``consts`` is their number
     - the constants of its body, which end at the index ``start``
@@ -99,7 +105,7 @@ def is_literal(atom: Any) -> bool:
 
 
 _ELEMENTS = 2**16
-"""Constants of more elements count as weights. They are not read, because a read would wait for the device."""
+"""Constants of more elements count as weights and are not read, because a read would wait for the device."""
 
 
 def elements_of(constant: Any) -> np.ndarray | None:
@@ -142,7 +148,7 @@ def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
 def asks_for_highest(precision: Any) -> bool:
     """Return whether the ``precision`` of a product requests full float32.
 
-    ``precision`` may be a pair, with an entry for each operand. One such request is enough.
+    ``precision`` may be a pair, with an entry for each operand. A request in one entry is enough.
     """
     parts = precision if isinstance(precision, tuple) else (precision,)
     return any(

@@ -22,8 +22,8 @@ def hoisted(
 ) -> Callable[..., Any]:
     """Return ``fun`` as a function of ``args``, and compute its invariant part now.
 
-    The invariant part depends only on ``fixed``, so it can be computed once, before a loop over ``args``. It includes
-    invariant parts of calls, scans and recomputations, but not of custom derivative rules.
+    The invariant part depends only on ``fixed``, so it can be computed once, before a loop over ``args``. Invariant
+    parts of calls, scans and recomputations are included, but not those of custom derivative rules.
 
     Args:
       fun: a function of arrays.
@@ -36,7 +36,7 @@ def hoisted(
     (jaxpr, consts), known = opened(closed), jax.tree.leaves(fixed)
     varies = [n >= len(known) for n in range(len(jaxpr.invars))]
     before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, is_kept)
-    # Effects, such as prints, have no results. They are left out here, because each iteration runs them.
+    # Equations without results have effects, such as prints. Each iteration must run these effects.
     before = before.replace(eqns=[eqn for eqn in before.eqns if eqn.outvars])
     before, turn = (dce_jaxpr(body, [True] * len(body.outvars), True)[0] for body in (before, turn))
     results, tree = evaluate(before, consts, known), jax.tree.structure(shapes)
@@ -58,7 +58,7 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
         return [all(are_same)] * len(eqn.outvars)
     if bodies.kind == "while":
         return list(same_inside(bodies, are_same)[1][-bodies.carry :])
-    if bodies.kind == "cond" and not are_same[0]:  # the examples take different branches
+    if bodies.kind == "cond" and not are_same[0]:  # examples may take different branches
         return [False] * len(eqn.outvars)
     return [
         all(answers) for answers in zip(*map(_same_ends, bodies.jaxprs, same_inside(bodies, are_same)), strict=True)

@@ -103,7 +103,7 @@ def _replacing() -> Iterator[None]:
 def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
     """Make JAX assume this version of cuDNN in this context.
 
-    JAX reads the version of cuDNN when it traces a fused attention. It can compile the attention without cuDNN.
+    JAX reads the version of cuDNN when it traces a fused attention, but can compile the attention without cuDNN.
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused  # later versions may move this module
 
@@ -222,7 +222,7 @@ def _attention(original: Any) -> Any:
 
 
 def _cast_bias(half: np.dtype, leaf: Any) -> Any:
-    """Return a float32 ``leaf`` in the dtype ``half``, clipped to its range."""
+    """Return a float32 ``leaf`` in ``half``, clipped to the range of this dtype."""
     if getattr(leaf, "dtype", None) != np.float32:
         return leaf
     info = jnp.finfo(half)

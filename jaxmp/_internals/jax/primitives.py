@@ -10,8 +10,8 @@ MONOTONE = frozenset(
     {"reshape", "transpose", "squeeze", "rev", "copy", "name", "convert_element_type"}
     | {"reduce_window_max", "reduce_window_min"}
 )
-# Each element of the result is an element of the operand, so a cast before one of these operations gives the same bits
-# as a cast after the operation.
+# Each element of the result is an element of the operand. So a cast before such an operation gives the same bits as a
+# cast after the operation.
 PICKS = frozenset(
     {"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "dynamic_slice", "gather"}
     | {"tile", "split", "unstack", "optimization_barrier", "sharding_constraint", "pvary"}

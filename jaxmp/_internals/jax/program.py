@@ -51,7 +51,7 @@ class TracedProgram:
     def result_count(self) -> int:
         """Return the number of arrays that are results of the function.
 
-        The program also returns the arrays that the function wrote to its arguments. They do not count.
+        The program also returns the arrays that the function wrote to its arguments. These arrays are not counted.
         """
         results, _written = jax.tree.unflatten(self._tree, self._leaves)
         return sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))

@@ -8,8 +8,8 @@ weight is also repeated for each example of the activations that it is combined 
 of the operation, although they do not change its result.
 
 In the backward pass, the operation first rounds the cotangent to half precision. Otherwise XLA would remove the cast to
-half precision and the cast back to float32. It would then store and sum the unrounded cotangent in float32. The
-additional rounding is free, because the kernel that computes the cotangent also computes the sum.
+half precision and the cast back to float32, and would store the unrounded cotangent in float32. The additional rounding
+is free, because the kernel that computes the cotangent also computes the sum.
 
 The operation also broadcasts a half-precision activation, if half precision cannot represent the sum of its many
 cotangents.
@@ -50,9 +50,10 @@ _ADDS_UP = BROADCAST | REPEATS
 def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
     """Return whether the cotangents of an operand must be summed in float32.
 
-    The sum has many terms if the value is repeated or looked up often. It also has many terms if all examples of a
+    The sum has many terms if the value is repeated or looked up often. The same is true if all examples of a
     ``jax.vmap`` read the value together with values that differ between examples. The derivative of a scatter by
-    maximum or minimum divides by the number of equal updates, which it counts in the dtype of the updates.
+    maximum or minimum divides by the number of equal updates, which it counts in the dtype of the updates. So many
+    updates need float32 too.
     """
     return _is_long(eqn, value.shape) or (eqn.primitive.name not in _SCATTERED and examples.meets_batched(atom, value))
 
@@ -69,8 +70,8 @@ def sums_half(eqn: Any) -> bool:
 def read_often(eqn: Any, place: int) -> bool:
     """Return whether more than ``MAX_TERMS`` cotangents add up in an operand.
 
-    ``place`` is the position of the operand. The count is that of one element of the operand. It includes all
-    iterations of a loop, all equations in an iteration that read the element, and all repetitions in such an equation.
+    ``place`` is the position of the operand. The cotangents of one element of the operand are counted, over all
+    iterations of a loop, all equations that read the element, and all repetitions in such an equation.
     """
     return _summed_cotangents(eqn, place) > MAX_TERMS
 
@@ -92,8 +93,8 @@ def _summed_cotangents(eqn: Any, place: int) -> float:
 def _summed_cotangents_in(jaxpr: Any, var: Any) -> float:
     """Return how many cotangents add up in an element of a variable.
 
-    The number is the sum of :func:`_summed_cotangents` over the equations that read the variable, or read the result of
-    an operation of ``PICKS`` on the variable.
+    The number is the sum of :func:`_summed_cotangents` over the equations that read the variable. A result of an
+    operation of ``PICKS`` counts as the variable.
     """
     readers: Any = _READERS.get(jaxpr)
     if readers is None:

@@ -52,8 +52,8 @@ def _scopes(stack: Any) -> Names:
 def source_of(eqn: Any) -> str:
     """Return the file and line of an equation, as ``"package/module.py:12"``.
 
-    The result names the innermost stack frame outside of JAX and jaxmp. It is empty if there is no such frame. The path
-    begins at the outermost package of the file, so that the path is the same on every machine.
+    The result names the innermost stack frame outside of JAX and jaxmp; without such a frame, the result is empty. The
+    path begins at the outermost package of the file, so that the path is the same on every machine.
     """
     return next(_sources(eqn), "")
 
@@ -77,7 +77,7 @@ def _sources(eqn: Any, is_meant: Callable[[str], bool] | None = None) -> Iterato
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a file is the user's, and not part of an installed library."""
+    """Return whether a file belongs to the user, not to an installed library."""
     return not _INSTALLED.intersection(Path(file).parts)
 
 

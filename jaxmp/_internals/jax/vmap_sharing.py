@@ -32,7 +32,8 @@ class Examples:
     def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
         """Classify the arguments and constants of a jaxpr.
 
-        If the jaxpr is a body of another program, ``same`` classifies them. Otherwise JAX's traces do.
+        Pass ``same`` only if the jaxpr is a body of another program. It says for each ``jax.vmap`` which of the
+        arguments and constants all examples share. Otherwise JAX's traces give this information.
         """
         self._batches = batches_around() if same is None else []
         if same is None:
@@ -64,8 +65,8 @@ class Examples:
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
         """Return the positions of the shared operands that JAX repeats for each example.
 
-        JAX repeats a carry that an iteration makes batched. It repeats all operands of a conditional whose index is
-        batched.
+        JAX repeats a carry that an iteration makes batched. If the index of a conditional is batched, JAX repeats all
+        operands of the branches.
         """
         if bodies is None or bodies.kind == "while":  # a while loop has no cotangents
             return ()
